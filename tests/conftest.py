@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from isthmus.runtime.processes import launcher
-from tests.nurseries import end_all, kept_nursery
+from tests.fork_servers import end_all, kept_fork_server
 
 from . import examples
 
@@ -51,8 +51,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _nurseries_are_kept() -> Iterator[None]:
+def _fork_servers_are_kept() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "Nursery", kept_nursery)
+        patch.setattr(launcher, "ForkServer", kept_fork_server)
         yield
     end_all()

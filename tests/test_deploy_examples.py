@@ -44,12 +44,17 @@ def _batch(folder: Path, ranks: int, stand_in: str) -> subprocess.Popen[str]:
         (programs / name).write_text(f"#!/bin/bash\n{stand_in}\n")
         (programs / name).chmod(0o755)
     return subprocess.Popen(
-        ["bash", DEPLOY / "slurm" / "join.sbatch"], stdout=subprocess.PIPE, text=True, start_new_session=True,
+        ["bash", DEPLOY / "slurm" / "join.sbatch"],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
         env={
-            "PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(folder), "SLURM_JOB_NAME": "desk",
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "HOME": str(folder),
+            "SLURM_JOB_NAME": "desk",
             "ISTHMUS_RANKS": str(ranks),
         },
-    )  # fmt: skip
+    )
 
 
 def test_the_batch_script_ends_as_the_device_does(tmp_path: Path) -> None:

@@ -39,9 +39,12 @@ def test_fails_at_large_numbers(number):
 
 def pytest_run(folder: Path, *arguments: str, hash_seed: str = "0") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *arguments], cwd=folder,
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed},
-    )  # fmt: skip
+        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed},
+    )
 
 
 def drew(run: subprocess.CompletedProcess[str]) -> list[str]:

@@ -62,18 +62,32 @@ lr = 0.1
 
 def said(blocked: list[str], lines: list[list[str]]) -> list[tuple[int, str]]:
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, json.dumps([blocked, lines])], capture_output=True, text=True, timeout=300,
-        stdin=subprocess.DEVNULL, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", WITHOUT, json.dumps([blocked, lines])],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+        check=True,
+    )
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
 def _arguments(command: str, folder: Path) -> list[str]:
     job = str(folder / "job.toml")
     given = {
-        "plan": [job], "simulate": [job], "train": [job], "submit": [job], "trace": ["run"], "export": ["run", "to"],
-        "calibrate": ["run"], "logs": ["1"], "stop": ["1"], "resume": ["1"], "drain": ["desk"], "probe": ["a", "b"],
-    }  # fmt: skip
+        "plan": [job],
+        "simulate": [job],
+        "train": [job],
+        "submit": [job],
+        "trace": ["run"],
+        "export": ["run", "to"],
+        "calibrate": ["run"],
+        "logs": ["1"],
+        "stop": ["1"],
+        "resume": ["1"],
+        "drain": ["desk"],
+        "probe": ["a", "b"],
+    }
     return [command, *given.get(command, [])]
 
 
@@ -86,7 +100,7 @@ def test_every_command_without_any_extra(tmp_path: Path) -> None:
     lines = [
         [*_arguments(name, tmp_path), *(["--state", str(tmp_path)] if name in state | {"join"} else [])]
         for name in commands
-    ]  # fmt: skip
+    ]
     for name, (code, told) in zip(commands, said(sorted(EXTRAS), lines), strict=True):
         assert code == 2 and "Traceback" not in told and "internal" not in told, (name, code, told)
         needs = re.fullmatch(r'error: isthmus (\w+) needs (\w+): pip install "isthmus\[(\w+)\]"\n', told)
@@ -133,8 +147,9 @@ def test_each_module_is_in_the_extra_that_is_named() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     extras = {
         name: {re.split("[<>=]", package)[0] for package in packages}
-        for name, packages in project["optional-dependencies"].items() if name not in ("dev", "docs")
-    }  # fmt: skip
+        for name, packages in project["optional-dependencies"].items()
+        if name not in ("dev", "docs")
+    }
     named = {(extra, PACKAGES.get(module, module)) for module, extra in EXTRAS.items() if module != "sympy"}
     assert named == {(extra, package) for extra, packages in extras.items() for package in packages}
     for module, extra in EXTRAS.items():

@@ -38,8 +38,8 @@ def _job(folder: Path, *changes: tuple[str, str]) -> Job:
 
 
 def test_a_job(tmp_path: Path) -> None:
-    job = _job(tmp_path, ("[model]", 'devices = 1\n[runtime]\npatience = "1 min"\n[model]'))
-    assert (job.micro_batch_size, job.patience_s, job.fleet, job.planner) == (2, 60.0, "laptop", "auto")
+    job = _job(tmp_path, ("[model]", 'devices = 1\n[runtime]\ntimeout = "1 min"\n[model]'))
+    assert (job.micro_batch_size, job.timeout_s, job.fleet, job.planner) == (2, 60.0, "laptop", "auto")
     assert job.engine().micro_batches == 4
     assert fleet_of(job).names == ("laptop-0",)
     assert msgspec.json.decode(msgspec.json.encode(job), type=Job) == job
@@ -51,10 +51,13 @@ def test_a_job(tmp_path: Path) -> None:
         ('name = "j"', 'name = "../j"', "name: expected 'str' matching"),
         ("micro_batches = 4", "micro_batches = 3", "batch_size: got 8, expected a multiple of training.micro_batches"),
         ("[model]", "optimizer = []\n[model]", "optimizer: got an empty list"),
-        ("[model]", '[runtime]\npatience = "0.1 s"\n[model]', "runtime.patience: got '0.1 s', expected at least 1 s"),
-        ("[model]", '[runtime]\npatience = "4 bytes"\n[model]', "job.toml: runtime.patience"),
-        ("[model]", "[runtime]\nemulate = false\nchanges = [{step = 1, factor = 0.5, device = 'd'}]\n[model]",
-         "runtime.changes: only an emulated fleet"),
+        ("[model]", '[runtime]\ntimeout = "0.1 s"\n[model]', "runtime.timeout: got '0.1 s', expected at least 1 s"),
+        ("[model]", '[runtime]\ntimeout = "4 bytes"\n[model]', "job.toml: runtime.timeout"),
+        (
+            "[model]",
+            "[runtime]\nemulate = false\nchanges = [{step = 1, factor = 0.5, device = 'd'}]\n[model]",
+            "runtime.changes: only an emulated fleet",
+        ),
         ("[model]", "[runtime]\nchanges = [{step = 1, factor = 0, device = 'd'}]\n[model]", "factor: got 0"),
         ("[model]", "[[optimizer]]\nbetas = [0.9, 1.0]\n[model]", "optimizer[0].betas[1]: expected 'float' < 1.0"),
         ("[model]", "[learning_rate]\nwarmup_steps = -1\n[model]", "learning_rate.warmup_steps"),
@@ -74,7 +77,7 @@ def test_bad_jobs(tmp_path: Path, old: str, new: str, words: str) -> None:
 
 
 GPT_OPTIONS = "options = {vocab_size = 256, sequence_length = 8, width = 8, layers = 1, heads = 1}"
-TEXT_OPTIONS = "options = {files = \"stdlib\", sequence_length = 8, max_bytes = 20000}"
+TEXT_OPTIONS = 'options = {files = "stdlib", sequence_length = 8, max_bytes = 20000}'
 
 
 def test_ids_and_classes_that_the_model_has_no_place_for_are_found_before_the_run(tmp_path: Path) -> None:
@@ -157,9 +160,10 @@ def test_a_kept_capture_is_taken_for_the_same_model_and_data_alone(tmp_path: Pat
     bf16 = msgspec.structs.replace(job.training, precision="bf16")
     other_data = msgspec.structs.replace(job.data, options={**job.data.options, "sequence_length": 4})
     for other in (
-        msgspec.structs.replace(job, model=wider), msgspec.structs.replace(job, training=bf16),
+        msgspec.structs.replace(job, model=wider),
+        msgspec.structs.replace(job, training=bf16),
         msgspec.structs.replace(job, data=other_data),
-    ):  # fmt: skip
+    ):
         assert kept_prepared(other, kept_in) is None
     kept_in.write_bytes(kept_in.read_bytes()[:-40])
     assert kept_prepared(job, kept_in) is None, "torn"

@@ -13,9 +13,19 @@ from isthmus.cli.app import COMMANDS
 from isthmus.cli.lazy import load
 
 HEAVY = (
-    "torch", "transformers", "datasets", "pyarrow", "safetensors", "sklearn", "scipy", "networkx", "matplotlib",
-    "numpy", "highspy", "opacus",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "datasets",
+    "pyarrow",
+    "safetensors",
+    "sklearn",
+    "scipy",
+    "networkx",
+    "matplotlib",
+    "numpy",
+    "highspy",
+    "opacus",
+)
 
 CALLED = """
 import contextlib, io, json, sys
@@ -31,7 +41,7 @@ print(json.dumps(found))
 """One process for all: what one command imports is still there at the next."""
 IMPORTED = """
 import json, sys
-import isthmus.api.overriding, isthmus.api.coordinating, isthmus.federated.job
+import isthmus.api.job_overrides, isthmus.api.coordinating, isthmus.federated.job
 print(json.dumps(sorted(sys.modules)))
 """
 """What `serve` imports before it listens."""
@@ -56,7 +66,7 @@ def test_a_coordinator_listens_before_it_can_plan_capture_and_draw() -> None:
     """It may be started again while devices wait for it."""
     done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True, timeout=120)
     found: list[str] = json.loads(done.stdout)
-    assert "isthmus.runtime.service.service" in found
+    assert "isthmus.runtime.service.fleet_coordinator" in found
     late = ("matplotlib", "networkx", "scipy.optimize", "sympy", "torch._dynamo", "isthmus.graph.capture")
     assert [name for name in late if name in found] == []
 

@@ -13,12 +13,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def run(script: str, *options: str) -> None:
+def run(callbacks: str, *options: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / script, *options], capture_output=True, text=True, env=environment,
+        [sys.executable, ROOT / "benchmarks" / callbacks, *options],
+        capture_output=True,
+        text=True,
+        env=environment,
         timeout=600,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -31,9 +31,17 @@ def compute(device: str, name: str, start_s: float, end_s: float, step: int, mic
 
 def send(device: str, other: str, start_s: float, size_bytes: int, step: int) -> Span:
     return Span(
-        device=device, track="send", name="forward", start_s=start_s, end_s=start_s + 0.5, step=step, micro_batch=0,
-        size_bytes=size_bytes, other=other, wire_bytes=size_bytes + 64,
-    )  # fmt: skip
+        device=device,
+        track="send",
+        name="forward",
+        start_s=start_s,
+        end_s=start_s + 0.5,
+        step=step,
+        micro_batch=0,
+        size_bytes=size_bytes,
+        other=other,
+        wire_bytes=size_bytes + 64,
+    )
 
 
 def two_devices() -> Trace:

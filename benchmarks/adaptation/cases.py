@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from isthmus.data import DataSpec
-from isthmus.fleet import Change, Device, Fleet, Link, Links, Route, resolve_fleet
+from isthmus.fleet import Device, Fleet, FleetChange, Link, Links, Route, resolve_fleet
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig, prepare
 from isthmus.models import ModelSpec
 from isthmus.plans import Plan
@@ -18,9 +18,7 @@ STAGE_S = 0.13
 """A third of the model on one of the emulated devices, per micro-batch: slow enough for a host of two cores."""
 MBIT = 1e6 / 8
 
-MODEL = ModelSpec(name="gpt", options={
-    "vocab_size": 256, "sequence_length": 64, "width": 32, "layers": 12, "heads": 2
-})  # fmt: skip
+MODEL = ModelSpec(name="gpt", options={"vocab_size": 256, "sequence_length": 64, "width": 32, "layers": 12, "heads": 2})
 DATA = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 64, "max_bytes": 200_000})
 
 
@@ -33,9 +31,12 @@ class Case(NamedTuple):
 def job(steps: int) -> Job:
     training = TrainingConfig(steps=steps, batch_size=16, micro_batches=4)
     return Job(
-        name="adaptation", model=MODEL, data=DATA, training=training,
-        runtime=RuntimeConfig(patience="60 s", snapshots=False),
-    )  # fmt: skip
+        name="adaptation",
+        model=MODEL,
+        data=DATA,
+        training=training,
+        runtime=RuntimeConfig(timeout="60 s", snapshots=False),
+    )
 
 
 def prepared_for(steps: int) -> Prepared:
@@ -48,9 +49,10 @@ def triangle(prepared: Prepared) -> Fleet:
     speed = prepared.problem(probe).cumulative_flops[-1] / 3 / STAGE_S
     fast = [Route(x, y, Link(0.005, 10 * MBIT)) for x, y in (("a", "b"), ("b", "a"))]
     return Fleet(
-        name="triangle", devices=tuple(_device(name, speed) for name in "abc"),
+        name="triangle",
+        devices=tuple(_device(name, speed) for name in "abc"),
         links=Links(default=Link(0.005, 5 * MBIT), devices=tuple(fast)),
-    )  # fmt: skip
+    )
 
 
 def topology(name: str, devices: int, prepared: Prepared) -> Fleet:
@@ -77,10 +79,10 @@ def crossed(plan: Plan) -> list[tuple[str, str]]:
     return list(found)
 
 
-def changes(kind: Kind, plan: Plan, fleet: Fleet, step: int) -> tuple[Change, ...]:
+def changes(kind: Kind, plan: Plan, fleet: Fleet, step: int) -> tuple[FleetChange, ...]:
     """The fastest link that the plan crosses drops, both ways; or its fastest device slows down."""
     if kind == "device":
         name = max(plan.used, key=lambda d: fleet.device(d).flops_per_s)
-        return (Change(step=step, factor=DEVICE_FACTOR, device=name),)
+        return (FleetChange(step=step, factor=DEVICE_FACTOR, device=name),)
     a, b = max(crossed(plan), key=lambda pair: fleet.link(*pair).bandwidth_bytes_per_s)
-    return tuple(Change(step=step, factor=LINK_FACTOR, link=pair) for pair in ((a, b), (b, a)))
+    return tuple(FleetChange(step=step, factor=LINK_FACTOR, link=pair) for pair in ((a, b), (b, a)))

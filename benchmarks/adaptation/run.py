@@ -25,12 +25,12 @@ from cases import Case, changes, job, prepared_for, topology, triangle
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.api.planning import plan_for
+from isthmus.api.make_plan import plan_for
 from isthmus.fleet import Fleet, changed
 from isthmus.job import Prepared
 from isthmus.plans import Plan
 from isthmus.protocol.drift import LAG_STEPS, STEPS, Drift
-from isthmus.runtime.conducting.run import RunOptions, Watcher, run_spec, train
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, steady_step_s, step_times
 
@@ -83,10 +83,14 @@ def on_the_virtual_clock(prepared: Prepared, case: Case) -> Row:
             noticed = step + 1
     found = plan_for(prepared, drift.fleet())
     return Row(
-        where="virtual clock", case=case.name, before_s=_simulated_s(prepared, plan, before),
-        unadapted_s=_simulated_s(prepared, plan, after), adapted_s=_simulated_s(prepared, found, after),
-        planned_s=_simulated_s(prepared, plan_for(prepared, after), after), noticed_steps=noticed,
-    )  # fmt: skip
+        where="virtual clock",
+        case=case.name,
+        before_s=_simulated_s(prepared, plan, before),
+        unadapted_s=_simulated_s(prepared, plan, after),
+        adapted_s=_simulated_s(prepared, found, after),
+        planned_s=_simulated_s(prepared, plan_for(prepared, after), after),
+        noticed_steps=noticed,
+    )
 
 
 def _simulated_s(prepared: Prepared, plan: Plan, fleet: Fleet) -> float:
@@ -110,12 +114,17 @@ def over_processes(prepared: Prepared, case: Case) -> Row:
     fresh, _, _ = _run(short, plan_for(prepared, after), after, RunOptions(), [])
     believed = [step for step, text in noted if ", not " in text]
     return Row(
-        where="processes", case=case.name,
+        where="processes",
+        case=case.name,
         before_s=statistics.median(times[s] for s in range(2, CHANGE_AT) if s in times),
-        unadapted_s=_last_s(rest), adapted_s=_last_s(trace), planned_s=_last_s(fresh),
-        noticed_steps=max(believed, default=CHANGE_AT - 1) + 1 - CHANGE_AT, pause_s=pause[0], redone=pause[1],
+        unadapted_s=_last_s(rest),
+        adapted_s=_last_s(trace),
+        planned_s=_last_s(fresh),
+        noticed_steps=max(believed, default=CHANGE_AT - 1) + 1 - CHANGE_AT,
+        pause_s=pause[0],
+        redone=pause[1],
         late_share=late_share,
-    )  # fmt: skip
+    )
 
 
 def _last_s(trace: Trace) -> float:
@@ -150,9 +159,15 @@ def table(found: Report) -> Table:
         drawn.add_column(heading, justify="right")
     for r in found.rows:
         drawn.add_row(
-            r.where, r.case, *(f"{s * 1e3:.0f} ms" for s in (r.before_s, r.unadapted_s, r.adapted_s, r.planned_s)),
-            f"{r.ratio:.3f}", f"{r.noticed_steps} steps", f"{r.pause_s:.1f} s", str(r.redone), f"{r.late_share:.1%}",
-        )  # fmt: skip
+            r.where,
+            r.case,
+            *(f"{s * 1e3:.0f} ms" for s in (r.before_s, r.unadapted_s, r.adapted_s, r.planned_s)),
+            f"{r.ratio:.3f}",
+            f"{r.noticed_steps} steps",
+            f"{r.pause_s:.1f} s",
+            str(r.redone),
+            f"{r.late_share:.1%}",
+        )
     drawn.caption = "ratio: adapted / planned for the changed fleet from the start"
     return drawn
 
@@ -164,8 +179,9 @@ def cases(prepared: Prepared, *, quick: bool) -> Sequence[Case]:
     named = (("link", "fastest link / 10"), ("device", "fastest device / 4"))
     return [
         Case(f"{f.name} x {len(f.names)}: {text}", kind, f)  # type: ignore[arg-type]
-        for f in fleets for kind, text in named
-    ]  # fmt: skip
+        for f in fleets
+        for kind, text in named
+    ]
 
 
 def main() -> int:
@@ -181,9 +197,10 @@ def main() -> int:
         rows.append(over_processes(prepared, case))
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", worst=max(r.ratio for r in rows),
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        worst=max(r.ratio for r in rows),
         rows=tuple(rows),
-    )  # fmt: skip
+    )
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
     Console(width=150).print(table(found))
     quick_enough = all(r.noticed_steps <= STEPS + LAG_STEPS + 3 for r in rows)

@@ -15,17 +15,17 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from isthmus.api.proving import question_of as asked_of
+from isthmus.api.proof import question_of as asked_of
 from isthmus.cost import Problem
 from isthmus.cost.sync import fastest, sync_s
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
-from isthmus.plans import Sync, SyncGroup
+from isthmus.plans import ReplicaSync, SyncGroup
 from isthmus.verification import Question
 from isthmus.verification.cutting import CutGraph, cut
-from isthmus.verification.reading import Reading
+from isthmus.verification.reading import GraphReading
 from isthmus.verification.sums import averaging_groups, buffer_bytes
-from isthmus.verification.timing import Timed
+from isthmus.verification.timing import StepTiming
 
 
 def question_of(problem: Problem) -> Question:
@@ -46,17 +46,18 @@ class _Pipeline:
         self._question, self._steps_s = question, dict[int, float]()
 
     @cached_property
-    def _choices(self) -> list[tuple[list[int], Timed]]:
+    def _choices(self) -> list[tuple[list[int], StepTiming]]:
         """Micro-batches held per stage, and times."""
         stages = len(self.devices)
         plain = self._held([False] * stages)
         short = [held < self._question.micro_batches for held in plain] if self._question.recompute else []
         choices = itertools.product(*((False, True) if s else (False,) for s in short)) if any(short) else ()
-        found = [(plain, Timed(self._question, self.graph, self.devices, [False] * stages))]
+        found = [(plain, StepTiming(self._question, self.graph, self.devices, [False] * stages))]
         return found + [
-            (self._held(again), Timed(self._question, self.graph, self.devices, again))
-            for again in choices if any(again)
-        ]  # fmt: skip
+            (self._held(again), StepTiming(self._question, self.graph, self.devices, again))
+            for again in choices
+            if any(again)
+        ]
 
     def _held(self, recompute: Sequence[bool]) -> list[int]:
         found: list[int] = []
@@ -73,10 +74,11 @@ class _Pipeline:
             self._steps_s[micro_batches] = min(
                 (
                     timed.step_s([min(micro_batches, h) for h in held], micro_batches)
-                    for held, timed in self._choices if min(held) >= least
+                    for held, timed in self._choices
+                    if min(held) >= least
                 ),
                 default=math.inf,
-            )  # fmt: skip
+            )
         return self._steps_s[micro_batches]
 
     def count(self, time_s: float) -> int:
@@ -91,7 +93,7 @@ class _Pipeline:
 class _Brute:
     def __init__(self, question: Question) -> None:
         self._question, self._best_s = question, math.inf
-        reading = Reading(question)
+        reading = GraphReading(question)
         self._cuts: dict[int, list[CutGraph]] = {}
         for stages in range(1, min(len(question.fleet.names), len(reading.places) + 1) + 1):
             self._cuts[stages] = [
@@ -148,16 +150,21 @@ class _Brute:
 def _averaging_s(fleet: Fleet, replicas: Sequence[_Pipeline]) -> float:
     held = [(p.devices, p.graph) for p in replicas]
     groups = tuple(
-        fastest(fleet, SyncGroup(
-            devices=devices, stages=stages, parameters=tuple(names),
-            size_bytes=buffer_bytes(replicas[0].graph, names, "gradients"),
-        ))
+        fastest(
+            fleet,
+            SyncGroup(
+                devices=devices,
+                stages=stages,
+                parameters=tuple(names),
+                size_bytes=buffer_bytes(replicas[0].graph, names, "gradients"),
+            ),
+        )
         for (devices, stages), names in averaging_groups(held).items()
-    )  # fmt: skip
-    return sync_s(fleet, Sync(groups=groups))
+    )
+    return sync_s(fleet, ReplicaSync(groups=groups))
 
 
-def _cut(reading: Reading, starts: tuple[int, ...]) -> CutGraph | None:
+def _cut(reading: GraphReading, starts: tuple[int, ...]) -> CutGraph | None:
     try:
         return cut(reading, starts)
     except UserError:  # a buffer would be written in two stages

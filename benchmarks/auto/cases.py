@@ -11,7 +11,7 @@ import math
 import random
 
 from isthmus.cost import Problem, parameter_state
-from isthmus.fleet import Device, Fleet, Link, Links, Route, Site
+from isthmus.fleet import Device, Fleet, Link, Links, Region, Route
 from isthmus.graph import Flow
 from models import KINDS, model
 
@@ -39,9 +39,10 @@ def _case(source: random.Random, devices: int, operators: int, name: str) -> Pro
     micro_batches = source.choice((1, 2, 4, 8, 8, 16, 32, 64))
     schedule = source.choice(("1f1b", "1f1b", "1f1b", "gpipe"))
     roomy = Fleet(
-        name=name, links=Links(default=Link(0.0, 1.0)),
+        name=name,
+        links=Links(default=Link(0.0, 1.0)),
         devices=(Device(name="all", region="here", flops_per_s=1.0, memory_bytes=1 << 50),),
-    )  # fmt: skip
+    )
     whole = Problem(
         flow=flow, fleet=roomy, micro_batch_size=2, micro_batches=micro_batches, schedule=schedule, state=state
     )
@@ -62,15 +63,17 @@ def _fleet(source: random.Random, whole: Problem, count: int, name: str) -> Flee
     memory = [1 << 50 if factor is None else max(1, int(factor * room * w / sum(weights))) for w in weights]
     devices = tuple(
         Device(
-            name=f"d{k}", region=regions[k] if k < len(regions) else source.choice(regions),
-            flops_per_s=source.choice(kinds), memory_bytes=memory[k],
+            name=f"d{k}",
+            region=regions[k] if k < len(regions) else source.choice(regions),
+            flops_per_s=source.choice(kinds),
+            memory_bytes=memory[k],
         )
         for k in range(count)
-    )  # fmt: skip
+    )
     limited = [region for region in regions if source.random() < 0.5]
-    sites = tuple(Site(region=region, uplink_bytes_per_s=10 ** source.uniform(2, 4)) for region in limited)
+    sites = tuple(Region(region=region, uplink_bytes_per_s=10 ** source.uniform(2, 4)) for region in limited)
     links = _links(source, devices, regions)
-    return Fleet(name=name, devices=devices, links=links, sites=sites if source.random() < 0.2 else ())
+    return Fleet(name=name, devices=devices, links=links, region_info=sites if source.random() < 0.2 else ())
 
 
 def _links(source: random.Random, devices: tuple[Device, ...], regions: list[str]) -> Links:
@@ -93,7 +96,7 @@ def _links(source: random.Random, devices: tuple[Device, ...], regions: list[str
             Route(a, b, link(near, latency_s / 10) if a == b else link(far, latency_s))
             for a, b in itertools.product(regions, regions)
         )
-    )  # fmt: skip
+    )
 
 
 def _need_bytes(whole: Problem) -> float:

@@ -51,11 +51,17 @@ class _Graph:
         kept = 4 * width if saved is None else saved
         self.ops.append(
             Op(
-                name=name, kind="operator", target="aten.test.default", args=tuple(map(Ref, args)),
-                outputs=(_tensor(width),), requires_grad=(True,), flops_forward=Affine(flops),
-                flops_backward=Affine(2 * flops), saved_bytes=Affine(kept),
+                name=name,
+                kind="operator",
+                target="aten.test.default",
+                args=tuple(map(Ref, args)),
+                outputs=(_tensor(width),),
+                requires_grad=(True,),
+                flops_forward=Affine(flops),
+                flops_backward=Affine(2 * flops),
+                saved_bytes=Affine(kept),
             )
-        )  # fmt: skip
+        )
         self.last = name
         return name
 
@@ -66,11 +72,16 @@ class _Graph:
     def finished(self, name: str) -> OpGraph:
         self.ops.append(
             Op(
-                name="loss", kind="operator", target="aten.test.default", args=(Ref(self.last), Ref("labels")),
-                outputs=(_tensor(batched=False),), requires_grad=(True,), flops_forward=Affine(8),
+                name="loss",
+                kind="operator",
+                target="aten.test.default",
+                args=(Ref(self.last), Ref("labels")),
+                outputs=(_tensor(batched=False),),
+                requires_grad=(True,),
+                flops_forward=Affine(8),
                 flops_backward=Affine(16),
             )
-        )  # fmt: skip
+        )
         return OpGraph(name=name, mode="train", ops=tuple(self.ops), loss=Ref("loss"))
 
 

@@ -115,23 +115,41 @@ def _row(seed: int, problem: Problem) -> Row:
     except UserError:
         plan = None
     row = Row(
-        seed=seed, devices=len(problem.fleet.names), model=problem.flow.graph.name, units=len(problem.flow.operators),
-        micro_batches=problem.micro_batches, schedule=problem.schedule, plan_s=time.perf_counter() - start_s,
+        seed=seed,
+        devices=len(problem.fleet.names),
+        model=problem.flow.graph.name,
+        units=len(problem.flow.operators),
+        micro_batches=problem.micro_batches,
+        schedule=problem.schedule,
+        plan_s=time.perf_counter() - start_s,
         step_s=None,
-    )  # fmt: skip
+    )
     if plan is None:
         return row
     verdict = verify(plan, question_of(problem))
     return msgspec.structs.replace(
-        row, step_s=plan.predicted.step_s, replicas=len(plan.replicas), verified=verdict.holds(),
+        row,
+        step_s=plan.predicted.step_s,
+        replicas=len(plan.replicas),
+        verified=verdict.holds(),
         gap=plan.certificate.gap if plan.certificate else None,
-    )  # fmt: skip
+    )
 
 
 def table(found: Report) -> Table:
     drawn = Table("problems", title="auto beside brute force and beside the other planners")
-    for heading in ("number", "planned", "worst ratio", "median ratio", "median gap", "largest gap", "no bound",
-                    "not verified", "median time", "longest time"):  # fmt: skip
+    for heading in (
+        "number",
+        "planned",
+        "worst ratio",
+        "median ratio",
+        "median gap",
+        "largest gap",
+        "no bound",
+        "not verified",
+        "median time",
+        "longest time",
+    ):
         drawn.add_column(heading, justify="right")
     _add(drawn, "<= 5 devices, to brute force", found.small)
     _add(drawn, "2-64 devices, to best other", found.large)
@@ -147,11 +165,18 @@ def _add(drawn: Table, name: str, rows: Sequence[Row]) -> None:
         return
     ratios, gaps = [r.ratio for r in planned if r.ratio], [r.gap for r in planned if r.gap is not None]
     drawn.add_row(
-        name, str(len(rows)), str(len(planned)), f"{worst(rows):.6f}", f"{statistics.median(ratios):.3f}",
-        f"{statistics.median(gaps):.1%}", f"{max(gaps):.0%}", str(sum(r.gap is None for r in planned)),
-        str(sum(not r.verified for r in planned)), f"{statistics.median(r.plan_s for r in planned):.2f} s",
+        name,
+        str(len(rows)),
+        str(len(planned)),
+        f"{worst(rows):.6f}",
+        f"{statistics.median(ratios):.3f}",
+        f"{statistics.median(gaps):.1%}",
+        f"{max(gaps):.0%}",
+        str(sum(r.gap is None for r in planned)),
+        str(sum(not r.verified for r in planned)),
+        f"{statistics.median(r.plan_s for r in planned):.2f} s",
         f"{max(r.plan_s for r in planned):.1f} s",
-    )  # fmt: skip
+    )
 
 
 def main() -> int:
@@ -167,9 +192,10 @@ def main() -> int:
         print(f"{seed + 1} of {cases}: {small[-1].ratio} {large[-1].ratio}", file=sys.stderr)
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", small=tuple(small),
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        small=tuple(small),
         large=tuple(large),
-    )  # fmt: skip
+    )
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
     Console(width=170).print(table(found))
     return 0 if found.good else 1

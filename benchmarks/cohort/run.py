@@ -31,9 +31,19 @@ LATEST = Path(__file__).parent / "results" / "latest.json"
 Sizes = Literal["uniform", "lognormal", "pareto"]
 SIZES: tuple[Sizes, ...] = ("uniform", "lognormal", "pareto")
 SHAPES = (
-    (100, 4), (100, 8), (100, 32), (100, 100), (100, 256), (1000, 4), (1000, 8), (1000, 32), (1000, 256),
-    (10_000, 4), (10_000, 32), (10_000, 256),
-)  # fmt: skip
+    (100, 4),
+    (100, 8),
+    (100, 32),
+    (100, 100),
+    (100, 256),
+    (1000, 4),
+    (1000, 8),
+    (1000, 32),
+    (1000, 256),
+    (10_000, 4),
+    (10_000, 32),
+    (10_000, 256),
+)
 DEMANDED = (1000, 32)
 GAP_LIMIT, SECONDS_LIMIT = 0.002, 0.2
 SEEDS = 5
@@ -109,27 +119,53 @@ def measure(sizes: Sizes, clients: int, executors: int, *, spread: float, seeds:
                 timings.append(time.process_time() - start_s)
             seconds[algorithm.__name__].append(min(timings))
     return Result(
-        sizes=sizes, clients=clients, executors=executors, spread=spread, raised=tuple(raised),
-        uniform_gaps=tuple(gaps["uniform"]), parrot_gaps=tuple(gaps["parrot"]),
-        certified_gaps=tuple(gaps["certified"]), parrot_s=statistics.median(seconds["parrot"]),
-        certified_s=statistics.median(seconds["certified"]), slowest_certified_s=max(seconds["certified"]),
-    )  # fmt: skip
+        sizes=sizes,
+        clients=clients,
+        executors=executors,
+        spread=spread,
+        raised=tuple(raised),
+        uniform_gaps=tuple(gaps["uniform"]),
+        parrot_gaps=tuple(gaps["parrot"]),
+        certified_gaps=tuple(gaps["certified"]),
+        parrot_s=statistics.median(seconds["parrot"]),
+        certified_s=statistics.median(seconds["certified"]),
+        slowest_certified_s=max(seconds["certified"]),
+    )
 
 
 def table(found: Report, seeds: int) -> Table:
     drawn = Table("sizes", title=f"Cohort schedules: time of a round above the proven lower bound, {seeds} seeds")
-    headings = ("clients", "executors", "t_k", "uniform", "parrot", "certified", "worst", "bound raised", "parrot",
-                "certified", "slowest")  # fmt: skip
+    headings = (
+        "clients",
+        "executors",
+        "t_k",
+        "uniform",
+        "parrot",
+        "certified",
+        "worst",
+        "bound raised",
+        "parrot",
+        "certified",
+        "slowest",
+    )
     for heading in headings:
         drawn.add_column(heading, justify="right")
     for r in found.results:
         mean = statistics.fmean
         drawn.add_row(
-            r.sizes, f"{r.clients:,}", str(r.executors), f"1-{r.spread:g}" if r.spread > 1 else "equal",
-            f"{mean(r.uniform_gaps):.0%}", f"{mean(r.parrot_gaps):.2%}", f"{mean(r.certified_gaps):.3%}",
-            f"{max(r.certified_gaps):.3%}", f"{abs(mean(r.raised)):.0%}", f"{r.parrot_s * 1e3:.1f} ms",
-            f"{r.certified_s * 1e3:.1f} ms", f"{r.slowest_certified_s * 1e3:.1f} ms",
-        )  # fmt: skip
+            r.sizes,
+            f"{r.clients:,}",
+            str(r.executors),
+            f"1-{r.spread:g}" if r.spread > 1 else "equal",
+            f"{mean(r.uniform_gaps):.0%}",
+            f"{mean(r.parrot_gaps):.2%}",
+            f"{mean(r.certified_gaps):.3%}",
+            f"{max(r.certified_gaps):.3%}",
+            f"{abs(mean(r.raised)):.0%}",
+            f"{r.parrot_s * 1e3:.1f} ms",
+            f"{r.certified_s * 1e3:.1f} ms",
+            f"{r.slowest_certified_s * 1e3:.1f} ms",
+        )
     drawn.caption = (
         "gaps: mean over the seeds, and the worst; bound raised: above the fractional optimum; times: CPU, median "
         f"and slowest\ndemanded at 1,000 x 32: {GAP_LIMIT:.1%} in {SECONDS_LIMIT} s; found {found.demanded_gap:.3%} in "
@@ -156,8 +192,9 @@ def main() -> int:
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         demanded_gap=max(max(r.certified_gaps) for r in demanded),
-        demanded_s=max(r.slowest_certified_s for r in demanded), results=tuple(results),
-    )  # fmt: skip
+        demanded_s=max(r.slowest_certified_s for r in demanded),
+        results=tuple(results),
+    )
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
     Console(width=150).print(table(found, seeds))

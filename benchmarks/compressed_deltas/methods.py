@@ -26,11 +26,15 @@ def deltas(period: int, ratio: float, rates: Sequence[tuple[float, float, float]
     packing = Packing(codec="sparse2bit", ratio=ratio) if ratio else None
     return [
         Method(
-            period=period, packing=packing, rate=rate, outer_rate=outer_rate, outer_momentum=momentum,
+            period=period,
+            packing=packing,
+            rate=rate,
+            outer_rate=outer_rate,
+            outer_momentum=momentum,
             error_decay=decay,
         )
         for rate, outer_rate, momentum in rates
-    ]  # fmt: skip
+    ]
 
 
 COMPARED = [

@@ -100,20 +100,25 @@ class Trainer:
         training = self._start(setting)
         outer = Options(
             outer_rate=method.outer_rate, outer_momentum=method.outer_momentum, error_decay=method.error_decay
-        )  # fmt: skip
+        )
         mode, options = ("every-step", Options()) if method.period == 1 else ("outer", outer)
         sync = isthmus.sync.attach(
-            training.model, training.optimizer, mode=mode, period=method.period, options=options,
+            training.model,
+            training.optimizer,
+            mode=mode,
+            period=method.period,
+            options=options,
             codec=None if method.packing is None else codec_of(method.packing),
-        )  # fmt: skip
+        )
         self._train(training, sync, setting, range(setting.start, setting.steps), method.rate)
         sent_bytes = sync.statistics().sent_bytes
         sync.close()
         return Outcome(
-            setting=setting, loss=held_out_loss(training.model) if dist.get_rank() == 0 else math.nan,
+            setting=setting,
+            loss=held_out_loss(training.model) if dist.get_rank() == 0 else math.nan,
             parameters=sum(p.numel() for p in training.model.parameters()),
             sent_bytes=sent_bytes // 2 if method.period == 1 else sent_bytes,
-        )  # fmt: skip
+        )
 
     def _start(self, setting: Setting) -> Training:
         key = setting.seed, setting.start, setting.steps
@@ -168,9 +173,12 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, workers), rank=rank, world_size=workers,
+        "gloo",
+        store=dist.FileStore(store, workers),
+        rank=rank,
+        world_size=workers,
         timeout=datetime.timedelta(minutes=10),
-    )  # fmt: skip
+    )
     trainer = Trainer()
     for setting in msgspec.json.decode(file.read_bytes(), type=list[Setting]):
         outcome = trainer.outcome(setting)

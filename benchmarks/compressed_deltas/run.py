@@ -64,10 +64,12 @@ def run(settings: Sequence[Setting], workers: int) -> Iterator[Outcome]:
         running = [
             subprocess.Popen(
                 [sys.executable, str(HERE / "replica.py"), str(rank), str(workers), f"{folder}/store", str(file)],
-                stdout=subprocess.PIPE, text=True, env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
             )
             for rank in range(workers)
-        ]  # fmt: skip
+        ]
         try:
             assert running[0].stdout is not None
             for line in running[0].stdout:
@@ -106,8 +108,9 @@ class Runs:
         report = Report(
             when=datetime.now(UTC).isoformat(timespec="seconds"),
             host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-            outcomes=list(self._known.values()), rows=rows,
-        )  # fmt: skip
+            outcomes=list(self._known.values()),
+            rows=rows,
+        )
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
 
@@ -117,7 +120,7 @@ def told(setting: Setting) -> str:
     return (
         f"{setting.workers} workers from step {setting.start}, {method.name}, rates {rates(method)}, "
         f"seed {setting.seed}"
-    )  # fmt: skip
+    )
 
 
 def rates(method: Method) -> str:
@@ -137,8 +140,9 @@ def tuned(of: Compared, steps: int, runs: Runs) -> Compared:
 def settings(of: Compared, seeds: Sequence[int], steps: int) -> list[Setting]:
     return [
         Setting(method=m, seed=seed, start=of.start * steps // STEPS, steps=steps, workers=of.workers)
-        for m in of.candidates for seed in seeds
-    ]  # fmt: skip
+        for m in of.candidates
+        for seed in seeds
+    ]
 
 
 def rows_of(by_method: Sequence[Sequence[Outcome]]) -> list[Row]:
@@ -153,23 +157,39 @@ def _row(of: Sequence[Outcome], base: Sequence[float]) -> Row:
     # In a ring, two bytes a parameter.
     gradient_bytes = 2 * of[0].parameters * 2 * (setting.workers - 1) / setting.workers
     return Row(
-        method=setting.method, start=setting.start, workers=setting.workers, losses=[o.loss for o in of],
-        sent_bytes_per_step=sent_bytes_per_step, saving=gradient_bytes / sent_bytes_per_step,
+        method=setting.method,
+        start=setting.start,
+        workers=setting.workers,
+        losses=[o.loss for o in of],
+        sent_bytes_per_step=sent_bytes_per_step,
+        saving=gradient_bytes / sent_bytes_per_step,
         gaps=[o.loss / b - 1 for o, b in zip(of, base, strict=True)],
-    )  # fmt: skip
+    )
 
 
 def table(rows: Sequence[Row], steps: int) -> Table:
     drawn = Table("exchange", title=f"{steps} steps")
-    for heading in ("from step", "workers", "rates: inner, outer, momentum", "bytes a step", "fewer", "held-out loss",
-                    "gap"):  # fmt: skip
+    for heading in (
+        "from step",
+        "workers",
+        "rates: inner, outer, momentum",
+        "bytes a step",
+        "fewer",
+        "held-out loss",
+        "gap",
+    ):
         drawn.add_column(heading, justify="right")
     for row in rows:
         drawn.add_row(
-            row.method.name, str(row.start), str(row.workers), rates(row.method), f"{row.sent_bytes_per_step:,.0f}",
-            f"{row.saving:.0f}x", f"{statistics.fmean(row.losses):.4f} ± {statistics.pstdev(row.losses):.4f}",
+            row.method.name,
+            str(row.start),
+            str(row.workers),
+            rates(row.method),
+            f"{row.sent_bytes_per_step:,.0f}",
+            f"{row.saving:.0f}x",
+            f"{statistics.fmean(row.losses):.4f} ± {statistics.pstdev(row.losses):.4f}",
             f"{statistics.fmean(row.gaps):+.2%} ± {statistics.pstdev(row.gaps):.2%}",
-        )  # fmt: skip
+        )
     return drawn
 
 

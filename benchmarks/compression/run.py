@@ -104,19 +104,25 @@ def measure_codec(codec: Codec, x: Tensor, device: str) -> CodecFigures:
     payload = codec.encode(x)
     planned = Packing(codec=codec.name, ratio=ratio).wire_bytes(elements)
     return CodecFigures(
-        codec=codec.name, ratio=ratio, elements=elements, bytes_per_element=payload.numel() / elements,
-        bytes_per_kept=payload.numel() / elements * ratio, as_planned=payload.numel() == planned,
+        codec=codec.name,
+        ratio=ratio,
+        elements=elements,
+        bytes_per_element=payload.numel() / elements,
+        bytes_per_kept=payload.numel() / elements * ratio,
+        as_planned=payload.numel() == planned,
         encode_s=best_s(lambda: codec.encode(x), elements, device),
         decode_s=best_s(lambda: codec.decode(payload, x.shape, x.dtype), elements, device),
-    )  # fmt: skip
+    )
 
 
 def measure_selection(name: str, x: Tensor, device: str) -> SelectionFigures:
     count = x.numel() // SHARE
     return SelectionFigures(
-        values=name, elements=x.numel(), ours_s=best_s(lambda: largest(x, count), x.numel(), device),
+        values=name,
+        elements=x.numel(),
+        ours_s=best_s(lambda: largest(x, count), x.numel(), device),
         torch_topk_s=best_s(lambda: x.abs().topk(count, sorted=False), x.numel(), device),
-    )  # fmt: skip
+    )
 
 
 def measure(sizes: tuple[int, ...], device: str) -> Report:
@@ -133,9 +139,14 @@ def measure(sizes: tuple[int, ...], device: str) -> Report:
     name = torch.cuda.get_device_name() if device != "cpu" else "CPU, one thread"
     return Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", device=name,
-        torch=str(torch.__version__), copy_s=copies, clone_s=clones, codecs=tuple(codecs), selections=tuple(selections),
-    )  # fmt: skip
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        device=name,
+        torch=str(torch.__version__),
+        copy_s=copies,
+        clone_s=clones,
+        codecs=tuple(codecs),
+        selections=tuple(selections),
+    )
 
 
 def table(found: Report) -> Table:
@@ -145,12 +156,17 @@ def table(found: Report) -> Table:
     for c in found.codecs:
         size = 4 * c.elements / 1e9
         drawn.add_row(
-            f"{c.elements:,}", c.codec + (f" {c.ratio:g}" if c.ratio > 1 else ""), f"{c.bytes_per_element:.4f}",
-            f"{c.bytes_per_kept:.2f}", f"{size / c.encode_s:.2f}", f"{size / c.decode_s:.2f}",
-            f"{size / (c.encode_s + c.decode_s):.2f}", f"{size / found.clone_s[str(c.elements)]:.1f}",
+            f"{c.elements:,}",
+            c.codec + (f" {c.ratio:g}" if c.ratio > 1 else ""),
+            f"{c.bytes_per_element:.4f}",
+            f"{c.bytes_per_kept:.2f}",
+            f"{size / c.encode_s:.2f}",
+            f"{size / c.decode_s:.2f}",
+            f"{size / (c.encode_s + c.decode_s):.2f}",
+            f"{size / found.clone_s[str(c.elements)]:.1f}",
             f"{size / found.copy_s[str(c.elements)]:.1f}",
             end_section=c.codec == CODECS[-1].name,
-        )  # fmt: skip
+        )
     return drawn
 
 
@@ -160,9 +176,13 @@ def selection_table(found: Report) -> Table:
         drawn.add_column(heading, justify="right")
     for s in found.selections:
         drawn.add_row(
-            f"{s.elements:,}", s.values, f"{s.ours_s * 1e3:.2f} ms", f"{s.torch_topk_s * 1e3:.2f} ms",
-            f"{s.gain:.1f}x", f"{4e-9 * s.elements / s.ours_s:.2f}",
-        )  # fmt: skip
+            f"{s.elements:,}",
+            s.values,
+            f"{s.ours_s * 1e3:.2f} ms",
+            f"{s.torch_topk_s * 1e3:.2f} ms",
+            f"{s.gain:.1f}x",
+            f"{4e-9 * s.elements / s.ours_s:.2f}",
+        )
     return drawn
 
 

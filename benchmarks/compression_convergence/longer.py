@@ -91,11 +91,14 @@ class Training:
             batches = [self._data.batch(its, self._columns) for its in samples]
             self._losses.append(self._stages.step(step, batches, [its.tolist() for its in samples]))
         self._trained_s += time.perf_counter() - started
-        self._points.append(Point(
-            steps=steps, training_loss=statistics.fmean(self._losses[-WINDOW:]),
-            loss=self._stages.evaluate(self._held_out, packed=False),
-            packed_loss=self._stages.evaluate(self._held_out, packed=True),
-        ))  # fmt: skip
+        self._points.append(
+            Point(
+                steps=steps,
+                training_loss=statistics.fmean(self._losses[-WINDOW:]),
+                loss=self._stages.evaluate(self._held_out, packed=False),
+                packed_loss=self._stages.evaluate(self._held_out, packed=True),
+            )
+        )
 
     def curve(self) -> Curve:
         points = tuple(self._points)
@@ -145,9 +148,10 @@ def main() -> int:
             training.advance(steps)
         found = Curves(
             when=datetime.now(UTC).isoformat(timespec="seconds"),
-            host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", ratio=options.ratio,
+            host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+            ratio=options.ratio,
             curves=tuple(t.curve() for t in models),
-        )  # fmt: skip
+        )
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
         print(f"{steps:,} steps", file=sys.stderr)
     assert found is not None

@@ -76,14 +76,21 @@ class Case:
 
     def job(self, seed: int, steps: int) -> Job:
         training = TrainingConfig(
-            steps=steps, batch_size=self.batch_size, micro_batches=self.micro_batches, seed=seed, eval_every=steps,
+            steps=steps,
+            batch_size=self.batch_size,
+            micro_batches=self.micro_batches,
+            seed=seed,
+            eval_every=steps,
             eval_samples=256,
-        )  # fmt: skip
+        )
         return Job(
-            name=self.name, model=self.model, data=self.data, training=training,
+            name=self.name,
+            model=self.model,
+            data=self.data,
+            training=training,
             optimizer=(OptimizerConfig(name="adamw", lr=self.lr),),
             learning_rate=LearningRate(schedule="cosine", warmup_steps=steps // 10),
-        )  # fmt: skip
+        )
 
     def fleet(self) -> Fleet:
         devices = tuple(
@@ -93,9 +100,7 @@ class Case:
         return Fleet(name="two sites", devices=devices, links=Links(default=SLOW, intra=FAST))
 
 
-GPT = ModelSpec(
-    name="gpt", options={"vocab_size": 256, "sequence_length": 64, "width": 64, "layers": 4, "heads": 4}
-)  # fmt: skip
+GPT = ModelSpec(name="gpt", options={"vocab_size": 256, "sequence_length": 64, "width": 64, "layers": 4, "heads": 4})
 
 
 def text(max_bytes: int) -> DataSpec:
@@ -104,15 +109,35 @@ def text(max_bytes: int) -> DataSpec:
 
 CASES = (
     Case(
-        name="ResNet", model=ModelSpec(name="models:ResNet"), data=DataSpec(kind="digits"), steps=100, batch_size=64,
-        micro_batches=8, lr=3e-3, methods=METHODS + REMEMBERED + ONE_WAY, flops_per_s=1e10,
-    ),
-    Case(
-        name="GPT", model=GPT, data=text(2_000_000), steps=120, batch_size=32, micro_batches=8, lr=3e-3,
+        name="ResNet",
+        model=ModelSpec(name="models:ResNet"),
+        data=DataSpec(kind="digits"),
+        steps=100,
+        batch_size=64,
+        micro_batches=8,
+        lr=3e-3,
+        methods=METHODS + REMEMBERED + ONE_WAY,
         flops_per_s=1e10,
     ),
     Case(
-        name="GPT, again", model=GPT, data=text(50_000), steps=120, batch_size=32, micro_batches=8, lr=3e-3,
-        methods=("dense", "adatopk", "uniform", *REMEMBERED, *ONE_WAY), flops_per_s=1e10,
+        name="GPT",
+        model=GPT,
+        data=text(2_000_000),
+        steps=120,
+        batch_size=32,
+        micro_batches=8,
+        lr=3e-3,
+        flops_per_s=1e10,
     ),
-)  # fmt: skip
+    Case(
+        name="GPT, again",
+        model=GPT,
+        data=text(50_000),
+        steps=120,
+        batch_size=32,
+        micro_batches=8,
+        lr=3e-3,
+        methods=("dense", "adatopk", "uniform", *REMEMBERED, *ONE_WAY),
+        flops_per_s=1e10,
+    ),
+)

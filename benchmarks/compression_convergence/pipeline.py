@@ -10,7 +10,7 @@ from torch import Tensor
 from isthmus.graph import Flow, Ref
 from isthmus.job import Prepared
 from isthmus.plans import Compression, Plan
-from isthmus.runtime.conducting.stages import stage_pairs
+from isthmus.runtime.coordinator.stages import stage_pairs
 from isthmus.training.compression import SampleFeedback, codec_of
 from isthmus.training.engine import TorchEngine
 from isthmus.training.weights import initial_weights

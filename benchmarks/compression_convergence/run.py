@@ -30,7 +30,7 @@ from isthmus.data import SampleOrder, load_dataset
 from isthmus.graph import cuts
 from isthmus.job import Prepared, prepare
 from isthmus.plans import Plan
-from isthmus.runtime.conducting.run import run_spec
+from isthmus.runtime.coordinator.run import run_spec
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
 from models import CASES, Case
@@ -124,9 +124,13 @@ def train(case: Case, prepared: Prepared, plan: Plan, method: str, seed: int) ->
             curve.append(stages.evaluate(held_out, packed=False))
     packed_loss = stages.evaluate(held_out, packed=True) if math.isfinite(curve[-1]) else math.nan
     return Trained(
-        model=case.name, method=method, seed=seed, curve=tuple(curve), packed_loss=packed_loss,
+        model=case.name,
+        method=method,
+        seed=seed,
+        curve=tuple(curve),
+        packed_loss=packed_loss,
         trained_s=time.perf_counter() - started,
-    )  # fmt: skip
+    )
 
 
 def summed_up(case: Case, prepared: Prepared, runs: list[Trained]) -> list[Method]:
@@ -138,16 +142,24 @@ def summed_up(case: Case, prepared: Prepared, runs: list[Trained]) -> list[Metho
         middle = next(e for e in plan.replica.edges if (e.source, e.target) == (1, 2))
         loss = statistics.fmean(finals)
         base = found[0].loss if found else loss
-        found.append(Method(
-            model=case.name, method=method, loss=loss, spread=statistics.pstdev(finals),
-            gap=loss / base - 1, packed_loss=packed_loss, packed_gap=packed_loss / base - 1,
-            step_s=steady_step_s(simulate(plan, case.fleet(), run_spec(prepared))),
-            messages=tuple(
-                "dense" if c is None else f"{c.codec} {c.ratio:.3g}" if c.ratio > 1 else c.codec
-                for e in plan.replica.edges for c in (e.forward_compression, e.backward_compression)
-            ),
-            slow_bytes=middle.forward_wire_bytes + middle.backward_wire_bytes,
-        ))  # fmt: skip
+        found.append(
+            Method(
+                model=case.name,
+                method=method,
+                loss=loss,
+                spread=statistics.pstdev(finals),
+                gap=loss / base - 1,
+                packed_loss=packed_loss,
+                packed_gap=packed_loss / base - 1,
+                step_s=steady_step_s(simulate(plan, case.fleet(), run_spec(prepared))),
+                messages=tuple(
+                    "dense" if c is None else f"{c.codec} {c.ratio:.3g}" if c.ratio > 1 else c.codec
+                    for e in plan.replica.edges
+                    for c in (e.forward_compression, e.backward_compression)
+                ),
+                slow_bytes=middle.forward_wire_bytes + middle.backward_wire_bytes,
+            )
+        )
     return found
 
 
@@ -158,10 +170,17 @@ def table(found: Report) -> Table:
     last = {m.model: m for m in found.methods}
     for m in found.methods:
         drawn.add_row(
-            m.model, m.method, ", ".join(dict.fromkeys(m.messages)), f"{m.slow_bytes:,}", f"{m.step_s * 1e3:.0f} ms",
-            f"{m.loss:.4f} +- {m.spread:.4f}", f"{m.gap:+.1%}", f"{m.packed_loss:.4f}", f"{m.packed_gap:+.1%}",
+            m.model,
+            m.method,
+            ", ".join(dict.fromkeys(m.messages)),
+            f"{m.slow_bytes:,}",
+            f"{m.step_s * 1e3:.0f} ms",
+            f"{m.loss:.4f} +- {m.spread:.4f}",
+            f"{m.gap:+.1%}",
+            f"{m.packed_loss:.4f}",
+            f"{m.packed_gap:+.1%}",
             end_section=m is last[m.model],
-        )  # fmt: skip
+        )
     return drawn
 
 
@@ -189,9 +208,12 @@ def main() -> int:
         methods += summed_up(case, prepare(case.job(seeds[0], steps[case.name])), runs)
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", seeds=len(seeds), steps=steps,
-        methods=tuple(methods), runs=tuple(runs),
-    )  # fmt: skip
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        seeds=len(seeds),
+        steps=steps,
+        methods=tuple(methods),
+        runs=tuple(runs),
+    )
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
     Console(width=150).print(table(found))
     return 0

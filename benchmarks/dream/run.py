@@ -98,23 +98,32 @@ def cases(*, quick: bool) -> Iterator[Case]:
     for profile in published().profiles:
         for iterations in (5, 10):
             yield Case(
-                group="published profile", name=profile.name, backward_s=list(profile.backward_s),
-                average_s=list(profile.average_s), iterations=iterations,
+                group="published profile",
+                name=profile.name,
+                backward_s=list(profile.backward_s),
+                average_s=list(profile.average_s),
+                iterations=iterations,
                 published_step_s=profile.published_step_s if iterations == 10 else {},
-            )  # fmt: skip
+            )
     for name in MODELS:
         for text, bandwidth in list(BANDWIDTHS.items())[2 if quick else 0 :]:
             backward_s, average_s = model_times(name, bandwidth)
             yield Case(
-                group="shape of a paper model", name=f"{name}, {text}", backward_s=backward_s, average_s=average_s,
+                group="shape of a paper model",
+                name=f"{name}, {text}",
+                backward_s=backward_s,
+                average_s=average_s,
                 iterations=5,
-            )  # fmt: skip
+            )
     for layers, iterations in RANDOM[: 5 if quick else None]:
         backward_s, average_s = random_times(layers, iterations, seed=layers + iterations)
         yield Case(
-            group="random layers", name="log-normal", backward_s=backward_s, average_s=average_s,
+            group="random layers",
+            name="log-normal",
+            backward_s=backward_s,
+            average_s=average_s,
             iterations=iterations,
-        )  # fmt: skip
+        )
 
 
 def timed(name: str, problem: SyncProblem, repeats: int) -> tuple[SyncPlan, float]:
@@ -139,7 +148,11 @@ def measure(case: Case) -> Result:
     overlapped = plan_sync("dream", case.problem(overlap=True))
     lsgd_s = line.compute_s + sum(case.average_s) / case.iterations
     return Result(
-        group=case.group, name=case.name, layers=count, iterations=case.iterations, backward_s=sum(case.backward_s),
+        group=case.group,
+        name=case.name,
+        layers=count,
+        iterations=case.iterations,
+        backward_s=sum(case.backward_s),
         exposed_s={
             **{name: plan.exposed_s / case.iterations for name, (plan, _) in planned.items()},
             "forward-overlap": overlapped.exposed_s / case.iterations,
@@ -148,9 +161,10 @@ def measure(case: Case) -> Result:
         plan_s={name: taken_s for name, (_, taken_s) in planned.items()},
         filled={name: sum(len(i.filled) for i in plan.iterations) for name, (plan, _) in planned.items()},
         dfs_leaves=search(line, case.iterations).leaves,
-        over_wfbp=iteration_s(line, range(count)) / exact.step_s, over_lsgd=lsgd_s / exact.step_s,
+        over_wfbp=iteration_s(line, range(count)) / exact.step_s,
+        over_lsgd=lsgd_s / exact.step_s,
         published_step_s=case.published_step_s,
-    )  # fmt: skip
+    )
 
 
 def table(found: Report) -> Table:
@@ -168,11 +182,20 @@ def table(found: Report) -> Table:
         exposed = [r.exposed_s.get(name) for name in (*INTERVALS, "dream-spread", "forward-overlap")]
         theirs = r.published_step_s.get("dream_ddp")
         drawn.add_row(
-            r.name, str(r.layers), str(r.iterations), _ms(r.backward_s), *[_ms(s) for s in exposed], _ms(r.bound_s),
-            f"{r.filled['dream-dfs']}/{r.filled['dream']}", f"{r.over_wfbp:.2f}", f"{r.over_lsgd:.2f}",
-            *[_ms(r.plan_s.get(name)) for name in PLANNED], f"{r.dfs_leaves:.2g}",
-            f"{theirs:.4f}" if theirs else "", f"{r.backward_s + r.exposed_s['dream']:.4f}" if theirs else "",
-        )  # fmt: skip
+            r.name,
+            str(r.layers),
+            str(r.iterations),
+            _ms(r.backward_s),
+            *[_ms(s) for s in exposed],
+            _ms(r.bound_s),
+            f"{r.filled['dream-dfs']}/{r.filled['dream']}",
+            f"{r.over_wfbp:.2f}",
+            f"{r.over_lsgd:.2f}",
+            *[_ms(r.plan_s.get(name)) for name in PLANNED],
+            f"{r.dfs_leaves:.2g}",
+            f"{theirs:.4f}" if theirs else "",
+            f"{r.backward_s + r.exposed_s['dream']:.4f}" if theirs else "",
+        )
     drawn.caption = (
         "forward overlap: dream, the tail under the next forward; bound: what no assignment hides; fills: dream-dfs / "
         "dream; / WFBP, / LSGD: their iteration over dream's; plan: ms; leaves: of the paper's search; theirs, ours: "

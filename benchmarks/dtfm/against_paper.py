@@ -11,9 +11,11 @@ PEERS = ("Megatron", "Megatron, in order", "ZeRO-3", "ZeRO-3, in order")
 FLUIDSTACK_OF_PEAK = {("GPT3-1.3B", 40, 4096): 0.274, ("GPT3-6.7B", 32, 1024): 0.264, ("GPT3-13B", 40, 1024): 0.297}
 """DT-FM, section 10.5, with its scheduler."""
 PUBLISHED = {
-    ("Megatron", "dtfm-case5"): "3.8-4.8", ("ZeRO-3", "dtfm-case5"): "3.6 *", ("random", "dtfm-case5"): "up to 2.7",
+    ("Megatron", "dtfm-case5"): "3.8-4.8",
+    ("ZeRO-3", "dtfm-case5"): "3.6 *",
+    ("random", "dtfm-case5"): "up to 2.7",
     **{("Megatron", f"dtfm-case{n}"): "1.2-2.5" for n in range(1, 5)},
-}  # fmt: skip
+}
 """DT-FM, section 4.2: what it gains over each. * over the best of DeepSpeed's ZeRO-3 and its ZeRO-1 with a pipeline."""
 
 

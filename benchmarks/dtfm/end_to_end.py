@@ -21,7 +21,7 @@ from isthmus.fleet import Fleet, topology
 from isthmus.graph import Flow
 from isthmus.planners.auto import auto
 from isthmus.planners.blocks import Blocks
-from isthmus.planners.placement import PLACEMENTS, Grouping, PlacementProblem
+from isthmus.planners.placement import PLACEMENTS, PlacementProblem, StageGrouping
 from isthmus.planners.placement.on_fleet import Search, equal_layouts
 from isthmus.planners.placement.random_groups import shuffled
 from isthmus.plans import Plan
@@ -47,8 +47,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 WORKLOADS = (
     *(Workload(shape=GPT3_1_3B._replace(layers=n), batch=batch) for n in LAYERS for batch in BATCHES),
-    Workload(shape=GPT3_6_7B, batch=1024), Workload(shape=GPT3_13B, batch=1024),
-)  # fmt: skip
+    Workload(shape=GPT3_6_7B, batch=1024),
+    Workload(shape=GPT3_13B, batch=1024),
+)
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,11 +106,14 @@ def rows(question: Question) -> Iterator[Row]:
         for workload in question.workloads:
             shape = workload.shape
             yield Row(
-                fleet=name, model=shape.name, layers=shape.layers, batch=workload.batch,
+                fleet=name,
+                model=shape.name,
+                layers=shape.layers,
+                batch=workload.batch,
                 model_flops=workload.batch * model_flops(shape),
                 peak_flops_per_s=sum(device.flops_per_s for device in peak.devices),
                 figures={**ours(fleet, workload, question.strategies), **peers(fleet, workload)},
-            )  # fmt: skip
+            )
 
 
 def slowed(fleet: Fleet, utilisation: float) -> Fleet:
@@ -119,9 +123,12 @@ def slowed(fleet: Fleet, utilisation: float) -> Fleet:
 
 def ours(fleet: Fleet, workload: Workload, wanted: tuple[str, ...]) -> dict[str, Figure]:
     problem = Problem(
-        flow=_flow(workload.shape), fleet=fleet, micro_batch_size=1, micro_batches=workload.batch,
+        flow=_flow(workload.shape),
+        fleet=fleet,
+        micro_batch_size=1,
+        micro_batches=workload.batch,
         state=parameter_state("adam", narrow=True),
-    )  # fmt: skip
+    )
     strategies: Mapping[str, tuple[Callable[[], Plan], ...]] = {
         "random": tuple(lambda seed=seed: placed(problem, one_layout, seed) for seed in SEEDS),
         "dtfm-genetic": (lambda: placed(problem, PLACEMENTS["dtfm-genetic"], 0),),
@@ -151,10 +158,10 @@ def placed(problem: Problem, search: Search, seed: int) -> Plan:
                 raise
 
 
-def one_layout(problem: PlacementProblem, seed: int) -> Grouping:
+def one_layout(problem: PlacementProblem, seed: int) -> StageGrouping:
     """Devices in random order: nothing is searched, not even who hands over to whom."""
     devices = shuffled(problem, np.random.default_rng(seed))
-    return Grouping(devices=devices, data_parallel_s=0.0, pipeline_s=0.0, compute_s=0.0)
+    return StageGrouping(devices=devices, data_parallel_s=0.0, pipeline_s=0.0, compute_s=0.0)
 
 
 def figure(fleet: Fleet, planners: tuple[Callable[[], Plan], ...]) -> Figure:
@@ -169,8 +176,9 @@ def figure(fleet: Fleet, planners: tuple[Callable[[], Plan], ...]) -> Figure:
     return Figure(
         step_s=statistics.fmean(simulated_s(plan, fleet) for plan in plans),
         closed_form_s=statistics.fmean(plan.predicted.step_s for plan in plans),
-        setting=f"{stages} x {len(plans[0].replicas)}", plan_s=taken_s,
-    )  # fmt: skip
+        setting=f"{stages} x {len(plans[0].replicas)}",
+        plan_s=taken_s,
+    )
 
 
 def simulated_s(plan: Plan, fleet: Fleet) -> float:

@@ -86,10 +86,11 @@ def _sum(flow: Flow, operators: Sequence[Op]) -> Part:
     used = {ref.op for op in operators for ref in op.refs() if flow.by_name[ref.op].kind == "parameter"}
     nothing = Affine(0)
     return Part(
-        sum((op.flops_forward for op in operators), nothing), sum((op.flops_backward for op in operators), nothing),
+        sum((op.flops_forward for op in operators), nothing),
+        sum((op.flops_backward for op in operators), nothing),
         sum((op.saved_bytes for op in operators), nothing),
         sum(flow.by_name[name].outputs[0].nbytes(1) // 2 for name in used),
-    )  # fmt: skip
+    )
 
 
 def graph_of(shape: Shape, parts: Sequence[Part]) -> OpGraph:
@@ -114,19 +115,28 @@ def _operators(names: Sequence[str], parts: Sequence[Part], stream: TensorSpec) 
     for name, part in zip(names, parts, strict=True):
         last = name == names[-1]
         yield Op(
-            name=name, kind="operator", target="several", module=name, requires_grad=(True,),
+            name=name,
+            kind="operator",
+            target="several",
+            module=name,
+            requires_grad=(True,),
             args=(taken, Ref(f"{name}.weights"), *((Ref("labels"),) if last else ())),
             outputs=(TensorSpec("float32", (), ()) if last else stream,),
-            flops_forward=part.forward, flops_backward=part.backward, saved_bytes=part.kept_bytes,
-        )  # fmt: skip
+            flops_forward=part.forward,
+            flops_backward=part.backward,
+            saved_bytes=part.kept_bytes,
+        )
         taken = Ref(name)
 
 
 def _parameter(name: str, part: Part) -> Op:
     return Op(
-        name=f"{name}.weights", kind="parameter", target=f"{name}.weights", requires_grad=(True,),
+        name=f"{name}.weights",
+        kind="parameter",
+        target=f"{name}.weights",
+        requires_grad=(True,),
         outputs=(TensorSpec("bfloat16", (part.parameters,), (1,)),),
-    )  # fmt: skip
+    )
 
 
 def _placeholder(column: str) -> Op:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from isthmus.planners.placement import PlacementProblem, Task, from_matrices
+from isthmus.planners.placement import PlacementProblem, PlacementTask, from_matrices
 
 TABLES = tomllib.loads((Path(__file__).parent / "networks.toml").read_text())
 GBIT_BYTES = 1e9 / 8
@@ -16,12 +16,15 @@ SITES = (3, 5, 7, 9, 11, 13, 16)
 """Devices at each site of the irregular networks: 64 in all, and no two sites alike."""
 
 
-def task(stages: int = 8, replicas: int = 8, work_flops: float = 0.0) -> Task:
+def task(stages: int = 8, replicas: int = 8, work_flops: float = 0.0) -> PlacementTask:
     """DT-FM's GPT3-1.3B in eight stages."""
-    return Task(
-        stages=stages, replicas=replicas, activation_bytes=TABLES["activation_gb"] * 1e9,
-        parameter_bytes=TABLES["parameter_gb"] * 1e9, work_flops=work_flops,
-    )  # fmt: skip
+    return PlacementTask(
+        stages=stages,
+        replicas=replicas,
+        activation_bytes=TABLES["activation_gb"] * 1e9,
+        parameter_bytes=TABLES["parameter_gb"] * 1e9,
+        work_flops=work_flops,
+    )
 
 
 def public_case(number: int) -> PlacementProblem:
@@ -62,9 +65,12 @@ def globe(seed: int, *, regions: int = 40, stages: int = 100, replicas: int = 10
     # Two devices in every region, the rest anywhere.
     kind = np.sort(np.append(np.tile(np.arange(regions), 2), rng.integers(regions, size=devices - 2 * regions)))
     return PlacementProblem(
-        task=task(stages, replicas), kind=kind, latency_s=latency, bandwidth_bytes_per_s=bandwidth,
+        task=task(stages, replicas),
+        kind=kind,
+        latency_s=latency,
+        bandwidth_bytes_per_s=bandwidth,
         compute_s=2.4e14 / (20e12 * (1 + rng.pareto(2.0, devices))),
-    )  # fmt: skip
+    )
 
 
 def _symmetric(matrix: np.ndarray) -> np.ndarray:

@@ -173,6 +173,7 @@ def zero3(training: Training, order: Sequence[str]) -> PeerStep:
     passes = math.ceil(own / at_once)
     moved_s = sum(
         ring_s(training.fleet, order, size * p.parameters, 1)
-        for p in passing for size in (WEIGHT_BYTES, WEIGHT_BYTES, GRADIENT_BYTES)
-    )  # fmt: skip
+        for p in passing
+        for size in (WEIGHT_BYTES, WEIGHT_BYTES, GRADIENT_BYTES)
+    )
     return PeerStep(max(passes * moved_s, own * training.work_s(training.parts)), f"{passes} passes")

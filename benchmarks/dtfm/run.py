@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.planners.placement import (
-    Grouping,
     PlacementProblem,
+    StageGrouping,
     dtfm_genetic,
     dtfm_genetic_code,
     dtfm_kl,
@@ -80,13 +80,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     results: tuple[Result, ...]
 
 
-def timed(search: Callable[[], Grouping]) -> tuple[Grouping, float]:
+def timed(search: Callable[[], StageGrouping]) -> tuple[StageGrouping, float]:
     start = time.perf_counter()
     found = search()
     return found, time.perf_counter() - start
 
 
-def for_as_long(budget_s: float, search: Callable[[int], Grouping], first: int) -> tuple[float, float]:
+def for_as_long(budget_s: float, search: Callable[[int], StageGrouping], first: int) -> tuple[float, float]:
     """Total and time of a search that runs at least for the budget: its size grows until it does."""
     size = first
     while True:
@@ -103,32 +103,55 @@ def measure(name: str, problem: PlacementProblem) -> Result:
     bound_s = lower_bound_s(problem, found.total_s)
     bound_time_s = time.perf_counter() - start
     budget_s = max(LEAST_S, islands_time_s)
-    others: dict[str, Callable[[int], Grouping]] = {"random": lambda n: random_groups(problem, draws=n)}
+    others: dict[str, Callable[[int], StageGrouping]] = {"random": lambda n: random_groups(problem, draws=n)}
     if not large:
         others["dtfm-genetic"] = lambda n: dtfm_genetic(problem, population=min(100, n), trials=n)
         others["dtfm-genetic-code"] = lambda n: dtfm_genetic_code(problem, population=min(100, n), trials=n)
         others["dtfm-kl"] = lambda n: dtfm_kl(problem, population=min(100, n), trials=n)
     runs = {other: for_as_long(budget_s, search, 1 if large else 50) for other, search in others.items()}
     return Result(
-        network=name, devices=len(problem.kind), kinds=len(problem.kind_sizes),
-        islands_s=found.total_s, islands_time_s=islands_time_s, bound_s=bound_s, bound_time_s=bound_time_s,
-        others_s={k: v[0] for k, v in runs.items()}, others_time_s={k: v[1] for k, v in runs.items()},
-    )  # fmt: skip
+        network=name,
+        devices=len(problem.kind),
+        kinds=len(problem.kind_sizes),
+        islands_s=found.total_s,
+        islands_time_s=islands_time_s,
+        bound_s=bound_s,
+        bound_time_s=bound_time_s,
+        others_s={k: v[0] for k, v in runs.items()},
+        others_time_s={k: v[1] for k, v in runs.items()},
+    )
 
 
 def table(found: Report) -> Table:
     drawn = Table("network", title="Placement: seconds a step under DT-FM's cost function, at equal time")
     for heading in (
-        "kinds", "bound", "islands", "gap", "time", "bound time", "genetic", "its code", "KL", "random", "public code",
-    ):  # fmt: skip
+        "kinds",
+        "bound",
+        "islands",
+        "gap",
+        "time",
+        "bound time",
+        "genetic",
+        "its code",
+        "KL",
+        "random",
+        "public code",
+    ):
         drawn.add_column(heading, justify="right")
     for r in found.results:
         others = (f"{r.others_s[k]:.3f}" if k in r.others_s else "-" for k in (*GENETIC, "dtfm-kl", "random"))
         public = f"{PUBLIC_CODE_S[r.network]:.3f}" if r.network in PUBLIC_CODE_S else "-"
         drawn.add_row(
-            r.network, str(r.kinds), f"{r.bound_s:.3f}", f"{r.islands_s:.3f}", f"{r.islands_s / r.bound_s - 1:.2%}",
-            f"{r.islands_time_s:.1f} s", f"{r.bound_time_s:.1f} s", *others, public,
-        )  # fmt: skip
+            r.network,
+            str(r.kinds),
+            f"{r.bound_s:.3f}",
+            f"{r.islands_s:.3f}",
+            f"{r.islands_s / r.bound_s - 1:.2%}",
+            f"{r.islands_time_s:.1f} s",
+            f"{r.bound_time_s:.1f} s",
+            *others,
+            public,
+        )
     drawn.caption = "public code: DT-FM's own search, best of three seeds, 240-370 CPU seconds each"
     return drawn
 
@@ -186,10 +209,10 @@ def main() -> int:
     parser.add_argument("--fleets", nargs="*", choices=FLEETS, metavar="FLEET", help="of the end-to-end part; all")
     parser.add_argument(
         "--strategies", nargs="*", choices=STRATEGIES, default=STRATEGIES, metavar="NAME", help="of it as well; all"
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--utilisation", type=float, default=UTILISATION, help="of the devices' peak while they compute"
-    )  # fmt: skip
+    )
     parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     console, good = Console(width=160), True
@@ -199,8 +222,9 @@ def main() -> int:
         question = Question(
             fleets=tuple(options.fleets or (FLEETS[-2:] if options.quick else FLEETS)),
             workloads=WORKLOADS[:: len(WORKLOADS) - 1] if options.quick else WORKLOADS,
-            strategies=tuple(options.strategies), utilisation=options.utilisation,
-        )  # fmt: skip
+            strategies=tuple(options.strategies),
+            utilisation=options.utilisation,
+        )
         good &= end_to_end(options.json.with_name(f"{options.json.stem}-end-to-end.json"), question, console)
     return 0 if good else 1
 

@@ -100,10 +100,14 @@ def table(found: Curves) -> Table:
         ours = [c for c in found.curves if (c.case, c.search) == (case, name)]
         means = (statistics.fmean(c.after(n) for c in ours) for n in (100, 500, 1000, 2500, found.candidates))
         drawn.add_row(
-            str(case), name, *(f"{mean:.3f}" for mean in means), f"{min(c.improved[-1][2] for c in ours):.3f}",
-            f"{OPTIMUM_S[case]:.3f}", f"{statistics.fmean(c.improved[-1][1] for c in ours):.0f} s",
+            str(case),
+            name,
+            *(f"{mean:.3f}" for mean in means),
+            f"{min(c.improved[-1][2] for c in ours):.3f}",
+            f"{OPTIMUM_S[case]:.3f}",
+            f"{statistics.fmean(c.improved[-1][1] for c in ours):.0f} s",
             end_section=name == [*SEARCHES][-1],
-        )  # fmt: skip
+        )
     return drawn
 
 

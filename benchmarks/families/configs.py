@@ -41,11 +41,13 @@ SIZES: Mapping[int, str] = {
     48: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim n_inner d_ff",
     64: "max_position_embeddings n_positions n_ctx",
     0: "pad_token_id",
-}  # fmt: skip
+}
 SMALL: Mapping[str, int] = {
     **{name: size for size, names in SIZES.items() for name in names.split()},
-    "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "image_size": SIDE,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "image_size": SIDE,
+}
 
 OWN: Mapping[str, Mapping[str, object]] = {
     "big_bird, original_full": {"attention_type": "original_full"},

@@ -34,7 +34,7 @@ from torch import Tensor
 from isthmus.errors import IsthmusError
 from isthmus.graph import Flow, cuts
 from isthmus.training.engine import EngineConfig
-from isthmus.training.plain import plain_step
+from isthmus.training.reference import reference_step
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "training"))  # the stages of a cut model in one process
 from in_process import (  # pyright: ignore[reportMissingImports]
@@ -123,7 +123,7 @@ def attempt(family: Family) -> Found:
 def plain(shape: Tiny, data: list[dict[str, Tensor]], drawn: int) -> Step:
     module = module_of(shape.build)
     torch.manual_seed(drawn)
-    return Step(*plain_step(module, copies(data), CONFIG))
+    return Step(*reference_step(module, copies(data), CONFIG))
 
 
 def compared(got: Step, expected: Step) -> Found:
@@ -135,8 +135,9 @@ def compared(got: Step, expected: Step) -> Found:
     loss = abs(got.loss - expected.loss) / max(abs(expected.loss), 1e-9)
     gradient = max(
         float((got.gradients[n] - g).norm() / (g.norm() + 1e-12))
-        for n, g in expected.gradients.items() if n in got.gradients
-    )  # fmt: skip
+        for n, g in expected.gradients.items()
+        if n in got.gradients
+    )
     worst = max(loss, gradient)
     outcome: Outcome = "equal" if worst == 0 else "close" if worst <= CLOSE else "different"
     return Found(outcome=outcome, loss_difference=loss, gradient_difference=gradient)
@@ -186,9 +187,13 @@ def measured(chosen: list[Family], seconds: float) -> Iterator[Row]:
         took = time.perf_counter() - started
         print(f"{family.task} {family.name}: {found.outcome} ({took:.1f} s) {found.line[:100]}", file=sys.stderr)
         yield Row(
-            family=family.name, task=family.task, model=family.model, seconds=round(took, 1), found=found,
+            family=family.name,
+            task=family.task,
+            model=family.model,
+            seconds=round(took, 1),
+            found=found,
             when=datetime.now(UTC).isoformat(timespec="seconds"),
-        )  # fmt: skip
+        )
 
 
 def begun(path: Path) -> Report:

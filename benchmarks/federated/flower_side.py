@@ -70,10 +70,11 @@ class Given(FedAvg):
         return [
             Message(
                 content=RecordDict({"arrays": arrays, "config": ConfigRecord({"round": round_, "client": client})}),
-                message_type="train", dst_node_id=node,
+                message_type="train",
+                dst_node_id=node,
             )
             for client, node in zip(self._task.cohorts[round_], nodes, strict=False)
-        ]  # fmt: skip
+        ]
 
 
 def run(task: Task, folder: Path, _: dict[str, int]) -> None:
@@ -90,9 +91,11 @@ def run(task: Task, folder: Path, _: dict[str, int]) -> None:
         strategy.rounds.write(folder, weights_of(module))
 
     run_simulation(
-        server_app, client_app, num_supernodes=task.clients,
+        server_app,
+        client_app,
+        num_supernodes=task.clients,
         backend_config={
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0 if task.device == "cpu" else 1 / ACTORS},
             "init_args": {"num_cpus": ACTORS, "logging_level": "error", "log_to_driver": False},
         },
-    )  # fmt: skip
+    )

@@ -14,7 +14,7 @@ from isthmus.federated.job import FederatedJob
 from isthmus.runtime.federated.run import FederatedRun
 
 
-def job_of(folder: Path, executors: int, together: int) -> FederatedJob:
+def job_of(folder: Path, executors: int, clients_per_vmap: int) -> FederatedJob:
     """The peers write nothing of a round to disk, so only the last one is saved."""
     settings = json.loads((folder / "settings.json").read_text())
     samples = str(folder / "samples.npz")
@@ -24,21 +24,27 @@ def job_of(folder: Path, executors: int, together: int) -> FederatedJob:
         "data": {"kind": "npz", "options": {"path": samples, "heldout_path": samples}},
         "partition": {"scheme": "natural", "column": "client"},
         "federated": {
-            "rounds": settings["rounds"], "seed": settings["seed"], "evaluate_every": 0,
+            "rounds": settings["rounds"],
+            "seed": settings["seed"],
+            "evaluate_every": 0,
             "save_every": settings["rounds"],
         },
         "local": {name: settings[name] for name in ("epochs", "batch_size", "learning_rate")},
         "participation": {"clients": settings["clients_a_round"]},
-        "execution": {"executors": executors, "together": together, "device": os.environ.get(DEVICE, "cpu")},
-    }  # fmt: skip
+        "execution": {
+            "executors": executors,
+            "clients_per_vmap": clients_per_vmap,
+            "device": os.environ.get(DEVICE, "cpu"),
+        },
+    }
     return msgspec.convert(document, FederatedJob)
 
 
 def run(task: Task, folder: Path, options: dict[str, int]) -> None:
     rounds = Rounds()
-    job = job_of(task.folder, options["executors"], options["together"])
+    job = job_of(task.folder, options["executors"], options["clients_per_vmap"])
     with tempfile.TemporaryDirectory() as place:
         run = FederatedRun(job, Path(place), resume=False, watch=lambda _: rounds.end())
         run.run()
         rounds.write(folder, run.server.values["model"])
-        (folder / "together.json").write_text(json.dumps(run.job.execution.together))
+        (folder / "together.json").write_text(json.dumps(run.job.execution.clients_per_vmap))

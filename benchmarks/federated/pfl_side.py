@@ -84,7 +84,9 @@ def run(task: Task, folder: Path, options: dict[str, int]) -> None:
     clock = Clock()
     FederatedAveraging().run(
         NNAlgorithmParams(
-            central_num_iterations=task.rounds, evaluation_frequency=10**9, train_cohort_size=len(task.cohorts[0]),
+            central_num_iterations=task.rounds,
+            evaluation_frequency=10**9,
+            train_cohort_size=len(task.cohorts[0]),
             val_cohort_size=None,
         ),
         SimulatedBackend(data, data, postprocessors=[WeightByDatapoints()]),
@@ -94,6 +96,6 @@ def run(task: Task, folder: Path, options: dict[str, int]) -> None:
         ),
         NNEvalHyperParams(local_batch_size=TO_LOOK),
         callbacks=[clock],
-    )  # fmt: skip
+    )
     if get_framework_module().distributed.global_rank == 0:
         clock.rounds.write(folder, weights_of(module))

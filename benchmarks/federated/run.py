@@ -33,8 +33,16 @@ LATEST = Path(__file__).parent / "results" / "latest.json"
 QUICK = ("bare loop", "ours, 1 executor", "pool of 2", "ours, 2 executors", "ours, 2, vectorised")
 
 HEADINGS = (
-    "round", "quickest", "bare / it", "Flower / it", "whole", "Flower / it", "memory", "of Flower's", "weights off"
-)  # fmt: skip
+    "round",
+    "quickest",
+    "bare / it",
+    "Flower / it",
+    "whole",
+    "Flower / it",
+    "memory",
+    "of Flower's",
+    "weights off",
+)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +58,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     """The least of the whole runs'."""
     rounds: int
-    together: int = 1
+    clients_per_vmap: int = 1
     memory_bytes: int = 0
     distance: float | None = None
     """After a few rounds: of the weights from the bare loop's, over the way that they went."""
@@ -81,9 +89,7 @@ def main() -> int:
         if options.memory:
             for side, (held, distance) in look(workload, sides).items():
                 if (name, side) in rows:
-                    rows[name, side] = msgspec.structs.replace(
-                        rows[name, side], memory_bytes=held, distance=distance
-                    )  # fmt: skip
+                    rows[name, side] = msgspec.structs.replace(rows[name, side], memory_bytes=held, distance=distance)
             continue
         for row in measure(name, workload, sides, options.repeats or workload.repeats):
             old = rows.get((name, row.side))
@@ -115,13 +121,17 @@ def measure(name: str, workload: Workload, sides: Sequence[Side], repeats: int) 
                 print(f"{name}, {side.name}, {repeat + 1}: {told}", file=sys.stderr)
     return [
         Row(
-            workload=name, side=side, when=datetime.now(UTC).isoformat(timespec="minutes"),
+            workload=name,
+            side=side,
+            when=datetime.now(UTC).isoformat(timespec="minutes"),
             round_s=statistics.median(s for ran in found for s in ran.rounds_s),
             quickest_s=min(s for ran in found for s in ran.rounds_s),
-            wall_s=min(ran.wall_s for ran in found), rounds=workload.rounds, together=found[0].together,
+            wall_s=min(ran.wall_s for ran in found),
+            rounds=workload.rounds,
+            clients_per_vmap=found[0].clients_per_vmap,
         )
         for side, found in runs.items()
-    ]  # fmt: skip
+    ]
 
 
 def look(workload: Workload, sides: Sequence[Side]) -> dict[str, tuple[int, float]]:
@@ -144,13 +154,18 @@ def table(found: Report) -> Table:
     for row in found.rows:
         bare, flower = rows.get((row.workload, "bare loop")), rows.get((row.workload, "Flower"))
         drawn.add_row(
-            row.workload, row.side + (f" ({row.together})" if row.together > 1 else ""), f"{row.round_s * 1e3:.2f} ms",
-            f"{row.quickest_s * 1e3:.2f} ms", _over(bare and bare.round_s, row.round_s),
+            row.workload,
+            row.side + (f" ({row.clients_per_vmap})" if row.clients_per_vmap > 1 else ""),
+            f"{row.round_s * 1e3:.2f} ms",
+            f"{row.quickest_s * 1e3:.2f} ms",
+            _over(bare and bare.round_s, row.round_s),
             _over(flower and flower.round_s, row.round_s),
-            f"{row.wall_s:.1f} s", _over(flower and flower.wall_s, row.wall_s), f"{row.memory_bytes / 1e6:.0f} MB",
+            f"{row.wall_s:.1f} s",
+            _over(flower and flower.wall_s, row.wall_s),
+            f"{row.memory_bytes / 1e6:.0f} MB",
             _over(row.memory_bytes, flower and flower.memory_bytes),
             "-" if row.distance is None else f"{row.distance:.0e}",
-        )  # fmt: skip
+        )
     drawn.caption = (
         "in brackets: clients trained as one; weights off: distance from the bare loop's over the way it went"
     )

@@ -28,9 +28,14 @@ WINDOW = 5
 """Rounds."""
 LIMIT_S = 600.0
 QUIET = {
-    "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1",
-}  # fmt: skip
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,11 +58,11 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 SIDES = (
     Side(name="bare loop", module="bare"),
-    Side(name="ours, 1 executor", module="ours", options={"executors": 1, "together": 1}),
-    Side(name="ours, 1, vectorised", module="ours", options={"executors": 1, "together": 0}),
+    Side(name="ours, 1 executor", module="ours", options={"executors": 1, "clients_per_vmap": 1}),
+    Side(name="ours, 1, vectorised", module="ours", options={"executors": 1, "clients_per_vmap": 0}),
     Side(name="pool of 2", module="pool"),
-    Side(name="ours, 2 executors", module="ours", options={"executors": 2, "together": 1}),
-    Side(name="ours, 2, vectorised", module="ours", options={"executors": 2, "together": 0}),
+    Side(name="ours, 2 executors", module="ours", options={"executors": 2, "clients_per_vmap": 1}),
+    Side(name="ours, 2, vectorised", module="ours", options={"executors": 2, "clients_per_vmap": 0}),
     Side(name="pfl", module="pfl_side", options={"processes": 1}, peer="pfl"),
     Side(name="pfl, 2 processes", module="pfl_side", options={"processes": 2}, peer="pfl", processes=2),
     Side(name="Flower", module="flower_side", peer="flower"),
@@ -73,7 +78,7 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True):
     """Of the whole run, from the start of its process to its end."""
     weights: NDArray[np.float32]
     memory_bytes: int = 0
-    together: int = 1
+    clients_per_vmap: int = 1
 
 
 def environment(peer: str) -> Path:
@@ -108,9 +113,11 @@ def run(side: Side, task: Path, *, memory: bool = False) -> Ran:
             raise RuntimeError(f"{side.name}: ended with {process.returncode}:\n{log.read_text()[-3000:]}")
         ended_s = np.array(json.loads((output / "rounds.json").read_text()))
         window = WINDOW if len(ended_s) > 2 * WINDOW else 1
-        together = output / "together.json"
+        kept = output / "together.json"
         return Ran(
-            rounds_s=((ended_s[window:] - ended_s[:-window]) / window).tolist(), wall_s=wall_s,
+            rounds_s=((ended_s[window:] - ended_s[:-window]) / window).tolist(),
+            wall_s=wall_s,
             weights=np.load(output / "weights.npy"),
-            memory_bytes=most, together=json.loads(together.read_text()) if together.is_file() else 1,
-        )  # fmt: skip
+            memory_bytes=most,
+            clients_per_vmap=json.loads(kept.read_text()) if kept.is_file() else 1,
+        )

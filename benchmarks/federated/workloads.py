@@ -15,7 +15,7 @@ from task import weights_of
 from isthmus.data import DataSpec, load_dataset
 from isthmus.data.femnist import FemnistOptions, FemnistShaped
 from isthmus.protocol.federated_participation import Participation, cohort
-from isthmus.streams import orders, stream
+from isthmus.rng import orders, stream
 
 SEED = 0
 Samples = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]
@@ -72,14 +72,24 @@ WORKLOADS: dict[str, Workload] = {
         network="mlp", clients=10_000, clients_a_round=100, rounds=15, memory_rounds=2, epochs=2, data=many_digits
     ),
     "CNN": Workload(
-        network="cnn", clients=100, clients_a_round=20, rounds=6, memory_rounds=2, epochs=1,
+        network="cnn",
+        clients=100,
+        clients_a_round=20,
+        rounds=6,
+        memory_rounds=2,
+        epochs=1,
         data=lambda clients: written(FemnistOptions(writers=clients, deviation=180.0)),
     ),
     "ResNet-18": Workload(
-        network="resnet18", clients=50, clients_a_round=10, rounds=6, memory_rounds=2, epochs=1,
+        network="resnet18",
+        clients=50,
+        clients_a_round=10,
+        rounds=6,
+        memory_rounds=2,
+        epochs=1,
         data=lambda clients: written(FemnistOptions(writers=clients, mean=24, deviation=8, smallest=10, largest=40)),
     ),
-}  # fmt: skip
+}
 
 
 def write(workload: Workload, folder: Path) -> None:
@@ -101,7 +111,8 @@ def write(workload: Workload, folder: Path) -> None:
     np.save(folder / "order_offsets.npy", np.cumsum([0, *map(len, shuffled)]))
     torch.manual_seed(SEED)
     np.save(folder / "weights.npy", weights_of(NETWORKS[workload.network]()).numpy())
-    settings = {name: getattr(workload, name) for name in (
-        "network", "rounds", "epochs", "batch_size", "learning_rate", "clients_a_round"
-    )}  # fmt: skip
+    settings = {
+        name: getattr(workload, name)
+        for name in ("network", "rounds", "epochs", "batch_size", "learning_rate", "clients_a_round")
+    }
     (folder / "settings.json").write_bytes(msgspec.json.encode({**settings, "seed": SEED}))

@@ -40,9 +40,14 @@ SEEDS, TUNING_SEEDS = (0, 1, 2), (100, 101, 102)
 RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
 TARGET = 0.9
 ALGORITHMS: Mapping[str, dict[str, object]] = {
-    "fedavg": {}, "fedprox": {"mu": 0.1}, "fednova": {}, "mime": {}, "scaffold": {}, "feddyn": {"alpha": 0.1},
+    "fedavg": {},
+    "fedprox": {"mu": 0.1},
+    "fednova": {},
+    "mime": {},
+    "scaffold": {},
+    "feddyn": {"alpha": 0.1},
     "fedadam": {},
-}  # fmt: skip
+}
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,27 +83,32 @@ def job(algorithm: str, learning_rate: float, seed: int, rounds: int) -> Federat
         "data": {"kind": "digits", "options": {"flat": True, "holdout": 0.2}},
         "partition": {"scheme": "dirichlet", "clients": 100, "alpha": 0.1},
         "federated": {
-            "algorithm": algorithm, "options": ALGORITHMS[algorithm], "rounds": rounds, "seed": seed,
-            "evaluate_every": EVERY, "save_every": rounds,
+            "algorithm": algorithm,
+            "options": ALGORITHMS[algorithm],
+            "rounds": rounds,
+            "seed": seed,
+            "evaluate_every": EVERY,
+            "save_every": rounds,
         },
         "local": {"epochs": 5, "batch_size": 20, "learning_rate": learning_rate},
         "participation": {"clients": 10},
         "execution": {"scheme": "sp"},
-    }  # fmt: skip
+    }
     return msgspec.convert(document, FederatedJob)
 
 
 def curve(algorithm: str, learning_rate: float, seed: int, rounds: int) -> Curve:
     lines: list[RoundLine] = []
     with tempfile.TemporaryDirectory() as folder:
-        FederatedRun(
-            job(algorithm, learning_rate, seed, rounds), Path(folder), resume=False, watch=lines.append
-        ).run()  # fmt: skip
+        FederatedRun(job(algorithm, learning_rate, seed, rounds), Path(folder), resume=False, watch=lines.append).run()
     found = [line.evaluation for line in lines if line.evaluation is not None]
     return Curve(
-        algorithm=algorithm, learning_rate=learning_rate, seed=seed, loss=[e.loss for e in found if e.loss is not None],
+        algorithm=algorithm,
+        learning_rate=learning_rate,
+        seed=seed,
+        loss=[e.loss for e in found if e.loss is not None],
         accuracy=[e.accuracy or 0.0 for e in found],
-    )  # fmt: skip
+    )
 
 
 def best_rate(algorithm: str, rounds: int) -> float:
@@ -124,11 +134,16 @@ def rows(curves: Sequence[Curve]) -> list[list[str]]:
         of = [c for c in curves if c.algorithm == algorithm]
         reached = [c.rounds_to_target for c in of]
         late = [c.late for c in of]
-        found.append([
-            algorithm, f"{of[0].learning_rate:g}", ", ".join("never" if r is None else str(r) for r in reached),
-            f"{statistics.fmean(late):.1%}", ", ".join(f"{x:.1%}" for x in late),
-            f"{statistics.fmean(c.loss[-1] for c in of):.3f}",
-        ])  # fmt: skip
+        found.append(
+            [
+                algorithm,
+                f"{of[0].learning_rate:g}",
+                ", ".join("never" if r is None else str(r) for r in reached),
+                f"{statistics.fmean(late):.1%}",
+                ", ".join(f"{x:.1%}" for x in late),
+                f"{statistics.fmean(c.loss[-1] for c in of):.3f}",
+            ]
+        )
     return found
 
 
@@ -169,8 +184,10 @@ def main() -> int:
             print(f"{algorithm}, rate {rate:g}, seed {seed}: {curves[-1].late:.1%}", file=sys.stderr)
     found = Report(
         when=datetime.now(UTC).date().isoformat(),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", rates=rates, curves=curves,
-    )  # fmt: skip
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        rates=rates,
+        curves=curves,
+    )
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     Console(width=120).print(table(curves))

@@ -29,7 +29,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.federated.history import History
+from isthmus.federated.history import RoundHistory
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.units import format_size
 
@@ -100,9 +100,12 @@ def write_files(folder: Path, algorithm: str, rounds: int) -> None:
 
 def command(folder: Path, log: str, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "isthmus", *arguments], cwd=folder, stdout=subprocess.DEVNULL,
-        stderr=(folder / f"{log}.log").open("ab"), env={**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "-m", "isthmus", *arguments],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / f"{log}.log").open("ab"),
+        env={**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
+    )
 
 
 def serve(folder: Path, port: int, *more: str) -> subprocess.Popen[bytes]:
@@ -161,7 +164,7 @@ def _measured(folder: Path, algorithm: str, rounds: int) -> Deployment:
         processes += [join(folder, site, fleet) for site in SITES]
         soon(lambda: newest(folder) >= rounds, folder)
         killed(processes[0])
-        lines = History(folder / "run" / "rounds.jsonl").lines()[1 : newest(folder) + 1]
+        lines = RoundHistory(folder / "run" / "rounds.jsonl").lines()[1 : newest(folder) + 1]
         before, began_s = newest(folder), time.monotonic()
         processes.append(serve(folder, port, "--resume"))
         restart_s = soon(lambda: newest(folder) > before, folder) - began_s
@@ -169,12 +172,16 @@ def _measured(folder: Path, algorithm: str, rounds: int) -> Deployment:
     (told,) = [x for x in (folder / "serve.log").read_text().splitlines() if x.startswith("going on with")]
     overheads = [line.seconds - line.makespan_s for line in lines]
     return Deployment(
-        algorithm=algorithm, rounds=len(lines), round_s=statistics.median(line.seconds for line in lines),
-        overhead_s=statistics.median(overheads), worst_overhead_s=max(overheads),
+        algorithm=algorithm,
+        rounds=len(lines),
+        round_s=statistics.median(line.seconds for line in lines),
+        overhead_s=statistics.median(overheads),
+        worst_overhead_s=max(overheads),
         sent_bytes=round(statistics.median(line.sent_bytes for line in lines)),
         received_bytes=round(statistics.median(line.received_bytes for line in lines)),
-        restart_s=restart_s, lost_rounds=before + 1 - int(told.rpartition("after ")[2].split()[0]),
-    )  # fmt: skip
+        restart_s=restart_s,
+        lost_rounds=before + 1 - int(told.rpartition("after ")[2].split()[0]),
+    )
 
 
 def newest(folder: Path) -> int:
@@ -189,15 +196,29 @@ def killed(process: subprocess.Popen[bytes]) -> None:
 
 def table(results: tuple[Deployment, ...]) -> Table:
     drawn = Table(
-        "algorithm", "rounds", "round", "overhead", "worst", "sent", "received", "restart", "rounds lost",
+        "algorithm",
+        "rounds",
+        "round",
+        "overhead",
+        "worst",
+        "sent",
+        "received",
+        "restart",
+        "rounds lost",
         title="Three sites on one machine, trivial work",
-    )  # fmt: skip
+    )
     for r in results:
         drawn.add_row(
-            r.algorithm, f"{r.rounds}", f"{r.round_s * 1e3:.1f} ms", f"{r.overhead_s * 1e3:.1f} ms",
-            f"{r.worst_overhead_s * 1e3:.0f} ms", format_size(r.sent_bytes), format_size(r.received_bytes),
-            f"{r.restart_s:.1f} s", f"{r.lost_rounds}",
-        )  # fmt: skip
+            r.algorithm,
+            f"{r.rounds}",
+            f"{r.round_s * 1e3:.1f} ms",
+            f"{r.overhead_s * 1e3:.1f} ms",
+            f"{r.worst_overhead_s * 1e3:.0f} ms",
+            format_size(r.sent_bytes),
+            format_size(r.received_bytes),
+            f"{r.restart_s:.1f} s",
+            f"{r.lost_rounds}",
+        )
     return drawn
 
 
@@ -208,9 +229,11 @@ def main() -> int:
     options = parser.parse_args()
     algorithms, rounds = (("fedavg",), 20) if options.quick else (("fedavg", "scaffold"), 200)
     report = Report(
-        date=datetime.now(UTC).date().isoformat(), machine=platform.processor() or platform.machine(),
-        cores=len(os.sched_getaffinity(0)), results=tuple(measured(algorithm, rounds) for algorithm in algorithms),
-    )  # fmt: skip
+        date=datetime.now(UTC).date().isoformat(),
+        machine=platform.processor() or platform.machine(),
+        cores=len(os.sched_getaffinity(0)),
+        results=tuple(measured(algorithm, rounds) for algorithm in algorithms),
+    )
     Console(width=120).print(table(report.results))
     document = msgspec.json.format(msgspec.json.encode(report), indent=1)
     for path in [options.json] if options.json else [] if options.quick else [LATEST]:

@@ -178,10 +178,15 @@ def schemes(network: str, disk: Path, quick: bool) -> list[Scheme]:
     def add(case: Case, name: str) -> None:
         measured = measure(case, disk)
         clients = 1 if case.alone else case.clients
-        found.append(Scheme(
-            network=network, scheme=name, clients=clients, memory_bytes=measured.most,
-            model_bytes=measured.found.model_bytes,
-        ))  # fmt: skip
+        found.append(
+            Scheme(
+                network=network,
+                scheme=name,
+                clients=clients,
+                memory_bytes=measured.most,
+                model_bytes=measured.found.model_bytes,
+            )
+        )
         print(f"{network}, {name}, {clients} clients: {measured.most / 1e6:.0f} MB", file=sys.stderr)
 
     add(msgspec.structs.replace(base, alone=True), "one client's training")
@@ -191,10 +196,16 @@ def schemes(network: str, disk: Path, quick: bool) -> list[Scheme]:
     for count in few:
         add(msgspec.structs.replace(base, scheme="sd", clients=count), "sd")
     line = np.polyfit(few, [s.memory_bytes for s in found[-len(few) :]], 1)
-    found.append(Scheme(
-        network=network, scheme="sd", clients=selected, memory_bytes=int(np.polyval(line, selected)),
-        model_bytes=found[0].model_bytes, foretold=True,
-    ))  # fmt: skip
+    found.append(
+        Scheme(
+            network=network,
+            scheme="sd",
+            clients=selected,
+            memory_bytes=int(np.polyval(line, selected)),
+            model_bytes=found[0].model_bytes,
+            foretold=True,
+        )
+    )
     return found
 
 
@@ -212,11 +223,15 @@ def states(setting: str, base: Case, disk: Path, repeats: int) -> States:
             print(f"{setting}, {kind}: {told}", file=sys.stderr)
     looked = measure(msgspec.structs.replace(base, algorithm="scaffold"), disk)
     return States(
-        setting=setting, state_bytes=looked.found.model_bytes,
-        forgetful_s=statistics.median(rounds_s["forgetful"]), kept_s=statistics.median(rounds_s["scaffold"]),
-        forgetful_cpu_s=statistics.fmean(cpu_s["forgetful"]), kept_cpu_s=statistics.fmean(cpu_s["scaffold"]),
-        early_bytes=looked.most_between(0.25, 0.5), late_bytes=looked.most_between(0.75, 1.0),
-    )  # fmt: skip
+        setting=setting,
+        state_bytes=looked.found.model_bytes,
+        forgetful_s=statistics.median(rounds_s["forgetful"]),
+        kept_s=statistics.median(rounds_s["scaffold"]),
+        forgetful_cpu_s=statistics.fmean(cpu_s["forgetful"]),
+        kept_cpu_s=statistics.fmean(cpu_s["scaffold"]),
+        early_bytes=looked.most_between(0.25, 0.5),
+        late_bytes=looked.most_between(0.75, 1.0),
+    )
 
 
 def tiny(disk: Path, quick: bool) -> list[States]:
@@ -231,18 +246,20 @@ def tiny(disk: Path, quick: bool) -> list[States]:
             pixels = centres[labels] + draws.normal(size=(4 * clients, 16)).astype(np.float16)
             np.savez(path, pixel_values=pixels, labels=labels)
             case = Case(
-                network="tiny", data={"kind": "npz", "options": {"path": str(path), "heldout_path": str(path)}},
-                partition={"scheme": "iid", "clients": clients}, clients=1000, rounds=6 if quick else 30, epochs=5,
+                network="tiny",
+                data={"kind": "npz", "options": {"path": str(path), "heldout_path": str(path)}},
+                partition={"scheme": "iid", "clients": clients},
+                clients=1000,
+                rounds=6 if quick else 30,
+                epochs=5,
                 batch_size=4,
-            )  # fmt: skip
+            )
             found.append(states(f"{clients:,} clients, 1,000 a round", case, disk, 1 if quick else 2))
     return found
 
 
 def large(disk: Path, quick: bool) -> list[States]:
-    case = Case(
-        network="resnet18", data=written(50, 40, 10), partition=None, clients=10, rounds=4 if quick else 16
-    )  # fmt: skip
+    case = Case(network="resnet18", data=written(50, 40, 10), partition=None, clients=10, rounds=4 if quick else 16)
     return [states("ResNet-18, 50 clients, 10 a round", case, disk, 1)]
 
 
@@ -265,9 +282,10 @@ def main() -> int:
         kept |= {s.setting: s for s in large(options.disk, options.quick)}
     report = Report(
         when=datetime.now(UTC).date().isoformat(),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", schemes=tuple(found),
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        schemes=tuple(found),
         states=tuple(kept.values()),
-    )  # fmt: skip
+    )
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     console = Console(width=120)
@@ -295,10 +313,17 @@ def state_table(found: Sequence[States]) -> Table:
         table.add_column(column, justify="right")
     for s in found:
         table.add_row(
-            s.setting, f"{s.state_bytes / 1e3:,.1f} kB", f"{s.forgetful_s:.3f} s", f"{s.kept_s:.3f} s",
-            f"{s.overhead:+.1%}", f"{s.forgetful_cpu_s:.3f} s", f"{s.kept_cpu_s:.3f} s", f"{s.cpu_overhead:+.1%}",
-            f"{s.early_bytes / 1e6:,.0f} MB", f"{s.late_bytes / 1e6:,.0f} MB",
-        )  # fmt: skip
+            s.setting,
+            f"{s.state_bytes / 1e3:,.1f} kB",
+            f"{s.forgetful_s:.3f} s",
+            f"{s.kept_s:.3f} s",
+            f"{s.overhead:+.1%}",
+            f"{s.forgetful_cpu_s:.3f} s",
+            f"{s.kept_cpu_s:.3f} s",
+            f"{s.cpu_overhead:+.1%}",
+            f"{s.early_bytes / 1e6:,.0f} MB",
+            f"{s.late_bytes / 1e6:,.0f} MB",
+        )
     return table
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.federated.algorithms import Local, Update, Values
+from isthmus.federated.algorithms import ClientUpdate, LocalTrainer, Values
 from isthmus.federated.algorithms.scaffold import Scaffold
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, build, client_data
@@ -30,9 +30,9 @@ class Forgetful(Scaffold, frozen=True):
     def init_client(self, model: Tensor) -> Values | None:
         return None
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+    def client(self, local: LocalTrainer, told: Values, state: Values | None) -> ClientUpdate:
         update = super().client(local, told, super().init_client(told["model"]))
-        return Update(values=update.values, weight=update.weight)
+        return ClientUpdate(values=update.values, weight=update.weight)
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,12 +65,14 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 def job_of(case: Case) -> FederatedJob:
     algorithm = "work:Forgetful" if case.algorithm == "forgetful" else case.algorithm
     document: dict[str, object] = {
-        "name": "memory", "model": {"name": f"networks:{case.network}"}, "data": case.data,
+        "name": "memory",
+        "model": {"name": f"networks:{case.network}"},
+        "data": case.data,
         "federated": {"algorithm": algorithm, "rounds": case.rounds, "evaluate_every": 0, "save_every": 2},
         "local": {"epochs": case.epochs, "batch_size": case.batch_size, "learning_rate": 0.02},
         "participation": {"clients": case.clients},
         "execution": {"scheme": case.scheme, "executors": case.executors},
-    }  # fmt: skip
+    }
     if case.partition is not None:
         document["partition"] = case.partition
     return msgspec.convert(document, FederatedJob)
@@ -87,12 +89,15 @@ def through_isthmus(case: Case, folder: Path) -> Found:
 
     run = FederatedRun(job_of(case), folder, resume=False, watch=watch)
     run.run()
-    for line in run.books.history.lines()[1:]:
+    for line in run.store.history.lines()[1:]:
         training_s += sum(line.busy_s().values())
     return Found(
-        rounds_s=np.diff(ended_s).tolist(), ended_s=ended_s, model_bytes=run.server.values["model"].nbytes,
-        training_s=training_s, cpu_s=used_s[-1] - used_s[0],
-    )  # fmt: skip
+        rounds_s=np.diff(ended_s).tolist(),
+        ended_s=ended_s,
+        model_bytes=run.server.values["model"].nbytes,
+        training_s=training_s,
+        cpu_s=used_s[-1] - used_s[0],
+    )
 
 
 def cpu_s() -> float:

@@ -18,8 +18,8 @@ from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, emulation
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import CoordinatorInstruction, Line, Timed, Turn
-from isthmus.protocol.federated_pace import Pace
+from isthmus.protocol.federated_events import ClientTime, CoordinatorInstruction, LinearFit, PhaseId
+from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.runtime.federated.run import coordinator_of
 from isthmus.simulator.federated import FederatedCosts, simulate_federated
 
@@ -31,9 +31,9 @@ class Alternating(FederatedCoordinator):
     def steals_in(round_: int) -> bool:
         return bool(round_ % 2)
 
-    def _open_turn(self, turn: Turn) -> list[CoordinatorInstruction]:
-        self.rules = msgspec.structs.replace(self.rules, steals=self.steals_in(turn.round))
-        return super()._open_turn(turn)
+    def _open_phase(self, phase: PhaseId) -> list[CoordinatorInstruction]:
+        self.rules = msgspec.structs.replace(self.rules, steals=self.steals_in(phase.round))
+        return super()._open_phase(phase)
 
 
 def foretell(job: FederatedJob, sizes: NDArray[np.int64], before: Sequence[RoundLine], round_: int) -> float:
@@ -54,22 +54,25 @@ def fitted_costs(job: FederatedJob, rounds: Sequence[RoundLine]) -> FederatedCos
     lasting, noise = calm_lines(job, rounds)
     between_s, around_s = outside_training(rounds)
     return FederatedCosts(
-        lines=tuple(_of_the_median(line, k, job, rounds) for k, line in enumerate(lasting)), noise=noise,
-        between_s=between_s, broadcast_s=around_s / 2, sums_s=around_s / 2,
+        lines=tuple(_of_the_median(line, k, job, rounds) for k, line in enumerate(lasting)),
+        noise=noise,
+        between_s=between_s,
+        broadcast_s=around_s / 2,
+        sums_s=around_s / 2,
         factor=lambda executor, round_: emulation(job, executor).factor(round_),
-    )  # fmt: skip
+    )
 
 
-def calm_lines(job: FederatedJob, rounds: Sequence[RoundLine]) -> tuple[tuple[Line, ...], float]:
+def calm_lines(job: FederatedJob, rounds: Sequence[RoundLine]) -> tuple[tuple[LinearFit, ...], float]:
     """Each executor's line without its emulated factor, and the noise's sigma about the lines."""
-    pace = Pace(job.execution.executors, window_rounds=0)
+    throughput = ThroughputModel(job.execution.executors, window_rounds=0)
     for k in range(job.execution.executors):
         emulated = emulation(job, k)
         for line in rounds:
             timed = line.record.trained.get(f"executor-{k}", ())
-            calm = [Timed(t.client, t.samples, t.seconds / emulated.factor(line.record.round)) for t in timed]
-            pace.record(line.record.round, k, calm)
-    found = tuple(pace.line(k) for k in range(job.execution.executors))
+            calm = [ClientTime(t.client, t.samples, t.seconds / emulated.factor(line.record.round)) for t in timed]
+            throughput.record(line.record.round, k, calm)
+    found = tuple(throughput.line(k) for k in range(job.execution.executors))
     sigmas = [
         math.log(t.seconds / emulation(job, k).factor(line.record.round) / found[k].seconds(t.samples))
         for line in rounds
@@ -79,7 +82,7 @@ def calm_lines(job: FederatedJob, rounds: Sequence[RoundLine]) -> tuple[tuple[Li
     return found, statistics.pstdev(sigmas)
 
 
-def _of_the_median(line: Line, executor: int, job: FederatedJob, rounds: Sequence[RoundLine]) -> Line:
+def _of_the_median(line: LinearFit, executor: int, job: FederatedJob, rounds: Sequence[RoundLine]) -> LinearFit:
     """An executor's line, which is of mean times, scaled to how long it trained in the median round."""
     over: list[float] = []
     for one in rounds:
@@ -87,7 +90,7 @@ def _of_the_median(line: Line, executor: int, job: FederatedJob, rounds: Sequenc
             expected_s = emulation(job, executor).factor(one.record.round) * sum(line.seconds(t.samples) for t in timed)
             over.append(sum(t.seconds for t in timed) / expected_s)
     scale = statistics.median(over)
-    return Line(line.seconds_per_sample * scale, line.fixed_s * scale)
+    return LinearFit(line.seconds_per_sample * scale, line.fixed_s * scale)
 
 
 def outside_training(rounds: Sequence[RoundLine]) -> tuple[float, float]:

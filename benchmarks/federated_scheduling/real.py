@@ -32,7 +32,7 @@ from isthmus.data import DataSpec, load_dataset
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, emulation, members
-from isthmus.protocol.federated_pace import Pace
+from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.runtime.federated.run import FederatedRun
 
 LATEST = Path(__file__).parent / "results" / "real.json"
@@ -92,9 +92,11 @@ def write_samples(path: Path, sizes: NDArray[np.int64]) -> None:
     drawn = np.random.default_rng(0).integers(len(whole), size=int(sizes.sum()))
     columns = whole.batch(drawn, ["pixel_values", "labels"])
     np.savez(
-        path, pixel_values=columns["pixel_values"].numpy(), labels=columns["labels"].numpy(),
+        path,
+        pixel_values=columns["pixel_values"].numpy(),
+        labels=columns["labels"].numpy(),
         client=np.repeat(np.arange(len(sizes)), sizes),
-    )  # fmt: skip
+    )
 
 
 def job_of(samples: Path, per_round: int, rounds: int, execution: Mapping[str, object]) -> FederatedJob:
@@ -116,8 +118,8 @@ def run(job: FederatedJob, *, alternating: bool = False) -> tuple[list[RoundLine
         made = FederatedRun(job, Path(folder), resume=False, watch=lines.append)
         if alternating:
             names, rules = made.machine.executors, made.machine.rules
-            pace = Pace(len(names), window_rounds=job.execution.window_rounds)
-            made.machine = Alternating(names, rules, made.data.sizes, Cohorts(job, made.data.sizes).members, pace)
+            throughput = ThroughputModel(len(names), window_rounds=job.execution.window_rounds)
+            made.machine = Alternating(names, rules, made.data.sizes, Cohorts(job, made.data.sizes).members, throughput)
         made.run()
     return lines, made.data.sizes
 
@@ -139,10 +141,13 @@ def schedule(setting: str, strategy: str, samples: Path, rounds: int) -> Outcome
         for n in [line.record.round]
     ]
     return Outcome(
-        setting=setting, strategy=strategy, over_bound=statistics.fmean(over), worst_over_bound=max(over),
+        setting=setting,
+        strategy=strategy,
+        over_bound=statistics.fmean(over),
+        worst_over_bound=max(over),
         round_s=statistics.fmean(line.seconds for line in lines[SKIPPED:]),
         stolen=statistics.fmean(line.record.stolen for line in lines[SKIPPED:]),
-    )  # fmt: skip
+    )
 
 
 def clocks(setting: str, samples: Path, per_round: int, rounds: int, execution: Mapping[str, object]) -> Clocks:
@@ -173,10 +178,14 @@ def compared(setting: str, simulated_s: list[float], lines: list[RoundLine]) -> 
     over = simulated / measured
     middle = float(np.median(over))
     return Clocks(
-        setting=setting, rounds=len(lines), measured_s=float(np.median(measured)),
-        simulated_s=float(np.median(simulated)), off=middle - 1,
-        total_off=float(simulated.sum() / measured.sum()) - 1, scatter=float(np.median(np.abs(over / middle - 1))),
-    )  # fmt: skip
+        setting=setting,
+        rounds=len(lines),
+        measured_s=float(np.median(measured)),
+        simulated_s=float(np.median(simulated)),
+        off=middle - 1,
+        total_off=float(simulated.sum() / measured.sum()) - 1,
+        scatter=float(np.median(np.abs(over / middle - 1))),
+    )
 
 
 def main() -> int:
@@ -214,9 +223,11 @@ def main() -> int:
             ]
     report = Report(
         when=datetime.now(UTC).date().isoformat(),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", outcomes=tuple(outcomes),
-        clocks=tuple(found), crossed=tuple(cross),
-    )  # fmt: skip
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        outcomes=tuple(outcomes),
+        clocks=tuple(found),
+        crossed=tuple(cross),
+    )
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     show(report)
     return 0
@@ -228,17 +239,26 @@ def show(report: Report) -> None:
         table.add_column(column, justify="right")
     for o in report.outcomes:
         table.add_row(
-            o.setting, o.strategy, f"{o.over_bound:.3f}", f"{o.worst_over_bound:.3f}", f"{o.round_s:.2f} s",
+            o.setting,
+            o.strategy,
+            f"{o.over_bound:.3f}",
+            f"{o.worst_over_bound:.3f}",
+            f"{o.round_s:.2f} s",
             f"{o.stolen:.0f}",
-        )  # fmt: skip
+        )
     clocked = Table("setting", title="The virtual clock against the real one")
     for column in ("rounds", "measured", "simulated", "off", "off in all", "scatter of a round"):
         clocked.add_column(column, justify="right")
     for c in (*report.clocks, *report.crossed):
         clocked.add_row(
-            c.setting, str(c.rounds), f"{c.measured_s:.4f} s", f"{c.simulated_s:.4f} s", f"{c.off:+.1%}",
-            f"{c.total_off:+.1%}", f"{c.scatter:.1%}",
-        )  # fmt: skip
+            c.setting,
+            str(c.rounds),
+            f"{c.measured_s:.4f} s",
+            f"{c.simulated_s:.4f} s",
+            f"{c.off:+.1%}",
+            f"{c.total_off:+.1%}",
+            f"{c.scatter:.1%}",
+        )
     console = Console()
     console.print(table)
     console.print(clocked)

@@ -27,16 +27,16 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import Line
-from isthmus.protocol.federated_pace import Pace
+from isthmus.protocol.federated_events import LinearFit
 from isthmus.protocol.federated_rules import RoundRules
+from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.simulator.federated import FederatedCosts, SimulatedRound, simulate_federated
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 CLIENTS, PER_ROUND, ROUNDS, SKIPPED = 3400, 1000, 40, 5
 NOISE = 0.3
 LATENCY_S = 0.0005
-LINE = Line(0.0005, 0.01)
+LINE = LinearFit(0.0005, 0.01)
 """A tenth of a second for a client of 180 samples."""
 Factor = Callable[[int, int], float]
 SETTINGS: dict[str, tuple[tuple[float, ...], Factor]] = {
@@ -95,9 +95,12 @@ def main() -> None:
     large = simulate_large(1000 if options.quick else 10_000, 100_000 if options.quick else 1_000_000)
     show(outcomes, large)
     document = {
-        "date": datetime.now(UTC).date().isoformat(), "machine": platform.machine(), "cores": os.cpu_count(),
-        "outcomes": msgspec.to_builtins(outcomes), "large": msgspec.to_builtins(large),
-    }  # fmt: skip
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "outcomes": msgspec.to_builtins(outcomes),
+        "large": msgspec.to_builtins(large),
+    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
 
@@ -116,11 +119,14 @@ def members(round_: int) -> NDArray[np.int64]:
 def measure(setting: str, noise: float, strategy: str, sizes: NDArray[np.int64]) -> Outcome:
     speeds, factor = SETTINGS[setting]
     rules, window = STRATEGIES[strategy]
-    lines = tuple(Line(LINE.seconds_per_sample * s, LINE.fixed_s * s) for s in speeds)
+    lines = tuple(LinearFit(LINE.seconds_per_sample * s, LINE.fixed_s * s) for s in speeds)
     machine = FederatedCoordinator(
-        [f"executor-{k}" for k in range(len(lines))], rules, sizes, members,
-        Pace(len(lines), window_rounds=window or 0),
-    )  # fmt: skip
+        [f"executor-{k}" for k in range(len(lines))],
+        rules,
+        sizes,
+        members,
+        ThroughputModel(len(lines), window_rounds=window or 0),
+    )
     costs = FederatedCosts(lines=lines, noise=noise, latency_s=LATENCY_S, factor=factor)
     rounds = simulate_federated(machine, costs, seed=7)[SKIPPED:]
     over = [
@@ -130,10 +136,14 @@ def measure(setting: str, noise: float, strategy: str, sizes: NDArray[np.int64])
     ]
     errors = [e for r in rounds if (e := error(r)) is not None]
     return Outcome(
-        setting=setting, noise=noise, strategy=strategy, over_bound=statistics.fmean(over),
-        worst_over_bound=max(over), error=statistics.fmean(errors) if errors else None,
+        setting=setting,
+        noise=noise,
+        strategy=strategy,
+        over_bound=statistics.fmean(over),
+        worst_over_bound=max(over),
+        error=statistics.fmean(errors) if errors else None,
         stolen=statistics.fmean(r.record.stolen for r in rounds),
-    )  # fmt: skip
+    )
 
 
 def error(round_: SimulatedRound) -> float | None:
@@ -151,13 +161,16 @@ def simulate_large(executors: int, clients: int) -> Large:
     """Two rounds of the whole population: one by sample counts alone, one by measured times; stealing in both."""
     sizes = leaf_sizes(clients)
     speeds = np.random.default_rng(3).uniform(1, 4, executors)
-    lines = tuple(Line(LINE.seconds_per_sample * s, LINE.fixed_s) for s in speeds.tolist())
+    lines = tuple(LinearFit(LINE.seconds_per_sample * s, LINE.fixed_s) for s in speeds.tolist())
     before_s = time.process_time()
     everybody = np.arange(clients)
     machine = FederatedCoordinator(
-        [f"executor-{k}" for k in range(executors)], RoundRules(rounds=2, needed=clients, steals=True), sizes,
-        lambda _: everybody, Pace(executors, window_rounds=5),
-    )  # fmt: skip
+        [f"executor-{k}" for k in range(executors)],
+        RoundRules(rounds=2, needed=clients, steals=True),
+        sizes,
+        lambda _: everybody,
+        ThroughputModel(executors, window_rounds=5),
+    )
     rounds = simulate_federated(machine, FederatedCosts(lines=lines, noise=NOISE, latency_s=LATENCY_S))
     cpu_s = time.process_time() - before_s
     return Large(executors=executors, clients=clients, rounds=2, cpu_s=cpu_s, last_round_s=rounds[-1].seconds)
@@ -169,9 +182,14 @@ def show(outcomes: list[Outcome], large: Large) -> None:
         table.add_column(column, justify="left" if column in ("setting", "strategy") else "right")
     for o in outcomes:
         table.add_row(
-            o.setting, f"{o.noise:.0%}", o.strategy, f"{o.over_bound:.3f}", f"{o.worst_over_bound:.3f}",
-            "-" if o.error is None else f"{o.error:.1%}", f"{o.stolen:.0f}",
-        )  # fmt: skip
+            o.setting,
+            f"{o.noise:.0%}",
+            o.strategy,
+            f"{o.over_bound:.3f}",
+            f"{o.worst_over_bound:.3f}",
+            "-" if o.error is None else f"{o.error:.1%}",
+            f"{o.stolen:.0f}",
+        )
     console = Console()
     console.print(table)
     console.print(

@@ -37,9 +37,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     def problem(self, flow: Flow, fleet: Fleet) -> Problem:
         return Problem(
-            flow=flow, fleet=fleet, micro_batch_size=self.micro_batch_size, micro_batches=self.micro_batches,
+            flow=flow,
+            fleet=fleet,
+            micro_batch_size=self.micro_batch_size,
+            micro_batches=self.micro_batches,
             state=parameter_state("sgd"),
-        )  # fmt: skip
+        )
 
 
 def _images(size: int) -> dict[str, Column]:
@@ -53,20 +56,28 @@ def _resnet(layer: str, depths: list[int], widths: list[int], classes: int) -> M
 
 CASES = (
     Case(
-        name="ResNet-18", model=_resnet("basic", [2, 2, 2, 2], [64, 128, 256, 512], 10), columns=_images(32),
-        micro_batch_size=128, micro_batches=5,
+        name="ResNet-18",
+        model=_resnet("basic", [2, 2, 2, 2], [64, 128, 256, 512], 10),
+        columns=_images(32),
+        micro_batch_size=128,
+        micro_batches=5,
     ),
     Case(
-        name="ResNet-101", model=_resnet("bottleneck", [3, 4, 23, 3], [256, 512, 1024, 2048], 200),
-        columns=_images(64), micro_batch_size=32, micro_batches=5,
+        name="ResNet-101",
+        model=_resnet("bottleneck", [3, 4, 23, 3], [256, 512, 1024, 2048], 200),
+        columns=_images(64),
+        micro_batch_size=32,
+        micro_batches=5,
     ),
     # Untied: a tied embedding of 322 MB would cross the slowest links once per step, which the paper does not mention.
     Case(
-        name="GPT2-XL", model=ModelSpec(name="hf-gpt2-xl", options={"tie_word_embeddings": False}),
-        columns={name: Column("int64", (1024,)) for name in ("input_ids", "labels")}, micro_batch_size=3,
+        name="GPT2-XL",
+        model=ModelSpec(name="hf-gpt2-xl", options={"tie_word_embeddings": False}),
+        columns={name: Column("int64", (1024,)) for name in ("input_ids", "labels")},
+        micro_batch_size=3,
         micro_batches=2,
     ),
-)  # fmt: skip
+)
 
 
 def equal_compute(problem: Problem) -> Plan:

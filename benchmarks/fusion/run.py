@@ -37,8 +37,11 @@ from isthmus.trace import steady_step_s
 LATEST = Path(__file__).parent / "results" / "latest.json"
 PAPER = "1.45-9.39"
 SCHEDULERS: Mapping[str, Callable[[Problem], Plan]] = {
-    "equal-number": even, "equal-compute": equal_compute, "op-fence": op_fence, "auto": chain
-}  # fmt: skip
+    "equal-number": even,
+    "equal-compute": equal_compute,
+    "op-fence": op_fence,
+    "auto": chain,
+}
 """`auto` with one replica is `chain`: FusionLLM has no data parallelism."""
 RATIO_PLANNERS = ("uniform", "adatopk", "just-enough")
 RATIOS = (100, 1000)
@@ -104,17 +107,24 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def figure(problem: Problem, plan: Plan, compression: str, ratio: int) -> Figure:
     spec = RunSpec(steps=STEPS, micro_batches=problem.micro_batches, micro_batch_size=problem.micro_batch_size)
     sent = [
-        (size, packed) for edge in plan.replica.edges
+        (size, packed)
+        for edge in plan.replica.edges
         for size, packed in (
-            (edge.forward_bytes, edge.forward_compression), (edge.backward_bytes, edge.backward_compression)
-        ) if size
-    ]  # fmt: skip
+            (edge.forward_bytes, edge.forward_compression),
+            (edge.backward_bytes, edge.backward_compression),
+        )
+        if size
+    ]
     total = sum(size for size, _ in sent)
     return Figure(
-        compression=compression, ratio=ratio, simulated_s=steady_step_s(simulate(plan, problem.fleet, spec)),
-        predicted_s=plan.predicted.step_s, packed=sum(packed is not None for _, packed in sent), messages=len(sent),
+        compression=compression,
+        ratio=ratio,
+        simulated_s=steady_step_s(simulate(plan, problem.fleet, spec)),
+        predicted_s=plan.predicted.step_s,
+        packed=sum(packed is not None for _, packed in sent),
+        messages=len(sent),
         kept=sum(size / _ratio(packed) for size, packed in sent) / total if total else 1.0,
-    )  # fmt: skip
+    )
 
 
 def _ratio(packed: Compression | None) -> float:
@@ -133,9 +143,13 @@ def measure(problem: Problem, model: str, testbed: int, scheduler: str) -> Resul
         for ratio in RATIOS:
             figures.append(figure(problem, plan_compression(name, problem, plan, ratio), name, ratio))
     return Result(
-        model=model, testbed=testbed, scheduler=scheduler, stages=len(plan.stages), plan_s=plan_s,
+        model=model,
+        testbed=testbed,
+        scheduler=scheduler,
+        stages=len(plan.stages),
+        plan_s=plan_s,
         figures=tuple(figures),
-    )  # fmt: skip
+    )
 
 
 def speedups(results: list[Result]) -> Iterator[Speedup]:
@@ -145,10 +159,13 @@ def speedups(results: list[Result]) -> Iterator[Speedup]:
         if base and fence and auto:
             dense_s = base.simulated_s("dense")
             yield Speedup(
-                model=model, testbed=testbed, op_fence=dense_s / fence.simulated_s("dense"),
+                model=model,
+                testbed=testbed,
+                op_fence=dense_s / fence.simulated_s("dense"),
                 adatopk=dense_s / fence.simulated_s("adatopk", 100),
-                just_enough=dense_s / fence.simulated_s("just-enough", 100), auto=dense_s / auto.simulated_s("dense"),
-            )  # fmt: skip
+                just_enough=dense_s / fence.simulated_s("just-enough", 100),
+                auto=dense_s / auto.simulated_s("dense"),
+            )
 
 
 def table(found: Report) -> Table:
@@ -185,9 +202,11 @@ def main() -> int:
             results += [measure(problem, case.name, testbed, scheduler) for scheduler in SCHEDULERS]
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", paper_speedup=PAPER,
-        speedups=tuple(speedups(results)), results=tuple(results),
-    )  # fmt: skip
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        paper_speedup=PAPER,
+        speedups=tuple(speedups(results)),
+        results=tuple(results),
+    )
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
     Console(width=150).print(table(found))
     return 0 if found.good else 1

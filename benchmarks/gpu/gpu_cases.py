@@ -51,18 +51,24 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         length = self.model["sequence_length"]
         options: dict[str, object] = {"files": "stdlib", "sequence_length": length, "max_bytes": 4_000_000}
         return Job(
-            name="gpu", model=ModelSpec(name="gpt", options=dict(self.model)),
+            name="gpu",
+            model=ModelSpec(name="gpt", options=dict(self.model)),
             data=DataSpec(kind="text", options=options),
             training=TrainingConfig(
-                steps=steps or self.steps, batch_size=self.micro_batches * self.micro_batch_size,
-                micro_batches=self.micro_batches, precision="bf16",
+                steps=steps or self.steps,
+                batch_size=self.micro_batches * self.micro_batch_size,
+                micro_batches=self.micro_batches,
+                precision="bf16",
             ),
             optimizer=(OptimizerConfig(name="adamw", lr=1e-4),),
             runtime=RuntimeConfig(
-                device=device, adapt=False, snapshots=snapshot_every > 0, snapshot_every=snapshot_every,
-                patience="300 s",
+                device=device,
+                adapt=False,
+                snapshots=snapshot_every > 0,
+                snapshot_every=snapshot_every,
+                timeout="300 s",
             ),
-        )  # fmt: skip
+        )
 
 
 def fleet_of(devices: int, link: Link, flops_per_s: float = UNSTRETCHED) -> Fleet:

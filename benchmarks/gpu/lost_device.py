@@ -20,10 +20,10 @@ from isthmus.fleet import Fleet
 from isthmus.job import prepare
 from isthmus.plans import Plan
 from isthmus.protocol import Item
-from isthmus.runtime.conducting.crew import LocalCrew
-from isthmus.runtime.conducting.deployment import Deployment
-from isthmus.runtime.conducting.places import local_places
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
+from isthmus.runtime.coordinator.backend import LocalBackend
+from isthmus.runtime.coordinator.local_devices import local_places
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
+from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.trace import Span
 
 TORCHFT_S, TORCHFT_PARAMETERS = 948.0, 8e9
@@ -100,18 +100,25 @@ def measure(case: Case, device: str, hardware: str, when: str) -> Recovery:
     plan = replan(fleet.subset(fleet.names[: case.stages]))
     victim = plan.devices[-1]
     loss = _Loss(victim)
-    options = RunOptions(replan=replan, crew=LocalCrew(places=local_places(device, fleet.names)))
+    options = RunOptions(replan=replan, backend=LocalBackend(places=local_places(device, fleet.names)))
     watcher = Watcher(
-        acknowledged=loss.acknowledged, advanced=loss.advanced, rolled_back=loss.rolled_back,
+        acknowledged=loss.acknowledged,
+        advanced=loss.advanced,
+        rolled_back=loss.rolled_back,
         noted=lambda text: print(f"  {text}", file=sys.stderr),
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory() as folder:
         outcome = train(prepared, plan, fleet, Path(folder), options, watcher)
     if not outcome.recoveries:
         raise SystemExit(f"the run did not go on: {outcome.reason}")
     found = outcome.recoveries[0]
     return Recovery(
-        key=case.key, size=case.size, when=when, device=hardware, redone=found.redone,
-        state_bytes=Deployment(prepared, plan, fleet).state_bytes(victim),
-        at_work_s=found.seconds, step_s=loss.first_s - loss.killed_s,
-    )  # fmt: skip
+        key=case.key,
+        size=case.size,
+        when=when,
+        device=hardware,
+        redone=found.redone,
+        state_bytes=StageAssignments(prepared, plan, fleet).state_bytes(victim),
+        at_work_s=found.seconds,
+        step_s=loss.first_s - loss.killed_s,
+    )

@@ -16,9 +16,9 @@ from isthmus.fleet import Fleet, corrected
 from isthmus.job import Prepared, prepare
 from isthmus.plans import Plan
 from isthmus.report import StageMemoryUse, memory_use
-from isthmus.runtime.conducting.crew import LocalCrew
-from isthmus.runtime.conducting.places import local_places
-from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, run_spec, train
+from isthmus.runtime.coordinator.backend import LocalBackend
+from isthmus.runtime.coordinator.local_devices import local_places
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_spec, train
 from isthmus.simulator import Overheads, SimulationOptions, simulate
 from isthmus.trace import Trace, steady_step_s
 
@@ -52,9 +52,9 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_plan(prepared: Prepared, plan: Plan, fleet: Fleet) -> tuple[Trace, tuple[StageMemoryUse, ...]]:
-    crew = LocalCrew(places=local_places(prepared.job.runtime.device, fleet.names))
+    backend = LocalBackend(places=local_places(prepared.job.runtime.device, fleet.names))
     with tempfile.TemporaryDirectory() as folder:
-        outcome = train(prepared, plan, fleet, Path(folder), RunOptions(crew=crew), Watcher())
+        outcome = train(prepared, plan, fleet, Path(folder), RunOptions(backend=backend), Watcher())
     check_outcome(outcome)
     return Trace(source="runtime", run="gpu", spans=outcome.spans), memory_use(plan, outcome.peaks)
 
@@ -73,15 +73,23 @@ def measure(case: Case, device: str, hardware: str, when: str) -> Pipeline:
     speeds = calibration.flops_per_s(plan_of(prepared, fleet, equal))
     plan = plan_of(prepared, corrected(fleet, speeds, {}), equal)
     options = SimulationOptions(
-        durations=calibration.durations(plan), header_bytes=calibration.header_bytes,
+        durations=calibration.durations(plan),
+        header_bytes=calibration.header_bytes,
         overheads=Overheads(tasklet_s=calibration.tasklet_s, handover_s=calibration.handover_s),
-    )  # fmt: skip
+    )
     predicted_s = steady_step_s(simulate(plan, fleet, run_spec(prepared), options))
     trace, memory = run_plan(prepared, plan, fleet)
     step_s = steady_step_s(trace)
     return Pipeline(
-        key=case.key, size=case.size, when=when, device=hardware, step_s=step_s, predicted_s=predicted_s,
+        key=case.key,
+        size=case.size,
+        when=when,
+        device=hardware,
+        step_s=step_s,
+        predicted_s=predicted_s,
         parameters=sum(elements(op) for op in prepared.captured.train.ops if op.kind == "parameter"),
         tokens_per_s=case.tokens / step_s,
-        overlap=overlap(trace), copies_beside_work=copies_beside_work(trace), memory=memory,
-    )  # fmt: skip
+        overlap=overlap(trace),
+        copies_beside_work=copies_beside_work(trace),
+        memory=memory,
+    )

@@ -50,11 +50,22 @@ def measure(size: str, device: str, hardware: str, when: str, *, peers: bool) ->
         path = Path(folder) / "rounds.json"
         subprocess.run(
             [
-                sys.executable, str(FEDERATED), "--only", workload, "--sides", ";".join(sides_of(device, peers)),
-                "--device", device, "--repeats", "1", "--json", str(path),
+                sys.executable,
+                str(FEDERATED),
+                "--only",
+                workload,
+                "--sides",
+                ";".join(sides_of(device, peers)),
+                "--device",
+                device,
+                "--repeats",
+                "1",
+                "--json",
+                str(path),
             ],
-            check=True, stdout=sys.stderr,
-        )  # fmt: skip
+            check=True,
+            stdout=sys.stderr,
+        )
         found = msgspec.json.decode(path.read_bytes(), type=_Report).rows
     return [
         Round(key=workload, size=size, when=when, device=hardware, side=row.side, round_s=row.round_s) for row in found

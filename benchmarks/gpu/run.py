@@ -60,7 +60,7 @@ def _key(row: Found) -> tuple[str, ...]:
 
 def measurements(
     device: str, hardware: str, size: str, parts: list[str], *, peers: bool
-) -> Iterator[Callable[[], list[Found]]]:  # fmt: skip
+) -> Iterator[Callable[[], list[Found]]]:
     """Each gives its rows when it is called."""
     when = datetime.now(UTC).isoformat(timespec="minutes")
     cases = FULL if size == "full" else SMALL

@@ -34,13 +34,26 @@ def _share(value: float | None) -> str:
 def pipelines_table(rows: Sequence[Pipeline]) -> Table:
     table = _drawn(
         "Pipelines in bf16 on one accelerator, links of 200 Mbit/s and 50 ms",
-        "parameters", "tokens/s", "step", "predicted", "overlap", "copies beside work", "memory model",
-    )  # fmt: skip
+        "parameters",
+        "tokens/s",
+        "step",
+        "predicted",
+        "overlap",
+        "copies beside work",
+        "memory model",
+    )
     for row in rows:
         table.add_row(
-            row.key, row.device, f"{row.parameters / 1e6:,.1f} M", f"{row.tokens_per_s:,.0f}", f"{row.step_s:.3f} s",
-            f"{row.error:+.1%}", _share(row.overlap), _share(row.copies_beside_work), f"{row.memory_error:+.1%}",
-        )  # fmt: skip
+            row.key,
+            row.device,
+            f"{row.parameters / 1e6:,.1f} M",
+            f"{row.tokens_per_s:,.0f}",
+            f"{row.step_s:.3f} s",
+            f"{row.error:+.1%}",
+            _share(row.overlap),
+            _share(row.copies_beside_work),
+            f"{row.memory_error:+.1%}",
+        )
     _add_missing(table, (case.key for case in FULL), rows)
     table.caption = (
         "overlap: of the shorter of sending and computing, the share beside the other; memory model: predicted "
@@ -53,9 +66,13 @@ def recoveries_table(rows: Sequence[Recovery]) -> Table:
     table = _drawn("A device lost, a spare in its place", "state", "at work again", "next step done", "redone")
     for row in rows:
         table.add_row(
-            row.key, row.device, f"{row.state_bytes / 1e9:.3f} GB", f"{row.at_work_s:.1f} s", f"{row.step_s:.1f} s",
+            row.key,
+            row.device,
+            f"{row.state_bytes / 1e9:.3f} GB",
+            f"{row.at_work_s:.1f} s",
+            f"{row.step_s:.1f} s",
             f"{row.redone} steps",
-        )  # fmt: skip
+        )
     _add_missing(table, [next(c.key for c in reversed(FULL) if c.stages == 3)], rows)
     table.add_row(f"torchft, {TORCHFT_PARAMETERS / 1e9:.0f} B, as it reports", "", "", f"{TORCHFT_S:.0f} s")
     return table

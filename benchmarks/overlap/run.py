@@ -29,7 +29,7 @@ from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, TrainingConfig, prepare
 from isthmus.models import ModelSpec
 from isthmus.plans import Plan
-from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, run_spec, train
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, period_s, steady_step_s
 from isthmus.units import parse_duration
@@ -42,9 +42,7 @@ LATE_SHARE = 0.02
 TRIES = 3
 """An emulated run that the host could not keep up with is repeated; if none could, the least late one counts."""
 
-MODEL = ModelSpec(name="gpt", options={
-    "vocab_size": 256, "sequence_length": 64, "width": 64, "layers": 4, "heads": 4
-})  # fmt: skip
+MODEL = ModelSpec(name="gpt", options={"vocab_size": 256, "sequence_length": 64, "width": 64, "layers": 4, "heads": 4})
 DATA = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 64, "max_bytes": 200_000})
 
 
@@ -135,12 +133,17 @@ def measure(prepared: Prepared, setting: Setting, latency: str, tries: int) -> R
     trace, late_share = min(runs, key=lambda run: run[1])
     simulated, last = simulate(plan, fleet, run_spec(prepared)), fleet.names[-1]
     return Result(
-        stages=setting.stages, latency=latency, in_flight=plan.replica.schedule.in_flight,
+        stages=setting.stages,
+        latency=latency,
+        in_flight=plan.replica.schedule.in_flight,
         compute_s=max(s.flops_forward + s.flops_backward for s in plan.stages) / setting.flops_per_s,
         wire_s=max(max(e.forward_bytes, e.backward_bytes) for e in plan.replica.edges) / setting.bandwidth_bytes_per_s,
-        period_s=period_s(trace, last), simulated_period_s=period_s(simulated, last),
-        step_s=steady_step_s(trace), simulated_step_s=steady_step_s(simulated), late_share=late_share,
-    )  # fmt: skip
+        period_s=period_s(trace, last),
+        simulated_period_s=period_s(simulated, last),
+        step_s=steady_step_s(trace),
+        simulated_step_s=steady_step_s(simulated),
+        late_share=late_share,
+    )
 
 
 def compared(results: Iterable[Result]) -> list[Result]:
@@ -159,10 +162,18 @@ def table(found: Report) -> Table:
         drawn.add_column(heading, justify="right")
     for r in found.results:
         drawn.add_row(
-            str(r.stages), r.latency, " ".join(map(str, r.in_flight)), f"{r.compute_s * 1e3:.1f} ms",
-            f"{r.wire_s * 1e3:.1f} ms", f"{r.period_s * 1e3:.1f} ms", f"{r.ratio:.3f}", f"{r.change:+.1%}",
-            f"{r.simulated_period_s * 1e3:.1f} ms", f"{r.step_s * 1e3:.0f} ms", f"{r.late_share:.1%}",
-        )  # fmt: skip
+            str(r.stages),
+            r.latency,
+            " ".join(map(str, r.in_flight)),
+            f"{r.compute_s * 1e3:.1f} ms",
+            f"{r.wire_s * 1e3:.1f} ms",
+            f"{r.period_s * 1e3:.1f} ms",
+            f"{r.ratio:.3f}",
+            f"{r.change:+.1%}",
+            f"{r.simulated_period_s * 1e3:.1f} ms",
+            f"{r.step_s * 1e3:.0f} ms",
+            f"{r.late_share:.1%}",
+        )
     drawn.caption = "ratio: period / max(compute, bytes / bandwidth); change: of the period, against the first latency"
     return drawn
 
@@ -184,10 +195,12 @@ def main() -> int:
     results = compared(results)
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", micro_batches=MICRO_BATCHES,
-        worst_ratio=max(r.ratio for r in results), worst_change=max(abs(r.change) for r in results),
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        micro_batches=MICRO_BATCHES,
+        worst_ratio=max(r.ratio for r in results),
+        worst_change=max(abs(r.change) for r in results),
         results=tuple(results),
-    )  # fmt: skip
+    )
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
     Console(width=130).print(table(found))
     return 0 if found.good else 1

@@ -11,12 +11,12 @@ LOOK_S = 3.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-def wait_for_quiet(patience_s: float) -> float:
+def wait_for_quiet(timeout_s: float) -> float:
     """Return when the machine is quiet, or the patience is over; to be called while nothing of ours computes.
 
     The result is how many cores others used in the last `LOOK_S` seconds.
     """
-    deadline_s = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + timeout_s
     while True:
         start_s, before_s = time.monotonic(), _busy_s()
         time.sleep(LOOK_S)
@@ -27,7 +27,5 @@ def wait_for_quiet(patience_s: float) -> float:
 
 def _busy_s() -> float:
     """Seconds that all cores together have worked, or were taken by a hypervisor, since the machine started."""
-    user, nice, system, _, _, interrupts, soft_interrupts, steal = map(
-        int, Path("/proc/stat").read_text().split()[1:9]
-    )  # fmt: skip
+    user, nice, system, _, _, interrupts, soft_interrupts, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     return (user + nice + system + interrupts + soft_interrupts + steal) / _TICKS_PER_S

@@ -15,23 +15,27 @@ from isthmus.graph import Flow, cuts
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig, prepare
 from isthmus.plans import Plan
 from isthmus.protocol import Item
-from isthmus.runtime.conducting.crew import LocalCrew
-from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, train
-from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.coordinator.backend import LocalBackend
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, train
+from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.trace import Trace, link_bytes
 from isthmus.training.optim import OptimizerConfig
 
 
 def job_of(workload: Workload) -> Job:
     return Job(
-        name="pipeline-vs-torch", model=workload.model, data=workload.data,
+        name="pipeline-vs-torch",
+        model=workload.model,
+        data=workload.data,
         training=TrainingConfig(
-            steps=workload.steps, batch_size=workload.batch_size, micro_batches=workload.micro_batches,
+            steps=workload.steps,
+            batch_size=workload.batch_size,
+            micro_batches=workload.micro_batches,
             seed=workload.seed,
         ),
         optimizer=(OptimizerConfig(name="adamw", lr=LEARNING_RATE, weight_decay=0.0),),
         runtime=RuntimeConfig(threads=1, emulate=False),
-    )  # fmt: skip
+    )
 
 
 def boundaries_of(flow: Flow, workload: Workload) -> list[int]:
@@ -81,7 +85,7 @@ def run(place: OursPlace) -> Figures:
     workload = place.workload
     prepared = prepare(job_of(workload))
     places = {
-        name: Place(prefix=tuple(place.prefixes[name]), host=host, trusted_network=True)
+        name: ProcessPlace(prefix=tuple(place.prefixes[name]), host=host, trusted_network=True)
         for name, host in place.addresses.items()
     }
     losses: list[float] = []
@@ -92,8 +96,8 @@ def run(place: OursPlace) -> Figures:
             finished_s.append(time.monotonic())
             losses.append(loss)
 
-    crew = LocalCrew(host=place.host, places=places, trusted_network=True)
-    options = RunOptions(emulate=False, crew=crew)
+    backend = LocalBackend(host=place.host, places=places, trusted_network=True)
+    options = RunOptions(emulate=False, backend=backend)
     with tempfile.TemporaryDirectory() as folder:
         outcome = train(
             prepared, plan_of(prepared, workload), workload.fleet, Path(folder), options, Watcher(advanced=advanced)
@@ -103,9 +107,11 @@ def run(place: OursPlace) -> Figures:
     # The run's last sends may end after the last report: the last step's bytes are not all in the trace.
     whole = msgspec.structs.replace(trace, spans=tuple(s for s in trace.spans if s.step < workload.steps - 1))
     return Figures(
-        marks_s=marks_of(trace, finished_s), losses=losses, busy_s=busy_of(trace, workload),
+        marks_s=marks_of(trace, finished_s),
+        losses=losses,
+        busy_s=busy_of(trace, workload),
         step_payload_bytes=sum(link_bytes(whole).values()) / (workload.steps - 1),
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

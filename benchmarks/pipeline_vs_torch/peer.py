@@ -101,9 +101,12 @@ def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = place.interface
     store = dist.FileStore(place.store, place.workload.stages)
     dist.init_process_group(
-        "gloo", store=store, rank=place.stage, world_size=place.workload.stages,
+        "gloo",
+        store=store,
+        rank=place.stage,
+        world_size=place.workload.stages,
         timeout=datetime.timedelta(seconds=300),
-    )  # fmt: skip
+    )
     try:
         print(msgspec.json.encode(train(place)).decode())
     finally:

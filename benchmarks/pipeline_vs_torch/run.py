@@ -1,6 +1,6 @@
 """The same GPT, cut alike, under torch.distributed.pipelining (1F1B on Gloo) and under Isthmus, side by side.
 
-`python benchmarks/pipeline_vs_torch/run.py [--quick] [--json PATH] [--patience SECONDS]`. See README.md for results.
+`python benchmarks/pipeline_vs_torch/run.py [--quick] [--json PATH] [--timeout SECONDS]`. See README.md for results.
 """
 
 from __future__ import annotations
@@ -93,23 +93,28 @@ def steady(figures: Figures) -> list[float]:
     return [end_s - start_s for start_s, end_s in itertools.pairwise(figures.marks_s)][SKIPPED_STEPS:]
 
 
-def on_loopback(workload: Workload, patience_s: float) -> Case:
+def on_loopback(workload: Workload, timeout_s: float) -> Case:
     """Both at once, by turns: the machine's other work slows the one as much as the other."""
-    others_cores = wait_for_quiet(patience_s)
+    others_cores = wait_for_quiet(timeout_s)
     turn_s = max(SHORTEST_TURN_S, TURN_S_PER_MICRO_BATCH * workload.micro_batches)
     found, slices = run_by_turns([start for _, start in SIDES], workload, turn_s)
     turns = [steps_within(f, slices, side, SKIPPED_STEPS) for side, f in enumerate(found)]
-    sides = [
-        _side([step for turn in turns[side] for step in turn], f, None) for side, f in enumerate(found)
-    ]  # fmt: skip
+    sides = [_side([step for turn in turns[side] for step in turn], f, None) for side, f in enumerate(found)]
     return Case(
-        workload=workload, rounds=sum(s.side == 1 for s in slices), peer=sides[0], isthmus=sides[1],
-        ratio=paired_ratio(*turns), compute_s=compute_of(workload, found[1:]), wire_s=0.0, bound_s=None,
-        over_bound=None, others_cores=[others_cores],
-    )  # fmt: skip
+        workload=workload,
+        rounds=sum(s.side == 1 for s in slices),
+        peer=sides[0],
+        isthmus=sides[1],
+        ratio=paired_ratio(*turns),
+        compute_s=compute_of(workload, found[1:]),
+        wire_s=0.0,
+        bound_s=None,
+        over_bound=None,
+        others_cores=[others_cores],
+    )
 
 
-def on_wan(workload: Workload, rounds: int, patience_s: float) -> Case:
+def on_wan(workload: Workload, rounds: int, timeout_s: float) -> Case:
     """Whole runs in turn, in namespaces that are joined by the workload's links."""
     runs: dict[str, list[Figures]] = {name: [] for name, _ in SIDES}
     wire_bytes: dict[str, list[float]] = {name: [] for name, _ in SIDES}
@@ -117,7 +122,7 @@ def on_wan(workload: Workload, rounds: int, patience_s: float) -> Case:
     with Lab(workload.fleet) as lab:
         for _ in range(rounds):
             for name, start in SIDES:
-                others_cores.append(wait_for_quiet(patience_s))
+                others_cores.append(wait_for_quiet(timeout_s))
                 before = _carried(lab.statistics(), workload)
                 runs[name].append(run_alone(start, workload, lab))
                 wire_bytes[name].append((_carried(lab.statistics(), workload) - before) / workload.steps)
@@ -129,11 +134,18 @@ def on_wan(workload: Workload, rounds: int, patience_s: float) -> Case:
     )
     bounds_s = [bound_s for figures in runs["isthmus"] for bound_s in bounds_of(workload, figures, wire_s)]
     return Case(
-        workload=workload, rounds=rounds, peer=peer, isthmus=ours, ratio=ours.step_s / peer.step_s,
-        compute_s=compute_of(workload, runs["isthmus"]), wire_s=wire_s, bound_s=statistics.median(bounds_s),
+        workload=workload,
+        rounds=rounds,
+        peer=peer,
+        isthmus=ours,
+        ratio=ours.step_s / peer.step_s,
+        compute_s=compute_of(workload, runs["isthmus"]),
+        wire_s=wire_s,
+        bound_s=statistics.median(bounds_s),
         over_bound=statistics.median(s / b for s, b in zip(ours.steps_s, bounds_s, strict=True)),
-        others_cores=others_cores, dropped_packets=dropped,
-    )  # fmt: skip
+        others_cores=others_cores,
+        dropped_packets=dropped,
+    )
 
 
 def compute_of(workload: Workload, runs: Sequence[Figures]) -> list[float]:
@@ -143,9 +155,12 @@ def compute_of(workload: Workload, runs: Sequence[Figures]) -> list[float]:
 
 def _side(steps_s: list[float], last: Figures, wire_bytes: float | None) -> SideFigures:
     return SideFigures(
-        step_s=statistics.median(steps_s), steps_s=steps_s, payload_bytes=last.step_payload_bytes,
-        wire_bytes=wire_bytes, losses=last.losses,
-    )  # fmt: skip
+        step_s=statistics.median(steps_s),
+        steps_s=steps_s,
+        payload_bytes=last.step_payload_bytes,
+        wire_bytes=wire_bytes,
+        losses=last.losses,
+    )
 
 
 def _carried(count: LabStatistics, workload: Workload) -> int:
@@ -164,22 +179,39 @@ def cases(quick: bool) -> list[tuple[Workload, int]]:
     if quick:
         return [case("loopback", 2, 8, 24), case("wan", 2, 8, 6)]
     return [
-        case("loopback", 2, 8, 80), case("loopback", 4, 8, 80), case("loopback", 2, 32, 40),
+        case("loopback", 2, 8, 80),
+        case("loopback", 4, 8, 80),
+        case("loopback", 2, 32, 40),
         case("loopback", 4, 32, 40),
-        case("wan", 2, 8, 8), case("wan", 4, 8, 8), case("wan", 2, 32, 6), case("wan", 4, 32, 6),
-    ]  # fmt: skip
+        case("wan", 2, 8, 8),
+        case("wan", 4, 8, 8),
+        case("wan", 2, 32, 6),
+        case("wan", 4, 32, 6),
+    ]
 
 
-def measure(workload: Workload, rounds: int, patience_s: float) -> Case:
+def measure(workload: Workload, rounds: int, timeout_s: float) -> Case:
     if workload.network == "loopback":
-        return on_loopback(workload, patience_s)
-    return on_wan(workload, rounds, patience_s)
+        return on_loopback(workload, timeout_s)
+    return on_wan(workload, rounds, timeout_s)
 
 
 def table_of(found: Sequence[Case]) -> Table:
     table = Table(title="Steady step, torch.distributed.pipelining against Isthmus", title_justify="left")
-    for heading in ("links", "stages", "micro-batches", "peer", "isthmus", "ratio", "bound", "isthmus / bound",
-                    "payload a step", "wire, peer", "wire, isthmus", "loss apart"):  # fmt: skip
+    for heading in (
+        "links",
+        "stages",
+        "micro-batches",
+        "peer",
+        "isthmus",
+        "ratio",
+        "bound",
+        "isthmus / bound",
+        "payload a step",
+        "wire, peer",
+        "wire, isthmus",
+        "loss apart",
+    ):
         table.add_column(heading, justify="left" if heading == "links" else "right")
     for case in found:
         w = case.workload
@@ -187,11 +219,18 @@ def table_of(found: Sequence[Case]) -> Table:
         wires = [f"{s.wire_bytes / 1e6:.2f} MB" if s.wire_bytes else "-" for s in (case.peer, case.isthmus)]
         payload = f"{case.isthmus.payload_bytes / 1e6:.2f} MB {'=' if case.payload_equal else 'DIFFER'}"
         table.add_row(
-            w.network, str(w.stages), str(w.micro_batches), f"{1e3 * case.peer.step_s:.0f} ms",
-            f"{1e3 * case.isthmus.step_s:.0f} ms", _judged(case.ratio, TARGET_RATIO[w.network]),
-            f"{1e3 * case.bound_s:.0f} ms" if case.bound_s else "-", over,
-            payload, *wires, _judged(case.loss_difference, LOSS_TOLERANCE, "{:.0e}"),
-        )  # fmt: skip
+            w.network,
+            str(w.stages),
+            str(w.micro_batches),
+            f"{1e3 * case.peer.step_s:.0f} ms",
+            f"{1e3 * case.isthmus.step_s:.0f} ms",
+            _judged(case.ratio, TARGET_RATIO[w.network]),
+            f"{1e3 * case.bound_s:.0f} ms" if case.bound_s else "-",
+            over,
+            payload,
+            *wires,
+            _judged(case.loss_difference, LOSS_TOLERANCE, "{:.0e}"),
+        )
     return table
 
 
@@ -203,7 +242,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two cases, one round: does it work?")
     parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="where the figures go")
-    parser.add_argument("--patience", type=float, default=30.0, metavar="SECONDS", help="wait for a quiet host so long")
+    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="wait for a quiet host so long")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no side stays behind
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -215,7 +254,7 @@ def main() -> int:
     found: list[Case] = []
     for workload, rounds in wanted:
         console.print(f"{workload.network}, {workload.stages} stages, {workload.micro_batches} micro-batches ...")
-        found.append(measure(workload, rounds, options.patience))
+        found.append(measure(workload, rounds, options.timeout))
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     console.print(table_of(found))
     console.print(f"figures: {options.json}", markup=False)

@@ -108,9 +108,11 @@ def start_ours(workload: Workload, lab: Lab | None) -> Side:
         names = workload.fleet.names
         front = lab.command(COORDINATOR)
         place = OursPlace(
-            workload=workload, host=lab.addresses[COORDINATOR], addresses={name: lab.addresses[name] for name in names},
+            workload=workload,
+            host=lab.addresses[COORDINATOR],
+            addresses={name: lab.addresses[name] for name in names},
             prefixes={name: _from_inside(lab.command(name)) for name in names},
-        )  # fmt: skip
+        )
     program = [sys.executable, str(HERE / "ours.py"), msgspec.json.encode(place).decode()]
     return Side([[*front, *program]], ExitStack())
 

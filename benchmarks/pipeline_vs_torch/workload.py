@@ -38,17 +38,22 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return ModelSpec(
             name="gpt",
             options={
-                "vocab_size": 256, "sequence_length": self.sequence_length, "width": self.width,
-                "layers": self.layers, "heads": self.heads,
+                "vocab_size": 256,
+                "sequence_length": self.sequence_length,
+                "width": self.width,
+                "layers": self.layers,
+                "heads": self.heads,
             },
-        )  # fmt: skip
+        )
 
     @property
     def data(self) -> DataSpec:
         """Python's own standard library, byte by byte: there on every machine."""
         options: dict[str, object] = {
-            "files": "stdlib", "sequence_length": self.sequence_length, "max_bytes": 4_000_000
-        }  # fmt: skip
+            "files": "stdlib",
+            "sequence_length": self.sequence_length,
+            "max_bytes": 4_000_000,
+        }
         return DataSpec(kind="text", options=options)
 
     @property

@@ -26,7 +26,7 @@ from isthmus.fleet import Fleet
 from isthmus.job import Prepared, prepare
 from isthmus.planners import plan as plan_by
 from isthmus.protocol import Item
-from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, run_spec, train
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Span, Trace, steady_step_s
 from isthmus.training.checkpoint import latest_checkpoint, read_tensors
@@ -92,7 +92,8 @@ def measure(planner: str, prepared: Prepared, devices: Fleet, expected: Plain, f
         planner=planner,
         stages=tuple(len(replica.stages) for replica in made.replicas),
         shares=tuple(replica.micro_batches for replica in made.replicas),
-        measured_s=steady_step_s(run), closed_form_s=made.predicted.step_s,
+        measured_s=steady_step_s(run),
+        closed_form_s=made.predicted.step_s,
         simulated_s=steady_step_s(simulate(made, devices, run_spec(prepared))),
         loss_error=max(abs(a / b - 1) for a, b in zip(losses, expected.losses, strict=True)),
         weight_error=max(
@@ -100,7 +101,7 @@ def measure(planner: str, prepared: Prepared, devices: Fleet, expected: Plain, f
             for name, weight in expected.weights.items()
         ),
         late_share=max(outcome.late_s.values()) / max(span.end_s for span in outcome.spans),
-    )  # fmt: skip
+    )
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -109,10 +110,16 @@ def table(results: Sequence[Result]) -> Table:
         drawn.add_column(heading, justify="right")
     for r in results:
         drawn.add_row(
-            r.planner, " + ".join(map(str, r.stages)), " + ".join(map(str, r.shares)), f"{r.measured_s * 1e3:.0f} ms",
-            f"{r.simulated_error:+.1%}", f"{r.closed_form_error:+.1%}", f"{r.loss_error:.0e}", f"{r.weight_error:.0e}",
+            r.planner,
+            " + ".join(map(str, r.stages)),
+            " + ".join(map(str, r.shares)),
+            f"{r.measured_s * 1e3:.0f} ms",
+            f"{r.simulated_error:+.1%}",
+            f"{r.closed_form_error:+.1%}",
+            f"{r.loss_error:.0e}",
+            f"{r.weight_error:.0e}",
             f"{r.late_share:.1%}",
-        )  # fmt: skip
+        )
     drawn.caption = "loss, weights: largest relative difference from the plain loop"
     return drawn
 
@@ -120,8 +127,10 @@ def table(results: Sequence[Result]) -> Table:
 def report(steps: int, results: Sequence[Result]) -> Report:
     return Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", steps=steps, results=tuple(results),
-    )  # fmt: skip
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        steps=steps,
+        results=tuple(results),
+    )
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from isthmus.fleet import Fleet, topology
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig
 from isthmus.models import ModelSpec
 from isthmus.training.optim import OptimizerConfig, Optimizers
-from isthmus.training.plain import plain_step, plain_update
+from isthmus.training.reference import reference_step, reference_update
 
 GPT: dict[str, object] = {"vocab_size": 256, "sequence_length": 64, "width": 64, "layers": 6, "heads": 4}
 TEXT: dict[str, object] = {"files": "stdlib", "sequence_length": 64, "max_bytes": 1_000_000}
@@ -33,10 +33,13 @@ def fleet() -> Fleet:
 
 def job(steps: int) -> Job:
     return Job(
-        name="placement", model=ModelSpec(name="gpt", options=GPT), data=DataSpec(kind="text", options=TEXT),
+        name="placement",
+        model=ModelSpec(name="gpt", options=GPT),
+        data=DataSpec(kind="text", options=TEXT),
         training=TrainingConfig(steps=steps, batch_size=BATCH, micro_batches=MICRO_BATCHES),
-        optimizer=(OptimizerConfig(name="sgd", lr=0.1, momentum=0.9),), runtime=RuntimeConfig(patience="120 s"),
-    )  # fmt: skip
+        optimizer=(OptimizerConfig(name="sgd", lr=0.1, momentum=0.9),),
+        runtime=RuntimeConfig(timeout="120 s"),
+    )
 
 
 class Plain(NamedTuple):
@@ -59,6 +62,6 @@ def plain(prepared: Prepared) -> Plain:
     for step in range(training.steps):
         starts = (step * training.batch_size + m * wanted.micro_batch_size for m in range(training.micro_batches))
         batches = [data.batch(order.indices(start, wanted.micro_batch_size), list(data.columns)) for start in starts]
-        losses.append(plain_step(module, batches, config)[0])
-        plain_update(module, optimizers, step, config)
+        losses.append(reference_step(module, batches, config)[0])
+        reference_update(module, optimizers, step, config)
     return Plain(losses, {name: weight.detach() for name, weight in weights.items()})

@@ -47,9 +47,9 @@ class Load:
         return max(0.0, others_s / max(1e-3, time.monotonic() - self._start_s))
 
 
-def wait_for_quiet(cores: float, patience_s: float) -> None:
+def wait_for_quiet(cores: float, timeout_s: float) -> None:
     """Until others use at most so many cores for three seconds, or the patience is over."""
-    deadline_s = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         load = Load()
         time.sleep(3.0)

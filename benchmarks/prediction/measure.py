@@ -19,9 +19,9 @@ from isthmus.fleet import Fleet, Link, Route, corrected
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plans import Plan
-from isthmus.runtime.conducting.run import run_spec
+from isthmus.runtime.coordinator.run import run_spec
 from isthmus.runtime.lab.lab import COORDINATOR, Lab, measure
-from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.simulator import Overheads, SimulationOptions, simulate
 from isthmus.trace import Trace, steady_step_s, step_times
 
@@ -37,7 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     warmup_steps: int
     tries: int
     """Runs of a plan until one was undisturbed; if none was, the least disturbed counts."""
-    patience_s: float
+    timeout_s: float
     """How long to wait for a quiet host before each run."""
     folder: Path
 
@@ -113,7 +113,7 @@ def run_plan(job: Job, plan: Plan, fleet: Fleet, lab: Lab | None, settings: Sett
     """Run until undisturbed, at most `settings.tries` times."""
     found: list[Measured] = []
     while len(found) < settings.tries and not (found and not found[-1].disturbed):
-        wait_for_quiet(QUIET_CORES, settings.patience_s)
+        wait_for_quiet(QUIET_CORES, settings.timeout_s)
         load = Load()
         ran = _conduct(_run(job, plan, fleet, lab), lab)
         trace = Trace(source="runtime", run="prediction", spans=ran.spans)
@@ -127,7 +127,8 @@ def _run(job: Job, plan: Plan, fleet: Fleet, lab: Lab | None) -> Run:
     if lab is None:
         return Run(job=job, fleet=fleet, plan=plan)
     places = {
-        n: Place(prefix=_inside(lab.command(n)), host=lab.addresses[n], trusted_network=True) for n in fleet.names
+        n: ProcessPlace(prefix=_inside(lab.command(n)), host=lab.addresses[n], trusted_network=True)
+        for n in fleet.names
     }
     return Run(job=job, fleet=fleet, plan=plan, places=places, host=lab.addresses[COORDINATOR])
 
@@ -162,9 +163,10 @@ class Emulation:
         prepared, fleet = prepare(pair.job(self._settings.steps, self._settings.folder)), pair.fleet
         plan = plan_of(prepared, fleet, pair.shares)
         options = SimulationOptions(
-            overheads=_overheads(self._calibration), header_bytes=self._calibration.header_bytes,
+            overheads=_overheads(self._calibration),
+            header_bytes=self._calibration.header_bytes,
             update_s=self._update_s,
-        )  # fmt: skip
+        )
         simulated = simulate(plan, fleet, run_spec(prepared), options)
         measured = run_plan(prepared.job, plan, fleet, None, self._settings)
         return _result(pair, plan, simulated, measured, measured.others_cores)
@@ -186,9 +188,10 @@ def network_result(pair: Pair, settings: Settings) -> Result:
         calibration = calibrate(warmups)
         plan = plan_of(prepared, fleet, pair.shares)
         options = SimulationOptions(
-            overheads=_overheads(calibration), header_bytes=calibration.header_bytes,
+            overheads=_overheads(calibration),
+            header_bytes=calibration.header_bytes,
             durations=calibration.durations(plan),
-        )  # fmt: skip
+        )
         simulated = simulate(plan, probed, run_spec(prepared), options)
         measured = run_plan(prepared.job, plan, fleet, lab, settings)
     # The closed form and Eq. 3 get the same links and, as FusionLLM has it, one factor per device.
@@ -214,10 +217,17 @@ def _overheads(calibration: Calibration) -> Overheads:
 
 def _result(pair: Pair, plan: Plan, simulated: Trace, measured: Measured, others_cores: float) -> Result:
     return Result(
-        when=datetime.now(UTC).isoformat(timespec="seconds"), kind=pair.kind, pair=pair.name, slow=pair.slow,
+        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        kind=pair.kind,
+        pair=pair.name,
+        slow=pair.slow,
         stages=len(plan.stages),
         measured_s=steady_step_s(measured.trace),
         steps_s=tuple(s for _, s in sorted(step_times(measured.trace).items())),
-        simulated_s=steady_step_s(simulated), closed_form_s=plan.predicted.step_s, eq3_s=plan.predicted.eq3_step_s,
-        bottleneck=plan.predicted.bottleneck, late_share=measured.late_share, others_cores=others_cores,
-    )  # fmt: skip
+        simulated_s=steady_step_s(simulated),
+        closed_form_s=plan.predicted.step_s,
+        eq3_s=plan.predicted.eq3_step_s,
+        bottleneck=plan.predicted.bottleneck,
+        late_share=measured.late_share,
+        others_cores=others_cores,
+    )

@@ -53,26 +53,33 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     def job(self, steps: int, folder: Path) -> Job:
         """`folder` holds the data that the benchmark writes itself."""
         return Job(
-            name="prediction", model=ModelSpec(name=self.model, options=self.options), data=self._data(folder),
+            name="prediction",
+            model=ModelSpec(name=self.model, options=self.options),
+            data=self._data(folder),
             training=TrainingConfig(
                 steps=steps, batch_size=self.micro_batch_size * self.micro_batches, micro_batches=self.micro_batches
             ),
-            runtime=RuntimeConfig(patience="120 s"),
-        )  # fmt: skip
+            runtime=RuntimeConfig(timeout="120 s"),
+        )
 
     def _data(self, folder: Path) -> DataSpec:
         match self.data:
             case "digits":
                 return DataSpec(kind="digits", options={"size": 32})
             case "sentence pairs":
-                return DataSpec(kind="pairs", options={
-                    "path": str(write_pairs(folder)), "sequence_length": self.sequence_length
-                })  # fmt: skip
+                return DataSpec(
+                    kind="pairs", options={"path": str(write_pairs(folder)), "sequence_length": self.sequence_length}
+                )
             case "text":
-                return DataSpec(kind="text", options={
-                    "files": "stdlib", "sequence_length": self.sequence_length, "max_bytes": 1_000_000,
-                    "shift_labels": not self.model.startswith("hf-"),
-                })  # fmt: skip
+                return DataSpec(
+                    kind="text",
+                    options={
+                        "files": "stdlib",
+                        "sequence_length": self.sequence_length,
+                        "max_bytes": 1_000_000,
+                        "shift_labels": not self.model.startswith("hf-"),
+                    },
+                )
 
 
 def write_pairs(folder: Path) -> Path:
@@ -90,57 +97,137 @@ SMALL_GPT: dict[str, object] = {"vocab_size": 256, "sequence_length": 64, "width
 GPT: dict[str, object] = {"vocab_size": 256, "sequence_length": 128, "width": 128, "layers": 6, "heads": 4}
 UNET: dict[str, object] = {"width": 16, "depth": 2}
 BERT: dict[str, object] = {
-    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 256,
-    "max_position_embeddings": 64, "num_labels": 3,
-}  # fmt: skip
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+    "max_position_embeddings": 64,
+    "num_labels": 3,
+}
 GPT2: dict[str, object] = {"vocab_size": 256, "n_positions": 128, "n_embd": 128, "n_layer": 6, "n_head": 4}
 LLAMA: dict[str, object] = {
-    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "max_position_embeddings": 128,
-}  # fmt: skip
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+}
 
 PAIRS: tuple[Pair, ...] = (
     Pair(
-        kind="emulated", topology="laptop", devices=2, model="gpt", options=SMALL_GPT, data="text", sequence_length=64,
-        slow=8, shares=(1, 1),
+        kind="emulated",
+        topology="laptop",
+        devices=2,
+        model="gpt",
+        options=SMALL_GPT,
+        data="text",
+        sequence_length=64,
+        slow=8,
+        shares=(1, 1),
     ),
     Pair(
-        kind="emulated", topology="three-sites", devices=4, model="hf-llama", options=LLAMA, data="text",
-        sequence_length=64, slow=4, micro_batch_size=2, shares=(1, 1, 2, 3),
+        kind="emulated",
+        topology="three-sites",
+        devices=4,
+        model="hf-llama",
+        options=LLAMA,
+        data="text",
+        sequence_length=64,
+        slow=4,
+        micro_batch_size=2,
+        shares=(1, 1, 2, 3),
     ),
     Pair(
-        kind="emulated", topology="dtfm-case5", devices=6, model="gpt", options=SMALL_GPT, data="text",
-        sequence_length=64, slow=125_000, shares=(1, 1, 1, 1, 1, 1),
+        kind="emulated",
+        topology="dtfm-case5",
+        devices=6,
+        model="gpt",
+        options=SMALL_GPT,
+        data="text",
+        sequence_length=64,
+        slow=125_000,
+        shares=(1, 1, 1, 1, 1, 1),
     ),
     Pair(
-        kind="emulated", topology="dtfm-case4", devices=4, model="unet", options=UNET, data="digits", slow=125_000,
+        kind="emulated",
+        topology="dtfm-case4",
+        devices=4,
+        model="unet",
+        options=UNET,
+        data="digits",
+        slow=125_000,
         shares=(1, 1, 1, 1),
     ),
     Pair(
-        kind="emulated", topology="fluidstack", devices=4, model="hf-bert-classifier", options=BERT,
-        data="sentence pairs", sequence_length=64, slow=149_700, shares=(1, 1, 1, 1),
+        kind="emulated",
+        topology="fluidstack",
+        devices=4,
+        model="hf-bert-classifier",
+        options=BERT,
+        data="sentence pairs",
+        sequence_length=64,
+        slow=149_700,
+        shares=(1, 1, 1, 1),
     ),
     Pair(
-        kind="network", topology="three-sites", devices=3, model="gpt", options=GPT, data="text", sequence_length=128,
-        shares=(2, 1, 1), warmups=((1, 1, 1), (3, 1, 1)),
+        kind="network",
+        topology="three-sites",
+        devices=3,
+        model="gpt",
+        options=GPT,
+        data="text",
+        sequence_length=128,
+        shares=(2, 1, 1),
+        warmups=((1, 1, 1), (3, 1, 1)),
     ),
     Pair(
-        kind="network", topology="three-sites", devices=4, model="unet", options=UNET, data="digits",
-        micro_batch_size=8, shares=(1, 1, 1, 1), warmups=((2, 1, 2, 1), (1, 2, 1, 2)),
+        kind="network",
+        topology="three-sites",
+        devices=4,
+        model="unet",
+        options=UNET,
+        data="digits",
+        micro_batch_size=8,
+        shares=(1, 1, 1, 1),
+        warmups=((2, 1, 2, 1), (1, 2, 1, 2)),
     ),
     Pair(
-        kind="network", topology="laptop", devices=2, model="hf-gpt2", options=GPT2, data="text", sequence_length=128,
-        shares=(2, 3), warmups=((1, 1), (1, 2)),
+        kind="network",
+        topology="laptop",
+        devices=2,
+        model="hf-gpt2",
+        options=GPT2,
+        data="text",
+        sequence_length=128,
+        shares=(2, 3),
+        warmups=((1, 1), (1, 2)),
     ),
     Pair(
-        kind="network", topology="dtfm-case5", devices=3, model="gpt", options=GPT, data="text", sequence_length=128,
-        shares=(1, 1, 1), warmups=((2, 2, 1), (1, 2, 2)),
+        kind="network",
+        topology="dtfm-case5",
+        devices=3,
+        model="gpt",
+        options=GPT,
+        data="text",
+        sequence_length=128,
+        shares=(1, 1, 1),
+        warmups=((2, 2, 1), (1, 2, 2)),
     ),
     Pair(
-        kind="network", topology="three-sites", devices=3, model="hf-llama", options=LLAMA, data="text",
-        sequence_length=128, shares=(1, 1, 1), warmups=((2, 2, 1), (1, 2, 2)),
+        kind="network",
+        topology="three-sites",
+        devices=3,
+        model="hf-llama",
+        options=LLAMA,
+        data="text",
+        sequence_length=128,
+        shares=(1, 1, 1),
+        warmups=((2, 2, 1), (1, 2, 2)),
     ),
-)  # fmt: skip
+)
 
 QUICK = (0, 3, 5, 6)
 """Two of each kind."""

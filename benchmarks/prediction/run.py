@@ -54,12 +54,17 @@ def report(rows: Mapping[str, Result], quick: bool, skipped: Sequence[str]) -> R
     closed = [abs(r.closed_form_error) for r in results]
     eq3 = [abs(r.eq3_error) for r in results]
     return Report(
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", quick=quick,
-        median_error=statistics.median(simulated), worst_error=max(simulated),
-        closed_form_median_error=statistics.median(closed), closed_form_worst_error=max(closed),
-        eq3_median_error=statistics.median(eq3), eq3_worst_error=max(eq3),
-        results=tuple(results), skipped=tuple(skipped),
-    )  # fmt: skip
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        quick=quick,
+        median_error=statistics.median(simulated),
+        worst_error=max(simulated),
+        closed_form_median_error=statistics.median(closed),
+        closed_form_worst_error=max(closed),
+        eq3_median_error=statistics.median(eq3),
+        eq3_worst_error=max(eq3),
+        results=tuple(results),
+        skipped=tuple(skipped),
+    )
 
 
 def results_of(pairs: Sequence[Pair], settings: Settings, notes: Console) -> Iterator[tuple[Pair, Result | str]]:
@@ -81,19 +86,35 @@ def table(found: Report) -> Table:
         drawn.add_column(heading, justify="right")
     for r in found.results:
         drawn.add_row(
-            r.kind, r.pair, f"{r.slow:,.0f}" if r.slow > 1 else "-", f"{r.measured_s * 1e3:.0f} ms",
-            f"{r.error:+.1%}", f"{r.closed_form_error:+.1%}", f"{r.eq3_error:+.1%}",
-            f"{r.late_share:.1%}" if r.kind == "emulated" else "-", f"{r.others_cores:.2f}",
-        )  # fmt: skip
+            r.kind,
+            r.pair,
+            f"{r.slow:,.0f}" if r.slow > 1 else "-",
+            f"{r.measured_s * 1e3:.0f} ms",
+            f"{r.error:+.1%}",
+            f"{r.closed_form_error:+.1%}",
+            f"{r.eq3_error:+.1%}",
+            f"{r.late_share:.1%}" if r.kind == "emulated" else "-",
+            f"{r.others_cores:.2f}",
+        )
     drawn.add_section()
     drawn.add_row(
-        "", "median of |error|", "", "", f"{found.median_error:.1%}", f"{found.closed_form_median_error:.1%}",
+        "",
+        "median of |error|",
+        "",
+        "",
+        f"{found.median_error:.1%}",
+        f"{found.closed_form_median_error:.1%}",
         f"{found.eq3_median_error:.1%}",
-    )  # fmt: skip
+    )
     drawn.add_row(
-        "", "worst", "", "", f"{found.worst_error:.1%}", f"{found.closed_form_worst_error:.1%}",
+        "",
+        "worst",
+        "",
+        "",
+        f"{found.worst_error:.1%}",
+        f"{found.closed_form_worst_error:.1%}",
         f"{found.eq3_worst_error:.1%}",
-    )  # fmt: skip
+    )
     drawn.caption = "others: cores that other processes used meanwhile; late: by how much emulated tasklets overran"
     return drawn
 
@@ -102,7 +123,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two pairs of each kind, fewer steps")
     parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
-    parser.add_argument("--patience", type=float, default=60.0, metavar="SECONDS", help="wait for a quiet host so long")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="wait for a quiet host so long")
     parser.add_argument("--tries", type=int, default=3, help="runs of a plan until one was undisturbed")
     parser.add_argument("--only", type=int, nargs="*", metavar="N", help="pairs by their number, from 0")
     options = parser.parse_args()
@@ -112,9 +133,12 @@ def main() -> int:
     options.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(
-            steps=5 if options.quick else 10, warmup_steps=4 if options.quick else 7,
-            tries=1 if options.quick else options.tries, patience_s=options.patience, folder=Path(folder),
-        )  # fmt: skip
+            steps=5 if options.quick else 10,
+            warmup_steps=4 if options.quick else 7,
+            tries=1 if options.quick else options.tries,
+            timeout_s=options.timeout,
+            folder=Path(folder),
+        )
         notes = Console(stderr=True)
         for pair, result in results_of([PAIRS[i] for i in chosen], settings, notes):
             if isinstance(result, str):

@@ -90,6 +90,4 @@ class Attacker:
 
 def _mlp(inputs: int, outputs: int) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs)
-    )  # fmt: skip
+    return nn.Sequential(nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs))

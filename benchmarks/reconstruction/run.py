@@ -29,7 +29,7 @@ from torch import nn
 from isthmus.data import DataSpec, load_dataset
 from isthmus.job import Prepared
 from isthmus.plans import ActivationNoise, Plan
-from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, train
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, train
 from isthmus.training.accounting import epsilon_of, squared_mu
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint
 
@@ -76,7 +76,7 @@ def trained(prepared: Prepared, plan: Plan, folder: Path) -> nn.Module:
 
 def attacked(
     data: DataSpec, digits: Digits, boundary: str, noise: ActivationNoise | None, epochs: int, folder: Path
-) -> tuple[float, Messages, dict[str, Seen]]:  # fmt: skip
+) -> tuple[float, Messages, dict[str, Seen]]:
     """Accuracy of the trained model, how messages are made, and what the attacker sees."""
     prepared, plan = planned(data, boundary, noise, epochs)
     module = trained(prepared, plan, folder)
@@ -95,9 +95,10 @@ def attacked(
     attacker = Attacker(digits.attackers[:count].flatten(1), digits.attackers_labels[:count])
     images, labels = digits.victims[: theirs.shape[1]].flatten(1), digits.victims_labels[: theirs.shape[1]]
     found = {
-        "linear": attacker.linear(own[0, 0], theirs[0]), "decoder": attacker.decoder(own[:, 0], theirs[0]),
+        "linear": attacker.linear(own[0, 0], theirs[0]),
+        "decoder": attacker.decoder(own[:, 0], theirs[0]),
         "averaged": attacker.decoder(own.mean(1), theirs.mean(0)),
-    }  # fmt: skip
+    }
     return float(right.float().mean()), messages, {k: attacker.judged(v, images, labels) for k, v in found.items()}
 
 
@@ -121,13 +122,18 @@ def measured(quick: bool, console: Console) -> Results:
                 accuracy, messages, seen = attacked(data, digits, boundary, noise, epochs, run)
                 multiplier = noise.noise_multiplier if noise is not None else None
                 counted = multiplier if multiplier != NEXT_TO_NOTHING else None
-                rows.append(Row(
-                    boundary=boundary, values=messages.of(digits.victims[:BATCH]).flatten(2).shape[2], setting=name,
-                    sigma=messages.released.evaluation.deviation if messages.released and counted else 0.0,
-                    epsilon_per_epoch=epsilon_of(squared_mu(counted), DELTA) if counted else None,
-                    epsilon=epsilon_of(squared_mu(counted, epochs), DELTA) if counted else None,
-                    accuracy=accuracy, **seen,
-                ))  # fmt: skip
+                rows.append(
+                    Row(
+                        boundary=boundary,
+                        values=messages.of(digits.victims[:BATCH]).flatten(2).shape[2],
+                        setting=name,
+                        sigma=messages.released.evaluation.deviation if messages.released and counted else 0.0,
+                        epsilon_per_epoch=epsilon_of(squared_mu(counted), DELTA) if counted else None,
+                        epsilon=epsilon_of(squared_mu(counted, epochs), DELTA) if counted else None,
+                        accuracy=accuracy,
+                        **seen,
+                    )
+                )
                 console.print(f"{boundary}, {name}: {time.monotonic() - began_s:.0f} s", highlight=False)
     machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}"
     when = datetime.now(UTC).isoformat(timespec="seconds")
@@ -136,17 +142,33 @@ def measured(quick: bool, console: Console) -> Results:
 
 def table(results: Results) -> Table:
     shown = Table(
-        "cut behind", "messages", "epsilon per epoch", f"after {results.epochs}", "model's accuracy", "linear: error",
-        "decoder: error", "PSNR", "digits told", "averaged: error", "digits told",
+        "cut behind",
+        "messages",
+        "epsilon per epoch",
+        f"after {results.epochs}",
+        "model's accuracy",
+        "linear: error",
+        "decoder: error",
+        "PSNR",
+        "digits told",
+        "averaged: error",
+        "digits told",
         title="What the device behind the cut sees of training images",
-    )  # fmt: skip
+    )
     for row in results.rows:
         spent = [f"{e:.3g}" if e is not None else "none" for e in (row.epsilon_per_epoch, row.epsilon)]
         shown.add_row(
-            f"{row.boundary} ({row.values})", row.setting, *spent, f"{row.accuracy:.1%}", f"{row.linear.error:.2f}",
-            f"{row.decoder.error:.2f}", f"{row.decoder.psnr_db:.1f} dB", f"{row.decoder.accuracy:.0%}",
-            f"{row.averaged.error:.2f}", f"{row.averaged.accuracy:.0%}",
-        )  # fmt: skip
+            f"{row.boundary} ({row.values})",
+            row.setting,
+            *spent,
+            f"{row.accuracy:.1%}",
+            f"{row.linear.error:.2f}",
+            f"{row.decoder.error:.2f}",
+            f"{row.decoder.psnr_db:.1f} dB",
+            f"{row.decoder.accuracy:.0%}",
+            f"{row.averaged.error:.2f}",
+            f"{row.averaged.accuracy:.0%}",
+        )
     return shown
 
 

@@ -17,11 +17,11 @@ from isthmus.graph import Flow, Ref
 from isthmus.job import Job, PlanConfig, Prepared, PrivacyConfig, RuntimeConfig, TrainingConfig, prepare
 from isthmus.models import ModelSpec, build_model
 from isthmus.plans import ActivationNoise, Plan
-from isthmus.runtime.conducting.leaving import protection
-from isthmus.runtime.conducting.stages import stage_pairs
+from isthmus.runtime.coordinator.activation_privacy import protection
+from isthmus.runtime.coordinator.stages import stage_pairs
+from isthmus.training.clip_and_noise import Privatizer
 from isthmus.training.engine import TorchEngine
 from isthmus.training.optim import LearningRate, OptimizerConfig
-from isthmus.training.privatized import Privatizer
 
 HOLDER, OTHER = "holder", "other"
 BOUNDARIES = {"1st layer": ("relu", 2), "2nd layer": ("relu_1", 4)}
@@ -56,15 +56,24 @@ def parted(folder: Path) -> tuple[DataSpec, Digits]:
 
 def job_of(data: DataSpec, noise: ActivationNoise | None, epochs: int) -> Job:
     t = TrainingConfig(
-        steps=epochs * VICTIMS // BATCH, batch_size=BATCH, micro_batches=MICRO_BATCHES, eval_every=10**9,
-        eval_samples=BATCH, seed=SEED,
-    )  # fmt: skip
+        steps=epochs * VICTIMS // BATCH,
+        batch_size=BATCH,
+        micro_batches=MICRO_BATCHES,
+        eval_every=10**9,
+        eval_samples=BATCH,
+        seed=SEED,
+    )
     return Job(
-        name="reconstruction", model=MODEL, data=data, training=t,
-        plan=PlanConfig(data_holder=HOLDER), privacy=PrivacyConfig(activations=noise) if noise is not None else None,
-        optimizer=(OptimizerConfig(lr=3e-3),), learning_rate=LearningRate(schedule="cosine", warmup_steps=20),
+        name="reconstruction",
+        model=MODEL,
+        data=data,
+        training=t,
+        plan=PlanConfig(data_holder=HOLDER),
+        privacy=PrivacyConfig(activations=noise) if noise is not None else None,
+        optimizer=(OptimizerConfig(lr=3e-3),),
+        learning_rate=LearningRate(schedule="cosine", warmup_steps=20),
         runtime=RuntimeConfig(emulate=False),
-    )  # fmt: skip
+    )
 
 
 def fleet() -> Fleet:

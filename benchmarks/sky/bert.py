@@ -92,11 +92,19 @@ def bert_graph(encoders: int, parts: int = 5) -> OpGraph:
         shape, strides = ((Affine(1), TOKENS, width), (TOKENS * width, width, 1)) if not last else ((), ())
         out = TensorSpec("float32", shape, strides)
         forward = Affine(layer.forward_flops // BATCH)
-        ops.append(Op(
-            name=name, kind="operator", target="several", args=(taken, *needs), outputs=(out,), requires_grad=(True,),
-            flops_forward=forward, flops_backward=Affine((TRAINING - 1) * forward.per_sample),
-            saved_bytes=Affine(FLOAT_BYTES * layer.kept_elements // BATCH),
-        ))  # fmt: skip
+        ops.append(
+            Op(
+                name=name,
+                kind="operator",
+                target="several",
+                args=(taken, *needs),
+                outputs=(out,),
+                requires_grad=(True,),
+                flops_forward=forward,
+                flops_backward=Affine((TRAINING - 1) * forward.per_sample),
+                saved_bytes=Affine(FLOAT_BYTES * layer.kept_elements // BATCH),
+            )
+        )
         taken = Ref(name)
     return OpGraph(name=f"BERT, {encoders} encoders", mode="train", ops=tuple(ops), loss=taken)
 

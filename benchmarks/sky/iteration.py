@@ -116,10 +116,12 @@ def layers_of(setting: Setting) -> LayerProblem:
     slow, devices = factors(setting), setting.nodes - 1
     memory = problem_of(setting.nodes, setting.encoders, setting.seed).device_memory_bytes
     return LayerProblem(
-        layer_flops=flops, layer_memory_bytes=size, device_s_per_flop=slow / DEVICE_FLOPS_PER_S,
+        layer_flops=flops,
+        layer_memory_bytes=size,
+        device_s_per_flop=slow / DEVICE_FLOPS_PER_S,
         device_memory_bytes=np.maximum(memory, 2 * size.max()) if setting.memory else np.full(devices, size.sum()),
         device_latency_s=np.full(devices, LATENCY_S),
-    )  # fmt: skip
+    )
 
 
 def taking_only(problem: LayerProblem) -> Allocation:
@@ -158,9 +160,12 @@ def fleet_of(problem: LayerProblem) -> Fleet:
 def simulated_s(setting: Setting, problem: LayerProblem, found: Allocation, micro_batches: int) -> float:
     fleet, size = fleet_of(problem), BATCH // micro_batches
     asked = Problem(
-        flow=Flow(bert_graph(setting.encoders, setting.parts)), fleet=fleet, micro_batch_size=size,
-        micro_batches=micro_batches, state=parameter_state("sgd"),
-    )  # fmt: skip
+        flow=Flow(bert_graph(setting.encoders, setting.parts)),
+        fleet=fleet,
+        micro_batch_size=size,
+        micro_batches=micro_batches,
+        state=parameter_state("sgd"),
+    )
     names, cut = [fleet.names[d] for d in found.order], [*itertools.accumulate(found.counts)][:-1]
     plan = build_plan(asked, names, cut, planner="given")
     return steady_step_s(simulate(plan, fleet, RunSpec(steps=3, micro_batches=micro_batches, micro_batch_size=size)))
@@ -274,10 +279,11 @@ def main() -> int:
         print(f"{setting.nodes} nodes, {setting.encoders} encoders, {setting.slow_downs} ...", file=sys.stderr)
         rows += measure(setting)
     found = Report(
-        when=datetime.now(UTC).isoformat(timespec="seconds"), rows=tuple(rows),
+        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        rows=tuple(rows),
         limits=tuple(limits(s) for s in wanted if s.memory and s.encoders == 80),
         draws=tuple(draws(n) for n in dict.fromkeys(s.nodes for s in wanted)),
-    )  # fmt: skip
+    )
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
     console = Console(width=130)
     for kind in SCALING:

@@ -88,9 +88,12 @@ def problem_of(nodes: int, encoders: int, seed: int) -> LayerProblem:
     slow_down = np.clip(rng.normal(SLOW_DOWN_MEAN, SLOW_DOWN_DEVIATION, devices), *SLOW_DOWN_RANGE)
     memory = rng.uniform(*MEMORY_SHARE, devices) * size_bytes.sum() / devices
     return LayerProblem(
-        layer_flops=flops, layer_memory_bytes=size_bytes, device_s_per_flop=(1 + slow_down) / DEVICE_FLOPS_PER_S,
-        device_memory_bytes=np.maximum(memory, 2 * size_bytes.max()), device_latency_s=np.full(devices, LATENCY_S),
-    )  # fmt: skip
+        layer_flops=flops,
+        layer_memory_bytes=size_bytes,
+        device_s_per_flop=(1 + slow_down) / DEVICE_FLOPS_PER_S,
+        device_memory_bytes=np.maximum(memory, 2 * size_bytes.max()),
+        device_latency_s=np.full(devices, LATENCY_S),
+    )
 
 
 PLANNERS: dict[str, Callable[[LayerProblem], Allocation]] = {
@@ -114,19 +117,22 @@ def measure(nodes: int, encoders: int, seed: int, planner: str) -> Result:
     if found is None:
         return known
     return msgspec.structs.replace(
-        known, workload_s=found.workload_s, lower_bound_s=found.lower_bound_s,
+        known,
+        workload_s=found.workload_s,
+        lower_bound_s=found.lower_bound_s,
         gap=found.gap if found.lower_bound_s else None,
-    )  # fmt: skip
+    )
 
 
 def counted_ms() -> float:
     rng = np.random.default_rng(0)
     problem = LayerProblem(
-        layer_flops=np.full(COUNTED_LAYERS, 1e9), layer_memory_bytes=np.full(COUNTED_LAYERS, 1e6),
+        layer_flops=np.full(COUNTED_LAYERS, 1e9),
+        layer_memory_bytes=np.full(COUNTED_LAYERS, 1e6),
         device_s_per_flop=rng.uniform(1, 7, COUNTED_DEVICES) / 1e12,
         device_memory_bytes=rng.uniform(5e6, 1e8, COUNTED_DEVICES),
         device_latency_s=rng.uniform(0, 1e-3, COUNTED_DEVICES),
-    )  # fmt: skip
+    )
     taken: list[float] = []
     for _ in range(COUNTED_RUNS):
         start = time.perf_counter()
@@ -140,10 +146,11 @@ def beaten(results: Iterable[Result]) -> list[Result]:
     rows = list(results)
     ours = {(r.nodes, r.encoders, r.seed): r.workload_s for r in rows if r.planner == "certified"}
     return [
-        r for r in rows
+        r
+        for r in rows
         if r.workload_s is not None
         and ((best := ours[r.nodes, r.encoders, r.seed]) is None or r.workload_s < best * (1 - 1e-9))
-    ]  # fmt: skip
+    ]
 
 
 def cases_table(results: Iterable[Result]) -> Table:
@@ -159,11 +166,16 @@ def cases_table(results: Iterable[Result]) -> Table:
         saved = saving(grouped[nodes, encoders, layers, "even"], rows)
         unfit = f"{len(fitting)} of {len(rows)} fit"
         drawn.add_row(
-            str(nodes), str(encoders), str(layers), planner, f"{statistics.median(r.seconds for r in rows):.3g} s",
+            str(nodes),
+            str(encoders),
+            str(layers),
+            planner,
+            f"{statistics.median(r.seconds for r in rows):.3g} s",
             unfit if len(fitting) < len(rows) else f"{statistics.median(fitting):.4f} s",
-            f"{-saved:+.1%}" if saved else "-", f"{max(gaps):.2%}" if gaps else "-",
+            f"{-saved:+.1%}" if saved else "-",
+            f"{max(gaps):.2%}" if gaps else "-",
             end_section=planner == "certified",
-        )  # fmt: skip
+        )
     return drawn
 
 
@@ -206,9 +218,10 @@ def main() -> int:
             results += [measure(nodes, encoders, seed, planner) for planner in PLANNERS for seed in grid[2]]
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", counted_ms=counted_ms(),
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        counted_ms=counted_ms(),
         results=tuple(results),
-    )  # fmt: skip
+    )
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
     console = Console(width=120)
     console.print(cases_table(results))

@@ -32,8 +32,8 @@ from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig, prepare
 from isthmus.models import ModelSpec
 from isthmus.plans import Plan
 from isthmus.protocol import Item
-from isthmus.runtime.conducting.deployment import Deployment
-from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, train
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, train
+from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.trace import Span, Trace, step_times
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
@@ -41,9 +41,7 @@ LIMIT = 0.03
 STAGE_S = 0.3
 """Half of the model for one micro-batch on an emulated device: more than a core of this kind needs."""
 LINK = Link(0.005, 100e6 / 8)
-MODEL = ModelSpec(name="gpt", options={
-    "vocab_size": 256, "sequence_length": 64, "width": 288, "layers": 5, "heads": 4
-})  # fmt: skip
+MODEL = ModelSpec(name="gpt", options={"vocab_size": 256, "sequence_length": 64, "width": 288, "layers": 5, "heads": 4})
 DATA = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 64, "max_bytes": 200_000})
 
 
@@ -137,10 +135,10 @@ def main() -> int:
     steps, turns = (13, 1) if options.quick else (19, 3)
     kinds = {snapshots: prepared_for(steps, snapshots=snapshots) for snapshots in (False, True)}
     plan, fleet = planned(kinds[True])
-    deployment = Deployment(kinds[True], plan, fleet, emulated=fleet)
+    deployment = StageAssignments(kinds[True], plan, fleet, emulated=fleet)
     every = deployment.layout.keep_every
     without: list[float] = []
-    mirrored: dict[int, tuple[float, ...]] = {}
+    snapshot_sources: dict[int, tuple[float, ...]] = {}
     late = 0.0
     for turn in range(turns):
         for snapshots in (False, True) if turn % 2 == 0 else (True, False):
@@ -151,21 +149,29 @@ def main() -> int:
             if not snapshots:
                 without += ran.seconds.values()
             for phase, times in ran.by_phase(every).items() if snapshots else ():
-                mirrored[phase] = (*mirrored.get(phase, ()), *times)
+                snapshot_sources[phase] = (*snapshot_sources.get(phase, ()), *times)
     report = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", steps=steps,
-        state_bytes=sum(deployment.state_bytes(name) for name in plan.devices), every=every,
-        without_s=tuple(without), with_s=dict(sorted(mirrored.items())), late_share=late,
-    )  # fmt: skip
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        steps=steps,
+        state_bytes=sum(deployment.state_bytes(name) for name in plan.devices),
+        every=every,
+        without_s=tuple(without),
+        with_s=dict(sorted(snapshot_sources.items())),
+        late_share=late,
+    )
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     state, per_step = report.state_bytes / 1e6, report.state_bytes / report.every / 1e6
     table = Table("state", "snapshot every", "sent per step", "step without", "with", "cost", "late", title="Snapshots")
     table.add_row(
-        f"{state:.1f} MB", f"{report.every} steps", f"{per_step:.1f} MB",
-        f"{report.usual_s * 1e3:.0f} ms", f"{report.mirrored_s * 1e3:.0f} ms",
-        f"{report.cost:+.1%}", f"{late:.1%}",
-    )  # fmt: skip
+        f"{state:.1f} MB",
+        f"{report.every} steps",
+        f"{per_step:.1f} MB",
+        f"{report.usual_s * 1e3:.0f} ms",
+        f"{report.mirrored_s * 1e3:.0f} ms",
+        f"{report.cost:+.1%}",
+        f"{late:.1%}",
+    )
     Console(width=120).print(table)
     return 0 if report.cost <= LIMIT else 1
 

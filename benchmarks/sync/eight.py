@@ -39,9 +39,11 @@ def steps_s(model: SyncedModel) -> tuple[dict[str, float], float]:
     # What precedes the first layer's forward is charged to it: a plan knows of no other place.
     forward_s = (layers[0].forward_s + model.forward_s, *(x.forward_s for x in layers[1:]))
     profile = WorkerProfile(
-        worker="all", forward_s=forward_s, backward_s=tuple(x.backward_s for x in layers),
+        worker="all",
+        forward_s=forward_s,
+        backward_s=tuple(x.backward_s for x in layers),
         average_s=tuple(x.average_s for x in layers),
-    )  # fmt: skip
+    )
     plans: dict[str, SyncPlan] = {}
     found: dict[str, float] = {}
     for mode in MODES:
@@ -49,9 +51,12 @@ def steps_s(model: SyncedModel) -> tuple[dict[str, float], float]:
         if mode in PLANNERS:
             papers = mode == "dreamddp"
             problem = SyncProblem(
-                layers=tuple(x.name for x in layers), iterations=PERIOD, forward_overlap=not papers,
-                spare=PAPER.spare if papers else OURS.spare, workers=(profile,),
-            )  # fmt: skip
+                layers=tuple(x.name for x in layers),
+                iterations=PERIOD,
+                forward_overlap=not papers,
+                spare=PAPER.spare if papers else OURS.spare,
+                workers=(profile,),
+            )
             plans[mode] = plan_sync(PLANNERS[mode], problem)
             schedule = [frozenset(plans[mode].averaged(step)) for step in range(PERIOD)]
             choices = SyncChoices(schedule=schedule, forward_overlap=not papers)
@@ -64,18 +69,20 @@ def main() -> int:
     for heading in ("compute", "wire / H", *MODES, "bound", "dream / bound", "floor"):
         drawn.add_column(heading, justify="right")
     for result in msgspec.json.decode(LATEST.read_bytes(), type=Report).results:
-        if result.told.model is None:
+        if result.description.model is None:
             print(f"{result.case.kind}: measured before layers were told: run run.py again", file=sys.stderr)
             continue
-        model = of_eight(result.told.model, result.case.workers)
+        model = of_eight(result.description.model, result.case.workers)
         found, floor_s = steps_s(model)
         wire_s = sum(max(0.0, x.average_s - model.latency_s) for x in model.layers) / PERIOD
         times = [model.compute_s, wire_s, *(found[mode] for mode in MODES), model.bound_s]
         drawn.add_row(
-            result.case.kind, f"{result.case.bandwidth_bit_per_s / MBIT:.0f} Mbit/s",
+            result.case.kind,
+            f"{result.case.bandwidth_bit_per_s / MBIT:.0f} Mbit/s",
             *(f"{seconds * 1e3:.0f}" for seconds in times),
-            f"{found['dream'] / model.bound_s:.2f}", f"{floor_s * 1e3:.0f}",
-        )  # fmt: skip
+            f"{found['dream'] / model.bound_s:.2f}",
+            f"{floor_s * 1e3:.0f}",
+        )
     Console(width=150).print(drawn)
     return 0
 

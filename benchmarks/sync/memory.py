@@ -36,9 +36,12 @@ def net() -> nn.Module:
 def worker(kind: str, rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, WORKERS), rank=rank, world_size=WORKERS,
+        "gloo",
+        store=dist.FileStore(store, WORKERS),
+        rank=rank,
+        world_size=WORKERS,
         timeout=datetime.timedelta(seconds=120),
-    )  # fmt: skip
+    )
     dist.barrier()  # its connections are there in every kind
     model: nn.Module = net()
     if kind == "torch DDP":
@@ -64,7 +67,7 @@ def peak_bytes(kind: str) -> int:
                 [sys.executable, __file__, "--worker", kind, str(rank), f"{folder}/store"], stdout=subprocess.PIPE
             )
             for rank in range(WORKERS)
-        ]  # fmt: skip
+        ]
         return max(int(process.communicate(timeout=200)[0]) for process in running)
 
 

@@ -34,9 +34,11 @@ LATENCY_S = 5e-5
 BUCKETS = (1, 1 << 20, 25 << 20)
 BANDWIDTHS = {"100 MB/s": 100e6, "1 GB/s": 1e9}
 SCHEDULED = (
-    ("partial", "equal-number", False), ("dreamddp", "dream-dfs", False), ("dream", "dream", True),
+    ("partial", "equal-number", False),
+    ("dreamddp", "dream-dfs", False),
+    ("dream", "dream", True),
     ("dream-spread", "dream-spread", True),
-)  # fmt: skip
+)
 """Name, planner, and whether averages reach into the next forward."""
 EXTRAPOLATED = (31 / 32) / (15 / 16)
 COMPRESSED = {"int8": 1 / 4, "sparse2bit": 1 / 100}
@@ -72,9 +74,7 @@ def cases() -> Iterator[tuple[str, str, list[float], list[float]]]:
 def model_of(backward_s: list[float], average_s: list[float], share: float = 1.0) -> SyncedModel:
     """Backward order; a forward takes half the backward, as in benchmarks/dream."""
     layers = tuple(
-        SyncedLayer(
-            name=f"layer-{n}", forward_s=b / 2, backward_s=b, average_s=share * a, size_bytes=int(a * 1e9)
-        )
+        SyncedLayer(name=f"layer-{n}", forward_s=b / 2, backward_s=b, average_s=share * a, size_bytes=int(a * 1e9))
         for n, (b, a) in reversed(list(enumerate(zip(backward_s, average_s, strict=True))))
     )
     least_s = min((a for a in average_s if a > 0), default=0.0)
@@ -104,9 +104,14 @@ def measure(name: str, workers: str, backward_s: list[float], average_s: list[fl
             small = model_of(backward_s, average_s, share)
             hard[f"streaming, delay {delay}, {codec}"] = simulate_sync("streaming", small, SyncChoices(delay=delay))
     return Result(
-        name=name, workers=workers, compute_s=model.compute_s, wire_s=sum(average_s), step_s=step_s,
-        bound_s=model.bound_s, hard=hard,
-    )  # fmt: skip
+        name=name,
+        workers=workers,
+        compute_s=model.compute_s,
+        wire_s=sum(average_s),
+        step_s=step_s,
+        bound_s=model.bound_s,
+        hard=hard,
+    )
 
 
 def table(results: list[Result]) -> Table:
@@ -118,10 +123,16 @@ def table(results: list[Result]) -> Table:
     for r in results:
         dream_s = r.step_s["dream"]
         drawn.add_row(
-            r.name, r.workers, _ms(r.compute_s), _ms(r.wire_s), *[_ms(r.step_s[mode]) for mode in modes],
-            _ms(r.bound_s), f"{r.step_s['every-step'] / dream_s:.2f}",
-            f"{r.step_s['asc-wfbp'] / r.step_s['dreamddp']:.2f}", f"{r.step_s['local'] / dream_s:.2f}",
-        )  # fmt: skip
+            r.name,
+            r.workers,
+            _ms(r.compute_s),
+            _ms(r.wire_s),
+            *[_ms(r.step_s[mode]) for mode in modes],
+            _ms(r.bound_s),
+            f"{r.step_s['every-step'] / dream_s:.2f}",
+            f"{r.step_s['asc-wfbp'] / r.step_s['dreamddp']:.2f}",
+            f"{r.step_s['local'] / dream_s:.2f}",
+        )
     return drawn
 
 

@@ -34,7 +34,7 @@ TIMEOUT_S = 280.0
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     case: Case
-    told: Told
+    description: Told
     payload_bytes_per_s: float
     """What TCP can carry of a link."""
     late_s: float
@@ -42,12 +42,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def compute_s(self) -> float:
-        return self.told.modes[0].step_s
+        return self.description.modes[0].step_s
 
     @property
     def wire_s(self) -> float:
         """Per step, of averaging once a period: each worker sends 2 / K of the model to every other one."""
-        return 2 / self.case.workers * self.told.size_bytes / self.payload_bytes_per_s / PERIOD
+        return 2 / self.case.workers * self.description.size_bytes / self.payload_bytes_per_s / PERIOD
 
     @property
     def ring_s(self) -> float:
@@ -59,7 +59,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.compute_s, self.wire_s)
 
     def step_s(self, mode: str) -> float:
-        return next(figures.step_s for figures in self.told.modes if figures.mode == mode)
+        return next(figures.step_s for figures in self.description.modes if figures.mode == mode)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,13 +83,19 @@ def measure(case: Case) -> Result:
     with tempfile.TemporaryDirectory() as folder, Lab(fleet) as lab:
         running = [
             subprocess.Popen(
-                [*lab.command(name), sys.executable, str(HERE / "worker.py"), msgspec.json.encode(
-                    Place(case=case, rank=rank, interface="eth0", store=f"{folder}/store")
-                ).decode()],
-                stdout=subprocess.PIPE, env=environment,
+                [
+                    *lab.command(name),
+                    sys.executable,
+                    str(HERE / "worker.py"),
+                    msgspec.json.encode(
+                        Place(case=case, rank=rank, interface="eth0", store=f"{folder}/store")
+                    ).decode(),
+                ],
+                stdout=subprocess.PIPE,
+                env=environment,
             )
             for rank, name in enumerate(fleet.names)
-        ]  # fmt: skip
+        ]
         try:
             output, _ = running[0].communicate(timeout=TIMEOUT_S)
             for process in running[1:]:
@@ -101,24 +107,41 @@ def measure(case: Case) -> Result:
         late_s = lab.statistics().mean_lateness_s
         payload = lab.payload_bandwidth_bytes_per_s(*fleet.names[:2])
     return Result(
-        case=case, told=msgspec.json.decode(output, type=Told), payload_bytes_per_s=payload, late_s=late_s
-    )  # fmt: skip
+        case=case, description=msgspec.json.decode(output, type=Told), payload_bytes_per_s=payload, late_s=late_s
+    )
 
 
 def table(results: list[Result]) -> Table:
     drawn = Table("model", "link", title=f"Milliseconds per step, {WORKERS} workers, H = {PERIOD}")
-    headings = ("compute", "wire / H", "in a ring", *MODES, "bound", "dream / bound", "floor", "DDP / dream",
-                "local / dream", "prediction off by")  # fmt: skip
+    headings = (
+        "compute",
+        "wire / H",
+        "in a ring",
+        *MODES,
+        "bound",
+        "dream / bound",
+        "floor",
+        "DDP / dream",
+        "local / dream",
+        "prediction off by",
+    )
     for heading in headings:
         drawn.add_column(heading, justify="right")
     for r in results:
         drawn.add_row(
-            r.case.kind, f"{r.case.bandwidth_bit_per_s / MBIT:.0f} Mbit/s", _ms(r.compute_s), _ms(r.wire_s),
-            _ms(r.ring_s), *[_ms(r.step_s(mode)) for mode in MODES], _ms(r.bound_s),
-            f"{r.step_s('dream') / r.bound_s:.2f}", _ms(r.told.plan.certificate.lower_bound / PERIOD),
-            f"{r.step_s('torch DDP') / r.step_s('dream'):.2f}", f"{r.step_s('local') / r.step_s('dream'):.2f}",
+            r.case.kind,
+            f"{r.case.bandwidth_bit_per_s / MBIT:.0f} Mbit/s",
+            _ms(r.compute_s),
+            _ms(r.wire_s),
+            _ms(r.ring_s),
+            *[_ms(r.step_s(mode)) for mode in MODES],
+            _ms(r.bound_s),
+            f"{r.step_s('dream') / r.bound_s:.2f}",
+            _ms(r.description.plan.certificate.lower_bound / PERIOD),
+            f"{r.step_s('torch DDP') / r.step_s('dream'):.2f}",
+            f"{r.step_s('local') / r.step_s('dream'):.2f}",
             f"{statistics.median(errors(r)):.1%}",
-        )  # fmt: skip
+        )
     drawn.caption = (
         "bound: max(compute, wire / H); floor: what no assignment of layers undercuts, latencies included (the plan's "
         f"certificate); prediction: median over the modes, of all cases together {_median_error(results):.1%}"
@@ -127,7 +150,7 @@ def table(results: list[Result]) -> Table:
 
 
 def errors(result: Result) -> list[float]:
-    return [abs(f.predicted_s / f.step_s - 1) for f in result.told.modes if f.predicted_s is not None]
+    return [abs(f.predicted_s / f.step_s - 1) for f in result.description.modes if f.predicted_s is not None]
 
 
 def _median_error(results: list[Result]) -> float:
@@ -156,14 +179,17 @@ def main() -> int:
         for bandwidth in links:
             print(f"{kind}, {bandwidth / MBIT:.0f} Mbit/s ...", file=sys.stderr)
             steps = PERIOD if options.quick or bandwidth < 20 * MBIT else 4 * PERIOD
-            results.append(measure(Case(
-                kind=kind, workers=WORKERS, bandwidth_bit_per_s=bandwidth, modes=MODES, measured_steps=steps
-            )))  # fmt: skip
+            results.append(
+                measure(
+                    Case(kind=kind, workers=WORKERS, bandwidth_bit_per_s=bandwidth, modes=MODES, measured_steps=steps)
+                )
+            )
     results.sort(key=lambda r: (r.case.kind, r.case.bandwidth_bit_per_s))
     report = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", results=results,
-    )  # fmt: skip
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        results=results,
+    )
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     Console(width=200).print(table(results))

@@ -31,8 +31,9 @@ def slow_model(case: Case) -> nn.Module:
     return model
 
 
-def timed(case: Case, module: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], object], *,
-          settle: int) -> float:  # fmt: skip
+def timed(
+    case: Case, module: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], object], *, settle: int
+) -> float:
     """Mean seconds per step, after `settle` of them."""
     started_s = 0.0
     for number in range(settle + case.measured_steps):
@@ -66,9 +67,7 @@ def with_sync(case: Case, mode: str) -> tuple[ModeFigures, SyncStatistics]:
     module = slow_model(case)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     # `dream`'s plan is to be that of the first probe, whatever the machine's other work does.
-    options = Options(
-        overlap=mode == "partial", forward_overlap=mode in AHEAD, drift=1e9 if mode == "dream" else None
-    )  # fmt: skip
+    options = Options(overlap=mode == "partial", forward_overlap=mode in AHEAD, drift=1e9 if mode == "dream" else None)
     sync = isthmus.sync.attach(module, optimizer, mode=mode, period=PERIOD, options=options)
     settle = {"dream": 4 + PERIOD, "dreamddp": 4 + PERIOD, "asc-wfbp": 5, "every-step": 1, "s-sgd": 1}.get(mode, PERIOD)
     step_s = timed(case, module, optimizer, sync.step, settle=settle)
@@ -88,10 +87,15 @@ def synced_model(statistics: SyncStatistics, compute_s: float, units: Sequence[s
     layers: list[SyncedLayer] = []
     for unit, forward_s, backward_s in zip(units, profile.forward_s[::-1], profile.backward_s[::-1], strict=True):
         size_bytes = sum(statistics.layer_bytes[member] for member in unit.split(JOINED))
-        layers.append(SyncedLayer(
-            name=unit, forward_s=forward_s, backward_s=backward_s, average_s=link.average_s(size_bytes),
-            size_bytes=size_bytes,
-        ))  # fmt: skip
+        layers.append(
+            SyncedLayer(
+                name=unit,
+                forward_s=forward_s,
+                backward_s=backward_s,
+                average_s=link.average_s(size_bytes),
+                size_bytes=size_bytes,
+            )
+        )
     rest_s = max(0.0, compute_s - sum(layer.forward_s + layer.backward_s for layer in layers))
     return SyncedModel(forward_s=rest_s, layers=tuple(layers), latency_s=link.latency_s, period=PERIOD)
 
@@ -121,9 +125,14 @@ def measure(case: Case) -> Told:
             figures = msgspec.structs.replace(figures, predicted_s=predicted_s)
         modes.append(figures)
     return Told(
-        modes=modes, size_bytes=sum(sizes.values()), layers=len(sizes), plan=dream.plan,
-        probed_latency_s=dream.link.latency_s, probed_byte_s=dream.link.byte_s, model=planned,
-    )  # fmt: skip
+        modes=modes,
+        size_bytes=sum(sizes.values()),
+        layers=len(sizes),
+        plan=dream.plan,
+        probed_latency_s=dream.link.latency_s,
+        probed_byte_s=dream.link.byte_s,
+        model=planned,
+    )
 
 
 def main() -> None:
@@ -132,9 +141,12 @@ def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = place.interface
     workers = place.case.workers
     dist.init_process_group(
-        "gloo", store=dist.FileStore(place.store, workers), rank=place.rank, world_size=workers,
+        "gloo",
+        store=dist.FileStore(place.store, workers),
+        rank=place.rank,
+        world_size=workers,
         timeout=datetime.timedelta(seconds=300),
-    )  # fmt: skip
+    )
     told = measure(place.case)
     if place.rank == 0:
         print(msgspec.json.encode(told).decode(), flush=True)

@@ -52,9 +52,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 def train(balance: bool, seed: int, periods: int) -> Run:
     task = Task("resnet", lambda: ResNet(32), seed)
     optimizer = torch.optim.SGD(task.model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-    sync = isthmus.sync.attach(
-        task.model, optimizer, mode="local", period=PERIOD, options=Options(balance=balance)
-    )  # fmt: skip
+    sync = isthmus.sync.attach(task.model, optimizer, mode="local", period=PERIOD, options=Options(balance=balance))
     settled_s = time.perf_counter()
     while sync.periods < periods:
         started_s = time.perf_counter()
@@ -72,18 +70,25 @@ def train(balance: bool, seed: int, periods: int) -> Run:
     loss, _ = of_mean(task, task.model)
     sync.close()
     return Run(
-        balance=balance, seed=seed, loss=loss, steps=steps.tolist(), period_s=period_s,
+        balance=balance,
+        seed=seed,
+        loss=loss,
+        steps=steps.tolist(),
+        period_s=period_s,
         period_samples=BATCH * int(steps.sum()) / periods,
-    )  # fmt: skip
+    )
 
 
 def worker(rank: int, store: str, quick: bool) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, WORKERS), rank=rank, world_size=WORKERS,
+        "gloo",
+        store=dist.FileStore(store, WORKERS),
+        rank=rank,
+        world_size=WORKERS,
         timeout=datetime.timedelta(seconds=120),
-    )  # fmt: skip
+    )
     for seed in range(1 if quick else SEEDS):
         for balance in (False, True):
             done = train(balance, seed, PERIODS // 4 if quick else PERIODS)
@@ -112,10 +117,12 @@ def table(runs: list[Run]) -> Table:
         of = [run for run in runs if run.balance is balance]
         losses = [run.loss for run in of]
         drawn.add_row(
-            "balanced" if balance else "equal", " ".join(map(str, of[-1].steps)), f"{of[-1].period_samples:.0f}",
+            "balanced" if balance else "equal",
+            " ".join(map(str, of[-1].steps)),
+            f"{of[-1].period_samples:.0f}",
             f"{1e3 * statistics.fmean(run.period_s for run in of):.0f}",
             f"{statistics.fmean(losses):.3f} ± {statistics.pstdev(losses):.3f}",
-        )  # fmt: skip
+        )
     return drawn
 
 

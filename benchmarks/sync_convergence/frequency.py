@@ -44,8 +44,12 @@ EVERY = 3
 WIDTH, BLOCKS = 64, 6
 WIRE = 3.0
 """Averaging everything takes so many steps' computation: at H = 3 the wire is hardly idle, at H = 10 it mostly is."""
-METHODS = {"LSGD": None, "PLSGD-ENP": ("equal-number", 1.0), "DreamDDP, not filled": ("dream-dfs", 1.0),
-           "DreamDDP": ("dream-dfs", 0.0)}  # fmt: skip
+METHODS = {
+    "LSGD": None,
+    "PLSGD-ENP": ("equal-number", 1.0),
+    "DreamDDP, not filled": ("dream-dfs", 1.0),
+    "DreamDDP": ("dream-dfs", 0.0),
+}
 """Sync planner and the share of an iteration that fillings leave free."""
 
 
@@ -103,16 +107,16 @@ def simulated() -> list[Step]:
         if "100 MB/s" in name or "extrapolated" in workers:
             continue
         model = model_of(backward_s, average_s)
-        step_s = {"s-sgd": simulate_sync("s-sgd", model, SyncChoices()),
-                  "asc-wfbp": simulate_sync("asc-wfbp", model, SyncChoices())}  # fmt: skip
+        step_s = {
+            "s-sgd": simulate_sync("s-sgd", model, SyncChoices()),
+            "asc-wfbp": simulate_sync("asc-wfbp", model, SyncChoices()),
+        }
         filled: dict[int, int] = {}
         for period in PERIODS:
             at = replace(model, period=period)
             step_s[f"local, {period}"] = simulate_sync("local", at, SyncChoices())
             for fill in (False, True):
-                problem = replace(
-                    problem_of(backward_s, average_s, period, overlap=False), spare=0.0 if fill else 1.0
-                )  # fmt: skip
+                problem = replace(problem_of(backward_s, average_s, period, overlap=False), spare=0.0 if fill else 1.0)
                 plan = plan_sync("dream-dfs", problem)
                 schedule = [frozenset(plan.averaged(step)) for step in range(period)]
                 taken_s = simulate_sync("dreamddp", at, SyncChoices(schedule=schedule))
@@ -206,14 +210,19 @@ def trained(workers: int, seeds: int, steps: int) -> list[Trained]:
             target = mean[int(0.6 * len(mean))]
         layers = Replicas(1, 0).layers
         averages = sum(map(len, due(method, period, layers))) / len(layers) if method in METHODS else 1.0
-        found.append(Trained(
-            workers=workers, method=method, period=period, averages=averages,
-            loss=statistics.fmean(one.held_out for one in each),
-            target_step=next((EVERY * (n + 1) for n, loss in enumerate(mean) if loss <= target), None),
-            divergence=statistics.fmean(gamma for one in each for gamma in one.divergence),
-            largest_divergence=max(gamma for one in each for gamma in one.divergence),
-            bound=4 * period**2 * RATE**2 * max(one.largest for one in each),
-        ))  # fmt: skip
+        found.append(
+            Trained(
+                workers=workers,
+                method=method,
+                period=period,
+                averages=averages,
+                loss=statistics.fmean(one.held_out for one in each),
+                target_step=next((EVERY * (n + 1) for n, loss in enumerate(mean) if loss <= target), None),
+                divergence=statistics.fmean(gamma for one in each for gamma in one.divergence),
+                largest_divergence=max(gamma for one in each for gamma in one.divergence),
+                bound=4 * period**2 * RATE**2 * max(one.largest for one in each),
+            )
+        )
         print(f"{workers} workers, {method}, H = {period}: {found[-1].loss:.3f}", file=sys.stderr)
     return found
 
@@ -227,14 +236,32 @@ def step_table(steps: Sequence[Step]) -> Table:
 
 
 def trained_table(rows: Sequence[Trained]) -> Table:
-    drawn = Table("workers", "H", "method", "averages a layer and period", "held-out loss", "steps to target",
-                  "divergence", "largest", "Lemma 4", "of the bound", title="Trained")  # fmt: skip
+    drawn = Table(
+        "workers",
+        "H",
+        "method",
+        "averages a layer and period",
+        "held-out loss",
+        "steps to target",
+        "divergence",
+        "largest",
+        "Lemma 4",
+        "of the bound",
+        title="Trained",
+    )
     for r in rows:
         drawn.add_row(
-            str(r.workers), str(r.period), r.method, f"{r.averages:.2f}", f"{r.loss:.4f}",
-            "-" if r.target_step is None else str(r.target_step), f"{r.divergence:.4f}",
-            f"{r.largest_divergence:.4f}", f"{r.bound:.2f}", f"{r.largest_divergence / r.bound:.1e}",
-        )  # fmt: skip
+            str(r.workers),
+            str(r.period),
+            r.method,
+            f"{r.averages:.2f}",
+            f"{r.loss:.4f}",
+            "-" if r.target_step is None else str(r.target_step),
+            f"{r.divergence:.4f}",
+            f"{r.largest_divergence:.4f}",
+            f"{r.bound:.2f}",
+            f"{r.largest_divergence / r.bound:.1e}",
+        )
     return drawn
 
 

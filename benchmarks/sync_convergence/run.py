@@ -34,8 +34,14 @@ PICTURE = HERE.parents[1] / "docs" / "sync-convergence.png"
 WORKERS = 4
 MBIT = 100.0
 """The link that wall times are told for, from benchmarks/sync."""
-MODES = {"every-step": "S-SGD", "local": "LSGD", "partial": "PLSGD-ENP", "outer": "DiLoCo",
-         "streaming": "Streaming DiLoCo", "dream": "dream"}  # fmt: skip
+MODES = {
+    "every-step": "S-SGD",
+    "local": "LSGD",
+    "partial": "PLSGD-ENP",
+    "outer": "DiLoCo",
+    "streaming": "Streaming DiLoCo",
+    "dream": "dream",
+}
 SHAPE: dict[Kind, tuple[int, int, int]] = {"gpt": (800, 8, 36), "resnet": (144, 16, 12)}
 """Steps, samples of one worker in a step, steps between evaluations: no multiple of the period, but for each fifth."""
 
@@ -57,7 +63,7 @@ class _Case(msgspec.Struct, frozen=True):
 
 class _Result(msgspec.Struct, frozen=True):
     case: _Case
-    told: _Told
+    description: _Told
 
 
 class _Times(msgspec.Struct, frozen=True):
@@ -95,18 +101,22 @@ def run(settings: Sequence[Setting]) -> list[Curve]:
         running = [
             subprocess.Popen(
                 [sys.executable, str(HERE / "worker.py"), str(rank), str(WORKERS), f"{folder}/store", str(file)],
-                stdout=subprocess.PIPE, text=True, env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
             )
             for rank in range(WORKERS)
-        ]  # fmt: skip
+        ]
         found: list[Curve] = []
         try:
             assert running[0].stdout is not None
             for line in running[0].stdout:
                 found.append(msgspec.json.decode(line, type=Curve))
                 last = found[-1]
-                print(f"{last.setting.kind} {last.setting.mode} seed {last.setting.seed}: {last.loss[-1]:.3f}",
-                      file=sys.stderr)  # fmt: skip
+                print(
+                    f"{last.setting.kind} {last.setting.mode} seed {last.setting.seed}: {last.loss[-1]:.3f}",
+                    file=sys.stderr,
+                )
             for process in running:
                 process.wait(60)
         finally:
@@ -126,19 +136,26 @@ def rows_of(curves: Sequence[Curve], times: _Times) -> tuple[list[Row], dict[str
         by_mode = {m: [c for c in curves if c.setting.kind == kind and c.setting.mode == m] for m in MODES}
         by_mode = {mode: of for mode, of in by_mode.items() if of}
         # What S-SGD has reached after 60 % of the steps: everyone can get there.
-        means = {mode: [statistics.fmean(point) for point in zip(*(c.loss for c in of), strict=True)]
-                 for mode, of in by_mode.items()}  # fmt: skip
+        means = {
+            mode: [statistics.fmean(point) for point in zip(*(c.loss for c in of), strict=True)]
+            for mode, of in by_mode.items()
+        }
         targets[kind] = means["every-step"][int(0.6 * len(means["every-step"]))]
         for mode, of in by_mode.items():
             finals = [curve.loss[-1] for curve in of]
             reached = _first(means[mode], of[0].steps, targets[kind])
-            found.append(Row(
-                kind=kind, mode=mode, final_loss=statistics.fmean(finals),
-                final_spread=statistics.stdev(finals) if len(finals) > 1 else 0.0,
-                divergence=statistics.fmean(d for curve in of for d in curve.divergence),
-                sent_bytes_per_step=statistics.fmean(c.sent_bytes / c.setting.steps for c in of),
-                step_s=step_s[mode], target_s=None if reached is None else reached * step_s[mode],
-            ))  # fmt: skip
+            found.append(
+                Row(
+                    kind=kind,
+                    mode=mode,
+                    final_loss=statistics.fmean(finals),
+                    final_spread=statistics.stdev(finals) if len(finals) > 1 else 0.0,
+                    divergence=statistics.fmean(d for curve in of for d in curve.divergence),
+                    sent_bytes_per_step=statistics.fmean(c.sent_bytes / c.setting.steps for c in of),
+                    step_s=step_s[mode],
+                    target_s=None if reached is None else reached * step_s[mode],
+                )
+            )
     return found, targets
 
 
@@ -155,9 +172,10 @@ def _first(losses: Sequence[float], steps: Sequence[int], target: float) -> floa
 
 def _told(times: _Times, kind: Kind) -> _Told:
     return next(
-        r.told for r in times.results
+        r.description
+        for r in times.results
         if r.case.kind == kind and math.isclose(r.case.bandwidth_bit_per_s, MBIT * 1e6)
-    )  # fmt: skip
+    )
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -166,10 +184,14 @@ def table(rows: Sequence[Row]) -> Table:
         drawn.add_column(heading, justify="right")
     for row in rows:
         drawn.add_row(
-            row.kind, MODES[row.mode], f"{row.final_loss:.3f} ± {row.final_spread:.3f}", f"{row.divergence:.2e}",
-            f"{row.sent_bytes_per_step / 1e6:.2f}", f"{row.step_s * 1e3:.0f}",
+            row.kind,
+            MODES[row.mode],
+            f"{row.final_loss:.3f} ± {row.final_spread:.3f}",
+            f"{row.divergence:.2e}",
+            f"{row.sent_bytes_per_step / 1e6:.2f}",
+            f"{row.step_s * 1e3:.0f}",
             "-" if row.target_s is None else f"{row.target_s:.1f}",
-        )  # fmt: skip
+        )
     return drawn
 
 
@@ -204,18 +226,26 @@ def main() -> int:
         kinds = []
     settings = [
         Setting(
-            kind=kind, mode=mode, seed=seed, steps=SHAPE[kind][0] // (5 if options.quick else 1),
-            batch=SHAPE[kind][1], eval_every=SHAPE[kind][2], plan=_told(times, kind).plan if mode == "dream" else None,
+            kind=kind,
+            mode=mode,
+            seed=seed,
+            steps=SHAPE[kind][0] // (5 if options.quick else 1),
+            batch=SHAPE[kind][1],
+            eval_every=SHAPE[kind][2],
+            plan=_told(times, kind).plan if mode == "dream" else None,
         )
-        for kind in kinds for seed in range(1 if options.quick else 3) for mode in MODES
-    ]  # fmt: skip
+        for kind in kinds
+        for seed in range(1 if options.quick else 3)
+        for mode in MODES
+    ]
     curves = run(settings) if settings else []
     if options.json.exists() and len(kinds) < len(SHAPE):
         before = msgspec.json.decode(options.json.read_bytes(), type=Report).curves
         curves = sorted([*curves, *(c for c in before if c.setting.kind not in kinds)], key=lambda c: c.setting.kind)
     rows, targets = rows_of(curves, times)
-    report = Report(when=datetime.now(UTC).isoformat(timespec="seconds"), mbit=MBIT, curves=curves, rows=rows,
-                    targets=targets)  # fmt: skip
+    report = Report(
+        when=datetime.now(UTC).isoformat(timespec="seconds"), mbit=MBIT, curves=curves, rows=rows, targets=targets
+    )
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     if not options.quick:

@@ -116,9 +116,12 @@ def train(setting: Setting, make: Callable[[], nn.Module]) -> Curve:
     sent_bytes = sync.statistics().sent_bytes
     sync.close()
     return Curve(
-        setting=msgspec.structs.replace(setting, plan=None), steps=steps, loss=losses, divergence=divergences,
+        setting=msgspec.structs.replace(setting, plan=None),
+        steps=steps,
+        loss=losses,
+        divergence=divergences,
         sent_bytes=sent_bytes,
-    )  # fmt: skip
+    )
 
 
 @torch.no_grad()
@@ -130,8 +133,10 @@ def of_mean(task: Task, model: nn.Module) -> tuple[float, float]:
         tensor.div_(dist.get_world_size())
         dist.all_reduce(tensor)
     count = len(list(model.parameters()))
-    apart = sum(((a - b).double().square().sum() for a, b in zip(own[:count], tensors[:count], strict=True)),
-                torch.zeros((), dtype=torch.float64))  # fmt: skip
+    apart = sum(
+        ((a - b).double().square().sum() for a, b in zip(own[:count], tensors[:count], strict=True)),
+        torch.zeros((), dtype=torch.float64),
+    )
     dist.all_reduce(apart)
     loss = task.held_out(model) if dist.get_rank() == 0 else 0.0
     for tensor, before in zip(tensors, own, strict=True):

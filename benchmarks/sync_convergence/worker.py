@@ -23,9 +23,12 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, workers), rank=rank, world_size=workers,
+        "gloo",
+        store=dist.FileStore(store, workers),
+        rank=rank,
+        world_size=workers,
         timeout=datetime.timedelta(seconds=300),
-    )  # fmt: skip
+    )
     for setting in msgspec.json.decode(file.read_bytes(), type=list[Setting]):
         curve = train(setting, gpt if setting.kind == "gpt" else lambda: ResNet(32))
         if rank == 0:

@@ -117,7 +117,7 @@ def opened(connection: socket.socket, kind: Kind, identities: Path, *, dials: bo
     if dials:
         expected = Party("coordinator", "")
         return SocketChannel(secure_dialled(connection, Identity(identities / "device"), expected), "the other")
-    accepted, _ = secure_accepted(connection, Identity(identities / "coordinator"), strangers=False)
+    accepted, _ = secure_accepted(connection, Identity(identities / "coordinator"), unknown_peers=False)
     return SocketChannel(accepted, "the other")
 
 
@@ -203,11 +203,16 @@ def throughput(size_bytes: int, burst_bytes: int, rounds: int) -> Throughput:
         return statistics.median(a[0] / b[0] for a, b in zip(runs[kind], runs[other], strict=True))
 
     return Throughput(
-        message_bytes=size_bytes, channel_bytes_per_s=speed["channel"], bare_bytes_per_s=speed["bare"],
-        secure_bytes_per_s=speed["secure"], channel_cpu_s_per_gb=cpu["channel"], bare_cpu_s_per_gb=cpu["bare"],
-        secure_cpu_s_per_gb=cpu["secure"], channel_to_bare=ratio("channel", "bare"),
+        message_bytes=size_bytes,
+        channel_bytes_per_s=speed["channel"],
+        bare_bytes_per_s=speed["bare"],
+        secure_bytes_per_s=speed["secure"],
+        channel_cpu_s_per_gb=cpu["channel"],
+        bare_cpu_s_per_gb=cpu["bare"],
+        secure_cpu_s_per_gb=cpu["secure"],
+        channel_to_bare=ratio("channel", "bare"),
         secure_to_channel=ratio("secure", "channel"),
-    )  # fmt: skip
+    )
 
 
 def accuracy(bandwidth: str, size_bytes: int, messages: int) -> Accuracy:
@@ -234,9 +239,15 @@ def accuracy(bandwidth: str, size_bytes: int, messages: int) -> Accuracy:
     sender.close()
     receiver.close()
     return Accuracy(
-        bandwidth=bandwidth, latency=LATENCY, message_bytes=size_bytes, messages=messages, expected_s=expected_s,
-        median_error_s=statistics.median(errors_s), worst_error_s=max(errors_s, key=abs), cpu_share=cpu_s / busy_s,
-    )  # fmt: skip
+        bandwidth=bandwidth,
+        latency=LATENCY,
+        message_bytes=size_bytes,
+        messages=messages,
+        expected_s=expected_s,
+        median_error_s=statistics.median(errors_s),
+        worst_error_s=max(errors_s, key=abs),
+        cpu_share=cpu_s / busy_s,
+    )
 
 
 def table(found: Report) -> Table:
@@ -256,22 +267,28 @@ def table(found: Report) -> Table:
         large = a.message_bytes > SMALL_BYTES
         rate = format_bandwidth(parse_bandwidth(a.bandwidth, "bandwidth"))
         drawn.add_row(
-            f"emulated {rate}, {a.latency}", format_size(a.message_bytes),
-            f"{a.expected_s + a.median_error_s:.4f} s", f"{a.expected_s:.4f} s",
+            f"emulated {rate}, {a.latency}",
+            format_size(a.message_bytes),
+            f"{a.expected_s + a.median_error_s:.4f} s",
+            f"{a.expected_s:.4f} s",
             f"{a.median_error_s * 1e3:+.2f} ms (worst {a.worst_error_s * 1e3:+.2f})",
             f"{a.cpu_share:.1%} of a core" if large else "",
-        )  # fmt: skip
+        )
     return drawn
 
 
 def _compare(
     drawn: Table, what: str, t: Throughput, one: tuple[float, float], other: tuple[float, float], ratio: float
-) -> None:  # fmt: skip
+) -> None:
     """Each is bytes per second and CPU seconds per GB."""
     drawn.add_row(
-        what, format_size(t.message_bytes), f"{one[0] / 1e9:.2f} GB/s", f"{other[0] / 1e9:.2f} GB/s",
-        f"{ratio:.2f}", f"{one[1]:.2f} against {other[1]:.2f} s/GB",
-    )  # fmt: skip
+        what,
+        format_size(t.message_bytes),
+        f"{one[0] / 1e9:.2f} GB/s",
+        f"{other[0] / 1e9:.2f} GB/s",
+        f"{ratio:.2f}",
+        f"{one[1]:.2f} against {other[1]:.2f} s/GB",
+    )
 
 
 def main() -> int:
@@ -294,10 +311,12 @@ def main() -> int:
     print("emulated link of 100 Mbit/s, 20 MB ...", file=sys.stderr)
     errors.append(accuracy("100 Mbit/s", 20_000_000, times))
     found = Report(
-        when=datetime.now(UTC).isoformat(timespec="seconds"), load=load,
+        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        load=load,
         host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        throughput=tuple(speeds), accuracy=tuple(errors),
-    )  # fmt: skip
+        throughput=tuple(speeds),
+        accuracy=tuple(errors),
+    )
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
     Console(width=130).print(table(found))

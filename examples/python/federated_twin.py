@@ -41,8 +41,13 @@ def naive() -> dict[str, torch.Tensor]:
 
 if __name__ == "__main__":
     result = isthmus.federate(
-        model=module, clients=clients, loss=nn.functional.cross_entropy, rounds=ROUNDS, name="twin",
-        test={"input": pixels, "target": labels}, overrides={"local.batch_size": 1000, "local.learning_rate": RATE},
+        model=module,
+        clients=clients,
+        loss=nn.functional.cross_entropy,
+        rounds=ROUNDS,
+        name="twin",
+        test={"input": pixels, "target": labels},
+        overrides={"local.batch_size": 1000, "local.learning_rate": RATE},
     )
     weights = result.model.state_dict()
     worst = max((weights[name] - value).abs().max().item() for name, value in naive().items())

@@ -15,7 +15,11 @@ model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReL
 
 if __name__ == "__main__":  # devices are processes
     run = isthmus.train(
-        model=model, loss=nn.functional.cross_entropy, data=data, fleet="three-sites", steps=40,
+        model=model,
+        loss=nn.functional.cross_entropy,
+        data=data,
+        fleet="three-sites",
+        steps=40,
         overrides={"planner": "even"},  # by default so small a model stays on one machine: that is quicker
     )
     print(f"loss {run.losses[0].loss:.2f} -> {run.losses[-1].loss:.2f}, devices {', '.join(run.plan.used)}")

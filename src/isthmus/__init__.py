@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from isthmus.api.federated import federate
     from isthmus.api.federated_results import FederatedResult
     from isthmus.api.fleets import join, probe, serve
-    from isthmus.api.observing import Observer
+    from isthmus.api.observer import Observer
     from isthmus.api.planned import compare, plan, simulate, verify
     from isthmus.api.runs import Run
     from isthmus.api.training import train
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from isthmus.fleet import Device, Fleet, Link
     from isthmus.job import Job
     from isthmus.plans import Plan
-    from isthmus.runtime.processes.interrupting import Stop
+    from isthmus.runtime.processes.signals import Stop
     from isthmus.trace import Trace
 
 __version__ = "0.1.0"
@@ -37,10 +37,10 @@ _WHERE = {
     "Fleet": "isthmus.fleet",
     "Job": "isthmus.job",
     "Link": "isthmus.fleet",
-    "Observer": "isthmus.api.observing",
+    "Observer": "isthmus.api.observer",
     "Plan": "isthmus.plans",
     "Run": "isthmus.api.runs",
-    "Stop": "isthmus.runtime.processes.interrupting",
+    "Stop": "isthmus.runtime.processes.signals",
     "Trace": "isthmus.trace",
     "compare": "isthmus.api.planned",
     "errors": "isthmus.errors",

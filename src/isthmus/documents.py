@@ -117,7 +117,7 @@ def _struct_of(expected: object) -> type[msgspec.Struct] | None:
 
 def read_lines(path: Path, kind: type[Document], note: Callable[[str], None] = lambda _: None) -> list[Document]:
     """Every line of JSON that was written whole: a killed run may leave half a one. Nothing where there is no file.
-    `note` is told, in one sentence, which lines cannot be read."""
+    `note` gets, in one sentence, which lines cannot be read."""
     found: list[Document] = []
     unread: list[int] = []
     lines = path.read_bytes().splitlines() if path.is_file() else []

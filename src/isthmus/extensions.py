@@ -18,10 +18,20 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 
 
 EXTRAS = {
-    "torch": "train", "sympy": "train", "safetensors": "train", "sklearn": "train", "cryptography": "train",
-    "setproctitle": "train", "dp_accounting": "privacy", "transformers": "hf", "tokenizers": "hf", "datasets": "hf",
-    "PIL": "vision", "pyarrow": "vision", "torchvision": "vision",
-}  # fmt: skip
+    "torch": "train",
+    "sympy": "train",
+    "safetensors": "train",
+    "sklearn": "train",
+    "cryptography": "train",
+    "setproctitle": "train",
+    "dp_accounting": "privacy",
+    "transformers": "hf",
+    "tokenizers": "hf",
+    "datasets": "hf",
+    "PIL": "vision",
+    "pyarrow": "vision",
+    "torchvision": "vision",
+}
 """By importable module, the extra of ours that installs it. torch brings sympy along."""
 POSIX = frozenset({"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"})
 """Modules of the standard library that Windows has not."""

@@ -109,8 +109,10 @@ def toml_text(value: object) -> str:
 def _limited(kind: str, limits: list[Meta]) -> str:
     found = [
         f"{word} {getattr(limit, name)}"
-        for limit in limits for name, word in LIMITS.items() if getattr(limit, name) is not None
-    ]  # fmt: skip
+        for limit in limits
+        for name, word in LIMITS.items()
+        if getattr(limit, name) is not None
+    ]
     return " ".join([kind, " and ".join(found)]).strip()
 
 

@@ -76,10 +76,18 @@ def write_perfetto(traces: Iterable[Trace], path: Path) -> None:
             thread = tracks.setdefault((process, span.track), len(tracks) + 1)
             label = span.name if span.micro_batch < 0 else f"{span.name}{span.micro_batch}"
             args = {"step": span.step, "bytes": span.size_bytes, "other": span.other}
-            events.append({
-                "ph": "X", "name": label, "cat": span.track, "pid": process, "tid": thread,
-                "ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6, "args": args,
-            })  # fmt: skip
+            events.append(
+                {
+                    "ph": "X",
+                    "name": label,
+                    "cat": span.track,
+                    "pid": process,
+                    "tid": thread,
+                    "ts": span.start_s * 1e6,
+                    "dur": (span.end_s - span.start_s) * 1e6,
+                    "args": args,
+                }
+            )
     for process, number in numbers.items():
         events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": process}})
     for (number, track), thread in tracks.items():

@@ -26,7 +26,7 @@ from isthmus.accelerators.checked import (
     RefusedWait,
     open_checked,
 )
-from isthmus.accelerators.checked.memory import BLOCK, SMALL, SMALL_SEGMENT, Block, Memory
+from isthmus.accelerators.checked.memory import BLOCK, SMALL, SMALL_SEGMENT, Block, CheckedMemory
 from isthmus.errors import UserError
 
 
@@ -99,10 +99,16 @@ def test_a_module_trains_to_the_cpus_bits(
         torch.manual_seed(0)
         images, classes = torch.randn(4, 3, 8, 8).to(device), torch.tensor([0, 1, 2, 3]).to(device)
         net = nn.Sequential(
-            nn.Conv2d(3, 4, 3, groups=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-            nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Upsample(scale_factor=2), nn.Flatten(),
+            nn.Conv2d(3, 4, 3, groups=1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.Upsample(scale_factor=2),
+            nn.Flatten(),
             nn.Linear(144, 4),
-        ).to(device)  # fmt: skip
+        ).to(device)
         optimizer = optimizer_of(net.parameters(), fused=fused and device == here.device, foreach=False)
         for _ in range(3):
             optimizer.zero_grad()
@@ -191,11 +197,11 @@ def test_random_operators_draw_what_the_cpu_draws_and_leave_its_generator_alone(
 def test_tensors_of_two_devices_are_refused(here: Checked) -> None:
     other = open_checked(1, fresh=True)
     mine = torch.ones(3, device=here.device)
-    for stranger in (torch.ones(3), torch.ones(3, device=other.device)):
+    for unknown_peer in (torch.ones(3), torch.ones(3, device=other.device)):
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-            mine + stranger
+            mine + unknown_peer
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-            mine.add_(stranger)
+            mine.add_(unknown_peer)
     assert torch.equal((mine + torch.tensor(2.0)).cpu(), torch.full((3,), 3.0))
 
 
@@ -382,7 +388,7 @@ def test_memory_is_counted_as_a_caching_allocator_does(monkeypatch: pytest.Monke
 
 @given(st.data())
 def test_blocks_of_memory_never_overlap_and_join_again(data: st.DataObject) -> None:
-    memory, held = Memory("device", 2**27), list[Block]()
+    memory, held = CheckedMemory("device", 2**27), list[Block]()
     for _ in range(data.draw(st.integers(1, 60))):
         if held and data.draw(st.booleans()):
             memory.give(held.pop(data.draw(st.integers(0, len(held) - 1))))
@@ -414,7 +420,11 @@ def test_hardware_that_fails_stays_failed(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("variable", "text"),
     [
-        ("FAULT", "soon"), ("FAULT", "after:0"), ("FAULT", "after:1@x"), ("MEMORY", "lots"), ("MEMORY", "-1GiB"),
+        ("FAULT", "soon"),
+        ("FAULT", "after:0"),
+        ("FAULT", "after:1@x"),
+        ("MEMORY", "lots"),
+        ("MEMORY", "-1GiB"),
         ("REFUSE", "x"),
     ],
 )

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.accelerators import Event, accelerator_names
+from isthmus.accelerators import DeviceEvent, accelerator_names
 from isthmus.accelerators.checked import (
     Checked,
     DataRace,
@@ -30,7 +30,7 @@ from isthmus.accelerators.checked import (
     open_checked,
 )
 from isthmus.accelerators.checked.accelerator import CheckedEvent
-from isthmus.accelerators.staging import HostBuffers, Trip
+from isthmus.accelerators.staging import CopyBatch, HostBuffers
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.errors import Diverged, IsthmusError
@@ -38,11 +38,11 @@ from isthmus.fleet import Fleet
 from isthmus.graph import Ref, StageGraph
 from isthmus.job import Prepared, prepare
 from isthmus.plans import Plan
-from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, train
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, train
 from isthmus.training import engine
 from isthmus.training.engine import TorchEngine
 from isthmus.training.optim import OptimizerConfig
-from tests.accelerators.thread_crew import ThreadCrew
+from tests.accelerators.thread_backend import ThreadCrew
 from tests.runtime.jobs import DIGITS, RESNET, TEXT, final_weights, fleet_of, images, job_of, random_cut
 from tests.runtime.test_run_parity import BERT, GPT, pairs
 
@@ -72,14 +72,22 @@ SMALL = {**GPT, "width": 16, "layers": 2}
 CASES = {
     "gpt": Case("gpt", SMALL, lambda _: TEXT, 3, {"clip_norm": 1.0, "eval_every": 1, "eval_samples": 4}),
     "gpt-bf16": Case(
-        "gpt", SMALL, lambda _: TEXT, 2, {"clip_norm": 1.0, "precision": "bf16"}, recompute=True,
+        "gpt",
+        SMALL,
+        lambda _: TEXT,
+        2,
+        {"clip_norm": 1.0, "precision": "bf16"},
+        recompute=True,
         rounding=2e-2,
     ),
     "gpt-fp16": Case(
         "gpt", SMALL, lambda _: TEXT, 2, {"precision": "fp16", "loss_scale": {"init_scale": 1024.0}}, rounding=2e-2
     ),
     "bert-dropout": Case(
-        "hf-bert-classifier", {**BERT, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}, pairs, 3,
+        "hf-bert-classifier",
+        {**BERT, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+        pairs,
+        3,
         draws=True,
     ),
     "resnet": Case("hf-resnet", RESNET, images, 3, {}, OptimizerConfig(name="sgd", lr=0.1, momentum=0.9)),
@@ -111,9 +119,12 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ready]:
         prepared = prepare(msgspec.structs.replace(job, optimizer=(case.optimizer,)))
         fleet = fleet_of(case.stages)
         plan = build_plan(
-            prepared.problem(fleet), fleet.names, random_cut(prepared, case.stages, seed=1), planner="test",
+            prepared.problem(fleet),
+            fleet.names,
+            random_cut(prepared, case.stages, seed=1),
+            planner="test",
             recompute=[case.recompute] * case.stages,
-        )  # fmt: skip
+        )
         return Ready(case, prepared, fleet, plan)
 
     return made
@@ -121,10 +132,10 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ready]:
 
 def trained(ready: Ready, folder: Path, kind: str) -> Trained:
     """Two steps; each stage on an accelerator of its own as far as there are some."""
-    crew = ThreadCrew(accelerators=dict(zip(ready.fleet.names, _accelerators(kind, ready.case.stages), strict=True)))
+    backend = ThreadCrew(accelerators=dict(zip(ready.fleet.names, _accelerators(kind, ready.case.stages), strict=True)))
     losses: list[float | None] = []
     watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss))
-    options = RunOptions(emulate=False, crew=crew)
+    options = RunOptions(emulate=False, backend=backend)
     check_outcome(train(ready.prepared, ready.plan, ready.fleet, folder, options, watcher))
     return Trained(losses, final_weights(folder))
 
@@ -186,12 +197,12 @@ def _from(method: str, caller: str, of: type = Checked) -> AbstractContextManage
     return mock.patch.object(of, method, skipped)
 
 
-def _nothing_goes_down(trip: Trip, flat: Tensor) -> Tensor:
+def _nothing_goes_down(trip: CopyBatch, flat: Tensor) -> Tensor:
     trip.buffers.append(trip._way.buffers.take(flat.numel() * flat.element_size()))
     return trip.buffers[-1]
 
 
-def _given_back_at_once(buffers: HostBuffers, buffer: Tensor, read: Event | None = None) -> None:
+def _given_back_at_once(buffers: HostBuffers, buffer: Tensor, read: DeviceEvent | None = None) -> None:
     buffers._free.setdefault(buffer.numel(), []).append(buffer)
 
 
@@ -201,22 +212,25 @@ def _prints(engine: TorchEngine, mode: str, values: Mapping[Ref, Tensor], stage:
 
 
 BROKEN: dict[str, tuple[Callable[[], AbstractContextManager[object]], type[Exception], str]] = {
-    "a copy down that is left out": (lambda: mock.patch.object(Trip, "down", _nothing_goes_down), Diverged, ""),
+    "a copy down that is left out": (lambda: mock.patch.object(CopyBatch, "down", _nothing_goes_down), Diverged, ""),
     "bytes that leave before they are down": (lambda: _from("synchronize", "_lowered", CheckedEvent), Diverged, ""),
     "a download that waits for no result": (lambda: _from("wait", "_trip"), DataRace, "reads what"),
     "an upload that nobody waits for": (lambda: _from("wait", "_taken"), DataRace, "reads what"),
     "columns that nobody waits for": (lambda: _from("wait", "_raised"), DataRace, "copy to the device"),
     "a host buffer used again too early": (
-        lambda: mock.patch.object(HostBuffers, "give", _given_back_at_once), HostBufferInUse, "still reads",
+        lambda: mock.patch.object(HostBuffers, "give", _given_back_at_once),
+        HostBufferInUse,
+        "still reads",
     ),
     "a dropped tensor that came up": (lambda: _from("used_here", "_taken"), FreedTooEarly, "used_here"),
     "columns that are dropped": (lambda: _from("used_here", "_raised"), FreedTooEarly, "used_here"),
     "a hidden item()": (lambda: mock.patch.object(TorchEngine, "_tally", _prints), RefusedWait, "_local_scalar_dense"),
     "weights that stay on the host": (
         lambda: mock.patch.object(engine, "to_device", lambda accelerator, tensor: tensor),
-        IsthmusError, "Expected all tensors to be on the same device",
+        IsthmusError,
+        "Expected all tensors to be on the same device",
     ),
-}  # fmt: skip
+}
 """What is changed, and what is found."""
 
 

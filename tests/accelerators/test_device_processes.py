@@ -13,9 +13,10 @@ STEPS = 3
 
 def test_processes_train_there_as_the_plain_loop_does(tmp_path: Path) -> None:
     path = edited(
-        write_job(tmp_path, steps=STEPS), ("[training]", '[runtime]\ndevice = "checked"\nemulate = false\n[training]'),
+        write_job(tmp_path, steps=STEPS),
+        ("[training]", '[runtime]\ndevice = "checked"\nemulate = false\n[training]'),
         ("eval_every = 5", "eval_every = 2"),
-    )  # fmt: skip
+    )
     done = isthmus("train", path)
     assert done.code == 0, done.err
     written = (tmp_path / "runs" / "small" / "losses.jsonl").read_bytes().splitlines()

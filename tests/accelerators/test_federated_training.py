@@ -18,8 +18,12 @@ from tests.federated.populations import Run
 KINDS = ("checked:0", "auto")
 """The emulated one has the CPU's bits; hardware sums in its own order."""
 ALGORITHMS = {
-    "fedavg": {}, "scaffold": {}, "mime": {}, "feddyn": {}, "fednova": {},
-}  # fmt: skip
+    "fedavg": {},
+    "scaffold": {},
+    "mime": {},
+    "feddyn": {},
+    "fednova": {},
+}
 
 
 def opened(kind: str) -> Accelerator:
@@ -62,14 +66,14 @@ def test_the_host_waits_once_for_each_value_of_a_client(name: str, values: int, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_executors_and_clients_at_once(kind: str, tmp_path: Path) -> None:
     accelerator = opened(kind)
-    one, three, together = (
+    one, three, vmapped = (
         Run("scaffold", {}, tmp_path / str(k), rounds=3, clients_per_size=3, accelerator=accelerator, **settings)
-        for k, settings in enumerate(({"executors": 1}, {"executors": 3}, {"executors": 2, "together": 4}))
+        for k, settings in enumerate(({"executors": 1}, {"executors": 3}, {"executors": 2, "clients_per_vmap": 4}))
     )
-    for run in (one, three, together):
+    for run in (one, three, vmapped):
         run.run()
     torch.testing.assert_close(three.model, one.model, rtol=0, atol=0 if kind == "checked:0" else 1e-9)
-    torch.testing.assert_close(together.model, one.model, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(vmapped.model, one.model, rtol=1e-5, atol=1e-7)
 
 
 JOB = """

@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-from isthmus.accelerators import HOST, Event
+from isthmus.accelerators import HOST, DeviceEvent
 from isthmus.accelerators.checked import Checked, DataRace, open_checked
-from isthmus.accelerators.clock import Clock
+from isthmus.accelerators.clock import DeviceClock
 from isthmus.accelerators.copies import to_device, to_host
-from isthmus.accelerators.staging import AHEAD, Cargo, HostBuffers, Trip, Way
+from isthmus.accelerators.staging import AHEAD, CopyBatch, CopyLabel, CopyStream, HostBuffers
 from isthmus.graph.allowlist import ALLOWED
 from isthmus.plans import Packing
 from isthmus.runtime.device.tasklets import Tasklets
@@ -27,7 +27,7 @@ def accelerator() -> Checked:
     return open_checked(3, fresh=True)
 
 
-class Later(Event):
+class Later(DeviceEvent):
     """Done when the test says so."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Later(Event):
     def synchronize(self) -> None:
         self.waited += 1
 
-    def seconds_to(self, later: Event) -> float:
+    def seconds_to(self, later: DeviceEvent) -> float:
         return 0.0
 
 
@@ -62,12 +62,12 @@ def test_host_buffers_are_used_again_once_their_copies_are_done() -> None:
 
 
 def test_after_the_first_trip_nothing_is_allocated(accelerator: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
-    way, values = Way(accelerator), to_device(accelerator, torch.arange(100.0))
+    way, values = CopyStream(accelerator), to_device(accelerator, torch.arange(100.0))
     made: list[int] = []
     host_buffer = type(accelerator).host_buffer
     monkeypatch.setattr(Checked, "host_buffer", lambda self, size: (made.append(size), host_buffer(self, size))[1])
     for _ in range(5):
-        with way.down(Cargo("forward"), accelerator.record()) as trip:
+        with way.down(CopyLabel("forward"), accelerator.record()) as trip:
             accelerator.used_here(values)
             (buffer,) = [trip.down(values)]
         trip.done.synchronize()
@@ -77,7 +77,7 @@ def test_after_the_first_trip_nothing_is_allocated(accelerator: Checked, monkeyp
 
 
 def test_a_state_is_copied_as_it_was_when_what_overwrites_it_holds(accelerator: Checked) -> None:
-    way = Way(accelerator)
+    way = CopyStream(accelerator)
     host = {"w": torch.randn(6, 4), "t": torch.randn(5, 3).t(), "n": torch.tensor(3), "none": torch.empty(0, 2)}
     state = {name: to_device(accelerator, t) for name, t in host.items()} | {"step": torch.tensor(7.0)}
     taken = snapshot(state, way)
@@ -94,9 +94,7 @@ def test_a_state_is_copied_as_it_was_when_what_overwrites_it_holds(accelerator: 
     taken.wait()
 
 
-def test_what_goes_up_piece_by_piece_arrives_whole(
-    accelerator: Checked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_goes_up_piece_by_piece_arrives_whole(accelerator: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("isthmus.accelerators.staging.UP_BYTES", 7)
     sent = torch.arange(30.0)
     data, sizes = pack(sent), list[int]()
@@ -106,7 +104,7 @@ def test_what_goes_up_piece_by_piece_arrives_whole(
         memory[:] = data[at : at + memory.nbytes]
         sizes.append(memory.nbytes)
 
-    with Way(accelerator).up(Cargo("forward")) as trip:
+    with CopyStream(accelerator).up(CopyLabel("forward")) as trip:
         flat = trip.up(header_of("x", sent).nbytes, fill)
     accelerator.wait(trip.done)
     accelerator.used_here(flat)
@@ -115,15 +113,17 @@ def test_what_goes_up_piece_by_piece_arrives_whole(
 
 
 def test_trips_are_told_on_the_hosts_clock(accelerator: Checked) -> None:
-    told: list[tuple[Trip, float, float]] = []
-    way = Way(accelerator, Clock(accelerator), lambda trip, start_s, end_s: told.append((trip, start_s, end_s)))
+    told: list[tuple[CopyBatch, float, float]] = []
+    way = CopyStream(
+        accelerator, DeviceClock(accelerator), lambda trip, start_s, end_s: told.append((trip, start_s, end_s))
+    )
     before_s = time.monotonic()
-    with way.up(Cargo("columns", 4, 2)) as trip:
+    with way.up(CopyLabel("columns", 4, 2)) as trip:
         trip.raised(torch.ones(10))
     trip.done.synchronize()
     way.tell()
     ((found, start_s, end_s),) = told
-    assert found.cargo == Cargo("columns", 4, 2) and found.size_bytes == 40
+    assert found.cargo == CopyLabel("columns", 4, 2) and found.size_bytes == 40
     assert before_s - 0.05 <= start_s <= end_s <= time.monotonic() + 0.05
 
 
@@ -132,7 +132,7 @@ def test_the_host_is_one_tasklet_ahead_of_the_accelerator(
 ) -> None:
     made: list[Later] = []
 
-    def record(self: Checked, *, timed: bool = False) -> Event:
+    def record(self: Checked, *, timed: bool = False) -> DeviceEvent:
         made.append(Later())
         return made[-1]
 

@@ -19,7 +19,7 @@ from tests.runtime.commands import write_job
 MODULES = [
     *(f"isthmus.api.{module.name}" for module in pkgutil.iter_modules(isthmus.api.__path__)),
     "isthmus.overrides",
-    "isthmus.runtime.processes.interrupting",
+    "isthmus.runtime.processes.signals",
 ]
 
 
@@ -34,14 +34,27 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     run = isthmus.train(model=model, loss=loss, data=data, steps=4, batch=4, run=folder / "finished")
     clients = [{"input": torch.randn(8, 4), "target": torch.zeros(8, 1)} for _ in range(3)]
     federated = isthmus.federate(
-        model=torch.nn.Linear(4, 1), loss=loss, clients=clients, rounds=2, run=folder / "federated",
+        model=torch.nn.Linear(4, 1),
+        loss=loss,
+        clients=clients,
+        rounds=2,
+        run=folder / "federated",
         overrides={"execution.executors": 1},
-    )  # fmt: skip
+    )
     return {
-        "isthmus": isthmus, "torch": torch, "copy": copy, "model": model, "loss": loss, "data": data, "run": run,
-        "finished": run.path, "federated": federated.path, "folder": folder / "train",
-        "federated_folder": folder / "federate", "job_file": write_job(folder),
-    }  # fmt: skip
+        "isthmus": isthmus,
+        "torch": torch,
+        "copy": copy,
+        "model": model,
+        "loss": loss,
+        "data": data,
+        "run": run,
+        "finished": run.path,
+        "federated": federated.path,
+        "folder": folder / "train",
+        "federated_folder": folder / "federate",
+        "job_file": write_job(folder),
+    }
 
 
 @pytest.mark.parametrize("name", MODULES)

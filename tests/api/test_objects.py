@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import isthmus
 from isthmus.api.notebook import NotebookObserver
-from isthmus.api.observing import StepDone
+from isthmus.api.observer import StepDone
 from isthmus.api.optimizing import read_optimizer
 from isthmus.api.samples import read_arrays
 from isthmus.data import load_dataset
@@ -102,8 +102,9 @@ def test_optimizers_are_read_group_by_group() -> None:
     groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "weight_decay": 0.0}]
     found = read_optimizer(torch.optim.AdamW(groups, lr=0.1), model)
     assert [(c.name, c.pattern, c.lr, c.weight_decay) for c in found] == [
-        ("adamw", "weight", 0.5, 0.01), ("adamw", "bias", 0.1, 0.0),
-    ]  # fmt: skip
+        ("adamw", "weight", 0.5, 0.01),
+        ("adamw", "bias", 0.1, 0.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -146,9 +147,15 @@ def test_an_algorithm_of_the_callers_own(tmp_path: Path) -> None:
 
     clients = {name: {"input": torch.randn(6, 4), "target": torch.zeros(6, 1)} for name in "abc"}
     result = isthmus.federate(
-        model=nn.Linear(4, 1), loss=LOSS, clients=clients, test=data(), algorithm=Counting(), rounds=3,
-        overrides={"execution.executors": 1, "local.batch_size": 3}, run=tmp_path / "run",
-    )  # fmt: skip
+        model=nn.Linear(4, 1),
+        loss=LOSS,
+        clients=clients,
+        test=data(),
+        algorithm=Counting(),
+        rounds=3,
+        overrides={"execution.executors": 1, "local.batch_size": 3},
+        run=tmp_path / "run",
+    )
     assert (result.outcome, len(result.rounds), len(rounds)) == ("done", 3, 3)
     assert all(line.clients == 3 for line in result.rounds) and isinstance(result.model, nn.Linear)
 

@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 def test_every_snippet_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for snippet in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.cost.calibration import Calibration, Line, Warmup, calibrate, fit, trimmed_mean
+from isthmus.cost.calibration import AffineFit, Calibration, Warmup, calibrate, fit, trimmed_mean
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, corrected
 from isthmus.plans import (
@@ -32,25 +32,38 @@ def plan_of(sizes: list[tuple[int, int, int]]) -> Plan:
     memory = StageMemory(weights=0, gradients=0, optimizer=0, activations=0)
     stages = tuple(
         Stage(
-            device=f"d{k}", first=k, last=k, first_op="", last_op="", flops_forward=f, flops_backward=b,
-            parameter_bytes=p, memory=memory,
+            device=f"d{k}",
+            first=k,
+            last=k,
+            first_op="",
+            last_op="",
+            flops_forward=f,
+            flops_backward=b,
+            parameter_bytes=p,
+            memory=memory,
         )
         for k, (f, b, p) in enumerate(sizes)
-    )  # fmt: skip
+    )
     edges = tuple(
         Edge(source=k, target=k + 1, values=("v",), gradients=("v",), forward_bytes=1000, backward_bytes=1000)
         for k in range(len(sizes) - 1)
     )
     return Plan(
-        model="m", fleet="f", planner="hand", micro_batch_size=1, micro_batches=MICRO_BATCHES,
+        model="m",
+        fleet="f",
+        planner="hand",
+        micro_batch_size=1,
+        micro_batches=MICRO_BATCHES,
         replicas=(
             Replica(
-                stages=stages, edges=edges, micro_batches=MICRO_BATCHES,
+                stages=stages,
+                edges=edges,
+                micro_batches=MICRO_BATCHES,
                 schedule=Schedule("1f1b", classic_in_flight("1f1b", len(sizes), MICRO_BATCHES)),
             ),
         ),
         predicted=Prediction(step_s=0, micro_batches=1, period_s=0, fill_s=0, eq3_step_s=0, bottleneck=""),
-    )  # fmt: skip
+    )
 
 
 def fleet_of(stages: int) -> Fleet:
@@ -60,9 +73,10 @@ def fleet_of(stages: int) -> Fleet:
 
 def simulated(plan: Plan, truth: Calibration) -> Warmup:
     options = SimulationOptions(
-        durations=truth.durations(plan), overheads=Overheads(handover_s=truth.handover_s),
+        durations=truth.durations(plan),
+        overheads=Overheads(handover_s=truth.handover_s),
         header_bytes=truth.header_bytes,
-    )  # fmt: skip
+    )
     return Warmup(plan, simulate(plan, fleet_of(len(plan.stages)), SPEC, options))
 
 
@@ -70,7 +84,7 @@ def sizes(least: int, most: int) -> st.SearchStrategy[tuple[int, int, int]]:
     return st.tuples(st.integers(least, most), st.integers(least, most), st.integers(least, most))
 
 
-lines = st.builds(Line, fixed_s=st.floats(0.01, 0.1), slope=st.floats(1e-10, 1e-9))
+lines = st.builds(AffineFit, fixed_s=st.floats(0.01, 0.1), slope=st.floats(1e-10, 1e-9))
 
 
 @settings(max_examples=30, deadline=None)
@@ -85,8 +99,10 @@ def test_two_plans_give_the_durations_of_a_third(
     )
     truth = Calibration(
         lines={(f"d{k}", work): data.draw(lines) for k in range(stages) for work in ("F", "B", "update")},
-        tasklet_s=0.0, handover_s=handover_s, header_bytes=header_bytes,
-    )  # fmt: skip
+        tasklet_s=0.0,
+        handover_s=handover_s,
+        header_bytes=header_bytes,
+    )
     found = calibrate([simulated(first, truth), simulated(second, truth)])
     assert found.durations(third) == pytest.approx(truth.durations(third), rel=1e-4, abs=1e-7)
     assert found.header_bytes == header_bytes
@@ -107,20 +123,29 @@ def test_one_plan_gives_a_speed_per_device() -> None:
 
 def span(track: Track, name: str, start_s: float, end_s: float, micro_batch: int, step: int = 1) -> Span:
     return Span(
-        device="d0", track=track, name=name, start_s=start_s, end_s=end_s, step=step, micro_batch=micro_batch,
+        device="d0",
+        track=track,
+        name=name,
+        start_s=start_s,
+        end_s=end_s,
+        step=step,
+        micro_batch=micro_batch,
         other="" if track == "compute" else "d1",
-    )  # fmt: skip
+    )
 
 
 def test_waits_are_told_apart() -> None:
     """Times of one lane:  F0 .5 F1 ... 1 (gradient 0 arrives at 6) B0 .5 B1, with gradient 1 there before."""
     spans = (
-        span("compute", "F", 0.0, 1.0, 0), span("compute", "F", 1.5, 2.5, 1),
+        span("compute", "F", 0.0, 1.0, 0),
+        span("compute", "F", 1.5, 2.5, 1),
         span("send", "forward", 2.0, 4.0, 0),  # handed over at 1.0, on a free link
         span("send", "forward", 4.0, 6.0, 1),  # handed over at 2.5 and queued
-        span("receive", "backward", 5.0, 6.0, 0), span("receive", "backward", 6.0, 7.0, 1),
-        span("compute", "B", 7.0, 9.0, 0), span("compute", "B", 9.5, 11.0, 1),
-    )  # fmt: skip
+        span("receive", "backward", 5.0, 6.0, 0),
+        span("receive", "backward", 6.0, 7.0, 1),
+        span("compute", "B", 7.0, 9.0, 0),
+        span("compute", "B", 9.5, 11.0, 1),
+    )
     found = calibrate([Warmup(plan_of([(1, 1, 1)]), Trace(source="runtime", run="drawn", spans=spans))])
     assert found.tasklet_s == 0.5  # F0-F1 and B0-B1
     assert found.handover_s == 1.0  # the first send, and B0

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isthmus.cost import Layout, Problem, build_replicas, step_price, with_edges
+from isthmus.cost import PlanLayout, Problem, build_replicas, step_price, with_edges
 from isthmus.errors import UserError
-from isthmus.fleet import Device, Fleet, Link, Links, Site
+from isthmus.fleet import Device, Fleet, Link, Links, Region
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec
 from isthmus.plans import Compression, Plan, load_plan, save_plan
 
@@ -19,28 +19,40 @@ VALUE = TensorSpec("float32", (Affine(1), 2), (2, 1))
 
 def operator(name: str, *args: str) -> Op:
     return Op(
-        name=name, kind="operator", target="aten.test.default", args=tuple(Ref(a) for a in args), outputs=(VALUE,),
-        requires_grad=(True,), flops_forward=Affine(100), flops_backward=Affine(200), saved_bytes=Affine(8),
-    )  # fmt: skip
+        name=name,
+        kind="operator",
+        target="aten.test.default",
+        args=tuple(Ref(a) for a in args),
+        outputs=(VALUE,),
+        requires_grad=(True,),
+        flops_forward=Affine(100),
+        flops_backward=Affine(200),
+        saved_bytes=Affine(8),
+    )
 
 
 def problem(*, micro_batches: int = 6, memory: int = 1 << 20) -> Problem:
     weights = tuple(
-        Op(name=f"w{n}", kind="parameter", target=f"w{n}", outputs=(TensorSpec("float32", (10,), (1,)),),
-           requires_grad=(True,))
+        Op(
+            name=f"w{n}",
+            kind="parameter",
+            target=f"w{n}",
+            outputs=(TensorSpec("float32", (10,), (1,)),),
+            requires_grad=(True,),
+        )
         for n in "abc"
-    )  # fmt: skip
+    )
     x = Op(name="x", kind="placeholder", target="x", outputs=(VALUE,), requires_grad=(False,))
     chain = (operator("a", "x", "wa"), operator("b", "a", "wb"), operator("c", "b", "wc"))
     graph = OpGraph(name="three", mode="train", loss=Ref("c"), ops=(x, *weights, *chain))
     devices = tuple(Device(name=n, region=f"at-{n}", flops_per_s=100.0, memory_bytes=memory) for n in "pqrs")
-    sites = tuple(Site(region=f"at-{n}", egress_price_per_gb=1.0) for n in "pqrs")
-    fleet = Fleet(name="four", devices=devices, links=Links(default=Link(0.5, 1.0)), sites=sites)
+    sites = tuple(Region(region=f"at-{n}", egress_price_per_gb=1.0) for n in "pqrs")
+    fleet = Fleet(name="four", devices=devices, links=Links(default=Link(0.5, 1.0)), region_info=sites)
     return Problem(flow=Flow(graph), fleet=fleet, micro_batch_size=1, micro_batches=micro_batches)
 
 
 def two_replicas(asked: Problem) -> Plan:
-    return build_replicas(asked, [Layout(("p", "q"), (1,), 4), Layout(("r", "s"), (2,), 2)], planner="hand")
+    return build_replicas(asked, [PlanLayout(("p", "q"), (1,), 4), PlanLayout(("r", "s"), (2,), 2)], planner="hand")
 
 
 def packed(made: Plan, asked: Problem, wire_bytes: int) -> Plan:
@@ -54,7 +66,7 @@ def packed(made: Plan, asked: Problem, wire_bytes: int) -> Plan:
 @pytest.mark.parametrize("memory", [1 << 20, 130, 142])
 def test_the_same_edges_give_the_same_plan(memory: int) -> None:
     asked = problem(memory=memory)
-    layouts = [Layout(("p", "q", "r"), (1, 2), 6)]
+    layouts = [PlanLayout(("p", "q", "r"), (1, 2), 6)]
     made = build_replicas(asked, layouts, planner="hand")
     assert with_edges(asked, made, [r.edges for r in made.replicas]) == made
     both = two_replicas(problem())
@@ -76,7 +88,7 @@ def test_a_shorter_message_makes_a_shorter_step() -> None:
 
 def test_a_shorter_period_wants_more_micro_batches_in_flight() -> None:
     asked = problem(micro_batches=40)
-    made = build_replicas(asked, [Layout(("p", "q"), (1,), 40)], planner="hand")
+    made = build_replicas(asked, [PlanLayout(("p", "q"), (1,), 40)], planner="hand")
     tiny = Compression(codec="topk", wire_bytes=0)
     edge = msgspec.structs.replace(made.replica.edges[0], forward_compression=tiny, backward_compression=tiny)
     dense_limits, found = made.replica.schedule.in_flight, with_edges(asked, made, [(edge,)])

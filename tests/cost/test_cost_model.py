@@ -7,19 +7,19 @@ import pytest
 
 from isthmus.cost import (
     EdgeTime,
+    MemoryRoom,
     ParameterState,
-    Pipeline,
+    PipelineTime,
     Problem,
-    Room,
     build_plan,
     in_flight_limits,
     parameter_state,
     place,
     step_price,
-)  # fmt: skip
+)
 from isthmus.cost.steptime import FedPipeline, prediction
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.fleet import Device, Fleet, Link, Links, Route, Site, corrected
+from isthmus.fleet import Device, Fleet, Link, Links, Region, Route, corrected
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec
 
 
@@ -35,10 +35,17 @@ def weight(name: str, count: int, *, trained: bool = True, dtype: str = "float32
 
 def operator(name: str, *args: str, flops: int, saved: int, width: int, trained: bool = True) -> Op:
     return Op(
-        name=name, kind="operator", target="aten.test.default", args=tuple(Ref(a) for a in args),
-        outputs=(values(width),), requires_grad=(trained,), flops_forward=Affine(flops),
-        flops_backward=Affine(2 * flops), saved_bytes=Affine(saved), module=f"layer.{name}",
-    )  # fmt: skip
+        name=name,
+        kind="operator",
+        target="aten.test.default",
+        args=tuple(Ref(a) for a in args),
+        outputs=(values(width),),
+        requires_grad=(trained,),
+        flops_forward=Affine(flops),
+        flops_backward=Affine(2 * flops),
+        saved_bytes=Affine(saved),
+        module=f"layer.{name}",
+    )
 
 
 def skipping_graph(dtype: str = "float32") -> OpGraph:
@@ -47,13 +54,20 @@ def skipping_graph(dtype: str = "float32") -> OpGraph:
         Op(name="x", kind="placeholder", target="x", outputs=(values(1, "int64"),), requires_grad=(False,)),
         weight("tied", 10, dtype=dtype),
         weight("frozen", 100, trained=False, dtype=dtype),
-        Op(name="mask", kind="operator", target="aten.ones.default", outputs=(TensorSpec("float32", (3,), (1,)),),
-           requires_grad=(False,), flops_forward=Affine(0, 10**9), saved_bytes=Affine(0, 10**9)),
+        Op(
+            name="mask",
+            kind="operator",
+            target="aten.ones.default",
+            outputs=(TensorSpec("float32", (3,), (1,)),),
+            requires_grad=(False,),
+            flops_forward=Affine(0, 10**9),
+            saved_bytes=Affine(0, 10**9),
+        ),
         operator("a", "x", "tied", flops=100, saved=8, width=4),
         operator("index", "x", flops=0, saved=0, width=2, trained=False),
         operator("b", "a", "frozen", "mask", flops=200, saved=16, width=2),
         operator("c", "b", "a", "index", "tied", "mask", flops=300, saved=24, width=1),
-    )  # fmt: skip
+    )
     return OpGraph(name="skip", mode="train", ops=ops, loss=Ref("c"))
 
 
@@ -63,9 +77,13 @@ def three_devices(memory: int = 1 << 30) -> Fleet:
         for n, s in (("p", 100.0), ("q", 200.0), ("r", 300.0))
     )
     links = {
-        ("p", "q"): Link(0.5, 16.0), ("q", "p"): Link(0.25, 32.0), ("p", "r"): Link(1.0, 8.0),
-        ("r", "p"): Link(0.75, 64.0), ("q", "r"): Link(0.1, 4.0), ("r", "q"): Link(0.2, 8.0),
-    }  # fmt: skip
+        ("p", "q"): Link(0.5, 16.0),
+        ("q", "p"): Link(0.25, 32.0),
+        ("p", "r"): Link(1.0, 8.0),
+        ("r", "p"): Link(0.75, 64.0),
+        ("q", "r"): Link(0.1, 4.0),
+        ("r", "q"): Link(0.2, 8.0),
+    }
     routes = tuple(Route(a, b, link) for (a, b), link in links.items())
     return Fleet(name="three", devices=devices, links=Links(devices=routes))
 
@@ -117,7 +135,7 @@ def test_eq3_counts_all_receives_of_a_stage_with_latency() -> None:
 
 def test_the_round_trip_is_the_longest_path_not_the_sum() -> None:
     edges = (EdgeTime(0, 1, 1.0, 1.0, 0.0, 0.0), EdgeTime(0, 2, 5.0, 0.0, 0.0, 0.0), EdgeTime(1, 2, 1.0, 2.0, 0.0, 0.0))
-    times = Pipeline(devices=("a", "b", "c"), forward_s=(1, 1, 1), backward_s=(2, 2, 2), edges=edges, shared_s=0)
+    times = PipelineTime(devices=("a", "b", "c"), forward_s=(1, 1, 1), backward_s=(2, 2, 2), edges=edges, shared_s=0)
     # F0 ends at 1; F1 2..3; F2 waits for a at 6, ends at 7, B2 9; gradient to 1 at 11, B1 13; to 0 at 14, B0 16
     assert times.round_trips_s == (16, 9, 3)
     assert times.throttled_period_s((2, 8, 8), 100) == 8
@@ -125,26 +143,35 @@ def test_the_round_trip_is_the_longest_path_not_the_sum() -> None:
 
 
 def test_the_last_stage_is_not_held_up_by_its_limit_where_holders_parts_add_up_to_less_than_one() -> None:
-    way = Pipeline(devices=("a", "z"), forward_s=(0.1, 0.5), backward_s=(0.1, 0.5), edges=(), shared_s=0)
+    way = PipelineTime(devices=("a", "z"), forward_s=(0.1, 0.5), backward_s=(0.1, 0.5), edges=(), shared_s=0)
     times = FedPipeline(
-        devices=way.devices, forward_s=way.forward_s, backward_s=way.backward_s, edges=(), shared_s=0,
-        ways=(way, way, way), shares=(1 / 6, 4 / 6, 1 / 6), copied=frozenset({0}),
-    )  # fmt: skip
+        devices=way.devices,
+        forward_s=way.forward_s,
+        backward_s=way.backward_s,
+        edges=(),
+        shared_s=0,
+        ways=(way, way, way),
+        shares=(1 / 6, 4 / 6, 1 / 6),
+        copied=frozenset({0}),
+    )
     assert times.bottleneck[0] < times.round_trips_s[1]
     assert prediction(times, (6, 1), 6).bottleneck == "device z"
 
 
 def test_1f1b_holds_what_hides_the_round_trip_as_far_as_memory_goes() -> None:
     edges = (EdgeTime(0, 1, 10.0, 10.0, 0.0, 0.0),)
-    times = Pipeline(devices=("a", "b"), forward_s=(1, 1), backward_s=(1, 1), edges=edges, shared_s=0)
+    times = PipelineTime(devices=("a", "b"), forward_s=(1, 1), backward_s=(1, 1), edges=edges, shared_s=0)
     assert times.round_trips_s == (24, 2)
     for batches, memory, expected in (
-        (100, (99, 99), (13, 1)), (6, (99, 99), (6, 1)), (100, (4, 1), (4, 1)), (1, (9, 9), (1, 1)),
-    ):  # fmt: skip
-        rooms = [Room(capacity=most, fixed=0, each=1) for most in memory]
+        (100, (99, 99), (13, 1)),
+        (6, (99, 99), (6, 1)),
+        (100, (4, 1), (4, 1)),
+        (1, (9, 9), (1, 1)),
+    ):
+        rooms = [MemoryRoom(capacity=most, fixed=0, each=1) for most in memory]
         assert in_flight_limits(problem(micro_batches=batches), times, rooms) == expected
     gpipe = problem(micro_batches=7, schedule="gpipe")
-    assert in_flight_limits(gpipe, times, [Room(1, 0, 1)] * 2) == (7, 7)
+    assert in_flight_limits(gpipe, times, [MemoryRoom(1, 0, 1)] * 2) == (7, 7)
 
 
 def test_memory_counts_owner_user_frozen_and_received() -> None:
@@ -163,18 +190,19 @@ def test_parameter_state_per_optimizer_and_precision() -> None:
     assert parameter_state("sgd") == ParameterState(master_bytes=0, gradient_bytes=4, optimizer_bytes=0)
     assert parameter_state("SGD", momentum=True).optimizer_bytes == 4
     assert parameter_state("adamw").optimizer_bytes == 8
-    assert parameter_state("adamw", narrow=True) == ParameterState(
-        master_bytes=4, gradient_bytes=4, optimizer_bytes=8
-    )
+    assert parameter_state("adamw", narrow=True) == ParameterState(master_bytes=4, gradient_bytes=4, optimizer_bytes=8)
     with pytest.raises(UserError, match="unknown optimizer 'adamv': did you mean"):
         parameter_state("adamv")
 
 
 def test_bfloat16_keeps_a_master_copy_where_the_parameter_is_owned() -> None:
     half = Problem(
-        flow=Flow(skipping_graph("bfloat16")), fleet=three_devices(), micro_batch_size=2, micro_batches=1,
+        flow=Flow(skipping_graph("bfloat16")),
+        fleet=three_devices(),
+        micro_batch_size=2,
+        micro_batches=1,
         state=parameter_state("adamw", narrow=True),
-    )  # fmt: skip
+    )
     owner, _, user = build_plan(half, ["p", "q", "r"], [2, 3], planner="test").stages
     assert (owner.memory.weights, owner.memory.gradients, owner.memory.optimizer) == (10 * (2 + 4), 40, 80)
     assert (user.memory.weights, user.memory.gradients, user.memory.optimizer) == (20, 40, 0)
@@ -225,19 +253,20 @@ def test_an_order_must_match_the_cuts_and_name_each_device_once() -> None:
         place(problem(), ["p", "p"], [2])
 
 
-def sites(*found: Site) -> Fleet:
+def sites(*found: Region) -> Fleet:
     """The three devices in two regions: p alone, q and r together."""
     fleet = three_devices()
     p, q, r = fleet.devices
     devices = (
-        msgspec.structs.replace(p, region="away", price_per_hour=36.0), q,
+        msgspec.structs.replace(p, region="away", price_per_hour=36.0),
+        q,
         msgspec.structs.replace(r, price_per_hour=7.2),
-    )  # fmt: skip
-    return msgspec.structs.replace(fleet, devices=devices, sites=found)
+    )
+    return msgspec.structs.replace(fleet, devices=devices, region_info=found)
 
 
 def test_links_that_leave_a_site_share_its_uplink() -> None:
-    fleet = sites(Site(region="away", uplink_bytes_per_s=7.0))
+    fleet = sites(Region(region="away", uplink_bytes_per_s=7.0))
     times = place(problem(much_faster(fleet)), ["p", "q", "r"], [2, 3]).times
     # p sends 32 bytes to q and 48 to r; neither link alone is faster than the uplink.
     assert times.bottleneck == (pytest.approx((32 + 48) / 7), "uplink of away")
@@ -247,7 +276,7 @@ def test_links_that_leave_a_site_share_its_uplink() -> None:
 
 
 def test_a_step_is_paid_by_the_hour_and_by_the_bytes_that_leave_a_site() -> None:
-    fleet = sites(Site(region="away", egress_price_per_gb=2e6), Site(region="here", egress_price_per_gb=1e6))
+    fleet = sites(Region(region="away", egress_price_per_gb=2e6), Region(region="here", egress_price_per_gb=1e6))
     plan = build_plan(problem(fleet), ["p", "q", "r"], [2, 3], planner="hand")
     price = step_price(plan, fleet, step_s=100.0)
     assert price.devices == pytest.approx(43.2 * 100 / 3600)

@@ -80,9 +80,10 @@ def test_a_data_set_of_ours_is_taken_as_it_is() -> None:
 def test_a_map_style_set_has_the_columns_of_its_first_sample() -> None:
     data = load_dataset(spec("mapped", noise=False), "train")
     assert data.columns == {
-        "x": ColumnSpec(dtype="float32", shape=(2,)), "labels": ColumnSpec(dtype="int64"),
+        "x": ColumnSpec(dtype="float32", shape=(2,)),
+        "labels": ColumnSpec(dtype="int64"),
         "weight": ColumnSpec(dtype="float32"),
-    }  # fmt: skip
+    }
     found = data.batch([4, 1], ["x", "labels"])
     assert found["x"].tolist() == [[4, 4], [1, 1]] and found["labels"].tolist() == [0, 1]
     assert len(load_dataset(spec("mapped"), "heldout")) == 2

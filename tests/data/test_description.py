@@ -1,4 +1,4 @@
-"""What a coordinator is told of data, and what it takes for a description."""
+"""What a coordinator is notified of data, and what it takes for a description."""
 
 from __future__ import annotations
 

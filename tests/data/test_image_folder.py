@@ -1,4 +1,4 @@
-"""A folder of images: which files, which labels, how they are told apart, and what is refused."""
+"""A folder of images: which files, which labels, how they are distinguished, and what is refused."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def test_pixels_and_labels_are_those_of_the_files(tmp_path: Path) -> None:
     picture_folder(tmp_path)
     data = load(KIND, tmp_path, holdout=0)
     assert data.columns == {
-        "pixel_values": ColumnSpec(dtype="float32", shape=(3, 8, 8)), "labels": ColumnSpec(dtype="int64", limit=3),
-    }  # fmt: skip
+        "pixel_values": ColumnSpec(dtype="float32", shape=(3, 8, 8)),
+        "labels": ColumnSpec(dtype="int64", limit=3),
+    }
     found = everything(data)
     assert found["labels"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
     expected = np.stack([drawing(i).transpose(2, 0, 1) for i in range(12)]).astype(np.float32) / np.float32(255)

@@ -16,7 +16,7 @@ from isthmus.data.augmented import batch_at
 from isthmus.data.images.decoding import pixels
 from isthmus.data.images.pipeline import read_pipeline
 from isthmus.errors import StepError, UserError
-from isthmus.streams import stream
+from isthmus.rng import stream
 
 FLIP = {"name": "RandomHorizontalFlip"}
 
@@ -215,13 +215,17 @@ def test_held_out_images_go_through_the_same_without_chance(tmp_path: Path) -> N
 
 
 CASES = [
-    {"name": "Resize", "size": 7}, {"name": "Resize", "size": [9, 4], "interpolation": "bicubic"},
-    {"name": "Resize", "size": 6, "max_size": 7}, {"name": "CenterCrop", "size": [5, 9]},
-    {"name": "CenterCrop", "size": 15}, {"name": "Pad", "padding": [1, 2], "fill": 7},
+    {"name": "Resize", "size": 7},
+    {"name": "Resize", "size": [9, 4], "interpolation": "bicubic"},
+    {"name": "Resize", "size": 6, "max_size": 7},
+    {"name": "CenterCrop", "size": [5, 9]},
+    {"name": "CenterCrop", "size": 15},
+    {"name": "Pad", "padding": [1, 2], "fill": 7},
     {"name": "Pad", "padding": [1, 2, 3, 1], "padding_mode": "symmetric"},
-    {"name": "RandomHorizontalFlip", "p": 1}, {"name": "RandomVerticalFlip", "p": 1},
+    {"name": "RandomHorizontalFlip", "p": 1},
+    {"name": "RandomVerticalFlip", "p": 1},
     {"name": "RandomCrop", "size": [11, 10], "padding": [0, 0, 0, 0]},
-]  # fmt: skip
+]
 """Of an image of 11 x 10 pixels, none leaves anything to chance."""
 
 

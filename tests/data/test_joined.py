@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from isthmus.data import ColumnSpec, DataSpec, JoinedDataset, JoinedOrder, SampleOrder, load_dataset
 from isthmus.data.joined import joined_columns
 from isthmus.errors import UserError
-from isthmus.plans.turns import turn
+from isthmus.plans.feeder_order import feeder_slot
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any).map(tuple)
 
@@ -25,13 +25,13 @@ def test_turns_are_those_of_a_walk_from_the_first(counts: tuple[int, ...], numbe
     for _ in range(number):
         due = min((k for k, w in enumerate(counts) if w), key=lambda k: (Fraction(2 * had[k] + 1, counts[k]), k))
         had[due] += 1
-    found = turn(counts, number)
+    found = feeder_slot(counts, number)
     assert counts[found.holder] and found.number == had[found.holder]
 
 
 @given(COUNTS)
 def test_after_as_many_turns_as_samples_each_holder_has_had_all_of_its_own(counts: tuple[int, ...]) -> None:
-    found = Counter(turn(counts, number).holder for number in range(sum(counts)))
+    found = Counter(feeder_slot(counts, number).holder for number in range(sum(counts)))
     assert [found[holder] for holder in range(len(counts))] == list(counts)
 
 

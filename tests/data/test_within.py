@@ -14,8 +14,8 @@ from tests.runtime.wire import assignment
 from isthmus.data import DataSpec, load_dataset
 from isthmus.data.within import check_pattern_within, check_within, confined_to, open_file
 from isthmus.errors import UserError
-from isthmus.runtime.device.data import stage_data
-from isthmus.runtime.identity.concealed import ONE_OWNER
+from isthmus.runtime.device.stage_data import stage_data
+from isthmus.runtime.identity.blinded_digests import ONE_OWNER
 
 OUTSIDE = "leads out of this device's data folder"
 

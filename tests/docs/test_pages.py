@@ -37,8 +37,8 @@ def test_a_page_works_as_it_is_written(page: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     here = str(Path(sys.executable).parent)
     environment = {**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    script = script_of((DOCS / page).read_text(encoding="utf-8"))
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    callbacks = script_of((DOCS / page).read_text(encoding="utf-8"))
+    done = subprocess.run(["bash", "-c", callbacks], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     assert "Traceback" not in done.stderr
 

@@ -93,6 +93,6 @@ def test_links_lead_somewhere(paper: str) -> None:
 def test_commands_name_scripts_and_their_options(paper: str) -> None:
     commands = [c for *_, command in rows(paper, "Results") for c in re.findall(r"`(python [^`]+)`", command)]
     assert commands
-    for _, script, *rest in map(shlex.split, commands):
-        text = (ROOT / script).read_text(encoding="utf-8")
-        assert [word for word in rest if word.startswith("--") and f'"{word}"' not in text] == [], script
+    for _, callbacks, *rest in map(shlex.split, commands):
+        text = (ROOT / callbacks).read_text(encoding="utf-8")
+        assert [word for word in rest if word.startswith("--") and f'"{word}"' not in text] == [], callbacks

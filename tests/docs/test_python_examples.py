@@ -17,9 +17,9 @@ from isthmus.planners import plan
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def told(script: str, folder: Path) -> str:
+def told(callbacks: str, folder: Path) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(EXAMPLES / "python" / script)]
+    command = [sys.executable, str(EXAMPLES / "python" / callbacks)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

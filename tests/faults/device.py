@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from isthmus.protocol import Holding, Item, StageView, Worker
+from isthmus.protocol import Item, StageView, StateHolding, Worker
 from isthmus.protocol.events import (
     Arrived,
     Collect,
     Collected,
     Compute,
     Computed,
-    Keep,
-    Kept,
+    KeepSnapshot,
     Opened,
     Report,
     Save,
     Saved,
     Send,
+    SnapshotKept,
     Update,
     Updated,
     WorkerEvent,
     WorkerInstruction,
 )
-from isthmus.protocol.memory import Memory
+from isthmus.protocol.state_inventory import StateInventory
 
 History = tuple[tuple[int, int], ...]
 """Every update of a part: the range of samples (its first) and the epoch."""
@@ -39,7 +39,7 @@ class Stage(NamedTuple):
     devices: tuple[str, ...]
     """Of all stages."""
     parts: frozenset[str]
-    mirror: str | None
+    snapshot_copy: str | None
 
 
 class Surroundings(NamedTuple):
@@ -50,13 +50,13 @@ class Surroundings(NamedTuple):
     to_device: Callable[[str, str, Callable[[Device], None]], None]
     """(from, to, what arrives)"""
     report: Callable[[str, Stage, Item, dict[str, History]], None]
-    mirrored: Callable[[str, Stage, str, int], None]
+    snapshot_sources: Callable[[str, Stage, str, int], None]
 
 
 class Device:
     def __init__(self, name: str, around: Surroundings) -> None:
         self.name = name
-        self.memory: Memory[History] = Memory()
+        self.memory: StateInventory[History] = StateInventory()
         self._around = around
         self._stage: Stage | None = None
         self._worker: Worker | None = None
@@ -65,7 +65,7 @@ class Device:
         self._items: dict[int, Item] = {}
         self._state: dict[str, History] = {}
 
-    def hold(self) -> tuple[Holding, ...]:
+    def hold(self) -> tuple[StateHolding, ...]:
         """Forget the stage; its state remains."""
         if self._stage is not None:
             self.memory.keep(self._stage.epoch, self._step, self._live)
@@ -128,9 +128,9 @@ class Device:
             case Save(item=item):
                 self._state = dict(self._live)
                 self._around.later(self.name, "save", done(Saved(item=item)))
-            case Keep(item=item):
+            case KeepSnapshot(item=item):
                 self._keep(stage, self._items[item].step)
-                self._around.later(self.name, "keep", done(Kept(item=item)))
+                self._around.later(self.name, "keep", done(SnapshotKept(item=item)))
             case Report(item=item):
                 state, self._state = self._state, {}
                 self._around.report(self.name, stage, self._items.pop(item), state)
@@ -147,13 +147,13 @@ class Device:
     def _keep(self, stage: Stage, step: int) -> None:
         copied = dict(self._live)
         self.memory.keep(stage.epoch, step, copied)
-        if stage.mirror is None:
+        if stage.snapshot_copy is None:
             return
 
         def arrive(other: Device) -> None:
             if other.epoch == stage.epoch:
                 other.memory.keep(stage.epoch, step, copied)
-                other._around.mirrored(other.name, stage, self.name, step)
+                other._around.snapshot_sources(other.name, stage, self.name, step)
 
-        mirror = stage.mirror
-        self._around.later(self.name, "mirror", lambda: self._around.to_device(self.name, mirror, arrive))
+        snapshot_copy = stage.snapshot_copy
+        self._around.later(self.name, "snapshot_copy", lambda: self._around.to_device(self.name, snapshot_copy, arrive))

@@ -74,8 +74,8 @@ def _with_machines(seed: int, folder: Path, *, everybody: bool) -> Found:
         wait_until(lambda: machines.newest() > reached or machines.newest() == STEPS, again, within_s=LONGEST_S)
         seconds = time.monotonic() - since_s
         code = again.wait(LONGEST_S)
-        went_on = [int(step) for step in re.findall(r"going on (?:with .* )?after step (\d+)", machines.told())]
-        wrong = "" if code == 0 else machines.told()
+        went_on = [int(step) for step in re.findall(r"going on (?:with .* )?after step (\d+)", machines.description())]
+        wrong = "" if code == 0 else machines.description()
         if not wrong and not everybody and (not went_on or went_on[-1] < reached - 1):
             wrong = f"{reached} steps were told, and it went on after {went_on}"
         redone = max(0, reached - went_on[-1]) if went_on else 0
@@ -91,8 +91,8 @@ def judged(machines: Machines, reached: int, folder: Path) -> str:
         return f"steps were told in this order: {told}"
     unknown = set(range(1, STEPS + 1)) - set(told)
     if not unknown <= {reached + 1, reached + 2, reached + 3}:  # what devices did while nobody listened
-        return f"nothing was told of steps {sorted(unknown)}"
-    lost = "was lost" in machines.told()
+        return f"nothing was notified of steps {sorted(unknown)}"
+    lost = "was lost" in machines.description()
     return differing(final_weights(machines.run.path), undisturbed(folder), bitwise=not lost)
 
 
@@ -115,16 +115,16 @@ def wrong_clock(seed: int, folder: Path) -> Found:
         for name in NAMES:
             with mock.patch.dict(os.environ, environment(name)):
                 machines.join(name, serve.stdout.readline().strip())
-        wrong = "" if serve.wait(LONGEST_S) == 0 else machines.told()
+        wrong = "" if serve.wait(LONGEST_S) == 0 else machines.description()
         hour = "ahead" if seconds > 0 else "behind"
         who = "coordinator" if whose == "serve" else whose
-        return Found(wrong=wrong or judged(machines, STEPS, folder), remark=f"{who} an hour {hour}")
+        return Found(wrong=wrong or judged(machines, STEPS, folder), note_=f"{who} an hour {hour}")
     finally:
         machines.end()
 
 
 ROWS = (
-    Row(name="coordinator", told="coordinator killed, and started again", once=coordinator_killed, limit_s=700),
-    Row(name="all", told="all killed, then resumed", once=all_killed, limit_s=700),
-    Row(name="clock", told="a clock an hour ahead or behind", once=wrong_clock, limit_s=700),
+    Row(name="coordinator", description="coordinator killed, and started again", once=coordinator_killed, limit_s=700),
+    Row(name="all", description="all killed, then resumed", once=all_killed, limit_s=700),
+    Row(name="clock", description="a clock an hour ahead or behind", once=wrong_clock, limit_s=700),
 )

@@ -79,9 +79,7 @@ class Forwarder:
                 line.put((time.monotonic() + self._latency_s, data))
         line.put((time.monotonic() + self._latency_s, b""))
 
-    def _give(
-        self, target: socket.socket, line: queue.SimpleQueue[tuple[float, bytes]], number: int, way: Way
-    ) -> None:
+    def _give(self, target: socket.socket, line: queue.SimpleQueue[tuple[float, bytes]], number: int, way: Way) -> None:
         with contextlib.suppress(OSError):
             while True:
                 due_s, data = line.get()

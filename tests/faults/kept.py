@@ -26,7 +26,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 class RowSummary(msgspec.Struct, frozen=True, kw_only=True):
     row: str
-    told: str
+    description: str
     moments: int
     faults: int
     failed: tuple[int, ...]
@@ -38,7 +38,7 @@ class RowSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that were done again, of each moment."""
     lengths: dict[str, int]
     """How many moments had a fault of this length."""
-    remarks: dict[str, int]
+    log_limiter: dict[str, int]
     load: float
     """Median."""
 
@@ -58,14 +58,18 @@ def append(path: Path, moment: Moment) -> None:
 def summed_up(row: Row, moments: Sequence[Moment]) -> RowSummary:
     seconds = [s for moment in moments for s in moment.found.seconds]
     return RowSummary(
-        row=row.name, told=row.told, moments=len(moments), faults=sum(m.found.faults for m in moments),
+        row=row.name,
+        description=row.description,
+        moments=len(moments),
+        faults=sum(m.found.faults for m in moments),
         failed=tuple(sorted(m.seed for m in moments if m.found.wrong)),
-        median_s=statistics.median(seconds) if seconds else None, longest_s=max(seconds, default=None),
+        median_s=statistics.median(seconds) if seconds else None,
+        longest_s=max(seconds, default=None),
         redone=statistics.mean(m.found.redone for m in moments) if moments else 0.0,
         lengths=_counted(f"{m.found.length_s:g} s" for m in moments if m.found.length_s),
-        remarks=_counted(m.found.remark for m in moments if m.found.remark),
+        log_limiter=_counted(m.found.note_ for m in moments if m.found.note_),
         load=statistics.median(m.load for m in moments) if moments else 0.0,
-    )  # fmt: skip
+    )
 
 
 def _counted(words: Iterable[str]) -> dict[str, int]:
@@ -80,10 +84,16 @@ def table(summaries: Iterable[RowSummary]) -> Table:
     for one in summaries:
         median, longest = ("-" if s is None else f"{s:.1f} s" for s in (one.median_s, one.longest_s))
         lengths = [f"{count} of {length}" for length, count in one.lengths.items()]
-        remarks = [f"{word} ({count})" for word, count in one.remarks.items()]
+        log_limiter = [f"{word} ({count})" for word, count in one.log_limiter.items()]
         failed = ", ".join(map(str, one.failed)) or "none"
         made.add_row(
-            one.told, str(one.moments), failed, median, longest, f"{one.redone:.1f}", f"{one.load:.1f}",
-            "; ".join((*lengths, *remarks)),
-        )  # fmt: skip
+            one.description,
+            str(one.moments),
+            failed,
+            median,
+            longest,
+            f"{one.redone:.1f}",
+            f"{one.load:.1f}",
+            "; ".join((*lengths, *log_limiter)),
+        )
     return made

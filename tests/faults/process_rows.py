@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 
 from isthmus.fleet import Link
-from isthmus.runtime.conducting.crew import LocalCrew
-from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.coordinator.backend import LocalBackend
+from isthmus.runtime.processes.launcher import ProcessPlace
 from tests.faults.forwarder import ADDRESS, Forwarder, free_port
 from tests.faults.history import History
 from tests.faults.real import FLOPS_PER_S, Run, job, pid_of, run
@@ -39,14 +39,12 @@ def kill(device: str, history: History) -> None:
 @cache
 def undisturbed(folder: Path, steps: int) -> Run:
     """Bits do not depend on how fast devices are said to be."""
-    found = run(folder / f"undisturbed-{steps}", job(steps, patience="60 s"), spares=0, flops_per_s=1e12)
+    found = run(folder / f"undisturbed-{steps}", job(steps, timeout="60 s"), spares=0, flops_per_s=1e12)
     assert found.outcome.outcome == "done", f"nobody disturbed it, and it ended so: {found.outcome.reason}"
     return found
 
 
-def judged(
-    found: Run, folder: Path, steps: int, *, bitwise: bool, recoveries: int = 1, losses: int = 1
-) -> Found:  # fmt: skip
+def judged(found: Run, folder: Path, steps: int, *, bitwise: bool, recoveries: int = 1, losses: int = 1) -> Found:
     """`bitwise`: the cuts were always the same. `recoveries`: so many at least. `losses`: devices that may have been
     gone at once."""
     outcome, history = found.outcome, found.history
@@ -128,16 +126,20 @@ def stopped(seed: int, folder: Path) -> Found:
         time.sleep(STOP_S)
         os.kill(pid, signal.SIGCONT)
 
-    made = job(steps, patience="4 s")
+    made = job(steps, timeout="4 s")
     found = run(folder / str(seed), made, spares=spares, act=(step, act), flops_per_s=CRAWLING_FLOPS_PER_S)
     told = judged(found, folder, steps, bitwise=bool(spares), recoveries=1 if spares else 2)
     if not told.wrong and "silent for 4 s" not in found.outcome.recoveries[0].reason:
         told = _but(told, f"recovered because {found.outcome.recoveries[0].reason}")
-    remark = "" if spares else "used again when it was awake"
+    note_ = "" if spares else "used again when it was awake"
     return Found(
-        seconds=told.seconds[:1], redone=told.redone, wrong=told.wrong, remark=remark, faults=told.faults,
+        seconds=told.seconds[:1],
+        redone=told.redone,
+        wrong=told.wrong,
+        note_=note_,
+        faults=told.faults,
         length_s=STOP_S,
-    )  # fmt: skip
+    )
 
 
 def _but(found: Found, wrong: str) -> Found:
@@ -152,7 +154,7 @@ def on_the_link(
     def once(seed: int, folder: Path) -> Found:
         draw, port = random.Random(seed), free_port()
         forwarder = Forwarder(port, **shape)
-        crew = LocalCrew(places={"d1": Place(port=port, address=ADDRESS)})
+        backend = LocalBackend(places={"d1": ProcessPlace(port=port, address=ADDRESS)})
         step, steps = draw.randint(1, STEPS - 6), STEPS + int(length_s / CRAWLING_S)
 
         def act(history: History) -> None:
@@ -162,8 +164,8 @@ def on_the_link(
 
         flops_per_s = CRAWLING_FLOPS_PER_S if length_s else FLOPS_PER_S / 2
         try:
-            made = job(steps, patience="4 s")
-            found = run(folder / str(seed), made, crew=crew, act=(step, act), flops_per_s=flops_per_s)
+            made = job(steps, timeout="4 s")
+            found = run(folder / str(seed), made, backend=backend, act=(step, act), flops_per_s=flops_per_s)
         finally:
             forwarder.close()
         told = judged(found, folder, steps, bitwise=True, recoveries=int(recovers))
@@ -177,7 +179,7 @@ def on_the_link(
 
 
 def stalls(forwarder: Forwarder, draw: random.Random) -> None:
-    """Three, of half a patience or so."""
+    """Three, of half a timeout or so."""
     for _ in range(3):
         forwarder.cut(draw.uniform(1.0, 2.5))
         time.sleep(0.5)
@@ -197,20 +199,25 @@ def again_and_again(seed: int, folder: Path) -> Found:
 
     steps = int(AGAIN_S / 0.12)  # on four devices or more a step takes 0.13 s, and the rest are recoveries
     found = run(
-        folder / str(seed), job(steps, patience="10 s"), devices=len(names), spares=0, act=(4, act),
-        crew=LocalCrew(revives_after_s=1.0), flops_per_s=SLOW_FLOPS_PER_S,
-    )  # fmt: skip
+        folder / str(seed),
+        job(steps, timeout="10 s"),
+        devices=len(names),
+        spares=0,
+        act=(4, act),
+        backend=LocalBackend(respawn_after_s=1.0),
+        flops_per_s=SLOW_FLOPS_PER_S,
+    )
     over.set()
     told = judged(found, folder, steps, bitwise=False, losses=2)
     elapsed_s, idle_s = found.outcome.elapsed_s, sum(r.seconds for r in found.outcome.recoveries)
     useful = steps / (steps + told.redone) * (1 - idle_s / max(elapsed_s, 1e-9))
-    remark = (
+    note_ = (
         f"{told.faults} kills of {len(names)} devices in {elapsed_s:.0f} s, longest pause "
         f"{max(found.history.pauses_s()):.0f} s, goodput {useful:.0%}"
     )
     length_s = round(min(AGAIN_S, elapsed_s))
     return Found(
-        seconds=told.seconds, redone=told.redone, wrong=told.wrong, remark=remark, faults=told.faults, length_s=length_s
+        seconds=told.seconds, redone=told.redone, wrong=told.wrong, note_=note_, faults=told.faults, length_s=length_s
     )
 
 
@@ -218,11 +225,15 @@ def comes_back(seed: int, folder: Path) -> Found:
     """One of two is killed, the other goes on alone; a new one comes and is used."""
     steps, draw = 70, random.Random(seed)
     step, device = draw.randint(2, 20), draw.choice(("d0", "d1"))
-    crew = LocalCrew(revives_after_s=3.0)
+    backend = LocalBackend(respawn_after_s=3.0)
     found = run(
-        folder / str(seed), job(steps), spares=0, act=(step, lambda history: kill(device, history)), crew=crew,
+        folder / str(seed),
+        job(steps),
+        spares=0,
+        act=(step, lambda history: kill(device, history)),
+        backend=backend,
         flops_per_s=CRAWLING_FLOPS_PER_S,
-    )  # fmt: skip
+    )
     told = judged(found, folder, steps, bitwise=False)
     if not told.wrong and len(found.outcome.recoveries) < 2:
         return _but(told, "the new device was not used")
@@ -230,28 +241,35 @@ def comes_back(seed: int, folder: Path) -> Found:
 
 
 ROWS = (
-    Row(name="kill-spare", told="killed, a spare takes its place", once=killed()),
-    Row(name="kill-alone", told="killed, the other goes on alone", once=killed(spares=0)),
-    Row(name="kill-sending", told="killed in the middle of a message", once=killed(link=Link(0.05, 2e4))),
+    Row(name="kill-spare", description="killed, a spare takes its place", once=killed()),
+    Row(name="kill-alone", description="killed, the other goes on alone", once=killed(spares=0)),
+    Row(name="kill-sending", description="killed in the middle of a message", once=killed(link=Link(0.05, 2e4))),
     Row(
-        name="sole-holder", told="sole holder of a stage killed: from the checkpoint",
+        name="sole-holder",
+        description="sole holder of a stage killed: from the checkpoint",
         once=killed(snapshots=False, save_every=6),
     ),
-    Row(name="kill-early", told="killed as it is set up", once=killed_early),
-    Row(name="kill-twice", told="another killed in the recovery from the first", once=killed_twice),
-    Row(name="stop", told="stopped, evicted after 4 s, awake again", once=stopped, limit_s=400 + 3 * STOP_S),
+    Row(name="kill-early", description="killed as it is set up", once=killed_early),
+    Row(name="kill-twice", description="another killed in the recovery from the first", once=killed_twice),
+    Row(name="stop", description="stopped, evicted after 4 s, awake again", once=stopped, limit_s=400 + 3 * STOP_S),
     Row(
-        name="cut", told="link cut, noticed after 4 s", limit_s=400 + 3 * STOP_S,
+        name="cut",
+        description="link cut, noticed after 4 s",
+        limit_s=400 + 3 * STOP_S,
         once=on_the_link(lambda f, _: f.cut(STOP_S), recovers=True, length_s=STOP_S),
     ),
-    Row(name="half-open", told="half-open link", once=on_the_link(lambda f, _: f.half_open(), recovers=True)),
+    Row(name="half-open", description="half-open link", once=on_the_link(lambda f, _: f.half_open(), recovers=True)),
     Row(
-        name="slow-link", told="1 Mbit/s, 200 ms, stalls: nobody evicted",
+        name="slow-link",
+        description="1 Mbit/s, 200 ms, stalls: nobody evicted",
         once=on_the_link(stalls, recovers=False, bandwidth_bytes_per_s=125e3, latency_s=0.2),
     ),
     Row(
-        name="kill-again", told="killed every 15 s, 4 to 6 devices", once=again_and_again, moments=1,
+        name="kill-again",
+        description="killed every 15 s, 4 to 6 devices",
+        once=again_and_again,
+        moments=1,
         limit_s=300 + 3 * AGAIN_S,
     ),
-    Row(name="newcomer", told="killed; a new device comes and is used", once=comes_back, limit_s=600),
-)  # fmt: skip
+    Row(name="joiner", description="killed; a new device comes and is used", once=comes_back, limit_s=600),
+)

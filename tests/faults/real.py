@@ -16,9 +16,9 @@ from isthmus.fleet import Fleet, Link, Links
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plans import Plan
 from isthmus.protocol import Item
-from isthmus.runtime.conducting.crew import LocalCrew
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
-from isthmus.runtime.conducting.script import Outcome
+from isthmus.runtime.coordinator.backend import LocalBackend
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
+from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.trace import Span
 from tests.faults.history import History
 from tests.runtime.commands import devices_of
@@ -43,7 +43,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 def job(steps: int = 24, save_every: int = 0, **runtime: object) -> Job:
     made = job_of("mlp", {"layers": 4}, DIGITS, steps=steps, save_every=save_every)
-    settings = {"emulate": True, "patience": "6 s", "snapshot_every": 4, **runtime}
+    settings = {"emulate": True, "timeout": "6 s", "snapshot_every": 4, **runtime}
     return msgspec.structs.replace(made, runtime=msgspec.convert(settings, type(made.runtime)))
 
 
@@ -63,9 +63,16 @@ def keeps_cuts(prepared: Prepared, boundaries: list[int]) -> Callable[[Fleet], P
 
 
 def run(
-    folder: Path, made: Job, *, devices: int = 2, spares: int = 1, crew: LocalCrew | None = None,
-    act: tuple[int, Act] | None = None, link: Link | None = None, flops_per_s: float = FLOPS_PER_S,
-) -> Run:  # fmt: skip
+    folder: Path,
+    made: Job,
+    *,
+    devices: int = 2,
+    spares: int = 1,
+    backend: LocalBackend | None = None,
+    act: tuple[int, Act] | None = None,
+    link: Link | None = None,
+    flops_per_s: float = FLOPS_PER_S,
+) -> Run:
     """Train over one process per device. `act` is done once, in a thread of its own, after so many steps; with 0, as
     processes are started. `link` joins them all."""
     # The model is captured once: jobs here differ in how they are run.
@@ -90,11 +97,14 @@ def run(
             if waiting and item.step + 1 >= waiting[0][0]:
                 strike()
 
-    options = RunOptions(emulate=made.runtime.emulate, crew=crew or LocalCrew(), replan=replan)
+    options = RunOptions(emulate=made.runtime.emulate, backend=backend or LocalBackend(), replan=replan)
     watcher = Watcher(
-        advanced=advanced, acknowledged=history.held, saved=lambda step, _: history.saved(step),
-        rolled_back=history.rolled_back, noted=notes.append,
-    )  # fmt: skip
+        advanced=advanced,
+        acknowledged=history.held,
+        saved=lambda step, _: history.saved(step),
+        rolled_back=history.rolled_back,
+        noted=notes.append,
+    )
     if waiting and not waiting[0][0]:
         strike()
     outcome = train(prepared, plan, fleet, folder, options, watcher)

@@ -29,7 +29,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that were done again."""
     wrong: str = ""
     """What is not as it should be."""
-    remark: str = ""
+    note_: str = ""
     faults: int = 1
     """That were made."""
     length_s: float = 0.0
@@ -38,7 +38,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    told: str
+    description: str
     """For people."""
     once: Callable[[int, Path], Found]
     """With a seed, and a folder of its own for all moments of a process: raises whatever it likes."""

@@ -33,10 +33,10 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     spec: RunSpec
     keep_every: int
     latency_s: float
-    patience_s: float
+    timeout_s: float
     faults: tuple[Fault, ...]
     repeats: bool
-    """Whether newcomers get their state while the others train."""
+    """Whether joining devices get their state while the others train."""
     recalls: bool
     """Whether who was lost is waited for where too few are left."""
 
@@ -49,15 +49,26 @@ def drawn(seed: int) -> Schedule:
     count = draw.randint(1, 8)
     times = sorted(draw.uniform(0.0, count * often) for _ in range(count))
     return Schedule(
-        seed=seed, devices=devices, layers=draw.randint(devices, 7), spares=draw.randint(0, 2),
+        seed=seed,
+        devices=devices,
+        layers=draw.randint(devices, 7),
+        spares=draw.randint(0, 2),
         spec=RunSpec(
-            steps=steps, micro_batches=draw.randint(1, 3), micro_batch_size=2, save_every=draw.choice((0, 2, 5)),
-            eval_every=draw.choice((0, 3)), eval_micro_batches=1, lease_ahead=draw.randint(1, 4),
+            steps=steps,
+            micro_batches=draw.randint(1, 3),
+            micro_batch_size=2,
+            save_every=draw.choice((0, 2, 5)),
+            eval_every=draw.choice((0, 3)),
+            eval_micro_batches=1,
+            lease_ahead=draw.randint(1, 4),
         ),
-        keep_every=draw.choice((0, 1, 2, 4)), latency_s=draw.choice((0.001, 0.05, 0.3)), patience_s=3.0,
+        keep_every=draw.choice((0, 1, 2, 4)),
+        latency_s=draw.choice((0.001, 0.05, 0.3)),
+        timeout_s=3.0,
         faults=tuple(
             Fault(t, draw.choice(KINDS), draw.randrange(100), draw.randrange(100), draw.choice((0.2, 2.0, 8.0)))
             for t in times
         ),
-        repeats=draw.random() < 0.5, recalls=draw.random() < 0.5,
-    )  # fmt: skip
+        repeats=draw.random() < 0.5,
+        recalls=draw.random() < 0.5,
+    )

@@ -13,52 +13,52 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from isthmus.protocol import Coordinator, Item, Layout, Lineage, StageView
+from isthmus.protocol import Coordinator, Item, Lineage, StageView, StateLayout
 from isthmus.protocol.coordinator_events import (
-    Assign,
-    Begin,
-    Call,
-    Changed,
-    Commit,
+    AssignStage,
+    BeginEpoch,
+    CallDevice,
+    CommitCheckpoint,
     CoordinatorEvent,
     CoordinatorInstruction,
-    Fence,
-    Fetch,
-    Fetched,
-    Finish,
-    Follow,
-    Followed,
-    FollowingEnded,
-    Held,
-    Hold,
-    Joined,
-    Leaving,
-    Lend,
-    Lost,
+    DeviceJoined,
+    DeviceLeaving,
+    DeviceLost,
+    DeviceOffered,
+    DeviceReady,
+    Disconnect,
+    FetchState,
+    FinishRun,
+    FleetChanged,
+    Inventory,
+    ItemReported,
     MakePlan,
-    Mirrored,
     NoPlan,
-    Offered,
-    Open,
-    Place,
-    Planned,
-    Ready,
-    Release,
-    Reported,
-    Retire,
+    OpenItem,
+    Pause,
+    PlaceWeights,
+    PlanMade,
+    ReceiveState,
+    ReleaseDevice,
+    RetireSnapshots,
+    SendState,
+    SnapshotCopied,
+    StateFetched,
+    StateReceived,
+    TransferEnded,
 )
 from isthmus.protocol.events import Opened
-from isthmus.simulator.clock import Clock
+from isthmus.simulator.clock import VirtualClock
 
 from .device import Device, History, Stage, Surroundings
 from .schedule import Fault, Schedule
 
 
 class Loan(NamedTuple):
-    """A newcomer that follows a device at work."""
+    """A joining device that follows a device at work."""
 
-    newcomer: Device
-    lender: Device
+    joiner: Device
+    donor: Device
     epoch: int
     number: int
     parts: frozenset[str]
@@ -73,8 +73,8 @@ class Simulated:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.clock = Clock(schedule.seed)
-        self.finish: Finish | None = None
+        self.clock = VirtualClock(schedule.seed)
+        self.finish: FinishRun | None = None
         self.recoveries = self.recalls = 0
         self._draw = random.Random(schedule.seed)
         self._layers = [f"layer {n}" for n in range(schedule.layers)]
@@ -92,8 +92,8 @@ class Simulated:
         self._cut: set[frozenset[str]] = set()
         self._left: set[str] = set()
         self._lending: dict[str, int] = {}
-        """By device, the number of its lending to newcomers; 0 when it is over."""
-        self.followed = 0
+        """By device, the number of its lending to joining devices; 0 when it is over."""
+        self.state_received = 0
         self._layout = self._plan(tuple(names[: schedule.devices]))
         self._lineage: tuple[tuple[int, int], ...] = ()
         self._checkpoints: dict[int, dict[str, History]] = {0: dict.fromkeys(self._layers, ())}
@@ -102,16 +102,14 @@ class Simulated:
         self._store: dict[str, History] = {}
         self._acknowledged = 0
         self._lost_since: set[str] = set()
-        self._coordinator: Coordinator | None = Coordinator(
-            self._layout.parts, schedule.spec, layout=self._layout
-        )
-        self._began: Begin | None = None
+        self._coordinator: Coordinator | None = Coordinator(self._layout.parts, schedule.spec, layout=self._layout)
+        self._began: BeginEpoch | None = None
         for name in names[: schedule.devices]:
             self._start(name)
         for spare in names[schedule.devices :]:
-            self._tell(Offered(device=spare))
+            self._tell(DeviceOffered(device=spare))
 
-    def run(self) -> Finish:
+    def run(self) -> FinishRun:
         for fault in self.schedule.faults:
             self.clock.at(fault.time_s, ("fault", fault), partial(self._strike, fault))
         self.clock.run()
@@ -151,15 +149,15 @@ class Simulated:
     def _surroundings(self, name: str) -> Surroundings:
         def later(lane: str, what: str, then: Callable[[], None]) -> None:
             device = self._devices[name]
-            mean_s = {"compute": 0.05, "update": 0.02, "save": 0.1, "keep": 0.01, "mirror": 0.5}.get(what, 0.0)
+            mean_s = {"compute": 0.05, "update": 0.02, "save": 0.1, "keep": 0.01, "snapshot_copy": 0.5}.get(what, 0.0)
             self._after(mean_s * self._draw.uniform(0.5, 2.0), (lane, what), lambda: self._on(device, then))
 
-        return Surroundings(later, self._send, self._report, self._mirrored)
+        return Surroundings(later, self._send, self._report, self._on_snapshot_copied)
 
     def _send(self, source: str, target: str, arrive: Callable[[Device], None]) -> None:
         if frozenset((source, target)) in self._cut:
             epoch = self._devices[source].epoch if source in self._devices else -1
-            self._after(self.schedule.patience_s, "patience", partial(self._blame, (source, target), epoch))
+            self._after(self.schedule.timeout_s, "timeout", partial(self._blame, (source, target), epoch))
             return
         other = self._devices.get(target)
         if other is not None:
@@ -175,13 +173,13 @@ class Simulated:
             self._carry_out(instruction, machine)
         if machine.statistics().phase == "recalling" and not recalling:
             self.recalls += 1
-            self._after(3 * self.schedule.patience_s, "recall", partial(self._not_back, machine.epoch))
+            self._after(3 * self.schedule.timeout_s, "recall", partial(self._not_back, machine.epoch))
 
     def _not_back(self, epoch: int) -> None:
         machine = self._coordinator
         if machine is not None and machine.epoch == epoch:
             for name in sorted(machine.awaited if machine.statistics().phase == "recalling" else ()):
-                self._tell(Lost(device=name, reason="it did not come back", epoch=machine.epoch))
+                self._tell(DeviceLost(device=name, reason="it did not come back", epoch=machine.epoch))
 
     def _from_device(self, name: str, make: Callable[[], CoordinatorEvent]) -> None:
         """A message to the coordinator; it is lost with the connection that it travels on."""
@@ -208,53 +206,53 @@ class Simulated:
     def _carry_out(self, instruction: CoordinatorInstruction, machine: Coordinator) -> None:
         epoch = machine.epoch
         match instruction:
-            case Begin():
+            case BeginEpoch():
                 self._begin(instruction)
-            case Place(device=name, own=own):
+            case PlaceWeights(device=name, own=own):
                 self._place(name, own, machine)
-            case Open(item=item):
+            case OpenItem(item=item):
                 for name in machine.devices:
                     self._to(name, lambda device: device.handle(Opened(item=item, epoch=epoch)))
-            case Hold(device=name):
+            case Pause(device=name):
                 self._to(name, lambda device: self._held(device, epoch))
-            case Fetch(device=name, step=step, parts=parts):
+            case FetchState(device=name, step=step, parts=parts):
                 self._to(name, lambda device: self._give(device, step, parts, epoch))
-            case Follow(device=name, lent=lent):
-                for of in lent:
+            case ReceiveState(device=name, donated=donated):
+                for of in donated:
                     copied = partial(self._copy, instruction, of, epoch)
                     self._after(self._draw.uniform(0.1, 1.0), ("follow", name, of), copied)
-            case Lend(device=name, number=number, parts=parts):
+            case SendState(device=name, number=number, parts=parts):
                 self._lending[name] = number if parts else 0
             case MakePlan():
                 self._after(self._draw.uniform(0.0, 2.0), "planner", partial(self._planned, instruction, epoch))
-            case Call(device=name):
+            case CallDevice(device=name):
                 self._after(0.2, ("call", name), partial(self._start, name))
-                self._after(self.schedule.patience_s, ("call", name), partial(self._missed, name, epoch))
-            case Commit(item=item):
+                self._after(self.schedule.timeout_s, ("call", name), partial(self._missed, name, epoch))
+            case CommitCheckpoint(item=item):
                 state = self._saving.pop(item.index)
                 self._check(state, item.step)
                 self._checkpoints[item.step] = state
                 self._saved_step = item.step
-            case Retire(step=step):
+            case RetireSnapshots(step=step):
                 self._acknowledged, self._lost_since = step, set()
                 for name in self._connected:
                     self._to(name, lambda device: device.memory.retire(step))
-            case Fence(device=name):
+            case Disconnect(device=name):
                 self._lost_since.add(name)
                 self._hang_up(name)
-            case Release(device=name):
+            case ReleaseDevice(device=name):
                 self._left.add(name)
                 self._lost_since.add(name)
                 self._hang_up(name)
                 self._devices.pop(name, None)
-            case Finish():
+            case FinishRun():
                 self.finish = instruction
-            case Assign():
+            case AssignStage():
                 pass
             case _:
                 pass
 
-    def _begin(self, begin: Begin) -> None:
+    def _begin(self, begin: BeginEpoch) -> None:
         self.recoveries += begin.epoch > 0
         lineage = Lineage(self._lineage)
         lineage.begin(begin.epoch, begin.step)
@@ -272,20 +270,24 @@ class Simulated:
         assert self._began is not None
         index, epoch = machine.devices.index(name), machine.epoch
         stage = Stage(
-            epoch, self._began.step, _view(index, len(machine.devices)), machine.devices, machine.layout.parts[name],
-            machine.layout.mirrors.get(name),
+            epoch,
+            self._began.step,
+            _view(index, len(machine.devices)),
+            machine.devices,
+            machine.layout.parts[name],
+            machine.layout.snapshot_copies.get(name),
         )
         placed = {part: self._store[part] for part in stage.parts - own}
 
         def begin(device: Device) -> None:
             device.begin(stage, own, placed)
-            self._from_device(name, lambda: Ready(device=name, epoch=epoch))
+            self._from_device(name, lambda: DeviceReady(device=name, epoch=epoch))
 
         self._to(name, begin)
 
     def _held(self, device: Device, epoch: int) -> None:
         holdings = device.hold()
-        self._from_device(device.name, lambda: Held(device=device.name, holdings=holdings, epoch=epoch))
+        self._from_device(device.name, lambda: Inventory(device=device.name, holdings=holdings, epoch=epoch))
 
     def _give(self, device: Device, step: int, parts: frozenset[str], epoch: int) -> None:
         values = device.memory.values(step, parts)
@@ -294,31 +296,32 @@ class Simulated:
         def given() -> CoordinatorEvent:
             if self._coordinator is not None and self._coordinator.epoch == epoch:
                 self._store |= values
-            return Fetched(device=device.name, epoch=epoch)
+            return StateFetched(device=device.name, epoch=epoch)
 
         self._from_device(device.name, given)
 
-    def _copy(self, wanted: Follow, of: str, epoch: int) -> None:
-        """The newcomer is told of the lender, and gets its state as soon as it is after so many steps as it says."""
-        lender, newcomer = self._devices.get(of), self._devices.get(wanted.device)
-        if lender is not None and newcomer is not None:
-            self._follow(Loan(newcomer, lender, epoch, wanted.number, wanted.lent[of]), wanted.step)
+    def _copy(self, wanted: ReceiveState, of: str, epoch: int) -> None:
+        """The joining device is notified of the lender, and gets its state as soon as it is after so many steps as it
+        says."""
+        donor, joiner = self._devices.get(of), self._devices.get(wanted.device)
+        if donor is not None and joiner is not None:
+            self._follow(Loan(joiner, donor, epoch, wanted.number, wanted.donated[of]), wanted.step)
 
     def _follow(self, loan: Loan, step: int) -> None:
         """One more look, now and then, at how far the lender is; what it has sent of that is for chance to say."""
-        newcomer, lender, epoch, number, parts = loan
-        name, of = newcomer.name, lender.name
-        alive = self._devices.get(name) is newcomer and self._devices.get(of) is lender
-        if not alive or self._lending.get(of) != number or lender.epoch != epoch:
+        joiner, donor, epoch, number, parts = loan
+        name, of = joiner.name, donor.name
+        alive = self._devices.get(name) is joiner and self._devices.get(of) is donor
+        if not alive or self._lending.get(of) != number or donor.epoch != epoch:
             return
         if frozenset((name, of)) in self._cut or self._draw.random() < 0.01:
-            self._from_device(of, lambda: FollowingEnded(device=of, number=number, epoch=epoch))
+            self._from_device(of, lambda: TransferEnded(device=of, number=number, epoch=epoch))
             return
-        if lender.step >= step and name not in self._stalled and of not in self._stalled:
-            step = lender.step if self._draw.random() < 0.7 else self._draw.randint(step, lender.step)
-            newcomer.memory.keep(epoch, step, lender.state_after(step, parts))
-            self.followed += 1
-            told = Followed(device=name, of=of, step=step, number=number, epoch=epoch)
+        if donor.step >= step and name not in self._stalled and of not in self._stalled:
+            step = donor.step if self._draw.random() < 0.7 else self._draw.randint(step, donor.step)
+            joiner.memory.keep(epoch, step, donor.state_after(step, parts))
+            self.state_received += 1
+            told = StateReceived(device=name, of=of, step=step, number=number, epoch=epoch)
             self._from_device(name, lambda: told)
         self._after(self._draw.uniform(0.05, 0.5), ("follow", name, of), partial(self._follow, loan, step))
 
@@ -329,30 +332,30 @@ class Simulated:
         most = min(len(wanted.devices), self.schedule.layers)
         count = most if self._draw.random() < 0.7 else self._draw.randint(1, most)
         chosen = tuple(sorted(self._draw.sample(wanted.devices, count)))
-        self._tell(Planned(layout=self._plan(chosen), pays=wanted.must or self._draw.random() < 0.7, epoch=epoch))
+        self._tell(PlanMade(layout=self._plan(chosen), worth_it=wanted.must or self._draw.random() < 0.7, epoch=epoch))
 
-    def _plan(self, devices: tuple[str, ...]) -> Layout:
+    def _plan(self, devices: tuple[str, ...]) -> StateLayout:
         """Layers shared out in order, at random places."""
         cuts = sorted(self._draw.sample(range(1, self.schedule.layers), len(devices) - 1))
         ends = [0, *cuts, self.schedule.layers]
         parts = {d: frozenset(self._layers[a:b]) for d, (a, b) in zip(devices, itertools.pairwise(ends), strict=True)}
         turned = dict(zip(devices, (*devices[1:], devices[0]), strict=True))
         if len(devices) == 1:  # nobody to keep a copy: a snapshot would be lost with it
-            return Layout(parts=parts, repeats=self.schedule.repeats)
-        return Layout(
-            parts=parts, mirrors=turned, keep_every=self.schedule.keep_every, repeats=self.schedule.repeats
-        )  # fmt: skip
+            return StateLayout(parts=parts, repeats=self.schedule.repeats)
+        return StateLayout(
+            parts=parts, snapshot_copies=turned, keep_every=self.schedule.keep_every, repeats=self.schedule.repeats
+        )
 
     def _report(self, name: str, stage: Stage, item: Item, state: dict[str, History]) -> None:
         def reported() -> CoordinatorEvent:
-            return Reported(device=name, item=item.index, epoch=stage.epoch)
+            return ItemReported(device=name, item=item.index, epoch=stage.epoch)
 
         if item.kind == "save" and self._coordinator is not None and stage.epoch == self._coordinator.epoch:
             self._saving.setdefault(item.index, {}).update(state)
         self._from_device(name, reported)
 
-    def _mirrored(self, name: str, stage: Stage, of: str, step: int) -> None:
-        self._from_device(name, lambda: Mirrored(device=name, of=of, step=step, epoch=stage.epoch))
+    def _on_snapshot_copied(self, name: str, stage: Stage, of: str, step: int) -> None:
+        self._from_device(name, lambda: SnapshotCopied(device=name, of=of, step=step, epoch=stage.epoch))
 
     # Devices come and go
 
@@ -373,7 +376,7 @@ class Simulated:
         self._connected[name] = next(self._sessions)
         holdings = device.memory.holdings()
         epoch = self._coordinator.epoch
-        self._tell(Joined(device=name, holdings=holdings, epoch=epoch))
+        self._tell(DeviceJoined(device=name, holdings=holdings, epoch=epoch))
 
     def _hang_up(self, name: str) -> None:
         if self._connected.pop(name, None) is not None and name in self._devices:
@@ -383,20 +386,20 @@ class Simulated:
         """The coordinator notices, unless that connection is history."""
         if session is not None and self._connected.get(name) == session and self._coordinator is not None:
             returns = self.schedule.recalls and name not in self._left
-            self._tell(Lost(device=name, reason=reason, returns=returns, epoch=self._coordinator.epoch))
+            self._tell(DeviceLost(device=name, reason=reason, returns=returns, epoch=self._coordinator.epoch))
 
     def _blame(self, ends: tuple[str, str], epoch: int) -> None:
         """One end of a link that is down has noticed, and says so as soon as somebody listens."""
         machine, name = self._coordinator, self._draw.choice(ends)
         if machine is None or (machine.epoch == epoch and name not in self._connected):
-            self._after(REDIAL_S, "patience", partial(self._blame, ends, epoch))
+            self._after(REDIAL_S, "timeout", partial(self._blame, ends, epoch))
         elif machine.epoch == epoch:
-            self._tell(Lost(device=name, reason="a link is down", epoch=epoch))
+            self._tell(DeviceLost(device=name, reason="a link is down", epoch=epoch))
 
     def _missed(self, name: str, epoch: int) -> None:
         machine = self._coordinator
         if machine is not None and machine.epoch == epoch and name in machine.devices and name not in self._connected:
-            self._tell(Lost(device=name, reason="it did not join", epoch=epoch))
+            self._tell(DeviceLost(device=name, reason="it did not join", epoch=epoch))
 
     # Faults
 
@@ -417,15 +420,15 @@ class Simulated:
             case "crash":
                 self._crash(fault.lasts_s)
             case "join":
-                newcomer = f"d{len(names)}"
-                self._machines[newcomer] = 0
-                self._start(newcomer)
+                joiner = f"d{len(names)}"
+                self._machines[joiner] = 0
+                self._start(joiner)
             case "leave":
                 if self._coordinator is not None and name in self._connected:
-                    self._tell(Leaving(device=name, epoch=self._coordinator.epoch))
+                    self._tell(DeviceLeaving(device=name, epoch=self._coordinator.epoch))
             case "change":
                 if self._coordinator is not None:
-                    self._tell(Changed(epoch=self._coordinator.epoch))
+                    self._tell(FleetChanged(epoch=self._coordinator.epoch))
 
     def _kill(self, name: str, lasts_s: float) -> None:
         if self._devices.pop(name, None) is None:
@@ -452,7 +455,7 @@ class Simulated:
                 for act in waiting:
                     act()
 
-        self._after(self.schedule.patience_s, ("notice", name), evict)
+        self._after(self.schedule.timeout_s, ("notice", name), evict)
         self._after(lasts_s, ("wake", name), go_on)
 
     def _crash(self, lasts_s: float) -> None:
@@ -468,20 +471,23 @@ class Simulated:
         """From what is on record alone."""
         spec = self.schedule.spec
         if self._saved_step == spec.steps:
-            self.finish = Finish("done")
+            self.finish = FinishRun("done")
             return
         newest = max((epoch for epoch, _ in self._lineage), default=-1)
         from_saved = {f: getattr(spec, f) for f in spec.__struct_fields__} | {"start_step": self._saved_step}
         machine = Coordinator(
-            self._layout.parts, type(spec)(**from_saved), newest + 1, layout=self._layout,
+            self._layout.parts,
+            type(spec)(**from_saved),
+            newest + 1,
+            layout=self._layout,
             lineage=Lineage(self._lineage),
-        )  # fmt: skip
+        )
         self._coordinator = machine
         for name in self._machines:
             if name not in self._devices and name not in self._left:
-                self._tell(Offered(device=name, epoch=machine.epoch))
+                self._tell(DeviceOffered(device=name, epoch=machine.epoch))
         for name in machine.devices:
-            self._after(3 * self.schedule.patience_s, ("call", name), partial(self._missed, name, machine.epoch))
+            self._after(3 * self.schedule.timeout_s, ("call", name), partial(self._missed, name, machine.epoch))
 
     # The history
 
@@ -500,6 +506,13 @@ class Simulated:
 def _view(stage: int, stages: int) -> StageView:
     before, after = ((stage - 1,) if stage else ()), ((stage + 1,) if stage + 1 < stages else ())
     return StageView(
-        stage=stage, stages=stages, in_flight=stages - stage, forward_from=before, forward_to=after,
-        backward_from=after, backward_to=before, eval_from=before, eval_to=after,
-    )  # fmt: skip
+        stage=stage,
+        stages=stages,
+        in_flight=stages - stage,
+        forward_from=before,
+        forward_to=after,
+        backward_from=after,
+        backward_to=before,
+        eval_from=before,
+        eval_to=after,
+    )

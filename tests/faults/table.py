@@ -33,7 +33,7 @@ import torch
 from rich.console import Console
 
 from isthmus.runtime.processes import launcher
-from tests.nurseries import kept_nursery
+from tests.fork_servers import kept_fork_server
 
 from . import disk_rows, fleet_rows, process_rows
 from .kept import Moment, append, read, summed_up, table
@@ -106,7 +106,7 @@ def _do(due: list[tuple[Row, int]], at_once: int, until_s: float, kept: Path) ->
             moment = ended.result()
             append(kept, moment)
             seconds = ", ".join(f"{s:.1f} s" for s in moment.found.seconds)
-            told = f"{moment.row} --seed {moment.seed}: {moment.found.wrong or 'ok'} [{seconds}] {moment.found.remark}"
+            told = f"{moment.row} --seed {moment.seed}: {moment.found.wrong or 'ok'} [{seconds}] {moment.found.note_}"
             print(f"{told} in {moment.wall_s:.0f} s", file=sys.stderr, flush=True)
             if time.monotonic() < until_s:
                 for row, seed in _first(left, 1):
@@ -131,7 +131,11 @@ def _once(name: str, seed: int) -> Moment:
     signal.signal(signal.SIGALRM, _too_long)
     signal.setitimer(signal.ITIMER_REAL, row.limit_s)
     try:
-        with contextlib.nullcontext() if row.starts_afresh else mock.patch.object(launcher, "Nursery", kept_nursery):
+        with (
+            contextlib.nullcontext()
+            if row.starts_afresh
+            else mock.patch.object(launcher, "ForkServer", kept_fork_server)
+        ):
             found = row.once(seed, folder)
     except Exception as e:  # a moment that fails is a finding, and the other moments are still of interest
         where = traceback.extract_tb(e.__traceback__)[-1]

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.fleet import Change, Fleet
+from isthmus.fleet import Fleet, FleetChange
 from isthmus.job import Prepared, prepare
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan
 from isthmus.protocol import Item, drift
-from isthmus.runtime.conducting import plans
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
-from isthmus.runtime.conducting.script import Outcome
+from isthmus.runtime.coordinator import plans
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
+from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.trace import Span
 from tests.runtime.jobs import DIGITS, fleet_of, job_of
 
@@ -38,7 +38,7 @@ class _Told:
         self.plans: list[Plan] = []
 
 
-def _run(folder: Path, *changes: Change) -> tuple[Outcome, _Told]:
+def _run(folder: Path, *changes: FleetChange) -> tuple[Outcome, _Told]:
     prepared, told, fleet = _prepared(), _Told(), fleet_of(2, FLOPS_PER_S)
     runtime = msgspec.convert({"emulate": True, "snapshots": False}, type(prepared.job.runtime))
     job = msgspec.structs.replace(prepared.job, runtime=msgspec.structs.replace(runtime, changes=changes))
@@ -54,9 +54,13 @@ def _run(folder: Path, *changes: Change) -> tuple[Outcome, _Told]:
             told.steps.append(item.step)
 
     outcome = train(
-        prepared, replan(fleet), fleet, folder, RunOptions(replan=replan),
+        prepared,
+        replan(fleet),
+        fleet,
+        folder,
+        RunOptions(replan=replan),
         Watcher(advanced=advanced, noted=told.notes.append),
-    )  # fmt: skip
+    )
     assert outcome.outcome == "done", (outcome.reason, told.notes)
     assert told.steps == list(range(STEPS)), "each step is done once, in order"
     return outcome, told
@@ -70,7 +74,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_device_that_slows_down_gets_less_to_do(tmp_path: Path) -> None:
-    outcome, told = _run(tmp_path, Change(step=AT, factor=0.2, device="d0"))
+    outcome, told = _run(tmp_path, FleetChange(step=AT, factor=0.2, device="d0"))
     assert outcome.recoveries, told.notes
     assert all(r.redone == 0 and not r.from_checkpoint for r in outcome.recoveries)
     assert outcome.recoveries[0].step > AT
@@ -85,11 +89,11 @@ def test_a_plan_stays_where_a_change_costs_more_than_is_left_to_gain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plans, "CHANGE_S", 1e6)
-    outcome, told = _run(tmp_path, Change(step=AT, factor=0.2, device="d0"))
+    outcome, told = _run(tmp_path, FleetChange(step=AT, factor=0.2, device="d0"))
     assert any(note.startswith("d0 computes at") for note in told.notes)
     assert len(told.plans) > 1 and not outcome.recoveries, told.notes
 
 
 def test_a_change_of_what_the_fleet_does_not_have_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="d9"):
-        _run(tmp_path, Change(step=AT, factor=0.1, device="d9"))
+        _run(tmp_path, FleetChange(step=AT, factor=0.1, device="d9"))

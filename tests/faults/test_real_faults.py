@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isthmus.runtime.conducting.crew import LocalCrew
+from isthmus.runtime.coordinator.backend import LocalBackend
 
 from .history import History
 from .real import Act, Run, job, pid_of, run
@@ -73,7 +73,7 @@ def test_a_device_that_is_stopped_is_evicted_and_comes_back(tmp_path: Path, undi
         with contextlib.suppress(ProcessLookupError):  # the run may be over
             os.kill(pid, signal.SIGCONT)
 
-    found = run(tmp_path, job(steps=40, patience="4 s"), act=(8, stop))
+    found = run(tmp_path, job(steps=40, timeout="4 s"), act=(8, stop))
     assert found.outcome.outcome == "done", found.notes
     assert "silent for 4 s" in found.outcome.recoveries[0].reason
     expected = run(tmp_path / "undisturbed", job(steps=40), spares=0)
@@ -93,14 +93,14 @@ def test_processes_that_all_die_at_once_are_started_again(tmp_path: Path, undist
             _killed(name)(history)
 
     made = job(snapshots=False, save_every=4)
-    found = run(tmp_path, made, spares=0, crew=LocalCrew(starts_again=True), act=(6, kill))
+    found = run(tmp_path, made, spares=0, backend=LocalBackend(starts_again=True), act=(6, kill))
     assert found.outcome.outcome == "done", found.outcome.reason
     assert any(note.endswith("again, attempt 1 of 3") for note in found.notes), found.notes
     _same_weights(found, undisturbed)
 
 
 def test_one_process_that_dies_alone_is_not_started_again(tmp_path: Path) -> None:
-    found = run(tmp_path, job(), spares=0, crew=LocalCrew(starts_again=True), act=(3, _killed("d0")))
+    found = run(tmp_path, job(), spares=0, backend=LocalBackend(starts_again=True), act=(3, _killed("d0")))
     assert "d0" not in found.outcome.periods[-1].plan.devices
 
 
@@ -116,7 +116,7 @@ def test_a_kill_again_and_again(tmp_path: Path) -> None:
                 break  # or it would be devices of another test's run
 
     try:
-        found = run(tmp_path, job(steps=30), spares=0, crew=LocalCrew(revives_after_s=1.0), act=(4, kill))
+        found = run(tmp_path, job(steps=30), spares=0, backend=LocalBackend(respawn_after_s=1.0), act=(4, kill))
     finally:
         over.set()
     assert found.outcome.outcome == "done", found.notes

@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isthmus.cost import Layout, SyncPolicy, build_replicas
+from isthmus.cost import PlanLayout, SyncPolicy, build_replicas
 from isthmus.fleet import Fleet
 from isthmus.job import prepare
 from isthmus.planners import scheduled
 from isthmus.plans import Plan
 from isthmus.protocol import Item
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.trace import Span
 from tests.runtime.jobs import fleet_of, random_cut
 
@@ -31,7 +31,7 @@ def test_the_other_replica_goes_on_while_a_plan_is_made(policy: SyncPolicy, tmp_
     prepared, fleet = prepare(made), fleet_of(3, 2e7)
     cut = random_cut(prepared, 2, 0, once=True)
     problem = prepared.problem(fleet)
-    layouts = [Layout(("d0", "d1"), tuple(cut), 2), Layout(("d2",), (), 2)]
+    layouts = [PlanLayout(("d0", "d1"), tuple(cut), 2), PlanLayout(("d2",), (), 2)]
     plan = scheduled(problem, build_replicas(problem, layouts, planner="test"))
     steps: list[int] = []
     went_on, asked = threading.Event(), list[tuple[str, ...]]()
@@ -48,11 +48,16 @@ def test_the_other_replica_goes_on_while_a_plan_is_made(policy: SyncPolicy, tmp_
         asked.append(left.names)
         assert went_on.wait(60), "the run waits for a plan"
         alone = prepared.problem(left)
-        return build_replicas(alone, [Layout(("d2",), (), 4)], planner="test")
+        return build_replicas(alone, [PlanLayout(("d2",), (), 4)], planner="test")
 
     outcome = train(
-        prepared, plan, fleet, tmp_path, RunOptions(replan=replan), Watcher(advanced=advanced),
-    )  # fmt: skip
+        prepared,
+        plan,
+        fleet,
+        tmp_path,
+        RunOptions(replan=replan),
+        Watcher(advanced=advanced),
+    )
     assert outcome.outcome == "done", outcome.reason
     assert asked == [("d0", "d2")], "who is left of the other replica is thought of meanwhile"
     (recovery,) = outcome.recoveries

@@ -15,7 +15,7 @@ BLOCKS, EACH = 10, 220
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_one_line_nothing_twice_nothing_acknowledged_lost(block: int) -> None:
     outcomes: Counter[str] = Counter()
-    recoveries = followed = recalled = 0
+    recoveries = state_received = recalled = 0
     for seed in range(block * EACH, (block + 1) * EACH):
         run = Simulated(drawn(seed))
         try:
@@ -23,12 +23,12 @@ def test_one_line_nothing_twice_nothing_acknowledged_lost(block: int) -> None:
         except AssertionError as e:
             raise AssertionError(f"seed {seed}: {e}") from e
         recoveries += run.recoveries
-        followed += run.followed > 0
+        state_received += run.state_received > 0
         recalled += run.recalls > 0
     assert outcomes["done"] > EACH * 0.8, outcomes  # the others: no device was left, or no plan
     assert recoveries > EACH / 2, "the schedules must do harm"
     assert recalled, "sometimes too few must be left"
-    assert followed > EACH / 20, "newcomers must come while the others train"
+    assert state_received > EACH / 20, "joining devices must come while the others train"
 
 
 def test_a_seed_is_replayed_to_the_letter() -> None:

@@ -13,12 +13,12 @@ from isthmus.accelerators import HOST, Accelerator
 from isthmus.data.dataset import ColumnSpec
 from isthmus.federated import (
     AlgorithmSpec,
+    ClientTrainer,
     LocalConfig,
     Server,
     StateForm,
     StateStore,
-    Work,
-    Worksite,
+    TrainingTask,
     load_algorithm,
 )
 from isthmus.federated.algorithms import Values
@@ -27,10 +27,10 @@ from isthmus.federated.resident import Resident
 from isthmus.models import MLP, MLPConfig
 from isthmus.protocol.federated_buffer import Buffer
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import Finish, Record
-from isthmus.protocol.federated_pace import Pace
+from isthmus.protocol.federated_events import FinishRounds, RoundRecord
 from isthmus.protocol.federated_participation import Participation, cohort
 from isthmus.protocol.federated_rules import RoundRules
+from isthmus.protocol.federated_throughput import ThroughputModel
 from tests.federated.twins import BATCH, EPOCHS, ETA, SEED
 
 CLIENTS, PER_ROUND = 9, 5
@@ -94,7 +94,7 @@ class Run:
         executors: int = 1,
         rounds: int = 10,
         pick: Callable[[Sequence[str]], int] = lambda ready: 0,
-        together: int = 1,
+        clients_per_vmap: int = 1,
         clients_per_size: int = 1,
         buffer: Buffer | None = None,
         kept: Values | None = None,
@@ -103,7 +103,7 @@ class Run:
     ) -> None:
         data = population(per_size=clients_per_size)
         algorithm = load_algorithm(AlgorithmSpec(name=name, options=options))
-        work = Work(algorithm=algorithm, local=LOCAL, seed=SEED)
+        work = TrainingTask(algorithm=algorithm, local=LOCAL, seed=SEED)
         resident = Resident(module())
         first = algorithm.init_client(resident.vector())
         stores = [
@@ -111,27 +111,33 @@ class Run:
             for k in range(executors)
         ]
         self.sites = {
-            f"e{k}": Worksite(work, module(), data, store, accelerator=accelerator) for k, store in enumerate(stores)
+            f"e{k}": ClientTrainer(work, module(), data, store, accelerator=accelerator)
+            for k, store in enumerate(stores)
         }
         late = 0 if buffer is None else max(10, rounds)
         self.server = Server(algorithm, resident.vector(), resident.buffers(), len(data.clients), past=late)
         if kept is not None:
             self.server.restore(kept, rules.get("first_round", 0))
-        self.records: list[Record] = []
+        self.records: list[RoundRecord] = []
         self.machine = FederatedCoordinator(
             self.sites,
             RoundRules(rounds=rounds, passes=len(algorithm.passes), needed=PER_ROUND, **rules),
             data.sizes,
             lambda r: members(r, data.sizes) if buffer is None else np.array(list(buffer.round(r))),
-            Pace(executors, window_rounds=5),
+            ThroughputModel(executors, window_rounds=5),
             states=None if first is None else np.full(len(data.clients), -1, dtype=np.int32),
             late=lambda r: {} if buffer is None else buffer.round(r),
         )
         self.driver = InProcess(
-            self.machine, self.server, self.sites, committed=self.records.append, pick=pick, together=together
+            self.machine,
+            self.server,
+            self.sites,
+            committed=self.records.append,
+            pick=pick,
+            clients_per_vmap=clients_per_vmap,
         )
 
-    def run(self) -> Finish:
+    def run(self) -> FinishRounds:
         return self.driver.run()
 
     @property

@@ -41,7 +41,7 @@ epochs = 2
 batch_size = 4
 
 [execution]
-patience = "20 s"
+timeout = "20 s"
 
 [deployment]
 sites = [{sites}]
@@ -78,8 +78,8 @@ def write_job(folder: Path, names: tuple[str, ...], algorithm: str = "fedavg", r
         np.savez(folder / f"{name}.npz", **columns)
         (folder / f"{name}.toml").write_text(SITE.format(algorithm=algorithm, folder=folder, name=name))
     owner = np.concatenate([np.full(len(c["labels"]), n) for n, c in enumerate(parts.values())])
-    together = {k: np.concatenate([c[k] for c in parts.values()]) for k in ("pixel_values", "labels")}
-    np.savez(folder / "all.npz", **together, client=owner)
+    joined = {k: np.concatenate([c[k] for c in parts.values()]) for k in ("pixel_values", "labels")}
+    np.savez(folder / "all.npz", **joined, client=owner)
     job = folder / "fed.toml"
     sites = ", ".join(f'"{name}"' for name in names)
     job.write_text(JOB.format(folder=folder, algorithm=algorithm, rounds=rounds, sites=sites))
@@ -117,9 +117,17 @@ def attend(folder: Path, name: str, *, joined: bool = False) -> Callable[[str], 
         home.mkdir(exist_ok=True)
         os.chdir(home)
         result = isthmus(
-            "join", "--site", folder / f"{name}.toml", "--name", name, "--state", folder / f"{name}-state",
-            "--patience", "20 s", *ticket,
-        )  # fmt: skip
+            "join",
+            "--site",
+            folder / f"{name}.toml",
+            "--name",
+            name,
+            "--state",
+            folder / f"{name}-state",
+            "--timeout",
+            "20 s",
+            *ticket,
+        )
         (folder / f"{name}.err").write_text(result.err)
 
     return act

@@ -10,10 +10,19 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.federated import Algorithm, AlgorithmSpec, Combine, Local, Server, Update, Values, load_algorithm
+from isthmus.federated import (
+    Algorithm,
+    AlgorithmSpec,
+    ClientUpdate,
+    Combine,
+    LocalTrainer,
+    Server,
+    Values,
+    load_algorithm,
+)
 from isthmus.federated.admission import AdmissionRules, Form, forms_of
 from isthmus.federated.algorithms import BUFFERS, algorithm_names
-from isthmus.protocol.federated_events import Opening, Turn
+from isthmus.protocol.federated_events import PhaseId, PhaseSetup
 
 MODEL = torch.linspace(-1, 1, 7)
 ANY = AdmissionRules()
@@ -21,12 +30,12 @@ ANY = AdmissionRules()
 
 def opened(name: str = "fedavg", samples: int = 10) -> Server:
     server = Server(load_algorithm(AlgorithmSpec(name=name)), MODEL, torch.empty(0), 3)
-    server.open(Opening(turn=Turn(0), clients=2, samples=samples))
+    server.open(PhaseSetup(phase=PhaseId(0), clients=2, samples=samples))
     return server
 
 
-def delta(value: Tensor | None = None, **others: Tensor) -> Update:
-    return Update(values={"delta": torch.ones(7) if value is None else value, **others})
+def delta(value: Tensor | None = None, **others: Tensor) -> ClientUpdate:
+    return ClientUpdate(values={"delta": torch.ones(7) if value is None else value, **others})
 
 
 @pytest.mark.parametrize("name", algorithm_names())
@@ -46,8 +55,8 @@ class Looks(Algorithm, frozen=True):
     def returns(self) -> Mapping[str, Combine]:
         return {"delta": "mean"}
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
-        return Update(values={"delta": sum(b["labels"].sum() for b in local.batches()) * told["model"]})
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        return ClientUpdate(values={"delta": sum(b["labels"].sum() for b in local.batches()) * broadcast["model"]})
 
 
 def test_without_a_trial_values_are_as_large_as_the_model() -> None:
@@ -57,7 +66,7 @@ def test_without_a_trial_values_are_as_large_as_the_model() -> None:
 @pytest.mark.parametrize(
     ("update", "message"),
     [
-        (Update(values={}), "sent no value 'delta'"),
+        (ClientUpdate(values={}), "sent no value 'delta'"),
         (delta(extra=torch.ones(1)), "sent a value 'extra', expected delta"),
         (delta(torch.ones(8)), r"got float32 \[8\], expected float32 \[7\]"),
         (delta(torch.ones(7, 1)), r"got float32 \[7, 1\]"),
@@ -65,12 +74,12 @@ def test_without_a_trial_values_are_as_large_as_the_model() -> None:
         (delta(torch.tensor([1.0] * 6 + [math.nan])), "not all numbers are finite"),
         (delta(torch.tensor([1.0] * 6 + [-math.inf])), "not all numbers are finite"),
         (delta(torch.full((7,), 3e30)), "expected numbers within"),
-        (Update(values={"delta": torch.ones(7)}, weight=math.nan), "got weight nan, expected 0 to 10"),
-        (Update(values={"delta": torch.ones(7)}, weight=-1.0), "got weight -1"),
-        (Update(values={"delta": torch.ones(7)}, weight=11.0), "got weight 11"),
+        (ClientUpdate(values={"delta": torch.ones(7)}, weight=math.nan), "got weight nan, expected 0 to 10"),
+        (ClientUpdate(values={"delta": torch.ones(7)}, weight=-1.0), "got weight -1"),
+        (ClientUpdate(values={"delta": torch.ones(7)}, weight=11.0), "got weight 11"),
     ],
 )
-def test_what_is_refused(update: Update, message: str) -> None:
+def test_what_is_refused(update: ClientUpdate, message: str) -> None:
     with pytest.raises(PeerError, match=message):
         opened().admit(update, 5, ANY)
 
@@ -78,7 +87,7 @@ def test_what_is_refused(update: Update, message: str) -> None:
 @pytest.mark.parametrize("weight", [0.0, 10.0, None])
 def test_what_is_admitted_can_be_folded_in(weight: float | None) -> None:
     server = opened()
-    server.fold(1, server.admit(Update(values={"delta": torch.ones(7)}, weight=weight), 5, ANY), 5)
+    server.fold(1, server.admit(ClientUpdate(values={"delta": torch.ones(7)}, weight=weight), 5, ANY), 5)
     server.fold(2, server.admit(delta(), 5, ANY), 5)
     server.absorb()
     assert torch.allclose(server.values["model"], MODEL + 1, atol=1e-9)
@@ -88,9 +97,9 @@ def test_a_norm_is_of_all_values_together_and_not_of_running_means() -> None:
     server = opened("scaffold")
     values = {"delta": torch.full((7,), 3.0), "control_delta": torch.full((7,), 4.0)}
     norm = 5 * math.sqrt(7)
-    assert server.admit(Update(values=values), 5, AdmissionRules(max_norm=norm * 1.0001)).values is values
+    assert server.admit(ClientUpdate(values=values), 5, AdmissionRules(max_norm=norm * 1.0001)).values is values
     with pytest.raises(PeerError, match=r"an update of norm 13\.23, expected at most 10"):
-        server.admit(Update(values=values), 5, AdmissionRules(max_norm=10.0))
-    clipped = server.admit(Update(values=values), 5, AdmissionRules(max_norm=norm / 2, clip=True)).values
+        server.admit(ClientUpdate(values=values), 5, AdmissionRules(max_norm=10.0))
+    clipped = server.admit(ClientUpdate(values=values), 5, AdmissionRules(max_norm=norm / 2, clip=True)).values
     assert torch.allclose(clipped["delta"], torch.full((7,), 1.5))
     assert torch.allclose(clipped["control_delta"], torch.full((7,), 2.0))

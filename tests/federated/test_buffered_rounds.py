@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.federated.algorithms import Update
-from isthmus.federated.past import faded
+from isthmus.federated.algorithms import ClientUpdate
+from isthmus.federated.stale_models import staleness_weight
 from isthmus.protocol.federated_buffer import Buffer
 from isthmus.protocol.federated_participation import Participation
 from tests.federated.populations import CLIENTS, Run, module, population
@@ -70,7 +70,7 @@ def test_late_updates_equal_their_twin_and_give_the_same_bits_anywhere(tmp_path:
 def test_what_says_how_far_to_go_stays_where_the_change_fades(tmp_path: Path) -> None:
     """Of clients of the same size FedNova is FedAvg, late or not: its steps times its direction."""
     models = [
-        Run(name, {}, tmp_path / f"{name}-{n}", buffer=buffer(), clients_per_size=CLIENTS, together=n)
+        Run(name, {}, tmp_path / f"{name}-{n}", buffer=buffer(), clients_per_size=CLIENTS, clients_per_vmap=n)
         for name, n in (("fedavg", 1), ("fednova", 1), ("fednova", 4))
     ]
     assert all(run.run().outcome == "done" for run in models)
@@ -79,7 +79,9 @@ def test_what_says_how_far_to_go_stays_where_the_change_fades(tmp_path: Path) ->
 
 
 def test_late_clients_trained_together_agree_with_one_by_one(tmp_path: Path) -> None:
-    models = [Run("fedavg", {}, tmp_path / str(n), buffer=buffer(), clients_per_size=3, together=n) for n in (1, 4)]
+    models = [
+        Run("fedavg", {}, tmp_path / str(n), buffer=buffer(), clients_per_size=3, clients_per_vmap=n) for n in (1, 4)
+    ]
     assert all(run.run().outcome == "done" for run in models)
     assert torch.allclose(models[0].model, models[1].model, rtol=1e-5, atol=1e-9)
 
@@ -133,10 +135,10 @@ def test_where_everybody_is_at_work_and_waited_for_nobody_is_late() -> None:
 
 
 def test_a_late_change_of_one_number_counts_for_less() -> None:
-    late = faded(Update(values={"delta": torch.tensor([3.0]), "loss": torch.tensor(2.0)}), 8)
+    late = staleness_weight(ClientUpdate(values={"delta": torch.tensor([3.0]), "loss": torch.tensor(2.0)}), 8)
     assert late.values["delta"].tolist() == [1.0]  # nothing beside it is larger: it is the change
-    late = faded(Update(values={"delta": torch.tensor([3.0, 6.0]), "steps": torch.tensor(2.0)}), 8)
+    late = staleness_weight(ClientUpdate(values={"delta": torch.tensor([3.0, 6.0]), "steps": torch.tensor(2.0)}), 8)
     assert late.values["delta"].tolist() == [1.0, 2.0]
     assert float(late.values["steps"]) == 2.0
-    late = faded(Update(values={"delta": torch.tensor([[3.0], [6.0]])}), 8, rows=True)
+    late = staleness_weight(ClientUpdate(values={"delta": torch.tensor([[3.0], [6.0]])}), 8, rows=True)
     assert late.values["delta"].tolist() == [[1.0], [2.0]]

@@ -81,10 +81,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     datasets = pytest.importorskip("datasets")
     folder = tmp_path_factory.mktemp("disk") / "saved"
     rows = 40
-    table = datasets.Dataset.from_dict({
-        "who": [f"writer-{i * 7 % 5}" for i in range(rows)], "number": [i * 7 % 5 for i in range(rows)],
-        "pixels": [[[i, 1.5], [2.0, 3.0]] for i in range(rows)], "label": list(range(rows)), "text": ["t"] * rows,
-    })  # fmt: skip
+    table = datasets.Dataset.from_dict(
+        {
+            "who": [f"writer-{i * 7 % 5}" for i in range(rows)],
+            "number": [i * 7 % 5 for i in range(rows)],
+            "pixels": [[[i, 1.5], [2.0, 3.0]] for i in range(rows)],
+            "label": list(range(rows)),
+            "text": ["t"] * rows,
+        }
+    )
     table.save_to_disk(str(folder))
     return folder
 
@@ -150,12 +155,12 @@ def test_a_federated_job_is_simulated(tmp_path: Path) -> None:
     job = edited(
         write_job(tmp_path, ("a", "b", "c", "d"), "scaffold"),
         ("[execution]", "[execution]\nexecutors = 2\nslow_down = [0.0, 3.0]"),
-    )  # fmt: skip
+    )
     done = isthmus("simulate", job, "--json")
     assert done.code == 0, done.err
-    told = msgspec.json.decode(done.out)
-    assert (told["rounds"], told["executors"]) == (4, 2)
-    assert 0 < told["round_s"] < told["total_s"]
+    broadcast = msgspec.json.decode(done.out)
+    assert (broadcast["rounds"], broadcast["executors"]) == (4, 2)
+    assert 0 < broadcast["round_s"] < broadcast["total_s"]
     assert "round time" in isthmus("simulate", job).out
     refused(isthmus("simulate", job, "--fleet", "laptop"), 2, "--fleet", "federated job")
 
@@ -236,9 +241,10 @@ def test_rounds_without_enough_available_clients_are_said_at_the_start(tmp_path:
     assert done.code == 0, done.err
     (tmp_path / "when.csv").write_text("client, from, to\n0, 0, 150\n2, 0, 1000\n1, 190, 1000\n")
     refused(
-        isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "late"), 2,
+        isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "late"),
+        2,
         "in round 4 1 clients are available, expected at least 2",
-    )  # fmt: skip
+    )
 
 
 PRIVATE = ("[execution]", "[privacy]\nclip = 0.5\nnoise_multiplier = 1.0\n[execution]")

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from isthmus.data.availability import read_availability
 from isthmus.errors import UserError
-from isthmus.federated import Algorithm, AlgorithmSpec, Cohort, Combine, Server, Update, load_algorithm
+from isthmus.federated import Algorithm, AlgorithmSpec, ClientUpdate, Cohort, Combine, Server, load_algorithm
 from isthmus.federated.privacy import Privacy, Private, guarantee
 from isthmus.federated.robust import Aggregation, Robust, robust_mean
-from isthmus.protocol.federated_events import Opening, Turn
+from isthmus.protocol.federated_events import PhaseId, PhaseSetup
 from isthmus.protocol.federated_participation import Participation, cohort
 
 MODEL = torch.zeros(4)
@@ -40,9 +40,12 @@ def test_the_trimmed_mean_is_of_what_is_left(values: list[list[float]], trim: fl
     assert np.allclose(found["x"].numpy(), expected)
 
 
-@given(st.integers(5, 8).flatmap(
-    lambda n: st.lists(st.lists(st.integers(-50, 50), min_size=3, max_size=3), min_size=n, max_size=n)
-), st.integers(1, 2))  # fmt: skip
+@given(
+    st.integers(5, 8).flatmap(
+        lambda n: st.lists(st.lists(st.integers(-50, 50), min_size=3, max_size=3), min_size=n, max_size=n)
+    ),
+    st.integers(1, 2),
+)
 def test_krum_is_the_naive_one(values: list[list[int]], keep: int) -> None:
     n, f = len(values), 1
     points = np.array(values, dtype=np.float64)
@@ -65,12 +68,12 @@ def test_a_hostile_update_does_not_move_the_model(rule: str, name: str) -> None:
     )
     server = Server(algorithm, MODEL, torch.empty(0), 5)
     for number, one in enumerate(algorithm.passes):
-        server.open(Opening(turn=Turn(0, 0, number), clients=5, samples=50))
+        server.open(PhaseSetup(phase=PhaseId(0, 0, number), clients=5, samples=50))
         for client in range(5):
             far = 1e6 if client == 3 else 1.0
             values = {n: torch.full(form.shape, far) for n, form in server.forms[number].items()}
             assert values.keys() == set(one.returns)
-            server.fold(client, Update(values=values), 10)
+            server.fold(client, ClientUpdate(values=values), 10)
         server.absorb()
     assert server.values["model"].abs().max() <= 1.0
 
@@ -98,9 +101,9 @@ def test_noise_has_the_deviation_that_was_promised() -> None:
 
 def test_one_client_moves_the_sum_by_the_clip_at_most_whatever_its_weight() -> None:
     server = Server(private(noise=1e-9), MODEL, torch.empty(0), 9)
-    server.open(Opening(turn=Turn(0), clients=3, samples=1000))
+    server.open(PhaseSetup(phase=PhaseId(0), clients=3, samples=1000))
     for client, samples in ((0, 1), (1, 998)):
-        server.fold(client, Update(values={"delta": torch.full((4,), 0.25)}), samples)
+        server.fold(client, ClientUpdate(values={"delta": torch.full((4,), 0.25)}), samples)
     server.absorb()
     assert torch.allclose(server.values["model"], torch.full((4,), 2 * 0.25 / 4), atol=1e-6)
 

@@ -7,27 +7,27 @@ import pytest
 
 from isthmus.protocol.federated_coordinator import FederatedCoordinator, Waiting
 from isthmus.protocol.federated_events import (
-    Commit,
+    ClientTime,
+    CommitRound,
     CoordinatorInstruction,
-    Dismiss,
-    Dropped,
-    Finish,
-    Ignore,
-    Joined,
-    Lost,
-    Merge,
-    Open,
-    Record,
-    Refusal,
-    Refused,
-    Summed,
-    Tell,
+    DismissExecutor,
+    ExecutorJoined,
+    ExecutorLost,
+    FinishRounds,
+    IgnoreSums,
+    MergeSums,
+    Notify,
+    PhaseDropped,
+    PhaseId,
+    RefusedUpdate,
+    RoundRecord,
+    StartPhase,
+    SumsSent,
     Tick,
-    Timed,
-    Turn,
+    UpdateRefused,
 )
-from isthmus.protocol.federated_pace import Pace
-from isthmus.protocol.federated_rules import Gathering, RoundRules
+from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
+from isthmus.protocol.federated_throughput import ThroughputModel
 
 SITES = ("a", "b", "c")
 
@@ -36,12 +36,12 @@ class Sites:
     """The machine, and what to say to it."""
 
     def __init__(self, *, start: int = 3, wait_s: float = 5.0, **rules: object) -> None:
-        options = {"rounds": 9, "needed": 3, "gathering": Gathering(start=start, wait_s=wait_s)} | rules
+        options = {"rounds": 9, "needed": 3, "gathering": ExecutorChurn(start=start, wait_s=wait_s)} | rules
         self.diverged = 0
         """As many of the first sites have numbers that are not finite."""
         self.sizes = np.zeros(3, dtype=np.int64)
         self.machine = FederatedCoordinator(
-            SITES, RoundRules(**options), self.sizes, lambda r: self.machine.here, Pace(3, window_rounds=5)
+            SITES, RoundRules(**options), self.sizes, lambda r: self.machine.here, ThroughputModel(3, window_rounds=5)
         )
         self.machine.handle(Tick(now_s=0.0))
 
@@ -49,28 +49,32 @@ class Sites:
         out: list[CoordinatorInstruction] = []
         for name in names:
             number = SITES.index(name)
-            out += self.machine.handle(Joined(executor=name, client=number, samples=10 * (number + 1)))
+            out += self.machine.handle(ExecutorJoined(executor=name, client=number, samples=10 * (number + 1)))
         return out
 
     def lose(self, name: str) -> list[CoordinatorInstruction]:
-        return self.machine.handle(Lost(executor=name, reason="gone"))
+        return self.machine.handle(ExecutorLost(executor=name, reason="gone"))
 
-    def update(self, name: str, turn: Turn, *, good: bool = True, seconds: float = 1.0) -> list[CoordinatorInstruction]:
+    def update(
+        self, name: str, phase: PhaseId, *, good: bool = True, seconds: float = 1.0
+    ) -> list[CoordinatorInstruction]:
         client = SITES.index(name)
-        timed = (Timed(client, 10, seconds),) if good else ()
-        refused = () if good else (Refusal(client, "bad", client < self.diverged),)
-        return self.machine.handle(Summed(executor=name, turn=turn, timed=timed, refused=refused))
+        timed = (ClientTime(client, 10, seconds),) if good else ()
+        refused = () if good else (RefusedUpdate(client, "bad", client < self.diverged),)
+        return self.machine.handle(SumsSent(executor=name, phase=phase, timed=timed, refused=refused))
 
     def tick(self, now_s: float) -> list[CoordinatorInstruction]:
         return self.machine.handle(Tick(now_s=now_s))
 
 
-def asked(out: list[CoordinatorInstruction]) -> dict[str, tuple[Turn, list[int]]]:
-    return {i.executor: (i.event.opening.turn, [t.client for t in i.event.tasks]) for i in out if isinstance(i, Open)}
+def asked(out: list[CoordinatorInstruction]) -> dict[str, tuple[PhaseId, list[int]]]:
+    return {
+        i.executor: (i.event.opening.phase, [t.client for t in i.event.tasks]) for i in out if isinstance(i, StartPhase)
+    }
 
 
 def committed(out: list[CoordinatorInstruction]) -> dict[str, list[int]]:
-    (commit,) = (i for i in out if isinstance(i, Commit))
+    (commit,) = (i for i in out if isinstance(i, CommitRound))
     return {name: [t.client for t in timed] for name, timed in commit.record.trained.items()}
 
 
@@ -79,7 +83,7 @@ def test_the_first_round_begins_when_enough_are_here() -> None:
     assert sites.join("c") == []
     assert sites.tick(1000.0) == [], "people start machines"
     opened = asked(sites.join("a"))
-    assert opened == {"a": (Turn(0), [0]), "c": (Turn(0), [2])}
+    assert opened == {"a": (PhaseId(0), [0]), "c": (PhaseId(0), [2])}
     assert sites.sizes.tolist() == [10, 0, 30]
 
 
@@ -88,10 +92,10 @@ def test_who_is_lost_is_missing_and_used_again_from_the_next_turn_on() -> None:
     sites.join(*SITES)
     assert sites.lose("b") == []
     assert sites.join("b") == [], "the open turn goes on without it"
-    sites.update("a", Turn(0))
-    out = sites.update("c", Turn(0))
+    sites.update("a", PhaseId(0))
+    out = sites.update("c", PhaseId(0))
     assert committed(out) == {"a": [0], "c": [2]}
-    (commit,) = (i for i in out if isinstance(i, Commit))
+    (commit,) = (i for i in out if isinstance(i, CommitRound))
     assert commit.record.missing == (1,)
     assert asked(out).keys() == {"a", "b", "c"}
 
@@ -99,32 +103,32 @@ def test_who_is_lost_is_missing_and_used_again_from_the_next_turn_on() -> None:
 def test_an_update_counts_once_and_a_late_one_nowhere() -> None:
     sites = Sites(deadline_s=10.0)
     sites.join(*SITES)
-    assert sites.update("a", Turn(0)) == [Merge("a", Turn(0))]
-    out = sites.update("a", Turn(0))
-    assert out[0] == Ignore("a", Turn(0)) and isinstance(out[1], Dismiss)
+    assert sites.update("a", PhaseId(0)) == [MergeSums("a", PhaseId(0))]
+    out = sites.update("a", PhaseId(0))
+    assert out[0] == IgnoreSums("a", PhaseId(0)) and isinstance(out[1], DismissExecutor)
     sites.join("a")
-    assert sites.update("b", Turn(0)) == [Merge("b", Turn(0))]
+    assert sites.update("b", PhaseId(0)) == [MergeSums("b", PhaseId(0))]
     out = sites.tick(10.0)
-    assert Tell("c", Dropped(turn=Turn(0))) in out
+    assert Notify("c", PhaseDropped(phase=PhaseId(0))) in out
     assert committed(out) == {"a": [0], "b": [1]}
-    assert sites.update("c", Turn(0)) == [Ignore("c", Turn(0))]
-    sites.update("b", Turn(1))
-    sites.update("a", Turn(1))
-    assert committed(sites.update("c", Turn(1))) == {"a": [0], "b": [1], "c": [2]}
+    assert sites.update("c", PhaseId(0)) == [IgnoreSums("c", PhaseId(0))]
+    sites.update("b", PhaseId(1))
+    sites.update("a", PhaseId(1))
+    assert committed(sites.update("c", PhaseId(1))) == {"a": [0], "b": [1], "c": [2]}
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_a_time_that_is_none_is_not_believed(seconds: float) -> None:
     sites = Sites()
     sites.join(*SITES)
-    out = sites.update("a", Turn(0), seconds=seconds)
-    assert out[:2] == [Ignore("a", Turn(0)), Dismiss("a", "reported a time that is none")]
+    out = sites.update("a", PhaseId(0), seconds=seconds)
+    assert out[:2] == [IgnoreSums("a", PhaseId(0)), DismissExecutor("a", "reported a time that is none")]
 
 
 def test_when_all_have_left_the_round_waits_for_the_least_number() -> None:
     sites = Sites(minimum=2, deadline_s=60.0)
     sites.join(*SITES)
-    sites.update("a", Turn(0))
+    sites.update("a", PhaseId(0))
     sites.lose("a")
     sites.lose("b")
     assert asked(sites.lose("c")) == {}
@@ -132,7 +136,7 @@ def test_when_all_have_left_the_round_waits_for_the_least_number() -> None:
     assert sites.join("b") == []
     assert sites.join("c") == [], "others may come within seconds"
     assert sites.tick(4.0) == []
-    assert asked(sites.tick(5.0)) == {"b": (Turn(0, 1), [1]), "c": (Turn(0, 1), [2])}
+    assert asked(sites.tick(5.0)) == {"b": (PhaseId(0, 1), [1]), "c": (PhaseId(0, 1), [2])}
 
 
 def test_what_is_waited_for_and_until_when() -> None:
@@ -140,7 +144,7 @@ def test_what_is_waited_for_and_until_when() -> None:
     assert sites.machine.waiting == Waiting(3, None), "people start sites"
     sites.join(*SITES)
     assert sites.machine.waiting is None, "a round is open"
-    sites.update("a", Turn(0))
+    sites.update("a", PhaseId(0))
     for name in SITES:
         sites.lose(name)
     assert sites.machine.waiting == Waiting(2, 60.0)
@@ -161,33 +165,33 @@ def test_too_few_for_too_long_ends_the_run() -> None:
     sites.join("b")
     assert sites.tick(59.0) == []
     finish = sites.tick(60.0)[-1]
-    assert isinstance(finish, Finish)
+    assert isinstance(finish, FinishRounds)
     assert (finish.outcome, finish.reason) == ("lost", "round 1: 1 executors were here for 60 s, expected 2")
 
 
 def test_after_a_restart_the_least_number_is_enough() -> None:
     sites = Sites(first_round=4, minimum=1)
     assert sites.join("b") == []
-    assert asked(sites.tick(5.0)) == {"b": (Turn(4), [1])}
-    assert asked(sites.update("b", Turn(4))) == {"b": (Turn(5), [1])}
+    assert asked(sites.tick(5.0)) == {"b": (PhaseId(4), [1])}
+    assert asked(sites.update("b", PhaseId(4))) == {"b": (PhaseId(5), [1])}
 
 
 def test_a_site_is_told_why_its_update_is_refused() -> None:
     sites = Sites()
     sites.join(*SITES)
-    assert sites.update("a", Turn(0)) == [Merge("a", Turn(0))]
-    told = Tell("b", Refused(turn=Turn(0), reason="bad"))
-    assert sites.update("b", Turn(0), good=False) == [Merge("b", Turn(0)), told]
+    assert sites.update("a", PhaseId(0)) == [MergeSums("a", PhaseId(0))]
+    broadcast = Notify("b", UpdateRefused(phase=PhaseId(0), reason="bad"))
+    assert sites.update("b", PhaseId(0), good=False) == [MergeSums("b", PhaseId(0)), broadcast]
 
 
 def test_before_another_attempt_sites_that_are_away_are_waited_for() -> None:
     sites = Sites(first_round=4)
     assert sites.join("b") == []
-    assert asked(sites.tick(5.0)) == {"b": (Turn(4), [1])}
-    assert asked(sites.update("b", Turn(4), good=False)) == {}
+    assert asked(sites.tick(5.0)) == {"b": (PhaseId(4), [1])}
+    assert asked(sites.update("b", PhaseId(4), good=False)) == {}
     assert sites.join("a") == []
     assert asked(sites.tick(9.0)) == {}
-    assert asked(sites.tick(10.0)) == {"a": (Turn(4, 1), [0]), "b": (Turn(4, 1), [1])}
+    assert asked(sites.tick(10.0)) == {"a": (PhaseId(4, 1), [0]), "b": (PhaseId(4, 1), [1])}
 
 
 @pytest.mark.parametrize(("diverged", "outcome"), [(0, "lost"), (2, "lost"), (3, "diverged")])
@@ -195,14 +199,14 @@ def test_updates_that_are_all_refused_are_tried_again_and_then_end_the_run(diver
     sites = Sites(attempts=2)
     sites.diverged = diverged
     sites.join(*SITES)
-    sites.update("a", Turn(0), good=False)
-    sites.update("b", Turn(0), good=False)
-    out = sites.update("c", Turn(0), good=False)
-    assert {turn for turn, _ in asked(out).values()} == {Turn(0, 1)}
+    sites.update("a", PhaseId(0), good=False)
+    sites.update("b", PhaseId(0), good=False)
+    out = sites.update("c", PhaseId(0), good=False)
+    assert {phase for phase, _ in asked(out).values()} == {PhaseId(0, 1)}
     for name in SITES:
-        out = sites.update(name, Turn(0, 1), good=False)
+        out = sites.update(name, PhaseId(0, 1), good=False)
     finish = out[-1]
-    assert isinstance(finish, Finish)
+    assert isinstance(finish, FinishRounds)
     assert finish.outcome == outcome
     assert finish.reason == (
         "round 1: 0 clients were in, expected at least 1, after 2 attempts; client 0: bad; client 1: bad; client 2: bad"
@@ -212,57 +216,57 @@ def test_updates_that_are_all_refused_are_tried_again_and_then_end_the_run(diver
 def test_over_selection_closes_when_enough_are_in() -> None:
     sites = Sites(needed=2)
     sites.join(*SITES)
-    sites.update("a", Turn(0))
-    out = sites.update("b", Turn(0))
-    (commit,) = (i for i in out if isinstance(i, Commit))
+    sites.update("a", PhaseId(0))
+    out = sites.update("b", PhaseId(0))
+    (commit,) = (i for i in out if isinstance(i, CommitRound))
     assert (commit.record.closed_by, commit.record.missing) == ("quorum", (2,))
 
 
 # Late updates that count (FedBuff)
 
 
-def record(out: list[CoordinatorInstruction]) -> Record:
-    (commit,) = (i for i in out if isinstance(i, Commit))
+def record(out: list[CoordinatorInstruction]) -> RoundRecord:
+    (commit,) = (i for i in out if isinstance(i, CommitRound))
     return commit.record
 
 
 def test_a_late_update_counts_in_the_round_in_which_it_comes() -> None:
     sites = Sites(staleness=2, quorum=0.6)
     sites.join(*SITES)
-    sites.update("a", Turn(0))
-    out = sites.update("b", Turn(0))
+    sites.update("a", PhaseId(0))
+    out = sites.update("b", PhaseId(0))
     assert record(out).closed_by == "quorum"
-    assert not any(isinstance(i, Tell) for i in out), "c goes on"
+    assert not any(isinstance(i, Notify) for i in out), "c goes on"
     assert asked(out).keys() == {"a", "b"}
-    (opening,) = {(i.event.opening.clients, i.event.opening.samples) for i in out if isinstance(i, Open)}
+    (opening,) = {(i.event.opening.clients, i.event.opening.samples) for i in out if isinstance(i, StartPhase)}
     assert opening == (3, 60), "its weight has room"
-    assert sites.update("c", Turn(0)) == [Merge("c", Turn(0))]
-    out = sites.update("a", Turn(1))
+    assert sites.update("c", PhaseId(0)) == [MergeSums("c", PhaseId(0))]
+    out = sites.update("a", PhaseId(1))
     assert committed(out) == {"c": [2], "a": [0]}
     assert record(out).stale == ((2, 1),)
-    assert asked(out) == {"a": (Turn(2), [0]), "c": (Turn(2), [2])}, "b is late now"
-    assert sites.update("c", Turn(0))[0] == Ignore("c", Turn(0)), "never twice"
+    assert asked(out) == {"a": (PhaseId(2), [0]), "c": (PhaseId(2), [2])}, "b is late now"
+    assert sites.update("c", PhaseId(0))[0] == IgnoreSums("c", PhaseId(0)), "never twice"
 
 
 def test_who_is_too_late_is_asked_for_something_newer() -> None:
     sites = Sites(staleness=1, quorum=0.6)
     sites.join(*SITES)
     for round_ in range(2):
-        sites.update("a", Turn(round_))
-        out = sites.update("b", Turn(round_))
-    assert Tell("c", Dropped(turn=Turn(0))) in out
-    assert asked(out)["c"] == (Turn(2), [2])
-    assert sites.update("c", Turn(0)) == [Ignore("c", Turn(0))]
+        sites.update("a", PhaseId(round_))
+        out = sites.update("b", PhaseId(round_))
+    assert Notify("c", PhaseDropped(phase=PhaseId(0))) in out
+    assert asked(out)["c"] == (PhaseId(2), [2])
+    assert sites.update("c", PhaseId(0)) == [IgnoreSums("c", PhaseId(0))]
 
 
 def test_a_late_site_that_is_lost_is_waited_for_no_longer() -> None:
     sites = Sites(staleness=5, quorum=0.6, needed=3)
     sites.join(*SITES)
-    sites.update("a", Turn(0))
-    sites.update("b", Turn(0))
-    sites.update("a", Turn(1))
+    sites.update("a", PhaseId(0))
+    sites.update("b", PhaseId(0))
+    sites.update("a", PhaseId(1))
     sites.lose("c")
-    out = sites.update("b", Turn(1))
+    out = sites.update("b", PhaseId(1))
     assert committed(out) == {"a": [0], "b": [1]}
     assert asked(sites.join("c")) == {}
 
@@ -270,9 +274,9 @@ def test_a_late_site_that_is_lost_is_waited_for_no_longer() -> None:
 def test_a_round_waits_for_late_ones_when_all_others_are_in() -> None:
     sites = Sites(staleness=5, quorum=0.3, minimum=1)
     sites.join(*SITES)
-    out = sites.update("a", Turn(0))
+    out = sites.update("a", PhaseId(0))
     assert asked(out).keys() == {"a"}
-    out = sites.update("a", Turn(1))
+    out = sites.update("a", PhaseId(1))
     assert asked(out).keys() == {"a"}
-    out = sites.update("b", Turn(0))
+    out = sites.update("b", PhaseId(0))
     assert record(out).stale == ((1, 2),)

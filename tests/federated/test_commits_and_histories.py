@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from isthmus.errors import UserError
-from isthmus.federated import Commits, Identity
-from isthmus.federated.history import History, RoundLine
-from isthmus.protocol.federated_events import Record, Timed
+from isthmus.federated import Commits, RunIdentity
+from isthmus.federated.history import RoundHistory, RoundLine
+from isthmus.protocol.federated_events import ClientTime, RoundRecord
 
-IDENTITY = Identity(
-    algorithm="fedavg", options={}, model="m", local="l", numbers=3, data="abc", seed=0, clients=5
-)  # fmt: skip
+IDENTITY = RunIdentity(algorithm="fedavg", options={}, model="m", local="l", numbers=3, data="abc", seed=0, clients=5)
 
 
 def test_the_newest_commit_comes_back(tmp_path: Path) -> None:
@@ -58,16 +56,16 @@ def test_the_folder_of_another_job_is_refused(field: str, tmp_path: Path) -> Non
 
 
 def test_a_history_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    line = RoundLine(record=Record(round=0, attempt=0, trained={}), seconds=1.0)
+    line = RoundLine(record=RoundRecord(round=0, attempt=0, trained={}), seconds=1.0)
     with pytest.raises(UserError, match=r"history .*rounds.jsonl: cannot be written: "):
-        History(tmp_path / "gone" / "rounds.jsonl").add(line)
+        RoundHistory(tmp_path / "gone" / "rounds.jsonl").add(line)
 
 
 def test_a_history_forgets_what_is_made_again_and_half_lines(tmp_path: Path) -> None:
-    history = History(tmp_path / "rounds.jsonl")
+    history = RoundHistory(tmp_path / "rounds.jsonl")
     for number in range(4):
-        trained = {"e0": (Timed(number, 3, 0.5), Timed(9, 3, 0.25))}
-        history.add(RoundLine(record=Record(round=number, attempt=0, trained=trained), seconds=1.0))
+        trained = {"e0": (ClientTime(number, 3, 0.5), ClientTime(9, 3, 0.25))}
+        history.add(RoundLine(record=RoundRecord(round=number, attempt=0, trained=trained), seconds=1.0))
     with (tmp_path / "rounds.jsonl").open("ab") as file:
         file.write(b'{"record": {"ro')
     said: list[str] = []
@@ -78,9 +76,9 @@ def test_a_history_forgets_what_is_made_again_and_half_lines(tmp_path: Path) -> 
 
 
 def test_a_history_damaged_in_its_middle_says_so_once(tmp_path: Path) -> None:
-    history = History(tmp_path / "rounds.jsonl")
+    history = RoundHistory(tmp_path / "rounds.jsonl")
     for number in range(6):
-        history.add(RoundLine(record=Record(round=number, attempt=0, trained={}), seconds=1.0))
+        history.add(RoundLine(record=RoundRecord(round=number, attempt=0, trained={}), seconds=1.0))
     lines = (tmp_path / "rounds.jsonl").read_bytes().splitlines()
     damaged = [lines[0], b"\xff" + lines[1], b"", lines[3][:9], lines[4], b"[]"]
     (tmp_path / "rounds.jsonl").write_bytes(b"\n".join(damaged))

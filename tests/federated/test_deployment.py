@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 import torch
 
-from isthmus.federated.algorithms import Update
-from isthmus.federated.history import History, RoundLine
+from isthmus.federated.algorithms import ClientUpdate
+from isthmus.federated.client_trainer import TrainingTask
+from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import build, load_federated_job
-from isthmus.federated.offer import load_site
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server
 from isthmus.federated.site import OwnData, Site
-from isthmus.federated.worksite import Work
-from isthmus.protocol.federated_events import Opening, Task, Turn
-from isthmus.runtime.federated.site import RETRIES_S, SiteWorkshop
+from isthmus.federated.task_spec import load_site
+from isthmus.protocol.federated_events import ClientTask, PhaseId, PhaseSetup
 from isthmus.runtime.federated.site_run import SiteRun
+from isthmus.runtime.federated.site_runner import RETRIES_S, SiteRunner
 from isthmus.runtime.processes.forked import Forked
-from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.runtime.service.agent import Agent, membership_in
 from tests.federated.sites import attend, free_port, listens, model, samples, write_job, write_tickets
 from tests.fleet_service.parties import Fleet, in_background, serving, soon
@@ -39,27 +39,27 @@ ALGORITHM = """
 import time
 from pathlib import Path
 import torch
-from isthmus.federated import Update
+from isthmus.federated import ClientUpdate
 from isthmus.federated.algorithms.fedavg import FedAvg
 
 class Mine(FedAvg, frozen=True):
     "FedAvg, and a file for each time that it trained."
-    def client(self, local, told, state):
+    def client(self, local, broadcast, state):
         Path(f"trained-{{time.monotonic_ns()}}").touch()
         time.sleep({sleep_s})
-        update = super().client(local, told, state)
+        update = super().client(local, broadcast, state)
         return {returns}
 """
 RETURNS = {
     "a": "update",
-    "b": 'Update(values={"delta": update.values["delta"] * float("nan")})',
-    "c": 'Update(values={"delta": update.values["delta"][:3]})',
+    "b": 'ClientUpdate(values={"delta": update.values["delta"] * float("nan")})',
+    "c": 'ClientUpdate(values={"delta": update.values["delta"][:3]})',
     "d": "update",
 }
 
 
 def lines(run: Path) -> list[RoundLine]:
-    return History(run / "rounds.jsonl").lines()
+    return RoundHistory(run / "rounds.jsonl").lines()
 
 
 def by_site(line: RoundLine) -> dict[str, list[int]]:
@@ -72,8 +72,8 @@ def recomputed(job_file: Path, history: Sequence[RoundLine], population: int) ->
     algorithm = job.algorithm(population)
     resident = Resident(build(job))
     server = Server(algorithm, resident.vector(), resident.buffers(), population)
-    work = Work(algorithm=algorithm, local=job.local, seed=job.federated.seed)
-    told = []
+    work = TrainingTask(algorithm=algorithm, local=job.local, seed=job.federated.seed)
+    broadcast = []
     for line in history:
         now = line.record.round
         late = dict(line.record.stale)
@@ -82,18 +82,18 @@ def recomputed(job_file: Path, history: Sequence[RoundLine], population: int) ->
         if job.participation.staleness:
             asked = set(range(population))  # room is kept for those that are late
         total = sum(len(samples(c)["labels"]) for c in asked)
-        opening = Opening(turn=Turn(now), clients=len(asked), samples=total)
-        told.append(server.broadcast())
+        opening = PhaseSetup(phase=PhaseId(now), clients=len(asked), samples=total)
+        broadcast.append(server.broadcast())
         server.open(opening)
         for client in (c for clients in by_site(line).values() for c in clients):
             site = Site(work, build(job), OwnData(Listed(client)), None)
             made_for = now - late.get(client, 0)
-            site.open(Opening(turn=Turn(made_for), clients=1, samples=1), told[made_for])
-            site.train([Task(client, len(samples(client)["labels"]))])
+            site.open(PhaseSetup(phase=PhaseId(made_for), clients=1, samples=1), broadcast[made_for])
+            site.train([ClientTask(client, len(samples(client)["labels"]))])
             assert site.update is not None
             share = 1 / math.sqrt(1 + late.get(client, 0))
             values = {name: value * share for name, value in site.update.values.items()}
-            server.fold(client, Update(values=values), len(samples(client)["labels"]))
+            server.fold(client, ClientUpdate(values=values), len(samples(client)["labels"]))
         server.absorb()
     return server.values["model"]
 
@@ -196,8 +196,8 @@ def test_a_killed_coordinator_goes_on_and_gives_the_bits_of_a_simulation(tmp_pat
         soon(lambda: (tmp_path / "serve.err").exists(), 60)
         for pid in sites.pids().values():
             os.kill(pid, signal.SIGKILL)
-    told = (tmp_path / "serve.err").read_text()
-    assert f"after {committed + 1} rounds" in told, told
+    broadcast = (tmp_path / "serve.err").read_text()
+    assert f"after {committed + 1} rounds" in broadcast, broadcast
     assert [line.record.round for line in lines(run)] == list(range(6))
     alone = isthmus("train", job_file, "--scheme", "sp", "--run", tmp_path / "alone")
     assert alone.code == 0, alone.err
@@ -314,10 +314,10 @@ def attending(folder: Path) -> Iterator[None]:
     membership = membership_in(home)
     assert membership is not None
     said: list[object] = []
-    workshop = SiteWorkshop(load_site(folder / "a.toml"), "a", home, say=said.append, fail=said.append)
+    run_starter = SiteRunner(load_site(folder / "a.toml"), "a", home, log=said.append, fail=said.append)
     agent = Agent(
-        home, membership, Place(), patience_s=5.0, say=said.append, workshop=workshop, retries_s=RETRIES_S
-    )  # fmt: skip
+        home, membership, ProcessPlace(), timeout_s=5.0, log=said.append, run_starter=run_starter, retries_s=RETRIES_S
+    )
     with in_background(agent.run, agent.stop):
         yield
 
@@ -327,9 +327,18 @@ def joined(folder: Path, config: Path, fleet: Fleet) -> Done:
     ticket.touch(0o600)
     ticket.write_text(fleet.state.ticket())
     return isthmus(
-        "join", "--site", config, "--name", "a", "--state", folder / "a-state", "--ticket-file", ticket,
-        "--patience", "5 s",
-    )  # fmt: skip
+        "join",
+        "--site",
+        config,
+        "--name",
+        "a",
+        "--state",
+        folder / "a-state",
+        "--ticket-file",
+        ticket,
+        "--timeout",
+        "5 s",
+    )
 
 
 @pytest.fixture
@@ -349,7 +358,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 def test_a_site_does_not_run_what_its_owner_does_not_name(
     change: tuple[str, str], words: str, tmp_path: Path, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isthmus.runtime.conducting.deadlines.FIRST_S", 0.1)
+    monkeypatch.setattr("isthmus.runtime.coordinator.deadlines.FIRST_S", 0.1)
     job = load_federated_job(write_job(tmp_path, ("a",), rounds=1))
     run = SiteRun(job, tmp_path / "run", resume=False)
     said: list[str] = []

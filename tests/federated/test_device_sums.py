@@ -18,22 +18,22 @@ def device_sum(exponent: int) -> DeviceSum:
 
 
 @given(TERMS, st.floats(0.125, 64), st.booleans())
-def test_the_bits_are_those_of_the_host(terms: list[list[float]], weight: float, together: bool) -> None:
-    exponent = scale_exponent(64.0 * len(terms))
+def test_the_bits_are_those_of_the_host(summands: list[list[float]], weight: float, in_rows: bool) -> None:
+    exponent = scale_exponent(64.0 * len(summands))
     host, device = FixedSum(3, exponent), device_sum(exponent)
     for _ in range(2):  # a sum that begins again keeps nothing
         host.begin(exponent)
         device.begin(exponent)
-        for term in terms:
+        for term in summands:
             host.add(torch.tensor(term), weight)
-        if together:
-            device.add_rows(torch.tensor(terms), weight)
+        if in_rows:
+            device.add_rows(torch.tensor(summands), weight)
         else:
-            for term in terms:
+            for term in summands:
                 device.add(torch.tensor(term), weight)
         assert torch.equal(host.total, device.total)
-    device.add(torch.tensor(terms[0]), -weight)
-    host.add(torch.tensor(terms[0]), -weight)
+    device.add(torch.tensor(summands[0]), -weight)
+    host.add(torch.tensor(summands[0]), -weight)
     assert torch.equal(host.total, device.total)
     assert device.bound >= float(device.total.abs().max())
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from isthmus.errors import Diverged, DivergedUpdate, PeerError
-from isthmus.federated import Update
+from isthmus.federated import ClientUpdate
 from isthmus.federated.admission import AdmissionRules, bounded, refusal_of
-from isthmus.federated.partial import Partial
-from isthmus.protocol.federated_events import Finish
-from isthmus.runtime.federated.conductor import ended
+from isthmus.federated.partial import PartialSum
+from isthmus.protocol.federated_events import FinishRounds
+from isthmus.runtime.federated.host import ended
 from isthmus.runtime.processes.forked import Forked
 from tests.federated.sites import attend, free_port, listens, write_job, write_tickets
 from tests.federated.test_run_folders import JOB
@@ -23,7 +23,7 @@ from tests.fleet_service.parties import soon
 from tests.runtime.commands import edited, isthmus, refused
 
 
-@pytest.mark.parametrize("more", ['"sp"\ntogether = 1', '"sp"\ntogether = 3', '"ours"\nexecutors = 2'])
+@pytest.mark.parametrize("more", ['"sp"\nclients_per_vmap = 1', '"sp"\nclients_per_vmap = 3', '"ours"\nexecutors = 2'])
 @pytest.mark.parametrize("rate", ["1e25", "1e38"])
 def test_clients_that_all_diverge_end_the_run(more: str, rate: str, tmp_path: Path) -> None:
     text = JOB.format(folder=tmp_path).replace('"sp"', more)
@@ -42,20 +42,20 @@ def test_clients_that_all_diverge_end_the_run(more: str, rate: str, tmp_path: Pa
     ],
 )
 def test_it_is_known_why_an_update_is_refused(numbers: list[float], rules: AdmissionRules, diverged: bool) -> None:
-    partial = Partial({"delta": "weighted_mean"}, {"delta": 2})
+    partial = PartialSum({"delta": "weighted_mean"}, {"delta": 2})
     partial.begin(4, 2)
     with pytest.raises(PeerError) as found:
-        partial.fold(3, bounded(Update(values={"delta": torch.tensor(numbers)}), rules), 2)
+        partial.fold(3, bounded(ClientUpdate(values={"delta": torch.tensor(numbers)}), rules), 2)
     assert isinstance(found.value, DivergedUpdate) == diverged
     assert refusal_of(3, found.value).diverged == diverged
 
 
 def test_how_a_run_ends_is_raised() -> None:
     with pytest.raises(Diverged, match="why"):
-        ended(Finish("diverged", "why"))
+        ended(FinishRounds("diverged", "why"))
     with pytest.raises(PeerError, match="why"):
-        ended(Finish("lost", "why"))
-    assert ended(Finish("interrupted")).outcome == "interrupted"
+        ended(FinishRounds("lost", "why"))
+    assert ended(FinishRounds("interrupted")).outcome == "interrupted"
 
 
 def test_sites_that_all_diverge_end_the_run(tmp_path: Path) -> None:
@@ -78,5 +78,5 @@ def test_sites_that_all_diverge_end_the_run(tmp_path: Path) -> None:
         soon((tmp_path / "served").exists, 60)
         for pid in sites.pids().values():
             os.kill(pid, signal.SIGKILL)
-    told = (tmp_path / "served").read_text()
-    assert told.startswith("1 ") and "round 1: 0 clients were in" in told, told
+    broadcast = (tmp_path / "served").read_text()
+    assert broadcast.startswith("1 ") and "round 1: 0 clients were in" in broadcast, broadcast

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from isthmus.federated.resident import Resident
-from isthmus.federated.stacked import HOT, Stacked, best_together
-from isthmus.protocol.federated_events import Opening, Task, Turn
+from isthmus.federated.stacked import HOT, Stacked, best_clients_per_vmap
+from isthmus.protocol.federated_events import ClientTask, PhaseId, PhaseSetup
 from tests.federated.populations import Run, members, module, population
 from tests.federated.twins import TWINS
 
@@ -69,11 +69,13 @@ def test_the_same_bits_with_clients_stolen_in_any_order(seed: int, tmp_path: Pat
 @pytest.mark.parametrize("name", TWINS)
 def test_clients_trained_together_agree_with_one_by_one(name: str, tmp_path: Path) -> None:
     _, algorithm, options = TWINS[name]
-    together = Run(algorithm, options, tmp_path / "together", rounds=3, together=4, clients_per_size=3)
+    clients_per_vmap = Run(
+        algorithm, options, tmp_path / "clients_per_vmap", rounds=3, clients_per_vmap=4, clients_per_size=3
+    )
     alone = Run(algorithm, options, tmp_path / "alone", rounds=3, clients_per_size=3)
-    assert alone.run().outcome == together.run().outcome == "done"
-    assert any(len(timed) > 1 for r in together.records for timed in r.trained.values())
-    assert torch.allclose(together.model, alone.model, rtol=1e-5, atol=1e-9)
+    assert alone.run().outcome == clients_per_vmap.run().outcome == "done"
+    assert any(len(timed) > 1 for r in clients_per_vmap.records for timed in r.trained.values())
+    assert torch.allclose(clients_per_vmap.model, alone.model, rtol=1e-5, atol=1e-9)
 
 
 def test_operators_written_down_give_the_bits_of_the_module() -> None:
@@ -98,15 +100,15 @@ def test_a_bad_client_among_many_is_the_only_one_refused(
     hot: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("isthmus.federated.stacked.HOT", hot)
-    run = Run("fedavg", {}, tmp_path, rounds=1, together=4, clients_per_size=3)
+    run = Run("fedavg", {}, tmp_path, rounds=1, clients_per_vmap=4, clients_per_size=3)
     site = run.sites["e0"]
     data = population(per_size=3)
     alike = [c for c in range(len(data.clients)) if data.sizes[c] == data.sizes[0]]
     samples = int(data.sizes[0])
-    site.open(Opening(turn=Turn(0), clients=3, samples=3 * samples), run.server.broadcast())
+    site.open(PhaseSetup(phase=PhaseId(0), clients=3, samples=3 * samples), run.server.broadcast())
     data.clients[alike[1]]["pixel_values"][0] = float("nan")
     monkeypatch.setattr(site, "_data", data)
-    timed, refused = site.train([Task(c, samples, -1) for c in alike])
+    timed, refused = site.train([ClientTask(c, samples, -1) for c in alike])
     assert [t.client for t in timed] == [alike[0], alike[2]]
     assert [r.client for r in refused] == [alike[1]]
     assert site.partial.clients == 2
@@ -114,7 +116,7 @@ def test_a_bad_client_among_many_is_the_only_one_refused(
 
 def test_a_model_that_draws_is_trained_one_by_one() -> None:
     columns = {name: column[:4] for name, column in population().load(0).items()}
-    assert best_together(Resident(Dropping().double()), columns) == 1
+    assert best_clients_per_vmap(Resident(Dropping().double()), columns) == 1
 
 
 class Dropping(nn.Module):

@@ -9,113 +9,117 @@ import numpy as np
 import pytest
 
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_dealing import Dealer
 from isthmus.protocol.federated_events import (
     NONE,
-    Absorb,
-    Begin,
-    Closed,
-    Commit,
+    BeginPhase,
+    ClientTask,
+    ClientTime,
+    CommitRound,
     CoordinatorInstruction,
-    Dismiss,
-    Drained,
-    Dropped,
-    Finish,
-    Forget,
-    Granted,
-    Ignore,
-    Joined,
-    Line,
-    Lost,
-    Merge,
-    Open,
-    Opening,
-    Recalled,
-    Refusal,
-    Returned,
+    DismissExecutor,
+    ExecutorDrained,
+    ExecutorJoined,
+    ExecutorLost,
+    FinishRounds,
+    ForgetPhase,
+    IgnoreSums,
+    LinearFit,
+    MergeSums,
+    Notify,
+    PhaseClosed,
+    PhaseDropped,
+    PhaseId,
+    PhaseOpened,
+    PhaseSetup,
+    RefusedUpdate,
+    ReportDrained,
+    ReportReturned,
     SendSums,
-    Summed,
-    Task,
-    Tell,
-    TellDrained,
-    TellReturned,
+    StartPhase,
+    SumsSent,
+    TasksGranted,
+    TasksRecalled,
+    TasksReturned,
+    TasksTrained,
     Tick,
-    Timed,
-    Train,
-    Trained,
-    Turn,
-    TurnOpened,
+    TrainTasks,
+    UpdateServer,
 )
-from isthmus.protocol.federated_executor import FederatedExecutor
-from isthmus.protocol.federated_pace import Pace
+from isthmus.protocol.federated_executor import ExecutorMachine
 from isthmus.protocol.federated_rules import RoundRules
+from isthmus.protocol.federated_scheduler import ClientScheduler
+from isthmus.protocol.federated_throughput import ThroughputModel
 
-TURN = Turn(0)
+TURN = PhaseId(0)
 SIZES = np.array([40, 30, 20, 10])
-EQUAL = Line(1.0, 0.0)
+EQUAL = LinearFit(1.0, 0.0)
 
 
-def opened(*sizes: int, holds: bool = False, turn: Turn = TURN) -> TurnOpened:
-    tasks = tuple(Task(client, size) for client, size in enumerate(sizes))
-    return TurnOpened(opening=Opening(turn=turn, clients=len(sizes), samples=sum(sizes)), tasks=tasks, holds=holds)
+def opened(*sizes: int, holds: bool = False, phase: PhaseId = TURN) -> PhaseOpened:
+    tasks = tuple(ClientTask(client, size) for client, size in enumerate(sizes))
+    return PhaseOpened(
+        opening=PhaseSetup(phase=phase, clients=len(sizes), samples=sum(sizes)), tasks=tasks, holds=holds
+    )
 
 
-def trained(*clients: int, turn: Turn = TURN) -> Trained:
-    return Trained(turn=turn, timed=tuple(Timed(c, 1, 1.0) for c in clients))
+def trained(*clients: int, phase: PhaseId = TURN) -> TasksTrained:
+    return TasksTrained(phase=phase, timed=tuple(ClientTime(c, 1, 1.0) for c in clients))
 
 
 # The executor
 
 
 def test_an_executor_trains_its_list_and_sends_once() -> None:
-    machine = FederatedExecutor()
+    machine = ExecutorMachine()
     first, second = machine.handle(opened(3, 2))
-    assert isinstance(first, Begin)
-    assert second == Train(TURN, (Task(0, 3),))
-    assert machine.handle(trained(0)) == [Train(TURN, (Task(1, 2),))]
-    assert machine.handle(trained(1)) == [SendSums(TURN, (Timed(0, 1, 1.0), Timed(1, 1, 1.0)), ())]
+    assert isinstance(first, BeginPhase)
+    assert second == TrainTasks(TURN, (ClientTask(0, 3),))
+    assert machine.handle(trained(0)) == [TrainTasks(TURN, (ClientTask(1, 2),))]
+    assert machine.handle(trained(1)) == [SendSums(TURN, (ClientTime(0, 1, 1.0), ClientTime(1, 1, 1.0)), ())]
 
 
 def test_an_executor_that_holds_waits_to_be_closed() -> None:
-    machine = FederatedExecutor()
+    machine = ExecutorMachine()
     machine.handle(opened(3, holds=True))
-    assert machine.handle(trained(0)) == [TellDrained(TURN)]
-    assert machine.handle(Granted(turn=TURN, tasks=(Task(5, 1),), holds=True)) == [Train(TURN, (Task(5, 1),))]
-    assert machine.handle(trained(5)) == [TellDrained(TURN)]
-    (sent,) = machine.handle(Closed(turn=TURN))
+    assert machine.handle(trained(0)) == [ReportDrained(TURN)]
+    assert machine.handle(TasksGranted(phase=TURN, tasks=(ClientTask(5, 1),), holds=True)) == [
+        TrainTasks(TURN, (ClientTask(5, 1),))
+    ]
+    assert machine.handle(trained(5)) == [ReportDrained(TURN)]
+    (sent,) = machine.handle(PhaseClosed(phase=TURN))
     assert isinstance(sent, SendSums)
     assert [t.client for t in sent.timed] == [0, 5]
 
 
 @pytest.mark.parametrize(
     ("own", "thief", "given"),
-    [(EQUAL, EQUAL, [3, 4]), (EQUAL, Line(100.0, 0.0), []), (EQUAL, Line(0.1, 0.0), [1, 2, 3, 4])],
+    [(EQUAL, EQUAL, [3, 4]), (EQUAL, LinearFit(100.0, 0.0), []), (EQUAL, LinearFit(0.1, 0.0), [1, 2, 3, 4])],
 )
-def test_what_has_not_begun_is_shared_by_speed(own: Line, thief: Line, given: list[int]) -> None:
-    machine = FederatedExecutor()
+def test_what_has_not_begun_is_shared_by_speed(own: LinearFit, thief: LinearFit, given: list[int]) -> None:
+    machine = ExecutorMachine()
     machine.handle(opened(9, 4, 4, 4, 4, holds=True))
-    (told,) = machine.handle(Recalled(turn=TURN, own=own, thief=thief))
-    assert isinstance(told, TellReturned)
-    assert [t.client for t in told.tasks] == given
+    (broadcast,) = machine.handle(TasksRecalled(phase=TURN, own=own, thief=thief))
+    assert isinstance(broadcast, ReportReturned)
+    assert [t.client for t in broadcast.tasks] == given
     assert machine.statistics().waiting == 4 - len(given)
 
 
 def test_equal_clients_are_trained_together() -> None:
-    machine = FederatedExecutor(together=2)
+    machine = ExecutorMachine(clients_per_vmap=2)
     instruction = machine.handle(opened(4, 4, 4, 3))[1]
-    assert isinstance(instruction, Train)
+    assert isinstance(instruction, TrainTasks)
     assert [t.client for t in instruction.tasks] == [0, 1]
     (instruction,) = machine.handle(trained(0, 1))
-    assert isinstance(instruction, Train)
+    assert isinstance(instruction, TrainTasks)
     assert [t.client for t in instruction.tasks] == [2]
 
 
 def test_a_dropped_turn_is_forgotten_and_its_answers_are_stale() -> None:
-    machine = FederatedExecutor()
+    machine = ExecutorMachine()
     machine.handle(opened(3, 2))
-    assert machine.handle(Dropped(turn=TURN)) == [Forget(TURN)]
-    assert machine.handle(trained(0)) == [TellDrained(TURN)], "now it is free for another turn"
-    assert machine.handle(Recalled(turn=TURN, own=EQUAL, thief=EQUAL)) == [TellReturned(TURN, ())]
+    assert machine.handle(PhaseDropped(phase=TURN)) == [ForgetPhase(TURN)]
+    assert machine.handle(trained(0)) == [ReportDrained(TURN)], "now it is free for another turn"
+    assert machine.handle(TasksRecalled(phase=TURN, own=EQUAL, thief=EQUAL)) == [ReportReturned(TURN, ())]
     assert machine.statistics().stale == 2
 
 
@@ -125,26 +129,26 @@ def test_a_dropped_turn_is_forgotten_and_its_answers_are_stale() -> None:
 def coordinator(executors: int = 2, keeps: bool = False, **rules: object) -> FederatedCoordinator:
     names = [f"e{k}" for k in range(executors)]
     options = {"rounds": 2, "needed": 4, "steals": False} | rules
-    pace = Pace(executors, window_rounds=5)
+    throughput = ThroughputModel(executors, window_rounds=5)
     states = np.full(len(SIZES), NONE, dtype=np.int32) if keeps else None
-    return FederatedCoordinator(names, RoundRules(**options), SIZES, lambda r: np.arange(4), pace, states=states)
+    return FederatedCoordinator(names, RoundRules(**options), SIZES, lambda r: np.arange(4), throughput, states=states)
 
 
 def start(machine: FederatedCoordinator) -> dict[str, list[int]]:
     """Joins everybody; returns who trains whom."""
     out: list[CoordinatorInstruction] = []
     for name in machine.executors:
-        out += machine.handle(Joined(executor=name))
+        out += machine.handle(ExecutorJoined(executor=name))
     return clients_of(out)
 
 
 def clients_of(out: list[CoordinatorInstruction]) -> dict[str, list[int]]:
-    return {i.executor: [t.client for t in i.event.tasks] for i in out if isinstance(i, Open)}
+    return {i.executor: [t.client for t in i.event.tasks] for i in out if isinstance(i, StartPhase)}
 
 
-def summed(name: str, *clients: int, turn: Turn = TURN, states: Mapping[int, int] | None = None) -> Summed:
-    timed = tuple(Timed(c, int(SIZES[c]), 1.0, (states or {}).get(c, NONE)) for c in clients)
-    return Summed(executor=name, turn=turn, timed=timed)
+def summed(name: str, *clients: int, phase: PhaseId = TURN, states: Mapping[int, int] | None = None) -> SumsSent:
+    timed = tuple(ClientTime(c, int(SIZES[c]), 1.0, (states or {}).get(c, NONE)) for c in clients)
+    return SumsSent(executor=name, phase=phase, timed=timed)
 
 
 def test_a_round_goes_around() -> None:
@@ -152,16 +156,16 @@ def test_a_round_goes_around() -> None:
     dealt = start(machine)
     assert sorted(itertools.chain(*dealt.values())) == [0, 1, 2, 3]
     assert machine.behind == (0, frozenset()), "all of them train"
-    assert machine.handle(summed("e0", *dealt["e0"])) == [Merge("e0", TURN)]
+    assert machine.handle(summed("e0", *dealt["e0"])) == [MergeSums("e0", TURN)]
     assert machine.behind == (0, {"e1"})
     merge, absorb, commit, *opens = machine.handle(summed("e1", *dealt["e1"]))
-    assert (merge, absorb) == (Merge("e1", TURN), Absorb(TURN))
-    assert isinstance(commit, Commit)
+    assert (merge, absorb) == (MergeSums("e1", TURN), UpdateServer(TURN))
+    assert isinstance(commit, CommitRound)
     assert commit.record.missing == ()
-    assert all(isinstance(o, Open) and o.event.opening.turn == Turn(1) for o in opens)
+    assert all(isinstance(o, StartPhase) and o.event.opening.phase == PhaseId(1) for o in opens)
     again = clients_of(opens)
-    machine.handle(summed("e0", *again["e0"], turn=Turn(1)))
-    assert machine.handle(summed("e1", *again["e1"], turn=Turn(1)))[-1] == Finish("done")
+    machine.handle(summed("e0", *again["e0"], phase=PhaseId(1)))
+    assert machine.handle(summed("e1", *again["e1"], phase=PhaseId(1)))[-1] == FinishRounds("done")
 
 
 def test_a_second_pass_has_the_same_cohort() -> None:
@@ -169,9 +173,9 @@ def test_a_second_pass_has_the_same_cohort() -> None:
     dealt = start(machine)
     machine.handle(summed("e0", *dealt["e0"]))
     out = machine.handle(summed("e1", *dealt["e1"]))
-    assert Absorb(TURN) in out
-    assert not any(isinstance(i, Commit) for i in out)
-    assert {i.event.opening.turn for i in out if isinstance(i, Open)} == {Turn(0, 0, 1)}
+    assert UpdateServer(TURN) in out
+    assert not any(isinstance(i, CommitRound) for i in out)
+    assert {i.event.opening.phase for i in out if isinstance(i, StartPhase)} == {PhaseId(0, 0, 1)}
     assert sorted(itertools.chain(*clients_of(out).values())) == [0, 1, 2, 3]
 
 
@@ -179,14 +183,14 @@ def test_a_round_of_two_passes_tells_of_both() -> None:
     machine = coordinator(passes=2)
     dealt = start(machine)
     bad, *good = dealt["e0"]
-    refused = (Refusal(bad, "not finite"),)
-    timed = tuple(Timed(c, 1, 2.0) for c in good)
-    machine.handle(Summed(executor="e0", turn=TURN, timed=timed, refused=refused))
+    refused = (RefusedUpdate(bad, "not finite"),)
+    timed = tuple(ClientTime(c, 1, 2.0) for c in good)
+    machine.handle(SumsSent(executor="e0", phase=TURN, timed=timed, refused=refused))
     again = clients_of(machine.handle(summed("e1", *dealt["e1"])))
     lost = again["e1"].pop()
-    machine.handle(summed("e0", *again["e0"], turn=Turn(0, 0, 1)))
-    machine.handle(summed("e1", *again["e1"], turn=Turn(0, 0, 1)))
-    (commit,) = (i for i in machine.handle(Tick(now_s=600.0)) if isinstance(i, Commit))
+    machine.handle(summed("e0", *again["e0"], phase=PhaseId(0, 0, 1)))
+    machine.handle(summed("e1", *again["e1"], phase=PhaseId(0, 0, 1)))
+    (commit,) = (i for i in machine.handle(Tick(now_s=600.0)) if isinstance(i, CommitRound))
     assert commit.record.refused == refused
     assert commit.record.missing == (lost,)
     assert commit.record.earlier_s == {"e0": 2.0 * len(good), "e1": float(len(dealt["e1"]))}
@@ -196,35 +200,35 @@ def test_clients_of_a_lost_executor_go_to_the_others_even_when_their_sums_are_in
     machine = coordinator()
     dealt = start(machine)
     machine.handle(summed("e0", *dealt["e0"]))
-    (told,) = machine.handle(Lost(executor="e1", reason="killed"))
-    assert isinstance(told, Tell)
-    assert told.executor == "e0"
-    assert isinstance(told.event, Granted)
-    assert sorted(t.client for t in told.event.tasks) == sorted(dealt["e1"])
-    assert any(isinstance(i, Commit) for i in machine.handle(summed("e0", *dealt["e1"])))
+    (broadcast,) = machine.handle(ExecutorLost(executor="e1", reason="killed"))
+    assert isinstance(broadcast, Notify)
+    assert broadcast.executor == "e0"
+    assert isinstance(broadcast.event, TasksGranted)
+    assert sorted(t.client for t in broadcast.event.tasks) == sorted(dealt["e1"])
+    assert any(isinstance(i, CommitRound) for i in machine.handle(summed("e0", *dealt["e1"])))
 
 
 def test_sums_that_were_in_when_the_executor_was_lost_count_once() -> None:
     machine = coordinator()
     dealt = start(machine)
     machine.handle(summed("e1", *dealt["e1"]))
-    assert machine.handle(Lost(executor="e1", reason="killed")) == []
+    assert machine.handle(ExecutorLost(executor="e1", reason="killed")) == []
     out = machine.handle(summed("e0", *dealt["e0"]))
-    (commit,) = (i for i in out if isinstance(i, Commit))
+    (commit,) = (i for i in out if isinstance(i, CommitRound))
     assert sum(map(len, commit.record.trained.values())) == 4
 
 
 def test_sums_of_clients_that_were_not_given_are_ignored() -> None:
     machine = coordinator()
     dealt = start(machine)
-    assert machine.handle(summed("e0", *dealt["e1"]))[0] == Ignore("e0", TURN)
+    assert machine.handle(summed("e0", *dealt["e1"]))[0] == IgnoreSums("e0", TURN)
 
 
 def test_the_last_executor_lost_ends_the_run() -> None:
     machine = coordinator(executors=1)
     start(machine)
-    finish = machine.handle(Lost(executor="e0", reason="killed"))[-1]
-    assert isinstance(finish, Finish)
+    finish = machine.handle(ExecutorLost(executor="e0", reason="killed"))[-1]
+    assert isinstance(finish, FinishRounds)
     assert finish.outcome == "lost"
     assert "killed" in finish.reason
 
@@ -232,18 +236,18 @@ def test_the_last_executor_lost_ends_the_run() -> None:
 def test_an_idle_executor_takes_what_another_has_not_begun() -> None:
     machine = coordinator(steals=True)
     dealt = start(machine)
-    (asked,) = machine.handle(Drained(executor="e0", turn=TURN))
-    assert isinstance(asked, Tell)
-    assert (asked.executor, type(asked.event)) == ("e1", Recalled)
-    given = (Task(dealt["e1"][-1], 10),)
-    (granted,) = machine.handle(Returned(executor="e1", turn=TURN, tasks=given))
-    assert granted == Tell("e0", Granted(turn=TURN, tasks=given, holds=True))
+    (asked,) = machine.handle(ExecutorDrained(executor="e0", phase=TURN))
+    assert isinstance(asked, Notify)
+    assert (asked.executor, type(asked.event)) == ("e1", TasksRecalled)
+    given = (ClientTask(dealt["e1"][-1], 10),)
+    (granted,) = machine.handle(TasksReturned(executor="e1", phase=TURN, tasks=given))
+    assert granted == Notify("e0", TasksGranted(phase=TURN, tasks=given, holds=True))
     # The one that e1 has left it must have begun: nobody is asked any more.
-    assert machine.handle(Drained(executor="e0", turn=TURN)) == [Tell("e0", Closed(turn=TURN))]
+    assert machine.handle(ExecutorDrained(executor="e0", phase=TURN)) == [Notify("e0", PhaseClosed(phase=TURN))]
     machine.handle(summed("e0", *dealt["e0"], given[0].client))
-    assert machine.handle(Drained(executor="e1", turn=TURN)) == [Tell("e1", Closed(turn=TURN))]
+    assert machine.handle(ExecutorDrained(executor="e1", phase=TURN)) == [Notify("e1", PhaseClosed(phase=TURN))]
     out = machine.handle(summed("e1", *dealt["e1"][:-1]))
-    (commit,) = (i for i in out if isinstance(i, Commit))
+    (commit,) = (i for i in out if isinstance(i, CommitRound))
     assert commit.record.stolen == 1
 
 
@@ -254,39 +258,39 @@ def test_a_turn_that_will_soon_be_over_is_not_held_open_for_thieves(seconds: flo
     out: list[CoordinatorInstruction] = []
     for round_ in range(2):  # fewer of an executor's clients are not believed
         for name in machine.executors:
-            timed = tuple(Timed(c, int(SIZES[c]), seconds) for c in dealt[name])
-            out = machine.handle(Summed(executor=name, turn=Turn(round_), timed=timed))
+            timed = tuple(ClientTime(c, int(SIZES[c]), seconds) for c in dealt[name])
+            out = machine.handle(SumsSent(executor=name, phase=PhaseId(round_), timed=timed))
         dealt = clients_of(out)
-    assert [i.event.holds for i in out if isinstance(i, Open)] == [holds] * len(machine.executors)
-    assert [i.event.brief for i in out if isinstance(i, Open)] == [not holds] * len(machine.executors)
+    assert [i.event.holds for i in out if isinstance(i, StartPhase)] == [holds] * len(machine.executors)
+    assert [i.event.brief for i in out if isinstance(i, StartPhase)] == [not holds] * len(machine.executors)
 
 
 def test_who_had_nothing_to_give_is_not_asked_again() -> None:
     machine = coordinator(executors=3, steals=True)
     assert start(machine)["e2"] == [2, 3]
-    (asked,) = machine.handle(Drained(executor="e0", turn=TURN))
-    assert asked == Tell("e2", Recalled(turn=TURN, own=EQUAL, thief=EQUAL))
-    assert machine.handle(Returned(executor="e2", turn=TURN, tasks=())) == [Tell("e0", Closed(turn=TURN))]
-    assert machine.handle(Drained(executor="e1", turn=TURN)) == [Tell("e1", Closed(turn=TURN))]
+    (asked,) = machine.handle(ExecutorDrained(executor="e0", phase=TURN))
+    assert asked == Notify("e2", TasksRecalled(phase=TURN, own=EQUAL, thief=EQUAL))
+    assert machine.handle(TasksReturned(executor="e2", phase=TURN, tasks=())) == [Notify("e0", PhaseClosed(phase=TURN))]
+    assert machine.handle(ExecutorDrained(executor="e1", phase=TURN)) == [Notify("e1", PhaseClosed(phase=TURN))]
 
 
 def test_an_executor_that_is_lost_before_all_have_joined_ends_the_run() -> None:
     machine = coordinator()
-    machine.handle(Joined(executor="e0"))
-    finish = machine.handle(Lost(executor="e1", reason="killed"))[-1]
-    assert isinstance(finish, Finish)
+    machine.handle(ExecutorJoined(executor="e0"))
+    finish = machine.handle(ExecutorLost(executor="e1", reason="killed"))[-1]
+    assert isinstance(finish, FinishRounds)
     assert finish.outcome == "lost"
 
 
 def test_what_a_victim_gives_back_for_a_lost_thief_is_not_lost() -> None:
     machine = coordinator(steals=True)
     dealt = start(machine)
-    machine.handle(Drained(executor="e0", turn=TURN))
-    machine.handle(Lost(executor="e0", reason="killed"))
+    machine.handle(ExecutorDrained(executor="e0", phase=TURN))
+    machine.handle(ExecutorLost(executor="e0", reason="killed"))
     last = dealt["e1"][-1]
-    machine.handle(Returned(executor="e1", turn=TURN, tasks=(Task(last, 10),)))
-    out = machine.handle(Drained(executor="e1", turn=TURN))
-    assert out == [Tell("e1", Granted(turn=TURN, tasks=(Task(last, 10),), holds=True))]
+    machine.handle(TasksReturned(executor="e1", phase=TURN, tasks=(ClientTask(last, 10),)))
+    out = machine.handle(ExecutorDrained(executor="e1", phase=TURN))
+    assert out == [Notify("e1", TasksGranted(phase=TURN, tasks=(ClientTask(last, 10),), holds=True))]
 
 
 def test_one_at_a_time() -> None:
@@ -294,9 +298,9 @@ def test_one_at_a_time() -> None:
     dealt = start(machine)
     assert all(len(clients) == 1 for clients in dealt.values())
     merge, granted = machine.handle(summed("e0", *dealt["e0"]))
-    assert merge == Merge("e0", TURN)
-    assert isinstance(granted, Tell)
-    assert isinstance(granted.event, Granted)
+    assert merge == MergeSums("e0", TURN)
+    assert isinstance(granted, Notify)
+    assert isinstance(granted.event, TasksGranted)
     assert (len(granted.event.tasks), granted.event.holds) == (1, False)
 
 
@@ -306,21 +310,21 @@ def test_a_deadline_commits_who_is_in() -> None:
     machine.handle(summed("e0", *dealt["e0"]))
     assert machine.handle(Tick(now_s=9.0)) == []
     out = machine.handle(Tick(now_s=10.0))
-    assert Tell("e1", Dropped(turn=TURN)) in out
-    (commit,) = (i for i in out if isinstance(i, Commit))
+    assert Notify("e1", PhaseDropped(phase=TURN)) in out
+    (commit,) = (i for i in out if isinstance(i, CommitRound))
     assert commit.record.closed_by == "deadline"
     assert sorted(commit.record.missing) == sorted(dealt["e1"])
-    assert machine.handle(summed("e1", *dealt["e1"])) == [Ignore("e1", TURN)]
+    assert machine.handle(summed("e1", *dealt["e1"])) == [IgnoreSums("e1", TURN)]
 
 
 def test_a_late_executor_keeps_the_states_of_clients_that_are_in() -> None:
     machine = coordinator(deadline_s=10.0)
     dealt = start(machine)
     machine.handle(summed("e0", *dealt["e0"]))
-    (granted,) = machine.handle(Lost(executor="e1", reason="killed"))
-    assert isinstance(granted, Tell)
+    (granted,) = machine.handle(ExecutorLost(executor="e1", reason="killed"))
+    assert isinstance(granted, Notify)
     out = machine.handle(Tick(now_s=10.0))
-    assert Tell("e0", Dropped(turn=TURN, kept=tuple(dealt["e0"]))) in out
+    assert Notify("e0", PhaseDropped(phase=TURN, kept=tuple(dealt["e0"]))) in out
 
 
 def test_a_second_pass_that_fails_is_tried_again_alone() -> None:
@@ -329,7 +333,7 @@ def test_a_second_pass_that_fails_is_tried_again_alone() -> None:
     machine.handle(summed("e0", *dealt["e0"]))
     machine.handle(summed("e1", *dealt["e1"]))
     out = machine.handle(Tick(now_s=10.0))
-    assert {i.event.opening.turn for i in out if isinstance(i, Open)} == {Turn(0, 1, 1)}
+    assert {i.event.opening.phase for i in out if isinstance(i, StartPhase)} == {PhaseId(0, 1, 1)}
 
 
 def test_too_few_at_the_deadline_is_tried_again_and_then_fails() -> None:
@@ -337,10 +341,10 @@ def test_too_few_at_the_deadline_is_tried_again_and_then_fails() -> None:
     dealt = start(machine)
     machine.handle(summed("e0", *dealt["e0"]))
     out = machine.handle(Tick(now_s=10.0))
-    assert {i.event.opening.turn for i in out if isinstance(i, Open)} == {Turn(0, 1)}
-    assert Absorb(TURN) not in out
+    assert {i.event.opening.phase for i in out if isinstance(i, StartPhase)} == {PhaseId(0, 1)}
+    assert UpdateServer(TURN) not in out
     finish = machine.handle(Tick(now_s=20.0))[-1]
-    assert isinstance(finish, Finish)
+    assert isinstance(finish, FinishRounds)
     assert "after 2 attempts" in finish.reason
 
 
@@ -348,14 +352,16 @@ def test_too_few_at_the_deadline_is_tried_again_and_then_fails() -> None:
 def test_clients_that_are_all_refused_are_not_trained_again(diverged: int, outcome: str) -> None:
     machine = coordinator(attempts=3)
     reports = [
-        Summed(
-            executor=name, turn=TURN, timed=(),
-            refused=tuple(Refusal(client, "bad", client < diverged) for client in clients),
+        SumsSent(
+            executor=name,
+            phase=TURN,
+            timed=(),
+            refused=tuple(RefusedUpdate(client, "bad", client < diverged) for client in clients),
         )
         for name, clients in start(machine).items()
-    ]  # fmt: skip
+    ]
     *_, finish = [machine.handle(report) for report in reports][-1]
-    assert isinstance(finish, Finish)
+    assert isinstance(finish, FinishRounds)
     assert finish.outcome == outcome
     assert finish.reason.startswith("round 1: 0 clients were in, expected at least 1; client ")
 
@@ -365,7 +371,7 @@ def test_a_quorum_closes_the_round() -> None:
     dealt = start(machine)
     sizes = {name: len(clients) for name, clients in dealt.items()}
     first = max(sizes, key=lambda name: sizes[name])
-    (commit,) = (i for i in machine.handle(summed(first, *dealt[first])) if isinstance(i, Commit))
+    (commit,) = (i for i in machine.handle(summed(first, *dealt[first])) if isinstance(i, CommitRound))
     assert commit.record.closed_by == "quorum"
 
 
@@ -374,10 +380,10 @@ def test_a_refused_client_is_not_missing() -> None:
     dealt = start(machine)
     machine.handle(summed("e0", *dealt["e0"]))
     bad, *good = dealt["e1"]
-    refused = (Refusal(bad, "not finite"),)
-    timed = tuple(Timed(c, 1, 1.0) for c in good)
-    out = machine.handle(Summed(executor="e1", turn=TURN, timed=timed, refused=refused))
-    (commit,) = (i for i in out if isinstance(i, Commit))
+    refused = (RefusedUpdate(bad, "not finite"),)
+    timed = tuple(ClientTime(c, 1, 1.0) for c in good)
+    out = machine.handle(SumsSent(executor="e1", phase=TURN, timed=timed, refused=refused))
+    (commit,) = (i for i in out if isinstance(i, CommitRound))
     assert commit.record.refused == refused
     assert commit.record.missing == ()
 
@@ -391,8 +397,8 @@ def test_clients_go_on_from_the_states_that_were_reported(passes: int) -> None:
     machine.handle(summed("e0", *dealt["e0"], states=states))
     assert machine.states is not None and set(machine.states) == {NONE}, "the pass is open"
     out = machine.handle(summed("e1", *dealt["e1"], states=states))
-    told = {t.client: t.state for i in out if isinstance(i, Open) for t in i.event.tasks}
-    assert told == {clients[0]: NONE, **states}
+    broadcast = {t.client: t.state for i in out if isinstance(i, StartPhase) for t in i.event.tasks}
+    assert broadcast == {clients[0]: NONE, **states}
 
 
 def test_states_of_a_round_that_is_dropped_do_not_count() -> None:
@@ -400,43 +406,43 @@ def test_states_of_a_round_that_is_dropped_do_not_count() -> None:
     dealt = start(machine)
     machine.handle(summed("e0", *dealt["e0"], states=dict.fromkeys(range(4), 7)))
     out = machine.handle(Tick(now_s=10.0))
-    assert {t.state for i in out if isinstance(i, Open) for t in i.event.tasks} == {NONE}
+    assert {t.state for i in out if isinstance(i, StartPhase) for t in i.event.tasks} == {NONE}
 
 
 def test_who_reports_a_state_that_is_none_is_dismissed() -> None:
     machine = coordinator(keeps=True)
     dealt = start(machine)
     out = machine.handle(summed("e0", *dealt["e0"], states=dict.fromkeys(range(4), -2)))
-    assert Dismiss("e0", "reported a state that is none") in out
+    assert DismissExecutor("e0", "reported a state that is none") in out
 
 
 def test_executors_with_a_client_of_their_own_train_only_that() -> None:
     names = ["e0", "e1", "e2"]
     rules = RoundRules(rounds=1, needed=2)
-    machine = FederatedCoordinator(names, rules, SIZES, lambda r: np.array([0, 2]), Pace(3, window_rounds=5))
+    machine = FederatedCoordinator(names, rules, SIZES, lambda r: np.array([0, 2]), ThroughputModel(3, window_rounds=5))
     out: list[CoordinatorInstruction] = []
     for client, name in enumerate(names):
-        out += machine.handle(Joined(executor=name, client=client))
+        out += machine.handle(ExecutorJoined(executor=name, client=client))
     assert clients_of(out) == {"e0": [0], "e2": [2]}
-    machine.handle(Lost(executor="e0", reason="killed"))
-    (commit,) = (i for i in machine.handle(summed("e2", 2)) if isinstance(i, Commit))
+    machine.handle(ExecutorLost(executor="e0", reason="killed"))
+    (commit,) = (i for i in machine.handle(summed("e2", 2)) if isinstance(i, CommitRound))
     assert commit.record.missing == (0,)
 
 
 def test_a_schedule_that_was_made_by_sizes_says_nothing_of_seconds() -> None:
-    pace = Pace(1, window_rounds=5)
+    throughput = ThroughputModel(1, window_rounds=5)
     sizes, everybody = np.array([4, 3, 2, 1]), np.arange(4)
-    dealer = Dealer(["e0"], RoundRules(rounds=3), sizes, pace, None)
-    dealer.plan_ahead(1, everybody, ["e0"])
-    pace.record(0, 0, [Timed(client, int(size), 0.1 * int(size)) for client, size in enumerate(sizes)])
-    assert pace.known and dealer.deal(1, everybody, ["e0"]).schedule is None, "it was made before"
-    dealer.plan_ahead(2, everybody, ["e0"])
-    schedule = dealer.deal(2, everybody, ["e0"]).schedule
+    scheduler = ClientScheduler(["e0"], RoundRules(rounds=3), sizes, throughput, None)
+    scheduler.plan_ahead(1, everybody, ["e0"])
+    throughput.record(0, 0, [ClientTime(client, int(size), 0.1 * int(size)) for client, size in enumerate(sizes)])
+    assert throughput.known and scheduler.assignment(1, everybody, ["e0"]).schedule is None, "it was made before"
+    scheduler.plan_ahead(2, everybody, ["e0"])
+    schedule = scheduler.assignment(2, everybody, ["e0"]).schedule
     assert schedule is not None and schedule.makespan_s == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
-    ("rules", "told"),
+    ("rules", "broadcast"),
     [
         ({}, "all of 8, at least 1, deadline 600 s"),
         ({"quorum": 0.5, "staleness": 2}, "50% of 8, at least 1, deadline 600 s, late ones count for 2 rounds"),
@@ -447,5 +453,5 @@ def test_a_schedule_that_was_made_by_sizes_says_nothing_of_seconds() -> None:
         ),
     ],
 )
-def test_closing_rules_in_words(rules: dict[str, object], told: str) -> None:
-    assert RoundRules(**{"rounds": 2, "needed": 8} | rules).told == told
+def test_closing_rules_in_words(rules: dict[str, object], broadcast: str) -> None:
+    assert RoundRules(**{"rounds": 2, "needed": 8} | rules).description == broadcast

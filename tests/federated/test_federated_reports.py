@@ -10,16 +10,21 @@ from rich.console import Console
 
 from isthmus.federated.evaluation import ClientAccuracies, Evaluation
 from isthmus.federated.history import RoundLine
-from isthmus.protocol.federated_events import Line, Record, Refusal, Timed
-from isthmus.report.federated_pictures import draw_paces, draw_round_timeline, draw_rounds
+from isthmus.protocol.federated_events import ClientTime, LinearFit, RefusedUpdate, RoundRecord
+from isthmus.report.federated_pictures import draw_round_timeline, draw_rounds, draw_throughput
 from isthmus.report.federated_progress import FederatedProgress, rounds_table
 
 
 def line(round_: int, *, accuracy: float | None = 0.5) -> RoundLine:
-    record = Record(
-        round=round_, attempt=0, trained={"e0": (Timed(1, 10, 1.0), Timed(2, 20, 2.0)), "e1": (Timed(3, 30, 1.5),)},
-        refused=(Refusal(4, "got nan"),), lines={"e0": Line(0.1, 0.0), "e1": Line(0.1, 0.0)}, predicted_s=3.0, stolen=1,
-    )  # fmt: skip
+    record = RoundRecord(
+        round=round_,
+        attempt=0,
+        trained={"e0": (ClientTime(1, 10, 1.0), ClientTime(2, 20, 2.0)), "e1": (ClientTime(3, 30, 1.5),)},
+        refused=(RefusedUpdate(4, "got nan"),),
+        lines={"e0": LinearFit(0.1, 0.0), "e1": LinearFit(0.1, 0.0)},
+        predicted_s=3.0,
+        stolen=1,
+    )
     clients = ClientAccuracies(clients=5, mean=0.5, worst_decile=0.1, deviation=0.2)
     evaluation = Evaluation(loss=1.25, accuracy=accuracy, clients=clients) if accuracy is not None else None
     return RoundLine(record=record, seconds=4.0, sent_bytes=1000, received_bytes=2000, evaluation=evaluation)
@@ -87,7 +92,7 @@ def test_the_summary_leaves_the_first_round_out() -> None:
 
 def test_pictures_are_drawn_where_there_is_something_to_draw(tmp_path: Path) -> None:
     assert draw_rounds([line(0), line(1)], tmp_path / "a.png")
-    assert draw_paces([line(0)], tmp_path / "p.png")
+    assert draw_throughput([line(0)], tmp_path / "p.png")
     draw_round_timeline(line(0), tmp_path / "r.png")
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "p.png", "r.png"))
     clients = ClientAccuracies(clients=5, mean=0.5, worst_decile=0.1, deviation=0.2)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from isthmus.federated.history import History
+from isthmus.federated.history import RoundHistory
 from isthmus.federated.server import STATES
 from isthmus.federated.state_files import PAGE_BYTES
 from tests.runtime.commands import Done, edited, isthmus, refused, start, wait_until
@@ -84,7 +84,7 @@ def test_every_scheme_gives_the_same_bits(scheme: str, reference: bytes, tmp_pat
     result = isthmus("train", write(tmp_path), "--scheme", scheme, "--run", run)
     done(result)
     assert model(run) == reference
-    lines = History(run / "rounds.jsonl").lines()
+    lines = RoundHistory(run / "rounds.jsonl").lines()
     assert [line.record.round for line in lines] == [0, 1, 2, 3]
     assert all(line.clients == 6 for line in lines)
     assert lines[-1].evaluation is not None
@@ -97,12 +97,12 @@ def test_every_scheme_gives_the_same_bits(scheme: str, reference: bytes, tmp_pat
 def test_killed_in_mid_round_and_resumed_gives_the_same_bits(reference: bytes, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start("train", write(tmp_path, slowed(40)), "--run", run)
-    wait_until(lambda: len(History(run / "rounds.jsonl").lines()) >= 1 and written(run) > 6, process)
+    wait_until(lambda: len(RoundHistory(run / "rounds.jsonl").lines()) >= 1 and written(run) > 6, process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     done(isthmus("train", write(tmp_path), "--run", run, "--resume"))
     assert model(run) == reference
-    assert [line.record.round for line in History(run / "rounds.jsonl").lines()] == [0, 1, 2, 3]
+    assert [line.record.round for line in RoundHistory(run / "rounds.jsonl").lines()] == [0, 1, 2, 3]
 
 
 def written(run: Path) -> int:
@@ -150,7 +150,7 @@ def test_interrupted_and_resumed(reference: bytes, tmp_path: Path) -> None:
     process = start(
         "train", write(tmp_path, ("executors = 2", "executors = 2\nslow_down = [40.0, 40.0]")), "--run", run
     )
-    wait_until(lambda: History(run / "rounds.jsonl").lines(), process)
+    wait_until(lambda: RoundHistory(run / "rounds.jsonl").lines(), process)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -174,23 +174,23 @@ def children(pid: int) -> list[int]:
 BAD = """
 from collections.abc import Mapping
 import torch
-from isthmus.federated import Algorithm, Combine, Update, Values
+from isthmus.federated import Algorithm, Combine, ClientUpdate, Values
 
 class Undeclared(Algorithm, frozen=True):
     "Returns what it does not declare."
     @property
     def returns(self) -> Mapping[str, Combine]:
         return {"delta": "mean"}
-    def client(self, local, told, state):
-        return Update(values={"delta": told["model"] * 0, "extra": told["model"]})
+    def client(self, local, broadcast, state):
+        return ClientUpdate(values={"delta": broadcast["model"] * 0, "extra": broadcast["model"]})
     def server(self, server, combined, cohort):
         return dict(server)
 
 class BadState(Undeclared, frozen=True):
     def init_client(self, model):
         return {"steps": model[:1]}
-    def client(self, local, told, state):
-        return Update(values={"delta": told["model"] * 0}, state={"steps": 3})
+    def client(self, local, broadcast, state):
+        return ClientUpdate(values={"delta": broadcast["model"] * 0}, state={"steps": 3})
 
 class Unknown(Undeclared, frozen=True):
     @property
@@ -198,23 +198,23 @@ class Unknown(Undeclared, frozen=True):
         return {"delta": "median"}
 
 class Explodes(Undeclared, frozen=True):
-    def client(self, local, told, state):
+    def client(self, local, broadcast, state):
         bad = local.samples % 2 == 0
-        return Update(values={"delta": torch.full_like(told["model"], float("nan") if bad else 0.0)})
+        return ClientUpdate(values={"delta": torch.full_like(broadcast["model"], float("nan") if bad else 0.0)})
 """
 
 
 COLLECTING = """
-from isthmus.federated import Algorithm, Update
+from isthmus.federated import Algorithm, ClientUpdate
 
 class Collecting(Algorithm, frozen=True):
     "FedAvg's sums, and ten numbers of every client."
     @property
     def returns(self):
         return {"delta": "weighted_mean", "norms": "collect"}
-    def client(self, local, told, state):
-        y = local.start(told["model"])
-        return Update(values={"delta": y.sub_(told["model"]), "norms": told["model"][:10]})
+    def client(self, local, broadcast, state):
+        y = local.start(broadcast["model"])
+        return ClientUpdate(values={"delta": y.sub_(broadcast["model"]), "norms": broadcast["model"][:10]})
     def server(self, server, combined, cohort):
         assert combined["norms"].shape == (6, 10)
         return dict(server)
@@ -236,7 +236,7 @@ def test_bytes_and_trips_are_those_of_the_complexity_table(
         run = tmp_path / f"run-{collected}"
         job = write(tmp_path, ('"scaffold"', f'"{name}"'), ("executors = 2", f"executors = {executors}"))
         done(isthmus("train", job, "--scheme", scheme, "--run", run))
-        for line in History(run / "rounds.jsonl").lines():
+        for line in RoundHistory(run / "rounds.jsonl").lines():
             used = sum(1 for timed in line.record.trained.values() if timed) if trips else 0
             assert used <= trips
             assert line.trips == (used if scheme in ("ours", "parrot") else trips)
@@ -275,7 +275,7 @@ def test_updates_that_are_not_finite_are_refused_and_the_round_goes_on(
     monkeypatch.syspath_prepend(str(tmp_path))
     job = write(tmp_path, ('"scaffold"', '"bad_algorithms:Explodes"'))
     done(isthmus("train", job, "--run", tmp_path / "run"))
-    lines = History(tmp_path / "run" / "rounds.jsonl").lines()
+    lines = RoundHistory(tmp_path / "run" / "rounds.jsonl").lines()
     assert len(lines) == 4
     assert sum(len(line.record.refused) for line in lines) > 0
     assert all(len(line.record.refused) + line.clients == 6 for line in lines)

@@ -11,31 +11,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import PeerError, UserError
-from isthmus.federated import Update, spreading
+from isthmus.federated import ClientUpdate, parallel_for
 from isthmus.federated.fixed_point import FixedSum, scale_exponent
-from isthmus.federated.partial import Partial, Weights
-from isthmus.federated.spreading import spread
+from isthmus.federated.parallel_for import parallel_chunks
+from isthmus.federated.partial import AggregationWeights, PartialSum
 
 NUMBERS = st.lists(st.floats(-1e4, 1e4, width=32), min_size=3, max_size=3)
 
 
-@given(terms=st.lists(st.tuples(NUMBERS, st.integers(1, 500)), min_size=1, max_size=12), data=st.data())
-def test_any_grouping_gives_the_same_bits(terms: list[tuple[list[float], int]], data: st.DataObject) -> None:
-    exponent = scale_exponent(sum(w for _, w in terms))
+@given(summands=st.lists(st.tuples(NUMBERS, st.integers(1, 500)), min_size=1, max_size=12), data=st.data())
+def test_any_grouping_gives_the_same_bits(summands: list[tuple[list[float], int]], data: st.DataObject) -> None:
+    exponent = scale_exponent(sum(w for _, w in summands))
     whole = FixedSum(3, exponent)
-    for values, weight in terms:
+    for values, weight in summands:
         whole.add(torch.tensor(values), weight)
-    order = data.draw(st.permutations(range(len(terms))))
-    cut = data.draw(st.integers(0, len(terms)))
+    order = data.draw(st.permutations(range(len(summands))))
+    cut = data.draw(st.integers(0, len(summands)))
     parts = [FixedSum(3, exponent), FixedSum(3, exponent)]
     for place, number in enumerate(order):
-        values, weight = terms[number]
+        values, weight = summands[number]
         parts[place < cut].add(torch.tensor(values), weight)
     parts[0].merge(parts[1].total)
     assert torch.equal(parts[0].total, whole.total)
-    mean = np.average(np.array([v for v, _ in terms]), axis=0, weights=[w for _, w in terms])
-    found = whole.over(sum(w for _, w in terms), torch.float64).numpy()
-    assert np.abs(found - mean).max() <= 2.0**-34 * len(terms)
+    mean = np.average(np.array([v for v, _ in summands]), axis=0, weights=[w for _, w in summands])
+    found = whole.over(sum(w for _, w in summands), torch.float64).numpy()
+    assert np.abs(found - mean).max() <= 2.0**-34 * len(summands)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e9])
@@ -52,13 +52,13 @@ def test_a_bad_number_is_refused_and_leaves_nothing(bad: float, at: int) -> None
     assert torch.equal(total.total, before)
 
 
-@given(terms=st.lists(NUMBERS, min_size=1, max_size=9), weight=st.integers(1, 500))
-def test_rows_at_once_are_the_same_bits_as_one_by_one(terms: list[list[float]], weight: int) -> None:
-    exponent = scale_exponent(weight * len(terms))
+@given(summands=st.lists(NUMBERS, min_size=1, max_size=9), weight=st.integers(1, 500))
+def test_rows_at_once_are_the_same_bits_as_one_by_one(summands: list[list[float]], weight: int) -> None:
+    exponent = scale_exponent(weight * len(summands))
     alone, at_once = FixedSum(3, exponent), FixedSum(3, exponent)
-    for term in terms:
+    for term in summands:
         alone.add(torch.tensor(term), weight)
-    at_once.add_rows(torch.tensor(terms), weight)
+    at_once.add_rows(torch.tensor(summands), weight)
     assert torch.equal(alone.total, at_once.total)
 
 
@@ -68,7 +68,7 @@ def test_rows_of_which_one_is_bad_leave_nothing(bad: float, at: int) -> None:
     rows = torch.linspace(-1, 1, 200_000).expand(5, -1).clone()
     rows[3, at] = bad
     total = FixedSum(200_000, 0)
-    with pytest.raises(PeerError, match="among 5 terms"):
+    with pytest.raises(PeerError, match="among 5 summands"):
         total.add_rows(rows)
     assert not total.total.any()
 
@@ -111,10 +111,10 @@ def test_a_bound_that_is_none_is_refused() -> None:
 @given(size=st.integers(0, 100), align=st.integers(1, 9), least=st.integers(1, 20))
 def test_work_is_spread_over_all_numbers(size: int, align: int, least: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spreading, "LEAST", least)
+        patch.setattr(parallel_for, "LEAST", least)
         patch.setattr("os.sched_getaffinity", lambda _: range(3))
         seen: list[tuple[int, int]] = []
-        spread(lambda start, stop: seen.append((start, stop)), size, align)
+        parallel_chunks(lambda start, stop: seen.append((start, stop)), size, align)
         places = [place for start, stop in sorted(seen) for place in range(start, stop)]
         assert places == list(range(size))
         assert len(seen) <= 3
@@ -126,7 +126,7 @@ def test_work_is_spread_over_all_numbers(size: int, align: int, least: int) -> N
 
         if size:
             with pytest.raises(ValueError, match="the last"):
-                spread(fails, size, align)
+                parallel_chunks(fails, size, align)
 
 
 def test_a_sum_without_room_is_refused() -> None:
@@ -137,12 +137,12 @@ def test_a_sum_without_room_is_refused() -> None:
 
 
 def test_a_refused_update_leaves_nothing_of_its_other_values() -> None:
-    partial = Partial({"a": "sum", "b": "mean"})
+    partial = PartialSum({"a": "sum", "b": "mean"})
     partial.begin(10, 2)
-    partial.fold(0, Update(values={"a": torch.ones(4), "b": torch.ones(4)}), 3)
+    partial.fold(0, ClientUpdate(values={"a": torch.ones(4), "b": torch.ones(4)}), 3)
     before = {name: t.clone() for name, t in partial.tensors().items()}
     with pytest.raises(PeerError, match="client 1: value 'b'"):
-        partial.fold(1, Update(values={"a": torch.ones(4), "b": torch.tensor([1, 2, math.nan, 4])}), 3)
+        partial.fold(1, ClientUpdate(values={"a": torch.ones(4), "b": torch.tensor([1, 2, math.nan, 4])}), 3)
     assert all(torch.equal(t, before[name]) for name, t in partial.tensors().items())
     assert partial.clients == 1
 
@@ -150,37 +150,37 @@ def test_a_refused_update_leaves_nothing_of_its_other_values() -> None:
 @pytest.mark.parametrize(
     ("update", "message"),
     [
-        (Update(values={"a": torch.ones(1), "c": torch.ones(1)}), "'c' has no declared operation, declared: a"),
-        (Update(values={}), "'a' is declared, but a client did not return it"),
+        (ClientUpdate(values={"a": torch.ones(1), "c": torch.ones(1)}), "'c' has no declared operation, declared: a"),
+        (ClientUpdate(values={}), "'a' is declared, but a client did not return it"),
     ],
 )
-def test_names_that_do_not_match_the_declaration(update: Update, message: str) -> None:
+def test_names_that_do_not_match_the_declaration(update: ClientUpdate, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Partial({"a": "sum"}).fold(0, update, 1)
+        PartialSum({"a": "sum"}).fold(0, update, 1)
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, 11.0])
 def test_a_weight_out_of_range_is_refused(weight: float) -> None:
-    partial = Partial({"a": "weighted_mean"})
+    partial = PartialSum({"a": "weighted_mean"})
     partial.begin(10, 2)
     with pytest.raises(PeerError, match="expected 0 to 10"):
-        partial.fold(0, Update(values={"a": torch.ones(1)}, weight=weight), 5)
+        partial.fold(0, ClientUpdate(values={"a": torch.ones(1)}, weight=weight), 5)
 
 
 def test_a_mean_by_small_weights_is_one() -> None:
-    partial = Partial({"delta": "weighted_mean"})
+    partial = PartialSum({"delta": "weighted_mean"})
     partial.begin(1, 2)
     for client, weight in enumerate((1.3e-4, 2.7e-4)):
-        partial.fold(client, Update(values={"delta": torch.ones(3)}, weight=weight), 1)
+        partial.fold(client, ClientUpdate(values={"delta": torch.ones(3)}, weight=weight), 1)
     assert (partial.combined(torch.float64)["delta"] - 1).abs().max() < 1e-6
 
 
 def test_collected_values_come_in_the_order_of_clients() -> None:
-    ours, theirs = Partial({"a": "collect", "n": "sum"}), Partial({"a": "collect", "n": "sum"})
+    ours, theirs = PartialSum({"a": "collect", "n": "sum"}), PartialSum({"a": "collect", "n": "sum"})
     for partial in (ours, theirs):
         partial.begin(14, 3)
     for partial, client in ((ours, 7), (theirs, 2), (ours, 5)):
-        partial.fold(client, Update(values={"a": torch.full((2,), float(client)), "n": torch.ones(1)}), client)
+        partial.fold(client, ClientUpdate(values={"a": torch.full((2,), float(client)), "n": torch.ones(1)}), client)
     ours.check(theirs.tensors(), {2}, theirs.weights())
     ours.merge(theirs.tensors(), theirs.weights())
     combined = ours.combined(torch.float32)
@@ -196,27 +196,39 @@ GOOD = {"n": torch.ones(1, dtype=torch.int64), "3/a": torch.ones(2)}
 @pytest.mark.parametrize(
     ("tensors", "part", "message"),
     [
-        ({"n": GOOD["n"]}, Weights(clients=1, total=ONE, each={3: ONE}), "sent the values 'n', expected '3/a', 'n'"),
-        (GOOD | {"x": torch.ones(1)}, Weights(clients=1, total=ONE, each={3: ONE}), "sent the values .*'x'"),
-        (GOOD | {"n": torch.ones(1)}, Weights(clients=1, total=ONE, each={3: ONE}), "got torch.float32"),
-        (GOOD | {"n": torch.ones(2, dtype=torch.int64)}, Weights(clients=1, total=ONE, each={3: ONE}), "got 2 numbers"),
-        (GOOD | {"n": torch.tensor([1 << 62])}, Weights(clients=1, total=ONE, each={3: ONE}), "no room"),
-        (GOOD | {"3/a": torch.tensor([1.0, math.nan])}, Weights(clients=1, total=ONE, each={3: ONE}), "finite"),
-        (GOOD, Weights(clients=2, total=ONE, each={3: ONE}), "sums of 2 clients, expected 1"),
-        (GOOD, Weights(clients=1, total=-1, each={3: -1}), "weight of -"),
-        (GOOD, Weights(clients=1, total=11 * ONE, each={3: 11 * ONE}), "weight of 11, expected 0 to 10"),
-        (GOOD, Weights(clients=1, total=ONE, each={4: ONE}), "weights that are not"),
+        (
+            {"n": GOOD["n"]},
+            AggregationWeights(clients=1, total=ONE, each={3: ONE}),
+            "sent the values 'n', expected '3/a', 'n'",
+        ),
+        (GOOD | {"x": torch.ones(1)}, AggregationWeights(clients=1, total=ONE, each={3: ONE}), "sent the values .*'x'"),
+        (GOOD | {"n": torch.ones(1)}, AggregationWeights(clients=1, total=ONE, each={3: ONE}), "got torch.float32"),
+        (
+            GOOD | {"n": torch.ones(2, dtype=torch.int64)},
+            AggregationWeights(clients=1, total=ONE, each={3: ONE}),
+            "got 2 numbers",
+        ),
+        (GOOD | {"n": torch.tensor([1 << 62])}, AggregationWeights(clients=1, total=ONE, each={3: ONE}), "no room"),
+        (
+            GOOD | {"3/a": torch.tensor([1.0, math.nan])},
+            AggregationWeights(clients=1, total=ONE, each={3: ONE}),
+            "finite",
+        ),
+        (GOOD, AggregationWeights(clients=2, total=ONE, each={3: ONE}), "sums of 2 clients, expected 1"),
+        (GOOD, AggregationWeights(clients=1, total=-1, each={3: -1}), "weight of -"),
+        (GOOD, AggregationWeights(clients=1, total=11 * ONE, each={3: 11 * ONE}), "weight of 11, expected 0 to 10"),
+        (GOOD, AggregationWeights(clients=1, total=ONE, each={4: ONE}), "weights that are not"),
     ],
 )
 def test_sums_that_do_not_fit_are_refused_and_leave_nothing(
-    tensors: dict[str, torch.Tensor], part: Weights, message: str
+    tensors: dict[str, torch.Tensor], part: AggregationWeights, message: str
 ) -> None:
-    partial = Partial({"a": "collect", "n": "sum"}, {"n": 1, "a": 2})
+    partial = PartialSum({"a": "collect", "n": "sum"}, {"n": 1, "a": 2})
     partial.begin(10, 2)
-    partial.fold(1, Update(values={"a": torch.ones(2), "n": torch.ones(1)}), 1)
+    partial.fold(1, ClientUpdate(values={"a": torch.ones(2), "n": torch.ones(1)}), 1)
     before = {name: value.clone() for name, value in partial.tensors().items()}
     with pytest.raises(PeerError, match=message):
         partial.check(tensors, {3}, part)
     after = partial.tensors()
     assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
-    partial.check(GOOD, {3}, Weights(clients=1, total=ONE, each={3: ONE}))
+    partial.check(GOOD, {3}, AggregationWeights(clients=1, total=ONE, each={3: ONE}))

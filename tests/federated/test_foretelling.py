@@ -38,8 +38,8 @@ def test_clients_are_measured_with_the_runs_threads_and_scheme(scheme: str, tmp_
     finally:
         torch.set_num_threads(before)
     assert done.code == 0, done.err
-    told = json.loads(done.out)
-    assert (told["rounds"], told["executors"]) == (3, 1 if scheme == "sp" else 2)
-    assert told["overhead_s"] > 0 and told["fixed_s"] + told["seconds_per_sample"] > 0
+    broadcast = json.loads(done.out)
+    assert (broadcast["rounds"], broadcast["executors"]) == (3, 1 if scheme == "sp" else 2)
+    assert broadcast["overhead_s"] > 0 and broadcast["fixed_s"] + broadcast["seconds_per_sample"] > 0
     assert set((tmp_path / "threads").read_text().split()) == {"1"}
     assert not (tmp_path / "runs").exists(), "nothing is left behind"

@@ -25,9 +25,12 @@ CROP = [{"name": "RandomCrop", "size": 6}]
 
 def job(kind: str, options: dict[str, object], **tables: object) -> FederatedJob:
     given = {
-        "name": "images", "model": {"name": "cnn", "options": {"width": 4, "stages": 2, "classes": 62}},
-        "data": {"kind": kind, "options": options}, "federated": {"rounds": 2}, **tables,
-    }  # fmt: skip
+        "name": "images",
+        "model": {"name": "cnn", "options": {"width": 4, "stages": 2, "classes": 62}},
+        "data": {"kind": kind, "options": options},
+        "federated": {"rounds": 2},
+        **tables,
+    }
     return msgspec.convert(given, FederatedJob)
 
 
@@ -109,8 +112,10 @@ def test_executors_draw_the_samples_of_a_round_as_one_process_does(tmp_path: Pat
     options = f'path = "{tmp_path}/png"\nmode = "L"\ntransforms = [{{ name = "RandomCrop", size = 6 }}]'
     shared = JOB.format(kind="image-folder", options=options, partition="[partition]\nclients = 4")
     (tmp_path / "job.toml").write_text(shared)
-    alone, together = (weights(tmp_path / "job.toml", tmp_path / scheme, scheme) for scheme in ("sp", "ours"))
-    assert alone.keys() == together.keys() and all(torch.equal(alone[name], together[name]) for name in alone)
+    alone, clients_per_vmap = (weights(tmp_path / "job.toml", tmp_path / scheme, scheme) for scheme in ("sp", "ours"))
+    assert alone.keys() == clients_per_vmap.keys() and all(
+        torch.equal(alone[name], clients_per_vmap[name]) for name in alone
+    )
 
 
 def test_an_executor_says_which_image_is_damaged(tmp_path: Path) -> None:

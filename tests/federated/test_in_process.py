@@ -1,4 +1,4 @@
-"""A run in one process ends when it is told to, and does not go on with a round for ever."""
+"""A run in one process ends when it is asked to, and does not go on with a round for ever."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import count
 from pathlib import Path
 
 from isthmus.federated.in_process import InProcess
-from isthmus.protocol.federated_events import Record
+from isthmus.protocol.federated_events import RoundRecord
 from tests.federated.populations import Run
 
 
@@ -14,7 +14,7 @@ def test_an_interrupted_run_keeps_the_rounds_that_were_committed(tmp_path: Path)
     run, whole = Run("fedavg", {}, tmp_path / "run"), Run("fedavg", {}, tmp_path / "whole", rounds=2)
     whole.run()
 
-    def committed(record: Record) -> None:
+    def committed(record: RoundRecord) -> None:
         run.records.append(record)
         if len(run.records) == 2:
             driver.interrupt()

@@ -8,24 +8,24 @@ import threading
 import pytest
 
 from isthmus.protocol.federated_events import (
-    Dropped,
-    Opening,
-    Refusal,
-    Task,
-    Timed,
-    Turn,
-    TurnOpened,
+    ClientTask,
+    ClientTime,
+    PhaseDropped,
+    PhaseId,
+    PhaseOpened,
+    PhaseSetup,
+    RefusedUpdate,
 )
 from isthmus.runtime.federated.executor import Executor
-from isthmus.runtime.messages.federated import DrainedMessage, SumsMessage, ToldMessage, TurnMessage
+from isthmus.runtime.messages.federated import DrainedMessage, NoticeMessage, PhaseMessage, SumsMessage
 from isthmus.runtime.messages.run import HaltMessage
 from tests.federated.virtual_rounds import Rounds
 
 QUICK_S, SLOW_S, DEADLINE_S = 0.01, 7.8, 1.0
 
 
-def slow_once(name: str, turn: Turn) -> float:
-    return SLOW_S if (name, turn) == ("b", Turn(0)) else QUICK_S
+def slow_once(name: str, phase: PhaseId) -> float:
+    return SLOW_S if (name, phase) == ("b", PhaseId(0)) else QUICK_S
 
 
 @pytest.mark.parametrize("staleness", [0, 3, 20])
@@ -53,8 +53,8 @@ def test_an_executor_that_is_behind_holds_up_no_other() -> None:
 
 
 def test_who_is_late_takes_part_as_soon_as_it_can() -> None:
-    def train_s(name: str, turn: Turn) -> float:
-        return 1.2 if (name, turn.round) == ("b", 0) else 0.3 if name == "b" else 0.4
+    def train_s(name: str, phase: PhaseId) -> float:
+        return 1.2 if (name, phase.round) == ("b", 0) else 0.3 if name == "b" else 0.4
 
     run = Rounds("abc", train_s, rounds=4, deadline_s=DEADLINE_S)
     assert [record.missing for _, record in run.commits] == [(1,), (), (), ()], "it had time enough in the second"
@@ -69,12 +69,12 @@ def test_a_round_that_lacks_its_least_number_waits() -> None:
 
 def test_what_was_asked_meanwhile_is_not_made_up_for() -> None:
     run = Rounds("abc", slow_once, rounds=8, deadline_s=DEADLINE_S, minimum=3, attempts=50)
-    first = [turn for name, turn in run.trained if (name, turn.round) == ("b", 0)]
-    assert [turn.attempt for turn in first] == [0, 7], "of the attempts between it was asked for each"
+    first = [phase for name, phase in run.trained if (name, phase.round) == ("b", 0)]
+    assert [phase.attempt for phase in first] == [0, 7], "of the attempts between it was asked for each"
 
 
 class Sites:
-    """A worksite whose clients train until they are let go."""
+    """A client trainer whose clients train until they are let go."""
 
     def __init__(self) -> None:
         self.trained: list[int] = []
@@ -93,11 +93,11 @@ class Sites:
 
     weights = tensors
 
-    def train(self, tasks: tuple[Task, ...]) -> tuple[tuple[Timed, ...], tuple[Refusal, ...]]:
+    def train(self, tasks: tuple[ClientTask, ...]) -> tuple[tuple[ClientTime, ...], tuple[RefusedUpdate, ...]]:
         self.trained.append(tasks[0].client)
         self.begun.release()
         self.may_end.acquire()
-        return (Timed(tasks[0].client, tasks[0].samples, 0.0),), ()
+        return (ClientTime(tasks[0].client, tasks[0].samples, 0.0),), ()
 
 
 class Wire:
@@ -124,19 +124,21 @@ def test_a_device_does_not_train_for_turns_that_are_over() -> None:
     running = threading.Thread(target=executor.run, daemon=True)
     running.start()
     for round_ in range(4):
-        opened = TurnOpened(opening=Opening(turn=Turn(round_), clients=1, samples=3), tasks=(Task(round_, 3),))
-        wire.inbox.put(TurnMessage(run="run", opened=opened, tensors=()))
+        opened = PhaseOpened(
+            opening=PhaseSetup(phase=PhaseId(round_), clients=1, samples=3), tasks=(ClientTask(round_, 3),)
+        )
+        wire.inbox.put(PhaseMessage(run="run", opened=opened, tensors=()))
         if round_ == 0:
             site.begun.acquire()
         if round_ < 3:
-            wire.inbox.put(ToldMessage(run="run", told=Dropped(turn=Turn(round_))))
+            wire.inbox.put(NoticeMessage(run="run", notice=PhaseDropped(phase=PhaseId(round_))))
     for _ in range(8):  # the seven messages are dealt with when it asks for the next
         wire.asked.acquire()
     site.may_end.release()
     site.may_end.release()
     said = [wire.outbox.get() for _ in range(4)]
-    assert [m.turn.round for m in said if isinstance(m, DrainedMessage)] == [0, 1, 2]
-    assert isinstance(said[3], SumsMessage) and said[3].turn == Turn(3)
+    assert [m.phase.round for m in said if isinstance(m, DrainedMessage)] == [0, 1, 2]
+    assert isinstance(said[3], SumsMessage) and said[3].phase == PhaseId(3)
     assert site.trained == [0, 3]
     wire.inbox.put(HaltMessage(run="run"))
     running.join(60)

@@ -13,25 +13,25 @@ from torch import Tensor
 from isthmus.errors import UserError
 from isthmus.federated import (
     Algorithm,
+    ClientTrainer,
+    ClientUpdate,
     Combine,
     Commits,
-    Identity,
-    Local,
+    LocalTrainer,
+    RunIdentity,
     StateForm,
     StateStore,
-    Update,
+    TrainingTask,
     Values,
-    Work,
-    Worksite,
 )
 from isthmus.federated.site import Site, SiteStates
 from isthmus.federated.states import LARGE_BYTES, StateLost
-from isthmus.protocol.federated_events import NONE, Opening, Task, Timed, Turn
+from isthmus.protocol.federated_events import NONE, ClientTask, ClientTime, PhaseId, PhaseSetup
 from tests.federated.populations import LOCAL, module, population
 from tests.federated.twins import SEED
 
 SAMPLES = {client: len(population().clients[client]["labels"]) for client in range(4)}
-IDENTITY = Identity(algorithm="fedavg", options={}, model="m", local="l", numbers=3, data="abc", seed=0, clients=5)
+IDENTITY = RunIdentity(algorithm="fedavg", options={}, model="m", local="l", numbers=3, data="abc", seed=0, clients=5)
 
 
 class Counting(Algorithm, frozen=True):
@@ -50,10 +50,10 @@ class Counting(Algorithm, frozen=True):
     def returns(self) -> Mapping[str, Combine]:
         return {"times": "mean"}
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
         assert state is not None
         now = {"times": state["times"] + 1}
-        return Update(values=dict(now), state=now)
+        return ClientUpdate(values=dict(now), state=now)
 
 
 def flip(path: Path, at: int) -> None:
@@ -63,24 +63,24 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def work(algorithm: Algorithm) -> Work:
-    return Work(algorithm=algorithm, local=LOCAL, seed=SEED)
+def work(algorithm: Algorithm) -> TrainingTask:
+    return TrainingTask(algorithm=algorithm, local=LOCAL, seed=SEED)
 
 
-def told() -> Values:
+def broadcast() -> Values:
     return {"model": torch.zeros(3)}
 
 
-def opening(round_: int) -> Opening:
-    return Opening(turn=Turn(round_), clients=4, samples=sum(SAMPLES.values()))
+def opening(round_: int) -> PhaseSetup:
+    return PhaseSetup(phase=PhaseId(round_), clients=4, samples=sum(SAMPLES.values()))
 
 
-def trained(site: Worksite, round_: int, states: Mapping[int, int]) -> dict[int, Timed]:
+def trained(site: ClientTrainer, round_: int, states: Mapping[int, int]) -> dict[int, ClientTime]:
     """Clients that go on from these states, one by one."""
-    site.open(opening(round_), told())
-    found: dict[int, Timed] = {}
+    site.open(opening(round_), broadcast())
+    found: dict[int, ClientTime] = {}
     for client, state in states.items():
-        (timed,), refused = site.train([Task(client, SAMPLES[client], state)])
+        (timed,), refused = site.train([ClientTask(client, SAMPLES[client], state)])
         assert not refused
         found[client] = timed
     site.hand_over()
@@ -118,9 +118,11 @@ def test_what_was_read_ahead_is_no_reason_to_lose_another_state(tmp_path: Path) 
     assert found.value.clients == {2}
 
 
-def simulated(folder: Path, algorithm: Algorithm, say: Callable[[str], None]) -> tuple[Worksite, Callable[[int], Path]]:
+def simulated(
+    folder: Path, algorithm: Algorithm, log: Callable[[str], None]
+) -> tuple[ClientTrainer, Callable[[int], Path]]:
     store = StateStore(folder, StateForm({"times": torch.zeros(3)}))
-    return Worksite(work(algorithm), module(), population(), store, say=say), lambda place: Path(store.path(place))
+    return ClientTrainer(work(algorithm), module(), population(), store, log=log), lambda place: Path(store.path(place))
 
 
 def test_a_client_begins_anew_where_the_algorithm_allows(tmp_path: Path) -> None:
@@ -146,10 +148,10 @@ def test_of_clients_trained_together_only_the_lost_one_begins_anew(tmp_path: Pat
     store.flush()
     for client in (1, 3):
         flip(Path(store.path(places[client])), places[client] * 4096 + form.size_bytes - 2)
-    site = Worksite(work(Counting()), module(), data, store)
+    site = ClientTrainer(work(Counting()), module(), data, store)
     samples = int(data.sizes[0])
-    site.open(Opening(turn=Turn(1), clients=4, samples=4 * samples), told())
-    timed, refused = site.train([Task(client, samples, places[client]) for client in range(4)])
+    site.open(PhaseSetup(phase=PhaseId(1), clients=4, samples=4 * samples), broadcast())
+    timed, refused = site.train([ClientTask(client, samples, places[client]) for client in range(4)])
     site.hand_over()
     assert not refused and [t.client for t in timed if t.renewed] == [1, 3]
     assert store.read(range(4), [t.state for t in timed])["times"][:, 0].tolist() == [8, 1, 8, 1]
@@ -169,7 +171,7 @@ def test_a_sites_damaged_state_is_not_used(damage: str, may_forget: bool, tmp_pa
     said: list[str] = []
     form = StateForm({"times": torch.zeros(3)})
     site = Site(
-        work(Counting(may_forget=may_forget)), module(), population(), SiteStates(tmp_path, form), say=said.append
+        work(Counting(may_forget=may_forget)), module(), population(), SiteStates(tmp_path, form), log=said.append
     )
     assert trained(site, 0, {0: NONE})[0].state == 0
     assert not trained(site, 1, {0: 0})[0].renewed

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.federated.history import History
+from isthmus.federated.history import RoundHistory
 from tests.federated.test_run_folders import JOB
 from tests.runtime.commands import isthmus
 
 HEADS = """
 import torch
-from isthmus.federated import Algorithm, Update
+from isthmus.federated import Algorithm, ClientUpdate
 
 HEAD = 40 + 10  # of Linear(4, 10), the vector's end
 
@@ -29,17 +29,17 @@ class Heads(Algorithm, frozen=True):
     @property
     def returns(self):
         return {"delta": "weighted_mean"}
-    def client(self, local, told, state):
-        mine = whole(told["model"], state)
+    def client(self, local, broadcast, state):
+        mine = whole(broadcast["model"], state)
         end = mine + local.descend(mine)
         delta = end - mine
         delta[..., -HEAD:] = 0
-        return Update(values={"delta": delta}, state={"head": end[..., -HEAD:].clone()})
+        return ClientUpdate(values={"delta": delta}, state={"head": end[..., -HEAD:].clone()})
     def server(self, server, combined, cohort):
         return {"model": server["model"] + combined["delta"]}
 
 class Silent(Heads, frozen=True):
-    "The same, but nobody is told of the heads."
+    "The same, but nobody is notified of the heads."
     def own_model(self, model, state):
         return None
 
@@ -72,7 +72,7 @@ def accuracies(job: Path, algorithm: str, *more: str) -> tuple[list[float], str]
     run = job.parent / f"{own.stem}-run"
     done = isthmus("train", own, "--run", run, *more)
     assert done.code == 0, done.err
-    found = [line.evaluation for line in History.of(run).lines() if line.evaluation is not None]
+    found = [line.evaluation for line in RoundHistory.of(run).lines() if line.evaluation is not None]
     assert [e.loss is None for e in found] == [algorithm == "Heads"] * 3
     return [e.clients.mean for e in found if e.clients is not None], done.out
 
@@ -114,11 +114,13 @@ def test_a_lost_state_of_a_client_that_does_not_train_is_no_end_where_the_algori
         assert done.code == 2 and "the algorithm cannot go on without it" in done.err
         return
     assert done.code == 0, done.err
-    trained = {t.client for line in History.of(run).lines()[4:] for one in line.record.trained.values() for t in one}
+    trained = {
+        t.client for line in RoundHistory.of(run).lines()[4:] for one in line.record.trained.values() for t in one
+    }
     assert len(trained) <= 2
     for client in set(range(5)) - trained:
         assert f"client {client} is evaluated with a new one" in " ".join(done.err.split())
-    assert (last := History.of(run).lines()[-1].evaluation) is not None
+    assert (last := RoundHistory.of(run).lines()[-1].evaluation) is not None
     assert last.clients is not None and last.clients.clients == 5
 
 

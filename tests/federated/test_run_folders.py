@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from isthmus.federated.history import History, RoundLine
+from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import build, load_federated_job
 from isthmus.federated.resident import Resident
 from isthmus.models import ModelSpec, build_model
-from isthmus.protocol.federated_events import Record, Timed
+from isthmus.protocol.federated_events import ClientTime, RoundRecord
 from isthmus.report.federated_trace import trace_of
 from tests.runtime.commands import isthmus, refused
 
@@ -107,8 +107,8 @@ def test_the_servers_model_is_exported(run: Path, tmp_path: Path) -> None:
     module = build_model(ModelSpec(name=spec["name"], options=spec["options"]))
     load_model(module, tmp_path / "out" / "model.safetensors")
     assert torch.equal(Resident(module).vector(), server_model(run))
-    told = json.loads(isthmus("export", run, tmp_path / "again", "--json").out)
-    assert told == {"directory": str(tmp_path / "again"), "round": 3}
+    broadcast = json.loads(isthmus("export", run, tmp_path / "again", "--json").out)
+    assert broadcast == {"directory": str(tmp_path / "again"), "round": 3}
 
 
 def test_means_ties_and_what_does_not_train_are_exported(tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_means_ties_and_what_does_not_train_are_exported(tmp_path: Path) -> None
 def test_the_rounds_are_traced(run: Path) -> None:
     done = isthmus("trace", run, "--json")
     assert done.code == 0, done.err
-    told = json.loads(done.out)
-    assert told["rounds"] == 3
-    events = json.loads(Path(told["perfetto"]).read_text())["traceEvents"]
+    broadcast = json.loads(done.out)
+    assert broadcast["rounds"] == 3
+    events = json.loads(Path(broadcast["perfetto"]).read_text())["traceEvents"]
     names = [event["name"] for event in events if event["ph"] == "X"]
     assert [name for name in names if name.startswith("round")] == ["round 1", "round 2", "round 3"]
     assert sum(name.startswith("client") for name in names) == 9
@@ -141,10 +141,10 @@ def test_the_rounds_are_traced(run: Path) -> None:
 
 
 def test_spans_follow_one_another() -> None:
-    timed = {"e0": (Timed(4, 9, 0.5), Timed(2, 3, 0.25)), "e1": (Timed(7, 9, 1.0),)}
+    timed = {"e0": (ClientTime(4, 9, 0.5), ClientTime(2, 3, 0.25)), "e1": (ClientTime(7, 9, 1.0),)}
     lines = [
-        RoundLine(record=Record(round=3, attempt=0, trained=timed), seconds=2.0, sent_bytes=5, received_bytes=6),
-        RoundLine(record=Record(round=4, attempt=0, trained=timed, earlier_s={"e0": 0.5}), seconds=3.0),
+        RoundLine(record=RoundRecord(round=3, attempt=0, trained=timed), seconds=2.0, sent_bytes=5, received_bytes=6),
+        RoundLine(record=RoundRecord(round=4, attempt=0, trained=timed, earlier_s={"e0": 0.5}), seconds=3.0),
     ]
     found = [(s.device, s.name, s.start_s, s.end_s, s.step) for s in trace_of("x", lines).spans]
     assert found == [
@@ -164,7 +164,7 @@ def test_rounds_are_where_they_were_in_time() -> None:
     began_s = 1.7e9
     at = [began_s + 10, None, began_s + 100, began_s + 90]
     lines = [
-        RoundLine(record=Record(round=number, attempt=0, trained={}), seconds=2.0, opened_at_s=opened_s)
+        RoundLine(record=RoundRecord(round=number, attempt=0, trained={}), seconds=2.0, opened_at_s=opened_s)
         for number, opened_s in enumerate(at)
     ]
     found = [(span.start_s, span.end_s) for span in trace_of("x", lines).spans]
@@ -173,14 +173,14 @@ def test_rounds_are_where_they_were_in_time() -> None:
 
 
 def test_a_resumed_run_is_traced_with_its_gap(run: Path, tmp_path: Path) -> None:
-    lines = History.of(run).lines()
+    lines = RoundHistory.of(run).lines()
     opened = [line.opened_at_s for line in lines]
     assert None not in opened and opened == sorted(opened)
     lines[2] = msgspec.structs.replace(lines[2], opened_at_s=opened[2] + 3600)
     other = copied(run, tmp_path)
     (other / "rounds.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-    told = json.loads(isthmus("trace", other, "--json").out)
-    events = json.loads(Path(told["perfetto"]).read_text())["traceEvents"]
+    broadcast = json.loads(isthmus("trace", other, "--json").out)
+    events = json.loads(Path(broadcast["perfetto"]).read_text())["traceEvents"]
     rounds = {e["name"]: e["ts"] for e in events if e["ph"] == "X" and e["name"].startswith("round")}
     assert rounds["round 1"] == 0 and rounds["round 3"] > 3600e6
 
@@ -213,7 +213,7 @@ def test_a_folder_is_of_one_kind(run: Path, tmp_path: Path) -> None:
         2,
         "holds no federated job",
     )
-    assert len(History.of(run).lines()) == 3
+    assert len(RoundHistory.of(run).lines()) == 3
 
 
 def test_the_older_round_is_exported_where_the_newest_is_damaged_whatever_clients_keep(tmp_path: Path) -> None:

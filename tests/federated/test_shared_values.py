@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import InternalError, PeerError, UserError
-from isthmus.federated import Update
+from isthmus.federated import ClientUpdate
 from isthmus.federated.admission import Form
-from isthmus.federated.partial import Partial
+from isthmus.federated.partial import PartialSum
 from isthmus.federated.stacked import likely_shapes, rows_for
-from isthmus.runtime.federated.conductor import RoundMeasure
-from isthmus.runtime.federated.shared_values import Board, Shared, SumsRoom
+from isthmus.runtime.federated.host import RoundMeasure
+from isthmus.runtime.federated.shared_memory import SharedAccumulator, SharedBroadcast, SharedMemory
 from isthmus.runtime.processes.forked import asked
-from isthmus.runtime.processes.kept_pages import ANY_SIZE, keep_pages
+from isthmus.runtime.processes.malloc_tuning import ANY_SIZE, keep_freed_pages
 from tests.federated.populations import Run
-from tests.federated.test_federated_conductor import conducted
+from tests.federated.test_federated_host import conducted
 
 TOLD = {
     "model": torch.linspace(-1, 1, 1001, dtype=torch.float64),
@@ -45,17 +45,17 @@ def test_a_copy_that_fails_says_why() -> None:
 
 
 def test_a_copy_of_this_process_reads_what_is_put_later() -> None:
-    board = Board(TOLD)
-    headers = board.put({name: torch.zeros_like(value) for name, value in TOLD.items()})
+    broadcast_memory = SharedBroadcast(TOLD)
+    headers = broadcast_memory.put({name: torch.zeros_like(value) for name, value in TOLD.items()})
     assert headers is not None
 
     def same() -> int:
-        again = board.put(TOLD)
+        again = broadcast_memory.put(TOLD)
         assert again is not None
         return 1
 
     assert asked(same) == 1  # the copy wrote, this process reads
-    found = board.get(headers)
+    found = broadcast_memory.get(headers)
     assert list(found) == list(TOLD)
     for name, value in TOLD.items():
         assert torch.equal(found[name], value)
@@ -64,44 +64,45 @@ def test_a_copy_of_this_process_reads_what_is_put_later() -> None:
 
 
 def test_what_does_not_fit_is_not_put() -> None:
-    board = Board({"model": torch.zeros(16)})
-    headers = board.put({"model": torch.ones(16)})
+    broadcast_memory = SharedBroadcast({"model": torch.zeros(16)})
+    headers = broadcast_memory.put({"model": torch.ones(16)})
     assert headers is not None
-    assert board.put({"model": torch.zeros(17)}) is None
-    assert torch.equal(board.get(headers)["model"], torch.ones(16))
+    assert broadcast_memory.put({"model": torch.zeros(17)}) is None
+    assert torch.equal(broadcast_memory.get(headers)["model"], torch.ones(16))
 
 
 def test_sums_in_a_room_have_the_bits_of_sums_elsewhere() -> None:
     forms = [{"a": Form((40_000,), torch.float32), "n": Form((1,), torch.float32)}, {"b": Form((3,), torch.float32)}]
-    room = SumsRoom(forms)
-    assert [{name: len(total) for name, total in one.items()} for one in room.totals] == [
-        {"a": 40_000, "n": 1}, {"b": 3},
-    ]  # fmt: skip
-    there = Partial({"a": "weighted_mean", "n": "sum"}, rooms=room.totals[0])
-    elsewhere = Partial({"a": "weighted_mean", "n": "sum"})
+    accumulator = SharedAccumulator(forms)
+    assert [{name: len(total) for name, total in one.items()} for one in accumulator.totals] == [
+        {"a": 40_000, "n": 1},
+        {"b": 3},
+    ]
+    there = PartialSum({"a": "weighted_mean", "n": "sum"}, accumulators=accumulator.totals[0])
+    elsewhere = PartialSum({"a": "weighted_mean", "n": "sum"})
     for number in range(2):  # the second time over the first one's sums
         for partial in (there, elsewhere):
             partial.begin(30, 3)
             for client in range(3):
                 term = torch.linspace(-client, number + 1, 40_000)
-                partial.fold(client, Update(values={"a": term, "n": torch.ones(1)}), 10)
+                partial.fold(client, ClientUpdate(values={"a": term, "n": torch.ones(1)}), 10)
         for name, total in elsewhere.tensors().items():
-            assert torch.equal(room.totals[0][name], total)
+            assert torch.equal(accumulator.totals[0][name], total)
 
 
 def test_lent_sums_are_waited_for() -> None:
-    room = SumsRoom([{"a": Form((3,), torch.float32)}])
-    room.wait(0.0)
-    room.lend()
+    accumulator = SharedAccumulator([{"a": Form((3,), torch.float32)}])
+    accumulator.wait(0.0)
+    accumulator.publish()
     with pytest.raises(PeerError, match="has not read the last sums"):
-        room.wait(0.01)
+        accumulator.wait(0.01)
 
     def read() -> int:
-        room.give_back()
+        accumulator.release()
         return 1
 
     assert asked(read) == 1
-    room.wait(0.0)
+    accumulator.wait(0.0)
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "mime"])
@@ -113,8 +114,8 @@ def test_a_run_through_shared_memory_has_the_bits_of_one_by_messages(algorithm: 
     counted: list[RoundMeasure] = []
     assert conducted(sent, [], measures=counted)[0].outcome == "done"
     run = made("shared")
-    board = Board(run.server.broadcast())
-    shared = {name: Shared(board, SumsRoom(run.server.sums)) for name in run.sites}
+    broadcast_memory = SharedBroadcast(run.server.broadcast())
+    shared = {name: SharedMemory(broadcast_memory, SharedAccumulator(run.server.sums)) for name in run.sites}
     measures: list[RoundMeasure] = []
     finish, records = conducted(run, notes := [], shared, measures)
     assert (finish.outcome, notes, len(records)) == ("done", [], 3)
@@ -143,6 +144,6 @@ def test_shapes_that_will_come_are_known() -> None:
 
 
 def test_pages_can_be_kept_more_than_once() -> None:
-    keep_pages(ANY_SIZE, arenas=1)
-    keep_pages(ANY_SIZE, arenas=1)
+    keep_freed_pages(ANY_SIZE, arenas=1)
+    keep_freed_pages(ANY_SIZE, arenas=1)
     assert torch.ones(1 << 20).sum() == 1 << 20

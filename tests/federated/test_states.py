@@ -18,11 +18,21 @@ from safetensors.torch import load
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.federated import Algorithm, Combine, Local, StateForm, StateStore, Update, Values, Work, Worksite
+from isthmus.federated import (
+    Algorithm,
+    ClientTrainer,
+    ClientUpdate,
+    Combine,
+    LocalTrainer,
+    StateForm,
+    StateStore,
+    TrainingTask,
+    Values,
+)
 from isthmus.federated import states as states_module
 from isthmus.federated.state_files import FILE_BYTES, PAGE_BYTES
 from isthmus.federated.states import LARGE_BYTES
-from isthmus.protocol.federated_events import NONE, Opening, Task, Turn
+from isthmus.protocol.federated_events import NONE, ClientTask, PhaseId, PhaseSetup
 from tests.federated.populations import LOCAL, module, population
 from tests.federated.twins import SEED
 
@@ -178,9 +188,11 @@ class Reckoning(Algorithm, frozen=True):
     def returns(self) -> Mapping[str, Combine]:
         return {"delta": "mean"}
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
         assert state is not None
-        return Update(values={"delta": told["model"]}, state={"rounds": state["rounds"] * 3 + told["round"]})
+        return ClientUpdate(
+            values={"delta": broadcast["model"]}, state={"rounds": state["rounds"] * 3 + broadcast["round"]}
+        )
 
 
 class Committed(NamedTuple):
@@ -206,25 +218,31 @@ class Crowd:
         self.now, self.told_durable = self.durable, self.durable.round
         form, algorithm = StateForm({"rounds": torch.zeros(1, dtype=torch.float64)}), Reckoning()
         self.sites = [
-            Worksite(
-                Work(algorithm=algorithm, local=LOCAL, seed=SEED), module(), population(),
+            ClientTrainer(
+                TrainingTask(algorithm=algorithm, local=LOCAL, seed=SEED),
+                module(),
+                population(),
                 StateStore(self.folder, form, self.now.states, (part, executors)),
             )
             for part in range(executors)
-        ]  # fmt: skip
+        ]
 
-    def round(self, deal: Mapping[int, int], kept: set[int]) -> None:
+    def round(self, assignment: Mapping[int, int], kept: set[int]) -> None:
         """Clients train where they are dealt to; of those only `kept` are in. None: the attempt is dropped."""
         self.attempt += 1
         number = self.now.round + 1
-        opening = Opening(
-            turn=Turn(number, self.attempt), clients=CLIENTS, samples=1000, durable_round=self.told_durable
+        opening = PhaseSetup(
+            phase=PhaseId(number, self.attempt), clients=CLIENTS, samples=1000, durable_round=self.told_durable
         )
         states, values, sizes = self.now.states.copy(), dict(self.now.values), population().sizes
         for place, site in enumerate(self.sites):
-            tasks = [Task(c, int(sizes[c]), int(states[c])) for c, at in deal.items() if at % len(self.sites) == place]
-            told = {"model": site.resident.vector(), "round": torch.tensor(float(number + 1))}
-            site.open(opening, told)
+            tasks = [
+                ClientTask(c, int(sizes[c]), int(states[c]))
+                for c, at in assignment.items()
+                if at % len(self.sites) == place
+            ]
+            broadcast = {"model": site.resident.vector(), "round": torch.tensor(float(number + 1))}
+            site.open(opening, broadcast)
             site.expect(tasks)
             for one in [timed for task in tasks for timed in site.train([task])[0]]:
                 if one.client in kept:
@@ -233,8 +251,8 @@ class Crowd:
             if kept:
                 site.hand_over()
             if not {t.client for t in tasks} <= kept:
-                site.forget([c for c in kept if kept & deal.keys()])
-        if kept & deal.keys():
+                site.forget([c for c in kept if kept & assignment.keys()])
+        if kept & assignment.keys():
             self.now = Committed(number, states, values)
 
     def check(self) -> None:
@@ -256,17 +274,20 @@ class Crowd:
             st.sets(st.integers(0, CLIENTS - 1)) | st.just(set(range(CLIENTS))),
             st.sampled_from(["nothing", "nothing", "save", "save", "tell", "lose one", "crash"]),
         ),
-        min_size=3, max_size=12,
+        min_size=3,
+        max_size=12,
     )
-)  # fmt: skip
+)
 def test_committed_states_survive_aborts_losses_and_crashes(
-    steps: list[tuple[dict[int, int], set[int], str]], in_a_thread: bool, tmp_path_factory: pytest.TempPathFactory,
+    steps: list[tuple[dict[int, int], set[int], str]],
+    in_a_thread: bool,
+    tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(states_module, "LARGE_BYTES", 1 if in_a_thread else LARGE_BYTES)
     crowd = Crowd(tmp_path_factory.mktemp("states"), executors=3)
-    for deal, kept, then in steps:
-        crowd.round(deal, kept)
+    for assignment, kept, then in steps:
+        crowd.round(assignment, kept)
         crowd.check()
         match then:
             case "save":  # what executors are told comes behind
@@ -276,7 +297,7 @@ def test_committed_states_survive_aborts_losses_and_crashes(
             case "lose one" if len(crowd.sites) > 1:
                 crowd.sites.pop()
             case "crash":
-                crowd.begin(executors=1 + len(deal) % 3)
+                crowd.begin(executors=1 + len(assignment) % 3)
             case _:
                 pass
 

@@ -15,18 +15,18 @@ from isthmus.errors import UserError
 from isthmus.federated import (
     Algorithm,
     AlgorithmSpec,
+    ClientTrainer,
+    ClientUpdate,
     Combine,
     Server,
     StateStore,
-    Update,
-    Work,
-    Worksite,
+    TrainingTask,
     load_algorithm,
 )
-from isthmus.federated.algorithms import Cohort, Local, Values
-from isthmus.federated.partial import Partial
+from isthmus.federated.algorithms import Cohort, LocalTrainer, Values
+from isthmus.federated.partial import PartialSum
 from isthmus.federated.state_form import StateForm
-from isthmus.protocol.federated_events import Opening, Task, Turn
+from isthmus.protocol.federated_events import ClientTask, PhaseId, PhaseSetup
 from tests.federated.populations import LOCAL, module, population
 
 MODEL = torch.ones(4)
@@ -39,8 +39,8 @@ class Mine(Algorithm, frozen=True):
     def returns(self) -> Mapping[str, Combine]:
         return {"delta": "mean"}
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
-        return Update(values={"delta": torch.ones_like(told["model"])})
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        return ClientUpdate(values={"delta": torch.ones_like(broadcast["model"])})
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         return {"model": server["model"] + combined["delta"]}
@@ -53,8 +53,8 @@ class Table(Mine, frozen=True):
     def returns(self) -> Mapping[str, Combine]:
         return {"table": "sum", "count": "mean"}
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
-        return Update(values={"table": torch.ones(2, 3), "count": torch.tensor(1.0)})
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        return ClientUpdate(values={"table": torch.ones(2, 3), "count": torch.tensor(1.0)})
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         assert (combined["table"].shape, combined["count"].shape) == ((2, 3), ())
@@ -63,8 +63,8 @@ class Table(Mine, frozen=True):
 
 def test_a_combined_value_has_the_shape_that_clients_gave_it() -> None:
     server = Server(Table(), MODEL, torch.empty(0), 1)
-    server.open(Opening(turn=Turn(0), clients=1, samples=1))
-    server.fold(0, Update(values={"table": torch.ones(2, 3), "count": torch.tensor(1.0)}), 1)
+    server.open(PhaseSetup(phase=PhaseId(0), clients=1, samples=1))
+    server.fold(0, ClientUpdate(values={"table": torch.ones(2, 3), "count": torch.tensor(1.0)}), 1)
     server.absorb()
 
 
@@ -106,59 +106,59 @@ class Counts(Mine, frozen=True):
 )
 def test_a_server_that_fails(algorithm: Algorithm, words: str) -> None:
     server = Server(algorithm, MODEL, torch.empty(0), 1)
-    server.open(Opening(turn=Turn(0), clients=1, samples=1))
-    server.fold(0, Update(values={"delta": MODEL}), 1)
+    server.open(PhaseSetup(phase=PhaseId(0), clients=1, samples=1))
+    server.fold(0, ClientUpdate(values={"delta": MODEL}), 1)
     with pytest.raises(UserError, match=words):
         server.absorb()
 
 
 class Breaks(Mine, frozen=True):
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
         raise ZeroDivisionError("of nothing")
 
 
 class Leaves(Mine, frozen=True):
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
         sys.exit("enough")
 
 
 class ReturnsValues(Mine, frozen=True):
-    def client(self, local: Local, told: Values, state: Values | None) -> Any:
-        return {"delta": told["model"]}
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> Any:
+        return {"delta": broadcast["model"]}
 
 
 class Weighs(Mine, frozen=True):
-    def client(self, local: Local, told: Values, state: Values | None) -> Any:
-        return Update(values={"delta": told["model"]}, weight="much")  # pyright: ignore[reportArgumentType]
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> Any:
+        return ClientUpdate(values={"delta": broadcast["model"]}, weight="much")  # pyright: ignore[reportArgumentType]
 
 
 class ReturnsNumber(Mine, frozen=True):
-    def client(self, local: Local, told: Values, state: Values | None) -> Any:
-        return Update(values={"delta": 1.0})  # pyright: ignore[reportArgumentType]
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> Any:
+        return ClientUpdate(values={"delta": 1.0})  # pyright: ignore[reportArgumentType]
 
 
 class ReturnsSparse(Mine, frozen=True):
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
-        return Update(values={"delta": told["model"].to_sparse()})
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        return ClientUpdate(values={"delta": broadcast["model"].to_sparse()})
 
 
 class ReturnsComplex(Mine, frozen=True):
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
-        return Update(values={"delta": torch.fft.fft(told["model"])})
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        return ClientUpdate(values={"delta": torch.fft.fft(broadcast["model"])})
 
 
 class Writes(Mine, frozen=True):
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
-        return Update(values={"delta": told["model"].add_(1.0)})
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        return ClientUpdate(values={"delta": broadcast["model"].add_(1.0)})
 
 
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
-        (Writes(), "a client changed 'model' of what it was told"),
+        (Writes(), "a client changed 'model' of what it received"),
         (Breaks(), r"client 2: ZeroDivisionError: of nothing \(.*test_users_code.py, line \d+, in client\)"),
         (Leaves(), r"client 2: SystemExit: enough \(.*test_users_code.py, line \d+, in client\)"),
-        (ReturnsValues(), "a client returned dict, expected an Update"),
+        (ReturnsValues(), "a client returned dict, expected a ClientUpdate"),
         (Weighs(), "weight of an update: got str, expected a number"),
         (ReturnsSparse(), "a client gives 'delta': got torch.sparse_coo, expected plain numbers"),
         (ReturnsComplex(), "a client gives 'delta': got torch.complex128, expected plain numbers"),
@@ -166,10 +166,10 @@ class Writes(Mine, frozen=True):
     ],
 )
 def test_a_client_that_fails(algorithm: Algorithm, words: str) -> None:
-    site = Worksite(Work(algorithm=algorithm, local=LOCAL, seed=0), module(), population(), None)
-    site.open(Opening(turn=Turn(0), clients=1, samples=17), {"model": site.resident.vector()})
+    site = ClientTrainer(TrainingTask(algorithm=algorithm, local=LOCAL, seed=0), module(), population(), None)
+    site.open(PhaseSetup(phase=PhaseId(0), clients=1, samples=17), {"model": site.resident.vector()})
     with pytest.raises(UserError, match=words):
-        site.train([Task(2, 17)])
+        site.train([ClientTask(2, 17)])
 
 
 class Forgets(Mine, frozen=True):
@@ -179,17 +179,17 @@ class Forgets(Mine, frozen=True):
 
 def test_a_state_that_is_not_returned(tmp_path: Path) -> None:
     states = StateStore(tmp_path, StateForm({"steps": torch.zeros(1)}))
-    site = Worksite(Work(algorithm=Forgets(), local=LOCAL, seed=0), module(), population(), states)
-    site.open(Opening(turn=Turn(0), clients=1, samples=17), {"model": site.resident.vector()})
+    site = ClientTrainer(TrainingTask(algorithm=Forgets(), local=LOCAL, seed=0), module(), population(), states)
+    site.open(PhaseSetup(phase=PhaseId(0), clients=1, samples=17), {"model": site.resident.vector()})
     with pytest.raises(UserError, match="a client returned no state, but init_client gives one"):
-        site.train([Task(2, 17)])
+        site.train([ClientTask(2, 17)])
 
 
 def test_a_model_that_does_not_take_the_data() -> None:
     data = population()
     for columns in data.clients:
         del columns["labels"]
-    site = Worksite(Work(algorithm=Mine(), local=LOCAL, seed=0), module(), data, None)
+    site = ClientTrainer(TrainingTask(algorithm=Mine(), local=LOCAL, seed=0), module(), data, None)
     with pytest.raises(
         UserError, match=r"it takes pixel_values, labels\), given client 0's columns pixel_values: TypeError: .*labels"
     ):
@@ -226,46 +226,51 @@ class CountsOnce(Mine, frozen=True):
     def returns(self) -> Mapping[str, Combine]:
         return {"delta": "mean", "steps": "mean"}
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
-        return Update(values={"delta": local.start(told["model"]), "steps": torch.ones(1)})
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        return ClientUpdate(values={"delta": local.start(broadcast["model"]), "steps": torch.ones(1)})
 
 
 def test_clients_trained_together_that_give_one_value() -> None:
     data = population(per_size=2)
-    site = Worksite(Work(algorithm=CountsOnce(), local=LOCAL, seed=0), module(), data, None)
-    site.open(Opening(turn=Turn(0), clients=2, samples=6), {"model": site.resident.vector()})
+    site = ClientTrainer(TrainingTask(algorithm=CountsOnce(), local=LOCAL, seed=0), module(), data, None)
+    site.open(PhaseSetup(phase=PhaseId(0), clients=2, samples=6), {"model": site.resident.vector()})
     with pytest.raises(UserError, match=r"2 clients trained together give 'steps': got a tensor \[1\], expected \[2"):
-        site.train([Task(0, 3), Task(1, 3)])
+        site.train([ClientTask(0, 3), ClientTask(1, 3)])
 
 
 class NormsAll(Mine, frozen=True):
     """Divides by a norm over all dims: of all who are trained together."""
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
-        y = local.start(told["model"])
-        return Update(values={"delta": y / y.norm()})
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        y = local.start(broadcast["model"])
+        return ClientUpdate(values={"delta": y / y.norm()})
 
 
 def test_clients_trained_together_that_are_mixed() -> None:
-    site = Worksite(Work(algorithm=NormsAll(), local=LOCAL, seed=0), module(), population(per_size=2), None)
-    site.open(Opening(turn=Turn(0), clients=2, samples=6), {"model": site.resident.vector()})
+    site = ClientTrainer(
+        TrainingTask(algorithm=NormsAll(), local=LOCAL, seed=0), module(), population(per_size=2), None
+    )
+    site.open(PhaseSetup(phase=PhaseId(0), clients=2, samples=6), {"model": site.resident.vector()})
     with pytest.raises(UserError, match="'delta' of a client trained together with others is off by"):
-        site.train([Task(0, 3), Task(1, 3)])
+        site.train([ClientTask(0, 3), ClientTask(1, 3)])
 
 
 class Noisy(Mine, frozen=True):
     """Adds noise to what it returns."""
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
-        return Update(values={"delta": torch.randn_like(told["model"])})
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        return ClientUpdate(values={"delta": torch.randn_like(broadcast["model"])})
 
 
 def test_an_algorithm_that_draws_gives_the_same_bits_in_any_order() -> None:
     sums: list[Tensor] = []
-    for order in ([Task(0, 3), Task(1, 10), Task(2, 17)], [Task(2, 17), Task(1, 10), Task(0, 3)]):
-        site = Worksite(Work(algorithm=Noisy(), local=LOCAL, seed=0), module(), population(), None)
+    for order in (
+        [ClientTask(0, 3), ClientTask(1, 10), ClientTask(2, 17)],
+        [ClientTask(2, 17), ClientTask(1, 10), ClientTask(0, 3)],
+    ):
+        site = ClientTrainer(TrainingTask(algorithm=Noisy(), local=LOCAL, seed=0), module(), population(), None)
         torch.manual_seed(len(sums))
-        site.open(Opening(turn=Turn(0), clients=3, samples=30), {"model": site.resident.vector()})
+        site.open(PhaseSetup(phase=PhaseId(0), clients=3, samples=30), {"model": site.resident.vector()})
         for task in order:
             site.train([task])
         sums.append(site.partial.tensors()["delta"].clone())
@@ -273,15 +278,17 @@ def test_an_algorithm_that_draws_gives_the_same_bits_in_any_order() -> None:
 
 
 class NoisyRows(Mine, frozen=True):
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
-        return Update(values={"delta": torch.randn_like(local.start(told["model"]))})
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        return ClientUpdate(values={"delta": torch.randn_like(local.start(broadcast["model"]))})
 
 
 def test_an_algorithm_that_draws_trains_one_by_one() -> None:
-    site = Worksite(Work(algorithm=NoisyRows(), local=LOCAL, seed=0), module(), population(per_size=2), None)
-    site.open(Opening(turn=Turn(0), clients=2, samples=6), {"model": site.resident.vector()})
+    site = ClientTrainer(
+        TrainingTask(algorithm=NoisyRows(), local=LOCAL, seed=0), module(), population(per_size=2), None
+    )
+    site.open(PhaseSetup(phase=PhaseId(0), clients=2, samples=6), {"model": site.resident.vector()})
     with pytest.raises(UserError, match="together: got more than 1 for an algorithm that draws random numbers"):
-        site.train([Task(0, 3), Task(1, 3)])
+        site.train([ClientTask(0, 3), ClientTask(1, 3)])
 
 
 NOTHING = """
@@ -307,10 +314,10 @@ def test_an_algorithm_that_returns_nothing(
 
 
 def test_what_is_collected_is_alike_of_all_clients() -> None:
-    partial = Partial({"sizes": "collect"})
+    partial = PartialSum({"sizes": "collect"})
     for client in (1, 2):
         values: dict[str, Tensor] = {"sizes": torch.zeros(client)}
-        partial.fold(client, Update(values=values), 1)
+        partial.fold(client, ClientUpdate(values=values), 1)
     with pytest.raises(UserError, match=r"'sizes': got torch.float32 \[1\] and torch.float32 \[2\], expected one"):
         partial.combined(torch.float32)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.federated.operators import Operation, written_down
-from isthmus.streams import orders, stream
+from isthmus.federated.traced_ops import Operation, written_down
+from isthmus.rng import orders, stream
 
 
 def idle(x: Tensor, y: Tensor) -> Sequence[Tensor]:
@@ -61,8 +61,8 @@ def test_as_the_function_itself(act: Operation) -> None:
         written = written_down(act, (torch.zeros(2, 3), torch.zeros(2, 3)))
         found, expected = written(*given), act(*given)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        lent = {t.data_ptr() for t in (*given, *written(*given))}
-        assert not lent & {t.data_ptr() for t in found}
+        shared_bounds = {t.data_ptr() for t in (*given, *written(*given))}
+        assert not shared_bounds & {t.data_ptr() for t in found}
 
 
 def test_what_is_not_needed_is_not_computed() -> None:
@@ -90,7 +90,11 @@ def test_every_order_comes_as_often_as_another() -> None:
 
 def test_streams_are_apart() -> None:
     others = [
-        stream(3, "order", 7, 5), stream(4, "order", 7, 5), stream(3, "model", 7, 5), stream(3, "order", 8, 5),
-        stream(3, "order", 7, 6), stream(3, "order", 5, 7),
-    ]  # fmt: skip
+        stream(3, "order", 7, 5),
+        stream(4, "order", 7, 5),
+        stream(3, "model", 7, 5),
+        stream(3, "order", 8, 5),
+        stream(3, "order", 7, 6),
+        stream(3, "order", 5, 7),
+    ]
     assert len({tuple(draws.integers(2**60, size=4)) for draws in others}) == len(others)

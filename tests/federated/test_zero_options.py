@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.federated.history import History
-from isthmus.protocol.federated_events import Timed
-from isthmus.protocol.federated_pace import Pace
+from isthmus.federated.history import RoundHistory
+from isthmus.protocol.federated_events import ClientTime
+from isthmus.protocol.federated_throughput import ThroughputModel
 from tests.federated.test_run_folders import JOB
 from tests.runtime.commands import isthmus
 
@@ -25,11 +25,11 @@ def job(folder: Path, *changes: tuple[str, str]) -> Path:
 
 @pytest.mark.parametrize("window", [0, 5])
 def test_a_window_of_none_is_all_rounds(window: int) -> None:
-    pace = Pace(1, window_rounds=window)
+    throughput = ThroughputModel(1, window_rounds=window)
     for round_ in range(300):
         seconds = 1.0 if round_ < 150 else 3.0
-        pace.record(round_, 0, [Timed(0, 10, seconds), Timed(1, 20, 2 * seconds)])
-    assert pace.line(0).seconds(10) == pytest.approx(3.0 if window else 2.0)
+        throughput.record(round_, 0, [ClientTime(0, 10, seconds), ClientTime(1, 20, 2 * seconds)])
+    assert throughput.line(0).seconds(10) == pytest.approx(3.0 if window else 2.0)
 
 
 def test_a_job_may_say_so(tmp_path: Path) -> None:
@@ -40,16 +40,17 @@ def test_a_job_may_say_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("clients", [0, 2])
 def test_without_held_out_samples_nothing_is_evaluated_on_them(clients: int, tmp_path: Path) -> None:
     path = job(
-        tmp_path, ("flat = true", "flat = true, holdout = 0"),
+        tmp_path,
+        ("flat = true", "flat = true, holdout = 0"),
         ("evaluate_every = 0", f"evaluate_every = 1\nevaluate_clients = {clients}"),
-    )  # fmt: skip
+    )
     done = isthmus("train", path)
     assert done.code == 0, done.err
     assert "held-out" not in done.out and ("clients' own data" in done.out) == bool(clients)
-    found = [line.evaluation for line in History.of(tmp_path / "runs" / "small").lines()]
+    found = [line.evaluation for line in RoundHistory.of(tmp_path / "runs" / "small").lines()]
     if clients:
         assert all(e is not None and e.loss is None and e.clients is not None for e in found)
     else:
         assert found == [None] * 3
-    told = json.loads(isthmus("train", path, "--json").out)
-    assert (told["evaluation"] is None) == (not clients)
+    broadcast = json.loads(isthmus("train", path, "--json").out)
+    assert (broadcast["evaluation"] is None) == (not clients)

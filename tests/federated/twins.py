@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isthmus.streams import orders
+from isthmus.rng import orders
 
 Data = Mapping[str, Tensor]
 ETA, BATCH, EPOCHS, SEED = 0.05, 4, 2, 3

@@ -14,29 +14,29 @@ import numpy as np
 
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
-    Commit,
+    ClientTime,
+    CommitRound,
     CoordinatorEvent,
-    Drained,
+    ExecutorDrained,
     ExecutorEvent,
-    Finish,
-    Joined,
-    Open,
-    Record,
-    Returned,
+    ExecutorJoined,
+    FinishRounds,
+    Notify,
+    PhaseId,
+    ReportDrained,
+    ReportReturned,
+    RoundRecord,
     SendSums,
-    Summed,
-    Tell,
-    TellDrained,
-    TellReturned,
+    StartPhase,
+    SumsSent,
+    TasksReturned,
+    TasksTrained,
     Tick,
-    Timed,
-    Train,
-    Trained,
-    Turn,
+    TrainTasks,
 )
-from isthmus.protocol.federated_executor import FederatedExecutor
-from isthmus.protocol.federated_pace import Pace
-from isthmus.protocol.federated_rules import Gathering, RoundRules
+from isthmus.protocol.federated_executor import ExecutorMachine
+from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
+from isthmus.protocol.federated_throughput import ThroughputModel
 
 TICK_S, LINK_S = 0.25, 0.001
 
@@ -47,7 +47,7 @@ class Rounds:
     def __init__(
         self,
         names: str,
-        train_s: Callable[[str, Turn], float],
+        train_s: Callable[[str, PhaseId], float],
         *,
         sites: bool = True,
         clients: int = 0,
@@ -56,26 +56,29 @@ class Rounds:
         """An executor for each letter of `names`: a site with a client of its own, or one that may train each of the
         run's `clients`."""
         count = len(names) if sites else clients
-        gathering = Gathering(start=len(names), wait_s=1.0) if sites else None
+        gathering = ExecutorChurn(start=len(names), wait_s=1.0) if sites else None
         sizes = np.zeros(count, dtype=np.int64) if sites else np.arange(1, count + 1)
         self.machine = FederatedCoordinator(
-            names, RoundRules(needed=count, gathering=gathering, **rules), sizes,
-            lambda _: self.machine.here if sites else np.arange(count), Pace(len(names), window_rounds=5),
-        )  # fmt: skip
-        self.commits: list[tuple[float, Record]] = []
-        self.finish: Finish | None = None
+            names,
+            RoundRules(needed=count, gathering=gathering, **rules),
+            sizes,
+            lambda _: self.machine.here if sites else np.arange(count),
+            ThroughputModel(len(names), window_rounds=5),
+        )
+        self.commits: list[tuple[float, RoundRecord]] = []
+        self.finish: FinishRounds | None = None
         self.now_s = 0.0
-        self.trained: list[tuple[str, Turn]] = []
+        self.trained: list[tuple[str, PhaseId]] = []
         self._train_s = train_s
-        self._executors = {name: FederatedExecutor() for name in names}
-        self._acts: dict[str, deque[Train | SendSums]] = {name: deque() for name in names}
+        self._executors = {name: ExecutorMachine() for name in names}
+        self._acts: dict[str, deque[TrainTasks | SendSums]] = {name: deque() for name in names}
         self._busy: set[str] = set()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._tell(Tick(now_s=0.0))
         for number, name in enumerate(names):
             own = {"client": number, "samples": 10} if sites else {}
-            self._tell(Joined(executor=name, **own))
+            self._tell(ExecutorJoined(executor=name, **own))
         self._run()
 
     def _run(self) -> None:
@@ -95,11 +98,11 @@ class Rounds:
     def _tell(self, event: CoordinatorEvent) -> None:
         for instruction in self.machine.handle(event):
             match instruction:
-                case Open(executor=name, event=told) | Tell(executor=name, event=told):
-                    self._after(LINK_S, lambda name=name, told=told: self._hear(name, told))
-                case Commit(record=record):
+                case StartPhase(executor=name, event=broadcast) | Notify(executor=name, event=broadcast):
+                    self._after(LINK_S, lambda name=name, notice=broadcast: self._hear(name, notice))
+                case CommitRound(record=record):
                     self.commits.append((self.now_s, record))
-                case Finish():
+                case FinishRounds():
                     self.finish = instruction
                 case _:
                     pass
@@ -107,11 +110,11 @@ class Rounds:
     def _hear(self, name: str, event: ExecutorEvent) -> None:
         for instruction in self._executors[name].handle(event):
             match instruction:
-                case TellDrained(turn=turn):
-                    self._send(Drained(executor=name, turn=turn))
-                case TellReturned(turn=turn, tasks=tasks):
-                    self._send(Returned(executor=name, turn=turn, tasks=tasks))
-                case Train() | SendSums():
+                case ReportDrained(phase=phase):
+                    self._send(ExecutorDrained(executor=name, phase=phase))
+                case ReportReturned(phase=phase, tasks=tasks):
+                    self._send(TasksReturned(executor=name, phase=phase, tasks=tasks))
+                case TrainTasks() | SendSums():
                     self._acts[name].append(instruction)
                 case _:
                     pass
@@ -127,15 +130,15 @@ class Rounds:
         self._busy.add(name)
         seconds = 0.0
         if isinstance(act, SendSums):
-            self._send(Summed(executor=name, turn=act.turn, timed=act.timed, refused=act.refused))
-        elif self._executors[name].works_for(act.turn):
-            seconds = self._train_s(name, act.turn)
-            self.trained.append((name, act.turn))
+            self._send(SumsSent(executor=name, phase=act.phase, timed=act.timed, refused=act.refused))
+        elif self._executors[name].works_for(act.phase):
+            seconds = self._train_s(name, act.phase)
+            self.trained.append((name, act.phase))
         self._after(seconds, lambda: self._ended(name, act, seconds))
 
-    def _ended(self, name: str, act: Train | SendSums, seconds: float) -> None:
+    def _ended(self, name: str, act: TrainTasks | SendSums, seconds: float) -> None:
         self._busy.remove(name)
-        if isinstance(act, Train):
-            timed = tuple(Timed(task.client, task.samples, seconds) for task in act.tasks)
-            self._hear(name, Trained(turn=act.turn, timed=timed))
+        if isinstance(act, TrainTasks):
+            timed = tuple(ClientTime(task.client, task.samples, seconds) for task in act.tasks)
+            self._hear(name, TasksTrained(phase=act.phase, timed=timed))
         self._act(name)

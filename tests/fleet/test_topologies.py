@@ -11,7 +11,7 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet, describe, dump_fleet, parse_fleet, resolve_fleet, topology, topology_names
-from isthmus.fleet.drawn import random_fleet
+from isthmus.fleet.random_fleets import random_fleet
 
 DTFM = tuple(f"dtfm-case{case}" for case in range(1, 6))
 
@@ -26,9 +26,19 @@ def between(fleet: Fleet, a: str, b: str) -> tuple[float, float]:
 
 def test_the_names() -> None:
     assert topology_names() == (
-        *DTFM, "fluidstack", "fusionllm-testbed1", "fusionllm-testbed2", "laptop", "parrot-a", "parrot-b", "parrot-c",
-        "sky-16", "sky-32", "sky-64", "three-sites",
-    )  # fmt: skip
+        *DTFM,
+        "fluidstack",
+        "fusionllm-testbed1",
+        "fusionllm-testbed2",
+        "laptop",
+        "parrot-a",
+        "parrot-b",
+        "parrot-c",
+        "sky-16",
+        "sky-32",
+        "sky-64",
+        "three-sites",
+    )
     with pytest.raises(UserError, match="unknown topology 'three-site': did you mean 'three-sites'"):
         topology("three-site")
 

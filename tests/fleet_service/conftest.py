@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.runtime.identity import Authority, Identity
-from isthmus.runtime.service import agent, service
+from isthmus.runtime.service import agent, fleet_coordinator
 
 from .holders import Joined
 from .parties import Fleet, certified, serving
@@ -20,7 +20,7 @@ def _looks_often() -> Iterator[None]:
     """Agents and services of this process: half a second and a second are long for who waits for nothing else."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agent, "TICK_S", 0.05)
-        patch.setattr(service, "WATCH_S", 0.2)
+        patch.setattr(fleet_coordinator, "WATCH_S", 0.2)
         yield
 
 

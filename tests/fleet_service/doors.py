@@ -1,4 +1,4 @@
-"""What a stranger on the same machine or network finds of running processes."""
+"""What an unknown peer on the same machine or network finds of running processes."""
 
 from __future__ import annotations
 

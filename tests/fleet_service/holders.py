@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from isthmus.data import DataSpec
-from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.runtime.service.agent import Agent, join_fleet
 
 from .parties import Fleet, outcomes, soon
@@ -34,8 +34,8 @@ class Joined:
 
     def add(self, name: str, data: Path | None, kinds: tuple[str, ...] | None = None) -> None:
         membership = join_fleet(self.fleet.ticket(), {name: self._root / name}, 10.0)[name]
-        place = Place(data=data, data_kinds=kinds)
-        agent = Agent(self._root / name, membership, place, patience_s=10.0, say=self.said.append)
+        place = ProcessPlace(data=data, data_kinds=kinds)
+        agent = Agent(self._root / name, membership, place, timeout_s=10.0, log=self.said.append)
         thread = threading.Thread(target=outcomes, args=(agent.run,), daemon=True)
         self._agents[name] = (agent, thread)
         thread.start()

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from isthmus.runtime.identity import Authority, Identity, Party, Role, Ticket, decode_ticket
+from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.fleet_state import FleetState
-from isthmus.runtime.service.service import Service
 from isthmus.runtime.transport.secure import TlsConnection, secure_accepted, secure_dialled
 
 Result = TypeVar("Result")
@@ -52,7 +52,7 @@ def secured_pair(coordinator: Identity, device: Identity) -> tuple[TlsConnection
     ours, theirs = tcp_pair()
     dialled, accepted = outcomes(
         lambda: secure_dialled(ours, device, Party("coordinator", "")),
-        lambda: secure_accepted(theirs, coordinator, strangers=False)[0],
+        lambda: secure_accepted(theirs, coordinator, unknown_peers=False)[0],
     )
     assert isinstance(dialled, TlsConnection) and isinstance(accepted, TlsConnection), (dialled, accepted)
     return dialled, accepted
@@ -65,10 +65,10 @@ class Inviting(Protocol):
 class Fleet:
     """A service in this process."""
 
-    def __init__(self, folder: Path, patience_s: float = 5.0, port: int = 0) -> None:
+    def __init__(self, folder: Path, timeout_s: float = 5.0, port: int = 0) -> None:
         self.state = FleetState(folder)
         self.said: list[str] = []
-        self.service = Service(self.state, "127.0.0.1", port, patience_s=patience_s, say=self.said.append)
+        self.service = FleetCoordinator(self.state, "127.0.0.1", port, timeout_s=timeout_s, log=self.said.append)
         self.state.listens_at((("127.0.0.1", self.service.port),))
         self.service.start()
 
@@ -77,8 +77,8 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, patience_s: float = 5.0, port: int = 0) -> Generator[Fleet]:
-    fleet = Fleet(folder, patience_s, port)
+def serving(folder: Path, timeout_s: float = 5.0, port: int = 0) -> Generator[Fleet]:
+    fleet = Fleet(folder, timeout_s, port)
     try:
         yield fleet
     finally:

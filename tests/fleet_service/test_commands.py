@@ -17,13 +17,13 @@ import pytest
 from isthmus.api import queueing
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity.database import StoreError
-from isthmus.runtime.messages.fleet import Present
+from isthmus.runtime.messages.fleet import DevicePresent
 from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.service import presence
-from isthmus.runtime.service.bulletin import Bulletin, DeviceNews, LinkNews, post
+from isthmus.runtime.service.enrollment import check_name
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.runtime.service.job_queue import JobQueue
-from isthmus.runtime.service.joining import check_name
+from isthmus.runtime.service.status_file import CoordinatorStatus, DeviceStatus, LinkStatus, write_status
 from tests.runtime.commands import isthmus
 
 from .parties import Fleet, in_background, soon
@@ -69,12 +69,12 @@ def test_a_device_is_not_drained_before_it_works(tmp_path: Path) -> None:
     assert "no device has joined" in drained()
     state.roster.redeem(state.roster.invite(time.time())[0], {"b" * 32: "bob"}, time.time())
     assert "no coordinator serves this fleet now" in drained()
-    bob = DeviceNews(name="bob", id="b" * 32, working=False)
-    post(tmp_path, Bulletin(at_s=time.time(), port=1, devices=(bob,)))
+    bob = DeviceStatus(name="bob", id="b" * 32, working=False)
+    write_status(tmp_path, CoordinatorStatus(at_s=time.time(), port=1, devices=(bob,)))
     assert "works for no run" in drained()
-    link = LinkNews(devices=("bob", "eve"), relayed=False, latency_s=0.05, streams=4, bbr=True)
+    link = LinkStatus(devices=("bob", "eve"), relayed=False, latency_s=0.05, streams=4, bbr=True)
     working = (msgspec.structs.replace(bob, working=True),)
-    post(tmp_path, Bulletin(at_s=time.time(), port=1, devices=working, links=(link,)))
+    write_status(tmp_path, CoordinatorStatus(at_s=time.time(), port=1, devices=working, links=(link,)))
     JobQueue(tmp_path).close()
     status = isthmus("status", "--state", str(tmp_path)).out
     assert re.search(r"bob - eve *│ direct *│ 50 ms each way *│ 4, BBR", status)
@@ -89,8 +89,8 @@ def test_a_device_is_not_drained_before_it_works(tmp_path: Path) -> None:
         (["serve", "--host", ""], "--host '': tickets need an address"),
         (["serve", "--host", "0"], "--host '0': tickets need an address"),
         (["serve", "--address", ""], "--address: got '', expected HOST"),
-        (["serve", "--patience", "0 s"], "--patience: got '0 s', expected 0.1 s to 1 day"),
-        (["join", "--patience", "1e30 s"], "--patience: got '1e30 s', expected 0.1 s to 1 day"),
+        (["serve", "--timeout", "0 s"], "--timeout: got '0 s', expected 0.1 s to 1 day"),
+        (["join", "--timeout", "1e30 s"], "--timeout: got '1e30 s', expected 0.1 s to 1 day"),
     ],
 )
 def test_what_could_only_fail_later_is_refused(tmp_path: Path, words: list[str], told: str) -> None:
@@ -145,15 +145,15 @@ def test_who_is_waited_for_is_said(fleet: Fleet, tmp_path: Path, monkeypatch: py
 
     def end(name: str = "bob") -> None:
         here = fleet.service._presence  # pyright: ignore[reportPrivateUsage]
-        here.came(name, mock.Mock(), Present(run="", versions=versions_here()))
+        here.came(name, mock.Mock(), DevicePresent(run="", versions=versions_here()))
 
     with in_background(lambda: fleet.service.wait_for(["bob"]), end):
         soon(lambda: len(fleet.said) > 1)
-        soon(lambda: fleet.service.news().awaited == ("bob",))
-        post(fleet.state.folder, fleet.service.news())
+        soon(lambda: fleet.service.current_status().awaited == ("bob",))
+        write_status(fleet.state.folder, fleet.service.current_status())
         JobQueue(fleet.state.folder).close()
         assert "waiting for bob to join" in isthmus("status", "--state", str(fleet.state.folder)).out
-    assert fleet.service.news().awaited == ()
+    assert fleet.service.current_status().awaited == ()
     assert fleet.said[0] == "waiting for bob to join (0 here)"
     assert re.fullmatch(r"waiting for bob to join \(0 here\), for \d+(\.\d+)? m?s", fleet.said[1])
     fleet.state.roster.redeem(fleet.state.roster.invite(time.time())[0], {"1" * 32: "eve"}, time.time())

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import PeerError
-from isthmus.runtime.device.control import Control
+from isthmus.runtime.device.coordinator_link import CoordinatorLink
 from isthmus.runtime.identity import Identity, Party
-from isthmus.runtime.messages.run import Heartbeat, Join
+from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.service.agent import join_fleet
 from isthmus.runtime.transport import listener as listening
-from isthmus.runtime.transport.attempts import HungUp, Unreached, until_reached
 from isthmus.runtime.transport.channel import SocketChannel, dial
+from isthmus.runtime.transport.connect_retries import HungUp, Unreached, until_reached
 from isthmus.runtime.transport.listener import Listener
-from isthmus.runtime.transport.reaching import Reacher, Route
-from isthmus.runtime.transport.unknown import MOST_FROM_ONE, MOST_SILENT, Unknown, WaitingRooms
+from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute
+from isthmus.runtime.transport.unauthenticated import MOST_FROM_ONE, MOST_SILENT, PendingConnections, Unauthenticated
 
 from .crowds import crowd
 from .parties import Fleet, tcp_pair
@@ -47,7 +47,7 @@ class Held:
 
     def __init__(self, address: str) -> None:
         self._theirs, ours = tcp_pair()
-        self.unknown = Unknown(ours, address)
+        self.unknown = Unauthenticated(ours, address)
         ours.close()
 
     @property
@@ -64,7 +64,7 @@ class Held:
 
 
 def test_the_oldest_of_the_same_address_gives_way_then_the_oldest_of_all() -> None:
-    rooms = WaitingRooms()
+    rooms = PendingConnections()
     held = [Held("a") for _ in range(MOST_FROM_ONE)]
     others = [Held(f"b{number}") for number in range(MOST_SILENT - MOST_FROM_ONE)]
     for one in held + others:
@@ -87,30 +87,30 @@ def test_the_oldest_of_the_same_address_gives_way_then_the_oldest_of_all() -> No
 
 
 def test_strangers_cut_nobody_who_is_known_and_shut_out_nobody(coordinator: Identity, device: Identity) -> None:
-    listener = Listener("127.0.0.1", identity=coordinator, patience_s=30.0)
+    listener = Listener("127.0.0.1", identity=coordinator, timeout_s=30.0)
     listener.start(_echo)
     known = _dialled(listener.port, device)
-    with crowd(listener.port, idle=70, dripping=20, halfway=20) as strangers:
+    with crowd(listener.port, idle=70, dripping=20, halfway=20) as unknown_peers:
         assert _answers(known)
         for _ in range(3):
             channel = _dialled(listener.port, device)
             assert _answers(channel)
             channel.close()
-        assert strangers.reopened and _answers(known)
+        assert unknown_peers.reopened and _answers(known)
     known.close()
     listener.close()
 
 
 def _first_dial_of_a_device(fleet: Fleet, device: Identity, port: int) -> None:
-    join = Join(run=RUN, device="desk", host="127.0.0.1", port=1)
+    join = JoinRun(run=RUN, device="desk", host="127.0.0.1", port=1)
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-    Control(("127.0.0.1", fleet.service.port), device, join, inbox, lambda: (), 5.0).close()
+    CoordinatorLink(("127.0.0.1", fleet.service.port), device, join, inbox, lambda: (), 5.0).close()
 
 
 def _way_to_another(fleet: Fleet, device: Identity, port: int) -> None:
-    reacher = Reacher(coordinator=("127.0.0.1", fleet.service.port), identity=device, patience_s=5.0)
-    route = Route(run=RUN, other="device 'far'", host="127.0.0.1", port=port, id=device.id)
-    reacher.reach(route)[0].close()
+    dialer = PeerDialer(coordinator=("127.0.0.1", fleet.service.port), identity=device, timeout_s=5.0)
+    route = PeerRoute(run=RUN, other="device 'far'", host="127.0.0.1", port=port, id=device.id)
+    dialer.dial(route)[0].close()
 
 
 def _joining(fleet: Fleet, device: Identity, port: int) -> None:
@@ -123,7 +123,7 @@ def test_who_is_hung_up_on_tries_again(
 ) -> None:
     join_fleet(fleet.ticket(), {"desk": tmp_path / "desk"}, 5.0)
     device = Identity(tmp_path / "desk")
-    other = Listener("127.0.0.1", identity=device, patience_s=5.0)
+    other = Listener("127.0.0.1", identity=device, timeout_s=5.0)
     other.start(lambda channel: channel.close())
     await_hello, refusals = listening.await_hello, [PeerError("no room"), PeerError("no room")]
 
@@ -148,4 +148,3 @@ def test_what_does_not_pass_is_not_tried_again() -> None:
         until_reached(attempt, 10.0)
     with pytest.raises(HungUp, match="never"):
         until_reached(attempt, 0.0)
-

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from isthmus.api import coordinating
-from isthmus.api.joining import Joining, join_as
+from isthmus.api.joining import JoinOptions, join_as
 from isthmus.api.listening import Serving
-from isthmus.api.observing import Silent
+from isthmus.api.observer import Silent
 from isthmus.errors import IsthmusError, UserError
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.service.agent import Agent, join_fleet, membership_in
@@ -22,14 +22,22 @@ from isthmus.runtime.service.job_queue import JobQueue
 
 from .parties import Fleet, serving
 
-SERVING = Serving(host="127.0.0.1", port=0, addresses=(), tickets=1, patience="5 s")
+SERVING = Serving(host="127.0.0.1", port=0, addresses=(), tickets=1, timeout="5 s")
 STATE = (
-    "authority.key", "authority.pem", "roster.sqlite", "jobs.sqlite", "coordinator/key.pem",
-    "coordinator/certificate.pem", "coordinator/authority.pem", "addresses.json", "serving.claim", "jobs.claim",
-    "bulletin.json",
-)  # fmt: skip
+    "authority.key",
+    "authority.pem",
+    "roster.sqlite",
+    "jobs.sqlite",
+    "coordinator/key.pem",
+    "coordinator/certificate.pem",
+    "coordinator/authority.pem",
+    "addresses.json",
+    "serving.claim",
+    "jobs.claim",
+    "status.json",
+)
 DEVICE = ("key.pem", "certificate.pem", "authority.pem", "membership.json")
-WRITTEN_ANEW = {"addresses.json", "serving.claim", "jobs.claim", "bulletin.json"}
+WRITTEN_ANEW = {"addresses.json", "serving.claim", "jobs.claim", "status.json"}
 """By each coordinator that starts: what was in them is of no use, and only what is no file is in the way."""
 
 
@@ -45,8 +53,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             with fleet.state.served(), queue.served():
                 pass
             queue.close()
-            bulletin = (fleet.state.folder / "bulletin.json").read_bytes()
-        (made / name / "fleet" / "bulletin.json").write_bytes(bulletin)  # as of one that was killed
+            status_file = (fleet.state.folder / "status.json").read_bytes()
+        (made / name / "fleet" / "status.json").write_bytes(status_file)  # as of one that was killed
     return {name: made / name for name in ("ours", "theirs")}
 
 
@@ -99,7 +107,7 @@ def _look_into_queue(service: object, queue: JobQueue, *_: object) -> int:
 def _join(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`isthmus join`, ended at once."""
     monkeypatch.setattr(Agent, "run", lambda _: None)
-    join_as(Joining(state=folder, patience="5 s"), lambda _: None, lambda: "")
+    join_as(JoinOptions(state=folder, timeout="5 s"), lambda _: None, lambda: "")
 
 
 def _check_refused(act: Callable[[], None], name: str) -> None:
@@ -120,7 +128,7 @@ def test_a_coordinators(
     damage(tmp_path / "fleet" / name, folders["theirs"] / "fleet" / name)
     if name in WRITTEN_ANEW and damage not in (_directory, _unreadable):
         _serve(tmp_path / "fleet", monkeypatch)
-    elif name in ("addresses.json", "bulletin.json") and damage is _unreadable:
+    elif name in ("addresses.json", "status.json") and damage is _unreadable:
         _serve(tmp_path / "fleet", monkeypatch)  # a new file takes the place of the link
     else:
         _check_refused(lambda: _serve(tmp_path / "fleet", monkeypatch), name)

@@ -16,10 +16,10 @@ from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.errors import UserError
 from isthmus.job import prepare
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
-from isthmus.runtime.device.data import stage_data
-from isthmus.runtime.identity.concealed import ONE_OWNER
-from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
+from isthmus.runtime.device.stage_data import stage_data
+from isthmus.runtime.identity.blinded_digests import ONE_OWNER
+from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.runtime.service.agent import Agent, join_fleet
 from tests.federated.sites import write_job
 from tests.runtime.commands import isthmus, refused
@@ -33,8 +33,8 @@ def test_what_is_not_allowed_is_refused_and_the_coordinator_is_told(fleet: Fleet
     agents: list[Agent] = []
     for name in ("d0", "d1"):
         membership = join_fleet(fleet.ticket(), {name: tmp_path / name}, 10.0)[name]
-        place = Place(data_kinds=("text", "npz"))
-        agents.append(Agent(tmp_path / name, membership, place, patience_s=10.0, say=lambda _: None))
+        place = ProcessPlace(data_kinds=("text", "npz"))
+        agents.append(Agent(tmp_path / name, membership, place, timeout_s=10.0, log=lambda _: None))
     threads = [threading.Thread(target=outcomes, args=(agent.run,), daemon=True) for agent in agents]
     for thread in threads:
         thread.start()
@@ -43,7 +43,7 @@ def test_what_is_not_allowed_is_refused_and_the_coordinator_is_told(fleet: Fleet
     boundaries = random_cut(prepared, 2, 0, once=True)
     plan = build_plan(prepared.problem(machines), machines.names, boundaries, planner="test")
     with pytest.raises(UserError, match=r"data.kind: got 'digits', expected one of: npz, text: the owner of this dev"):
-        train(prepared, plan, machines, tmp_path / "run", RunOptions(emulate=False, crew=fleet.service), Watcher())
+        train(prepared, plan, machines, tmp_path / "run", RunOptions(emulate=False, backend=fleet.service), Watcher())
     for agent in agents:
         agent.stop()
     for thread in threads:

@@ -8,11 +8,11 @@ import pytest
 
 from isthmus.data import DataSpec
 from isthmus.errors import PeerError, UserError
-from isthmus.runtime.conducting.holders import Holders, agreed
+from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
 from isthmus.runtime.identity import Identity
-from isthmus.runtime.identity.concealed import concealed, proof
-from isthmus.runtime.messages.data import Compare
-from isthmus.runtime.service.comparing import MOST_UNPROVED, DataAnswers
+from isthmus.runtime.identity.blinded_digests import blinded, proof
+from isthmus.runtime.messages.data import CompareData
+from isthmus.runtime.service.data_answers import MOST_UNPROVED, DataAnswers
 
 from .holders import SPEC, Joined, write_samples
 from .parties import soon
@@ -21,7 +21,7 @@ from .parties import soon
 def test_equal_data_are_found_equal_and_others_named(joined: Joined, tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         joined.add(name, write_samples(tmp_path / f"{name}-data", seed))
-    holders = Holders(joined.fleet.service.asks(), SPEC, ("a", "b", "c"), heldout=True)
+    holders = DataHolders(joined.fleet.service.asks(), SPEC, ("a", "b", "c"), heldout=True)
     holders.ask(["a", "b"])
     found = agreed(holders.described)
     assert (found.train, found.heldout, found.columns["pixel_values"].shape) == (30, 10, (4,))
@@ -30,7 +30,7 @@ def test_equal_data_are_found_equal_and_others_named(joined: Joined, tmp_path: P
     with pytest.raises(UserError, match="data: devices 'a' and 'c' have different training samples"):
         holders.ask(["c"])
     assert any("the data of device a are not equal to this one's" in line for line in joined.said)
-    apart = Holders(joined.fleet.service.asks(), SPEC, ("a", "c"), heldout=False, alike=False)
+    apart = DataHolders(joined.fleet.service.asks(), SPEC, ("a", "c"), heldout=False, alike=False)
     apart.ask()
     assert apart.described.keys() == {"a", "c"}
 
@@ -49,8 +49,8 @@ def test_what_a_device_may_not_or_cannot_say_names_device_and_field(joined: Join
     ]
     for device, options, words in cases:
         with pytest.raises(UserError, match=words):
-            Holders(asks, DataSpec(kind="npz", options=options), (device,), heldout=False).ask()
-    holders = Holders(asks, SPEC, ("a", "c", "d"), heldout=False, note=joined.said.append)
+            DataHolders(asks, DataSpec(kind="npz", options=options), (device,), heldout=False).ask()
+    holders = DataHolders(asks, SPEC, ("a", "c", "d"), heldout=False, note=joined.said.append)
     holders.ask()
     assert holders.described.keys() == {"c"}, "who cannot read them is given no part that does"
     assert any("device 'd': npz option 'path'" in line and "no part that reads" in line for line in joined.said)
@@ -69,7 +69,7 @@ def test_whoever_has_left_is_not_waited_for(joined: Joined, tmp_path: Path) -> N
 
 def answering(identity: Identity) -> tuple[DataAnswers, str, list[str]]:
     said: list[str] = []
-    answers, own = DataAnswers(said.append), concealed("the data", identity.data_key())
+    answers, own = DataAnswers(said.append), blinded("the data", identity.data_key())
     answers._given.add(own)  # pyright: ignore[reportPrivateUsage]  # as if it had described them
     return answers, own, said
 
@@ -79,26 +79,26 @@ def test_guesses_are_found_out_and_come_to_an_end(device: Identity) -> None:
     answers, own, said = answering(device)
     guesser, key = b"g" * 32, device.data_key()
 
-    def guess(n: int, *, shown: bool) -> Compare:
-        others = concealed(f"guess {n}", guesser)
+    def guess(n: int, *, shown: bool) -> CompareData:
+        others = blinded(f"guess {n}", guesser)
         told = proof(guesser, "x", "a", others, own) if shown else ""
-        return Compare(run="r", device="a", other="x", own=own, others=others, shown=told)
+        return CompareData(run="r", device="a", other="x", own=own, others=others, shown=told)
 
     assert answers.compare(guess(0, shown=True), key).equal is False
     assert said == ["the data of device x are not equal to this one's"]
     for n in range(1, MOST_UNPROVED):
         assert answers.compare(guess(n, shown=False), key).proof
     assert "compares its data no more" in answers.compare(guess(99, shown=False), key).failure
-    shown = Compare(run="r", device="a", other="x", own=own, others=guess(0, shown=True).others, shown="\u00e9")
+    shown = CompareData(run="r", device="a", other="x", own=own, others=guess(0, shown=True).others, shown="\u00e9")
     assert answers.compare(shown, key).equal is False
-    unknown = Compare(run="r", device="a", other="x", own="0" * 64, others=own)
+    unknown = CompareData(run="r", device="a", other="x", own="0" * 64, others=own)
     assert "not described" in answers.compare(unknown, key).failure
 
 
 def test_what_is_no_digest_is_answered_as_such(device: Identity) -> None:
     answers, own, _ = answering(device)
     for nonsense in ("", "zz", "00" * 31, "00" * 32, "\u00e9" * 64):
-        asked = Compare(run="r", device="a", other="x", own=own, others=nonsense, shown="\u00e9")
+        asked = CompareData(run="r", device="a", other="x", own=own, others=nonsense, shown="\u00e9")
         assert answers.compare(asked, device.data_key()).failure.startswith("cannot compare its data")
 
 
@@ -106,9 +106,9 @@ def test_comparisons_of_equal_data_never_end(device: Identity) -> None:
     answers, own, _ = answering(device)
     for n in range(2 * MOST_UNPROVED):
         other = n.to_bytes(32, "big")
-        others = concealed("the data", other)
-        first = Compare(run="r", device="a", other="x", own=own, others=others)
+        others = blinded("the data", other)
+        first = CompareData(run="r", device="a", other="x", own=own, others=others)
         assert answers.compare(first, device.data_key()).proof
         shown = proof(other, "x", "a", others, own)
-        back = Compare(run="r", device="a", other="x", own=own, others=others, shown=shown)
+        back = CompareData(run="r", device="a", other="x", own=own, others=others, shown=shown)
         assert answers.compare(back, device.data_key()).equal

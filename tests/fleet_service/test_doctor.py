@@ -114,13 +114,23 @@ def _revoked(fleet: Fleet, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("breaks", "hop"),
     [
-        (_no_state, "state"), (_readable_key, "state"), (_damaged, "state"), (_damaged_certificate, "state"),
-        (_damaged_authority, "state"), (_key_of_another, "state"), (_authority_of_another, "state"),
-        (_no_address, "state"), (_unknown_name, "name"),
-        (_closed_port, "port"), (_no_tls, "TLS"), (_other_fleet, "fleet"), (_expired, "clock"),
-        (_coordinators_clock, "clock"), (_revoked, "membership"),
+        (_no_state, "state"),
+        (_readable_key, "state"),
+        (_damaged, "state"),
+        (_damaged_certificate, "state"),
+        (_damaged_authority, "state"),
+        (_key_of_another, "state"),
+        (_authority_of_another, "state"),
+        (_no_address, "state"),
+        (_unknown_name, "name"),
+        (_closed_port, "port"),
+        (_no_tls, "TLS"),
+        (_other_fleet, "fleet"),
+        (_expired, "clock"),
+        (_coordinators_clock, "clock"),
+        (_revoked, "membership"),
     ],
-)  # fmt: skip
+)
 def test_the_broken_hop_is_named(fleet: Fleet, tmp_path: Path, breaks: Callable[[Fleet, Path], None], hop: str) -> None:
     join_fleet(fleet.ticket(), {"desk": tmp_path / "desk"}, 5.0)
     with mock.patch.object(type(fleet.state), "renew"):  # what is broken stays so

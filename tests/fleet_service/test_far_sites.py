@@ -43,7 +43,7 @@ def _awaited(process: subprocess.Popen[str], machines: Machines) -> None:
     deadline_s = time.monotonic() + LIMIT_S
     while process.poll() is None and time.monotonic() < deadline_s:
         time.sleep(0.2)
-    assert process.returncode == 0, machines.told()
+    assert process.returncode == 0, machines.description()
 
 
 @pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
@@ -57,14 +57,16 @@ def test_sites_that_cannot_reach_each_other_train_as_the_plain_loop_does(lab: La
             assert probe.stdout is not None
             machines.start(site, f"isthmus join --name {site}", probe.stdout.readline())
         _awaited(probe, machines)
-        assert machines.told().count("they cannot reach each other, the coordinator relays") == 2  # one each way
+        assert machines.description().count("they cannot reach each other, the coordinator relays") == 2  # one each way
         found = load_fleet(tmp_path / "found.toml")
         _no_better_than_the_link(found.link("oslo", "lima"), 1)
         _no_better_than_the_link(found.link("oslo", "porto"), 2)
         job = edited(
-            write_job(tmp_path, steps=STEPS, fleet=str(tmp_path / "found.toml")), ("layers = 2", "layers = 4"),
-            ("eval_every = 5\n", ""), ("save_every = 3\n", ""),
-        )  # fmt: skip
+            write_job(tmp_path, steps=STEPS, fleet=str(tmp_path / "found.toml")),
+            ("layers = 2", "layers = 4"),
+            ("eval_every = 5\n", ""),
+            ("save_every = 3\n", ""),
+        )
         _awaited(machines.start(COORDINATOR, f"isthmus serve {job} {serve} --tickets 0"), machines)
         folder = RunFolder(tmp_path / "runs" / "small")
         assert sorted(folder.plan().devices) == sorted(SITES)
@@ -96,9 +98,10 @@ def test_a_probe_measures_what_was_shaped(lab: Lab, tmp_path: Path) -> None:
             _awaited(probe, machines)
             found = load_fleet(out)
             wrong = [
-                told for a, b in permutations(SITES, 2)
+                told
+                for a, b in permutations(SITES, 2)
                 if (told := _unlike_the_link(found.link(a, b), 2 if {a, b} == {"oslo", "porto"} else 1))
-            ]  # fmt: skip
+            ]
             if not wrong:
                 return
     finally:

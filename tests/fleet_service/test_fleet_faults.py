@@ -18,7 +18,7 @@ from isthmus.fleet import Fleet as FleetOfDevices
 from isthmus.job import prepare
 from isthmus.plans import Plan
 from isthmus.protocol import Item
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.trace import Span
 from tests.faults.real import job, keeps_cuts
 from tests.runtime.commands import COMMAND, edited, wait_until, write_job
@@ -48,7 +48,7 @@ memory = "1 GiB"
 default = { latency = "1 ms", bandwidth = "1 Gbit/s" }
 """
 RUNTIME = """[runtime]
-patience = "5 s"
+timeout = "5 s"
 snapshot_every = 20
 
 [learning_rate]"""
@@ -71,10 +71,13 @@ def test_a_device_leaves_without_loss(fleet: Fleet, tmp_path: Path) -> None:
                 fleet.state.drain("d1")
 
     outcome = train(
-        prepared, replan(machines), machines, tmp_path / "run",
-        RunOptions(emulate=False, crew=fleet.service, replan=replan),
+        prepared,
+        replan(machines),
+        machines,
+        tmp_path / "run",
+        RunOptions(emulate=False, backend=fleet.service, replan=replan),
         Watcher(advanced=advanced, noted=notes.append),
-    )  # fmt: skip
+    )
     assert outcome.outcome == "done", (outcome.reason, notes)
     (recovery,) = outcome.recoveries
     assert recovery.redone == 0 and not recovery.from_checkpoint
@@ -103,10 +106,13 @@ def test_the_only_process_dies_and_its_device_is_called_again(fleet: Fleet, tmp_
                 os.kill(pid, signal.SIGKILL)
 
     outcome = train(
-        prepared, replan(machines), machines, tmp_path / "run",
-        RunOptions(emulate=False, crew=fleet.service, replan=replan),
+        prepared,
+        replan(machines),
+        machines,
+        tmp_path / "run",
+        RunOptions(emulate=False, backend=fleet.service, replan=replan),
         Watcher(advanced=advanced, noted=lambda text: notes.append(text) if "waiting" not in text else None),
-    )  # fmt: skip
+    )
     assert outcome.outcome == "done", (outcome.reason, notes)
     (recovery,) = outcome.recoveries
     assert recovery.from_checkpoint and recovery.step in (4, 8), "a device may be items ahead of what was reported"
@@ -125,15 +131,23 @@ class Machines:
         (folder / "fleet.toml").write_text(FLEET)
         self.job = edited(
             write_job(folder, steps=STEPS, fleet=str(folder / "fleet.toml")),
-            ("save_every = 3\n", f"save_every = {save_every}\n"), ("[learning_rate]", RUNTIME),
-        )  # fmt: skip
+            ("save_every = 3\n", f"save_every = {save_every}\n"),
+            ("[learning_rate]", RUNTIME),
+        )
         self._started: list[subprocess.Popen[str]] = []
 
     def serve(self, *options: str) -> subprocess.Popen[str]:
         return self._start(
-            "serve", str(self.job), "--port", str(self._port), "--state", str(self.folder / "fleet"),
-            "--run", str(self.run.path), *options,
-        )  # fmt: skip
+            "serve",
+            str(self.job),
+            "--port",
+            str(self._port),
+            "--state",
+            str(self.folder / "fleet"),
+            "--run",
+            str(self.run.path),
+            *options,
+        )
 
     def join(self, name: str, ticket: str) -> subprocess.Popen[str]:
         path = self.folder / f"{name}.ticket"
@@ -147,14 +161,19 @@ class Machines:
 
     def _join(self, name: str, *options: str) -> subprocess.Popen[str]:
         state = str(self.folder / name)
-        return self._start("join", "--name", name, *options, "--state", state, "--patience", "5 s")
+        return self._start("join", "--name", name, *options, "--state", state, "--timeout", "5 s")
 
     def _start(self, *words: str) -> subprocess.Popen[str]:
         with (self.folder / f"{words[0]}.err").open("a") as err:
             process = subprocess.Popen(
-                [*COMMAND, *words], stdout=subprocess.PIPE, stderr=err, text=True,
-                cwd=self.folder, start_new_session=True, env={**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
+                [*COMMAND, *words],
+                stdout=subprocess.PIPE,
+                stderr=err,
+                text=True,
+                cwd=self.folder,
+                start_new_session=True,
+                env={**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
+            )
         self._started.append(process)
         return process
 
@@ -166,7 +185,7 @@ class Machines:
     def steps(self) -> int:
         return max((p.step for p in self.run.losses()), default=0)
 
-    def told(self) -> str:
+    def description(self) -> str:
         return "\n".join(f"{path.name}: {path.read_text()}" for path in self.folder.glob("*.err"))
 
     def end(self) -> None:
@@ -197,12 +216,12 @@ def test_the_coordinator_is_killed_and_comes_back(machines: Machines) -> None:
     serve.wait(10)
     reached = machines.steps()
     again = machines.serve("--tickets", "0", "--resume")
-    assert again.wait(200) == 0, machines.told()
+    assert again.wait(200) == 0, machines.description()
     points = [p.step for p in machines.run.losses() if p.split == "train"]
     assert points == sorted(set(points)) and points[-1] == STEPS, "no step is told twice"
-    untold = set(range(1, STEPS + 1)) - set(points)
-    assert untold <= {reached + 1, reached + 2, reached + 3}, "what the devices did while nobody listened"
-    told = machines.told()
+    unreported = set(range(1, STEPS + 1)) - set(points)
+    assert unreported <= {reached + 1, reached + 2, reached + 3}, "what the devices did while nobody listened"
+    told = machines.description()
     assert "out of the devices' memory" in told, told
     assert told.count("capturing") == 1, "its graphs are in the run's folder"
     went_on = next(line for line in told.splitlines() if "going on after step" in line)

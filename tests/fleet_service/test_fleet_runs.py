@@ -17,13 +17,13 @@ from isthmus.data import DataSpec, load_dataset
 from isthmus.data.allowed import refuse_paths
 from isthmus.errors import UserError
 from isthmus.job import Job, prepare
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
-from isthmus.runtime.conducting.script import Outcome
-from isthmus.runtime.device.data import stage_data
-from isthmus.runtime.identity.concealed import ONE_OWNER, concealed
-from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
+from isthmus.runtime.coordinator.run_callbacks import Outcome
+from isthmus.runtime.device.stage_data import stage_data
+from isthmus.runtime.identity.blinded_digests import ONE_OWNER, blinded
+from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.runtime.service.agent import Agent, join_fleet
-from isthmus.runtime.service.bulletin import LinkNews
+from isthmus.runtime.service.status_file import LinkStatus
 from isthmus.training.optim import OptimizerConfig
 from tests.runtime.jobs import DIGITS, final_weights, fleet_of, job_of, plain_run, random_cut
 from tests.runtime.wire import assignment
@@ -42,8 +42,8 @@ class Devices:
         self.agents: list[Agent] = []
         for name in names:
             membership = join_fleet(fleet.ticket(), {name: folder / name}, 10.0)[name]
-            place = Place(relayed=relayed)
-            self.agents.append(Agent(folder / name, membership, place, patience_s=10.0, say=self.said.append))
+            place = ProcessPlace(relayed=relayed)
+            self.agents.append(Agent(folder / name, membership, place, timeout_s=10.0, log=self.said.append))
         self._threads = [threading.Thread(target=outcomes, args=(agent.run,), daemon=True) for agent in self.agents]
         for thread in self._threads:
             thread.start()
@@ -58,12 +58,12 @@ class Devices:
 
 def _train(
     fleet: Fleet, folder: Path, job: Job = ON_DIGITS, *, tells: Callable[[], None] = lambda: None
-) -> tuple[Outcome, list[float]]:  # fmt: skip
+) -> tuple[Outcome, list[float]]:
     prepared = prepare(job)
     machines = fleet_of(2)
     boundaries = random_cut(prepared, 2, 0, once=True)
     plan = build_plan(prepared.problem(machines), machines.names, boundaries, planner="test")
-    options = RunOptions(emulate=False, crew=fleet.service)
+    options = RunOptions(emulate=False, backend=fleet.service)
     losses: list[float] = []
 
     def advanced(item: object, loss: float | None, spans: object) -> None:
@@ -76,8 +76,8 @@ def _train(
 @pytest.mark.parametrize("relayed", [False, True])
 def test_devices_that_joined_train_as_the_plain_loop_does(fleet: Fleet, tmp_path: Path, relayed: bool) -> None:
     devices = Devices(fleet, tmp_path, ("d0", "d1"), relayed=relayed)
-    links: list[LinkNews] = []
-    outcome, losses = _train(fleet, tmp_path / "run", tells=lambda: links.extend(fleet.service.news().links))
+    links: list[LinkStatus] = []
+    outcome, losses = _train(fleet, tmp_path / "run", tells=lambda: links.extend(fleet.service.current_status().links))
     assert outcome.outcome == "done", outcome.reason
     assert {(link.devices, link.relayed) for link in links} == {(("d0", "d1"), relayed)}
     assert all(link.latency_s is not None for link in links)
@@ -107,11 +107,11 @@ def test_steps_whose_loss_is_infinite_are_left_out_as_in_the_plain_loop(fleet: F
 
 def test_strangers_at_the_door_keep_no_device_out(fleet: Fleet, tmp_path: Path) -> None:
     """They hold more connections than there is room for, from the devices' own address, and come back when cut."""
-    with crowd(fleet.service.port, idle=80, dripping=40, halfway=40) as strangers:
+    with crowd(fleet.service.port, idle=80, dripping=40, halfway=40) as unknown_peers:
         devices = Devices(fleet, tmp_path, ("d0", "d1"))
         outcome, losses = _train(fleet, tmp_path / "run")
         assert outcome.outcome == "done", outcome.reason
-        assert losses and strangers.reopened
+        assert losses and unknown_peers.reopened
         devices.stop()
 
 
@@ -146,6 +146,6 @@ def test_a_device_whose_data_have_changed_since_it_described_them_is_refused() -
         stage_data(told, ONE_OWNER, foreign=True)
     own = load_dataset(told.data, "train").fingerprint
     for key, allowed in ((ONE_OWNER, True), (bytes(32), False)):
-        given = msgspec.structs.replace(told, digests={"train": concealed(own, key)})
+        given = msgspec.structs.replace(told, digests={"train": blinded(own, key)})
         with contextlib.nullcontext() if allowed else pytest.raises(UserError, match="other samples"):
             assert stage_data(given, ONE_OWNER, foreign=True).keys() == {"train"}

@@ -19,13 +19,13 @@ import torch
 
 from isthmus.errors import PeerError
 from isthmus.runtime.identity import Identity, Party
-from isthmus.runtime.messages.every import AnyMessage
-from isthmus.runtime.messages.fleet import JoinRequest, Newcomer, Present, Renew
-from isthmus.runtime.messages.run import Credit, Heartbeat, Hello, Join, ReportMessage
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.fleet import DevicePresent, JoinRequest, NewDevice, Renew
+from isthmus.runtime.messages.run import Credit, Heartbeat, Hello, JoinRun, ReportMessage
 from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.service.agent import join_fleet
-from isthmus.runtime.transport.allowance import Allowance
 from isthmus.runtime.transport.channel import MAX_HEADER_BYTES, PREFIX, SocketChannel, dial, frame
+from isthmus.runtime.transport.rate_limit import RateLimit
 from isthmus.training.layout import TensorHeader, pack
 from tests.runtime.channel_cases import parcel
 
@@ -81,10 +81,14 @@ def _received(data: bytes) -> None:
 def _honest() -> list[bytes]:
     tensors = [torch.arange(6.0).view(2, 3).t(), torch.tensor(float("nan")), torch.zeros(0)]
     messages: list[AnyMessage] = [
-        Hello(run="r", stage=1), Heartbeat(run="r"), Credit(run="r", size_bytes=7), Renew(run="", request=b"x" * 50),
-        Present(run="", versions=versions_here()), Join(run="r", device="d", host="h", port=1),
+        Hello(run="r", stage=1),
+        Heartbeat(run="r"),
+        Credit(run="r", size_bytes=7),
+        Renew(run="", request=b"x" * 50),
+        DevicePresent(run="", versions=versions_here()),
+        JoinRun(run="r", device="d", host="h", port=1),
         ReportMessage(run="r", item=3, loss=1.0),
-    ]  # fmt: skip
+    ]
     return [b"".join(frame(m, [])) for m in messages] + [
         b"".join(frame(parcel(1, *tensors), [pack(t) for t in tensors]))
     ]
@@ -130,7 +134,7 @@ def _resident_bytes() -> int:
 
 def test_fuzzed_join_frames_are_refused() -> None:
     draw = random.Random(1)
-    good = msgspec.msgpack.encode(JoinRequest(b"s" * 16, (Newcomer("desk", b"r" * 250),), versions_here()))
+    good = msgspec.msgpack.encode(JoinRequest(b"s" * 16, (NewDevice("desk", b"r" * 250),), versions_here()))
     decoder = msgspec.msgpack.Decoder(JoinRequest)
     for _ in range(FUZZED_FRAMES // 10):
         data = bytearray(good)
@@ -165,7 +169,7 @@ def test_many_tiny_tensors_cost_little_memory() -> None:
 
 
 def test_an_allowance() -> None:
-    allowance = Allowance(per_s=8.0, burst=3.0)
+    allowance = RateLimit(per_s=8.0, burst=3.0)
     for now_s in (100.0, 100.0, 100.0, 100.125, 100.25):
         allowance.spend(now_s)
     with pytest.raises(PeerError, match="more than 8 messages a second"):
@@ -195,10 +199,14 @@ def test_one_who_has_joined_is_shut_out_and_named_once(
 ) -> None:
     join_fleet(fleet.ticket(), {"mallory": tmp_path / "mallory"}, 5.0)
     channel = dial(
-        "127.0.0.1", fleet.service.port, "coordinator", 5.0, identity=Identity(tmp_path / "mallory"),
+        "127.0.0.1",
+        fleet.service.port,
+        "coordinator",
+        5.0,
+        identity=Identity(tmp_path / "mallory"),
         expected=Party("coordinator", ""),
-    )  # fmt: skip
-    channel.send(Present(run="", versions=versions_here()))
+    )
+    channel.send(DevicePresent(run="", versions=versions_here()))
     soon(lambda: fleet.service.present)
     with contextlib.suppress(PeerError):  # shut out in the middle of it
         attack(channel)

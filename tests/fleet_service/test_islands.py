@@ -14,10 +14,10 @@ from isthmus.api.joining import _of_rank  # pyright: ignore[reportPrivateUsage]
 from isthmus.errors import UserError
 from isthmus.job import prepare
 from isthmus.runtime.device.island_ranks import Island, island_here
-from isthmus.runtime.messages.probe import Compute
-from isthmus.runtime.processes.launcher import Place
-from isthmus.runtime.service import probing
-from isthmus.runtime.service.speed import Measured
+from isthmus.runtime.messages.probe import MeasureSpeed
+from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.service import device_probe
+from isthmus.runtime.service.speed import TimedWork
 from tests.runtime.jobs import DIGITS, final_weights, job_of, plain_run
 from tests.sync.torchrun import start_torchrun
 
@@ -45,22 +45,22 @@ def test_each_rank_takes_the_accelerator_of_its_number(tmp_path: Path, monkeypat
 
 
 def test_a_place_whose_ranks_share_out_the_weights_has_the_memory_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Measured(figures=(), peak_flops_per_s=2e9, memory_bytes=8 << 30)
+    one = TimedWork(figures=(), peak_flops_per_s=2e9, memory_bytes=8 << 30)
     measured: list[str] = []
 
-    def measure(asked: Compute, accelerator: str, place: Place) -> Measured:
+    def measure(asked: MeasureSpeed, accelerator: str, place: ProcessPlace) -> TimedWork:
         measured.append(accelerator)
         return one
 
-    monkeypatch.setattr(probing, "_speed", measure)
-    whole = Place(ranks=8, local_ranks=4)
-    assert probing.compute_speed(Compute(run="p"), whole).memory_bytes == 2 << 30
-    parts = probing.compute_speed(Compute(run="p"), msgspec.structs.replace(whole, sharded=True))
+    monkeypatch.setattr(device_probe, "_speed", measure)
+    whole = ProcessPlace(ranks=8, local_ranks=4)
+    assert device_probe.compute_speed(MeasureSpeed(run="p"), whole).memory_bytes == 2 << 30
+    parts = device_probe.compute_speed(MeasureSpeed(run="p"), msgspec.structs.replace(whole, sharded=True))
     assert parts.memory_bytes == 16 << 30
     assert "--sharded" in msgspec.structs.replace(whole, sharded=True).options()
     measured.clear()
     gpus = msgspec.structs.replace(whole, accelerator="cuda:0")
-    assert probing.compute_speed(Compute(run="p"), gpus).memory_bytes == 8 << 30, "each rank has a GPU's own"
+    assert device_probe.compute_speed(MeasureSpeed(run="p"), gpus).memory_bytes == 8 << 30, "each rank has a GPU's own"
     assert sorted(measured) == [f"cuda:{rank}" for rank in range(4)]
 
 
@@ -73,10 +73,10 @@ def test_an_island_trains_with_another_device_as_the_plain_loop_does(
     ticket = tmp_path / "ticket"
     ticket.touch(0o600)
     ticket.write_text(fleet.state.ticket())
-    script = tmp_path / "join.py"
-    script.write_text("from isthmus.cli import main\nmain()\n")
+    callbacks = tmp_path / "join.py"
+    callbacks.write_text("from isthmus.cli import main\nmain()\n")
     options = ("--name", "d1", "--ticket-file", str(ticket), "--state", str(tmp_path / "island"), *options)
-    with start_torchrun(2, script, "join", *options):
+    with start_torchrun(2, callbacks, "join", *options):
         outcome, losses = _train(fleet, tmp_path / "run")
     devices.stop()
     assert outcome.outcome == "done", outcome.reason

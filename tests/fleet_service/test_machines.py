@@ -8,12 +8,12 @@ import pytest
 
 from isthmus.api import joining
 from isthmus.errors import PeerError, UserError
-from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.runtime.processes.memory_limit import machine_memory_bytes
 from isthmus.runtime.service.agent import Agent, join_fleet, membership_in
+from isthmus.runtime.service.device_group import run_group
+from isthmus.runtime.service.enrollment import Dismissal, check_name
 from isthmus.runtime.service.hardware import hardware_of
-from isthmus.runtime.service.joining import Dismissal, check_name
-from isthmus.runtime.service.together import run_together
 from tests.runtime.commands import Done, isthmus, refused
 
 from .parties import Fleet, in_background, outcomes, soon
@@ -46,18 +46,21 @@ def test_all_devices_of_a_machine_join_or_none(fleet: Fleet, tmp_path: Path) -> 
 def test_they_live_together_and_one_that_is_lost_is_only_that_one(fleet: Fleet, tmp_path: Path) -> None:
     desk, said = folders(tmp_path, "desk/0", "desk/1"), list[str]()
     agents = {
-        name: Agent(desk[name], joined, Place(hardware=f"chip ({name})"), patience_s=5.0, say=said.append)
+        name: Agent(desk[name], joined, ProcessPlace(hardware=f"chip ({name})"), timeout_s=5.0, log=said.append)
         for name, joined in join_fleet(fleet.ticket(), desk, 5.0).items()
-    }  # fmt: skip
+    }
     ended: list[Exception | None] = []
 
     def stop() -> None:
         for agent in agents.values():
             agent.stop()
 
-    with in_background(lambda: ended.extend(outcomes(lambda: run_together(agents, said.append))), stop):
+    with in_background(lambda: ended.extend(outcomes(lambda: run_group(agents, said.append))), stop):
         fleet.service.wait_for(["desk/0", "desk/1"])
-        assert [news.hardware for news in fleet.service.news().devices] == ["chip (desk/0)", "chip (desk/1)"]
+        assert [current_status.hardware for current_status in fleet.service.current_status().devices] == [
+            "chip (desk/0)",
+            "chip (desk/1)",
+        ]
         fleet.state.roster.revoke("desk/1", 0.0)
         soon(lambda: any(line.startswith("desk/1: ") and "the other devices go on" in line for line in said))
         assert fleet.service.present == {"desk/0"} and not ended

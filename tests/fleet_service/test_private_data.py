@@ -22,8 +22,8 @@ from isthmus.errors import UserError
 from isthmus.fleet import dump_fleet
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, PlanConfig, Prepared, prepare
-from isthmus.runtime.conducting.holders import Holders
-from isthmus.runtime.processes.interrupting import Stop
+from isthmus.runtime.coordinator.data_holders import DataHolders
+from isthmus.runtime.processes.signals import Stop
 from tests.runtime.jobs import final_weights, fleet_of, job_of, plain_run
 
 from .holders import SPEC, Joined, write_samples
@@ -58,8 +58,8 @@ def make_job(folder: Path, *, steps: int, holders: tuple[str, ...]) -> Job:
     fleet = folder / "fleet.toml"
     fleet.write_text(dump_fleet(fleet_of(3)))
     job = job_of("mlp", dict(MLP), SPEC, steps=steps, eval_every=2, eval_samples=4, save_every=2)
-    terms = PlanConfig(data_holder=holders)
-    return msgspec.structs.replace(job, plan=terms, fleet=str(fleet), name="private", planner="chain")
+    constraints = PlanConfig(data_holder=holders)
+    return msgspec.structs.replace(job, plan=constraints, fleet=str(fleet), name="private", planner="chain")
 
 
 def plan_file(job: Job, prepared: Prepared, devices: tuple[str, ...], folder: Path) -> Path:
@@ -95,7 +95,7 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def go(job: Job, joined: Joined, run: Path, plan: Path | None = None, *, resume: bool = False) -> str:
     said = io.StringIO()
-    choices = Choices(run=run, crew=joined.fleet.service, plan=plan, resume=resume)
+    choices = Choices(run=run, backend=joined.fleet.service, plan=plan, resume=resume)
     console = Console(file=said, width=200)
     assert run_job(job, choices, Terminal(console, console), Stop()).outcome == "done", said.getvalue()
     return said.getvalue()
@@ -125,8 +125,8 @@ def test_a_coordinator_without_data_trains_resumes_and_recovers(
     running.start()
     reached(run, 7)
     taken: list[str] = []
-    take = Holders._take
-    monkeypatch.setattr(Holders, "_take", lambda own, name, found: (take(own, name, found), taken.append(name)))
+    take = DataHolders._take
+    monkeypatch.setattr(DataHolders, "_take", lambda own, name, found: (take(own, name, found), taken.append(name)))
     joined.add("d2", theirs)
     soon(lambda: "d2" in taken, 60)
     joined.remove("d0")

@@ -15,14 +15,14 @@ from isthmus.errors import PeerError
 from isthmus.fleet import parse_fleet
 from isthmus.fleet.toml import dump_fleet
 from isthmus.runtime.identity import Identity
-from isthmus.runtime.messages.probe import Compute, Computes, Expect, Figure, Measure
-from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.messages.probe import ExpectDial, MeasuredSpeed, MeasureLink, MeasureSpeed, SpeedSample
+from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.runtime.service import agent as agents
-from isthmus.runtime.service import fleet_probe, probing
+from isthmus.runtime.service import device_probe, fleet_probe
 from isthmus.runtime.service.agent import Agent, join_fleet
 from isthmus.runtime.service.fleet_probe import probe_fleet, probe_link
-from isthmus.runtime.service.speed import CHANNELS, KERNEL, LAYERS, Measured, conv_flops
-from isthmus.runtime.transport.reaching import Reacher, Route
+from isthmus.runtime.service.speed import CHANNELS, KERNEL, LAYERS, TimedWork, conv_flops
+from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute
 from tests.runtime.commands import isthmus, refused
 
 from .parties import Fleet, in_background
@@ -33,28 +33,29 @@ def two(fleet: Fleet, tmp_path: Path) -> Iterator[Fleet]:
     made: list[Agent] = []
     for name in ("desk", "laptop"):
         membership = join_fleet(fleet.ticket(), {name: tmp_path / name}, 5.0)[name]
-        made.append(Agent(tmp_path / name, membership, Place(), patience_s=5.0, say=lambda _: None))
+        made.append(Agent(tmp_path / name, membership, ProcessPlace(), timeout_s=5.0, log=lambda _: None))
     desk, laptop = made
     with in_background(desk.run, desk.stop), in_background(laptop.run, laptop.stop):
         fleet.service.wait_for(["desk", "laptop"])
         yield fleet
 
 
-def _computes(asked: Compute, *_: object) -> Computes:
-    figure = Figure(what="convolutions", precision="fp32", flops=2e9, seconds=1.0)
-    return Computes(run=asked.run, figures=(figure,), peak_flops_per_s=8e9, memory_bytes=9)
+def _computes(asked: MeasureSpeed, *_: object) -> MeasuredSpeed:
+    figure = SpeedSample(what="convolutions", precision="fp32", flops=2e9, seconds=1.0)
+    return MeasuredSpeed(run=asked.run, figures=(figure,), peak_flops_per_s=8e9, memory_bytes=9)
 
 
 def test_a_probed_fleet(two: Fleet) -> None:
     with (
         mock.patch.object(agents, "compute_speed", _computes),
-        mock.patch.object(probing, "SIZES_BYTES", (1 << 8, 1 << 16, 1 << 20)),
+        mock.patch.object(device_probe, "SIZES_BYTES", (1 << 8, 1 << 16, 1 << 20)),
     ):
         found = probe_fleet(two.service, ["desk", "laptop"], lambda _: None)
     devices = parse_fleet(dump_fleet(found), "probed").devices
     assert [(d.name, d.flops_per_s, d.scale, d.memory_bytes) for d in devices] == [
-        ("desk", 8e9, 0.25, 9), ("laptop", 8e9, 0.25, 9),
-    ]  # fmt: skip
+        ("desk", 8e9, 0.25, 9),
+        ("laptop", 8e9, 0.25, 9),
+    ]
     assert {d.sustained_flops_per_s for d in devices} == {2e9}
     for source, target in (("desk", "laptop"), ("laptop", "desk")):
         link = found.link(source, target)
@@ -68,21 +69,24 @@ def test_more_streams_are_tried_where_they_might_be_faster_and_kept_where_they_a
     """As if one flow carried 10 MB/s over 200 ms, two 18, and four no more than that."""
     speeds = {1: 1e7, 2: 1.8e7, 4: 1.8e7}
     used: list[int] = []
-    timed = probing.time_loads
+    timed = device_probe.time_loads
 
-    def slow(route: Route, reacher: Reacher) -> tuple[list[tuple[int, float]], bool]:
-        used.append(route.strands)
-        times, relayed = timed(route, reacher)
-        return [(size, 0.4 + size / speeds[route.strands]) for size, _ in times], relayed
+    def slow(route: PeerRoute, dialer: PeerDialer) -> tuple[list[tuple[int, float]], bool]:
+        used.append(route.streams)
+        times, relayed = timed(route, dialer)
+        return [(size, 0.4 + size / speeds[route.streams]) for size, _ in times], relayed
 
-    with mock.patch.object(probing, "time_loads", slow), mock.patch.object(probing, "SIZES_BYTES", (1 << 8, 1 << 20)):
+    with (
+        mock.patch.object(device_probe, "time_loads", slow),
+        mock.patch.object(device_probe, "SIZES_BYTES", (1 << 8, 1 << 20)),
+    ):
         link = probe_link(two.service, "desk", "laptop", lambda _: None)
     assert used == [1, 2, 4]
     assert link.bandwidth_bytes_per_s == pytest.approx(1.8e7) and link.latency_s == pytest.approx(0.2)
 
 
 def test_who_cannot_be_reached_is_named(two: Fleet) -> None:
-    refuse = mock.patch.object(Reacher, "reach", side_effect=PeerError("the other device: cannot connect"))
+    refuse = mock.patch.object(PeerDialer, "dial", side_effect=PeerError("the other device: cannot connect"))
     with refuse, pytest.raises(PeerError, match=r"^desk -> laptop: the other device: cannot connect$"):
         probe_link(two.service, "desk", "laptop", lambda _: None)
 
@@ -94,15 +98,17 @@ def test_who_does_not_answer_is_named(two: Fleet) -> None:
         probe_link(two.service, "desk", "laptop", lambda _: None)
 
 
-def _reacher(fleet: Fleet, identity: Identity) -> Reacher:
-    return Reacher(coordinator=("127.0.0.1", fleet.service.port), identity=identity, patience_s=5.0)
+def _dialer(fleet: Fleet, identity: Identity) -> PeerDialer:
+    return PeerDialer(coordinator=("127.0.0.1", fleet.service.port), identity=identity, timeout_s=5.0)
 
 
 def test_only_the_expected_device_is_measured(two: Fleet, tmp_path: Path) -> None:
     desk, laptop = Identity(tmp_path / "desk"), Identity(tmp_path / "laptop")
-    where, close = probing.expect_probe(Expect(run="p", id="0" * 32), _reacher(two, laptop), Place(host="127.0.0.1"))
-    asked = Measure(run="p", host=where.host, port=where.port, id=laptop.id)
-    assert "the other device" in probing.measure_link(asked, _reacher(two, desk)).failure
+    where, close = device_probe.expect_probe(
+        ExpectDial(run="p", id="0" * 32), _dialer(two, laptop), ProcessPlace(host="127.0.0.1")
+    )
+    asked = MeasureLink(run="p", host=where.host, port=where.port, id=laptop.id)
+    assert "the other device" in device_probe.measure_link(asked, _dialer(two, desk)).failure
     close()
 
 
@@ -115,10 +121,12 @@ def test_the_benchmarks_flops_are_those_that_torch_counts() -> None:
 
 @pytest.mark.parametrize(("given", "told"), [(None, 50), (30, 15), (1000, 50)])
 def test_a_device_offers_what_its_owner_gives(given: int | None, told: int) -> None:
-    figure = Figure(what="convolutions", precision="fp32", flops=1.0, seconds=1.0)
-    one = Measured(figures=(figure,), peak_flops_per_s=2.0, memory_bytes=100)
-    with mock.patch.object(probing, "_speed", lambda *_: one):
-        found = probing.compute_speed(Compute(run="p"), Place(memory_bytes=given, ranks=2, local_ranks=2))
+    figure = SpeedSample(what="convolutions", precision="fp32", flops=1.0, seconds=1.0)
+    one = TimedWork(figures=(figure,), peak_flops_per_s=2.0, memory_bytes=100)
+    with mock.patch.object(device_probe, "_speed", lambda *_: one):
+        found = device_probe.compute_speed(
+            MeasureSpeed(run="p"), ProcessPlace(memory_bytes=given, ranks=2, local_ranks=2)
+        )
     assert (found.memory_bytes, found.figures[0].flops_per_s, found.failure) == (told, 2.0, "")
 
 

@@ -15,17 +15,17 @@ import torch
 
 from isthmus.errors import PeerError
 from isthmus.runtime.identity import Identity
-from isthmus.runtime.messages.relay import Strand
+from isthmus.runtime.messages.relay import StreamHello
 from isthmus.runtime.messages.run import ParcelMessage
 from isthmus.runtime.service.agent import join_fleet
-from isthmus.runtime.service.bulletin import posted
+from isthmus.runtime.service.status_file import read_status
 from isthmus.runtime.transport import relay
-from isthmus.runtime.transport.braid import Braider
+from isthmus.runtime.transport.acceptor import first_message
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
-from isthmus.runtime.transport.reaching import Parking, Reacher, Route
-from isthmus.runtime.transport.reception import first_message
+from isthmus.runtime.transport.multi_stream import StreamAssembler
 from isthmus.runtime.transport.relay import RelayedLink
+from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute, RelayStandby
 from isthmus.training.layout import pack
 from tests.runtime.channel_cases import parcel
 
@@ -41,22 +41,22 @@ class Parked:
     def __init__(self, fleet: Fleet, folder: Path, name: str) -> None:
         join_fleet(fleet.ticket(), {name: folder / name}, 5.0)
         self.identity = Identity(folder / name)
-        self.reacher = Reacher(coordinator=("127.0.0.1", fleet.service.port), identity=self.identity, patience_s=5.0)
+        self.dialer = PeerDialer(coordinator=("127.0.0.1", fleet.service.port), identity=self.identity, timeout_s=5.0)
         self.came: queue.SimpleQueue[SocketChannel] = queue.SimpleQueue()
-        self.listener = Listener("127.0.0.1", identity=self.identity, patience_s=5.0)
+        self.listener = Listener("127.0.0.1", identity=self.identity, timeout_s=5.0)
         self.listener.start(self.came.put)
-        self.parking = Parking(
-            self.reacher, RUN, lambda found: self.listener.adopt(found, "relayed", self.came.put)
-        )  # fmt: skip
+        self.standby = RelayStandby(
+            self.dialer, RUN, lambda found: self.listener.adopt(found, "relayed", self.came.put)
+        )
 
-    def route(self, *, direct: bool = False, strands: int = 1) -> Route:
+    def route(self, *, direct: bool = False, streams: int = 1) -> PeerRoute:
         port = self.listener.port if direct else 0
-        return Route(
-            run=RUN, other="device 'far'", host="127.0.0.1", port=port, id=self.identity.id, strands=strands
-        )  # fmt: skip
+        return PeerRoute(
+            run=RUN, other="device 'far'", host="127.0.0.1", port=port, id=self.identity.id, streams=streams
+        )
 
     def close(self) -> None:
-        self.parking.close()
+        self.standby.close()
         self.listener.close()
 
 
@@ -102,7 +102,7 @@ def _tapped() -> Generator[type[Tapped]]:
 def test_frames_cross_the_coordinator_and_it_cannot_read_them(fleet: Fleet, tmp_path: Path) -> None:
     tensor = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8)
     with _tapped() as tap, _devices(fleet, tmp_path) as (near, far):
-        ours, relayed = near.reacher.reach(far.route())
+        ours, relayed = near.dialer.dial(far.route())
         theirs = far.came.get(timeout=20)
         assert relayed and theirs.party is not None and theirs.party.id == near.identity.id
         for sender, receiver in ((ours, theirs), (theirs, ours)):
@@ -113,8 +113,8 @@ def test_frames_cross_the_coordinator_and_it_cannot_read_them(fleet: Fleet, tmp_
         found: list[RelayedLink] = []
 
         def told() -> bool:
-            news = posted(fleet.state.folder)
-            found[:] = news.relayed if news is not None else ()
+            current_status = read_status(fleet.state.folder)
+            found[:] = current_status.relayed if current_status is not None else ()
             return any(link.carried_bytes > 6_000_000 for link in found)
 
         soon(told)
@@ -123,13 +123,13 @@ def test_frames_cross_the_coordinator_and_it_cannot_read_them(fleet: Fleet, tmp_
         assert link.latency_s is None or 0 < link.latency_s < 1
         ours.close()
         assert theirs.receive(idle_s=5) is None, "the end is relayed too"
-        again, _ = near.reacher.reach(far.route())  # it has parked anew
+        again, _ = near.dialer.dial(far.route())  # it has parked anew
         again.close()
 
 
 def test_a_relay_that_alters_a_byte_is_noticed(fleet: Fleet, tmp_path: Path) -> None:
     with _tapped() as tap, _devices(fleet, tmp_path) as (near, far):
-        ours, _ = near.reacher.reach(far.route())
+        ours, _ = near.dialer.dial(far.route())
         theirs = far.came.get(timeout=20)
         tap.flips = True
         ours.send(parcel(7, torch.zeros(100)), [pack(torch.zeros(100))])
@@ -142,20 +142,20 @@ def test_a_relay_that_alters_a_byte_is_noticed(fleet: Fleet, tmp_path: Path) -> 
 def test_a_relay_that_leads_to_somebody_else_is_noticed(fleet: Fleet, tmp_path: Path) -> None:
     honest = relay.Relay._fetched  # pyright: ignore[reportPrivateUsage]
 
-    def false(self: relay.Relay, asked: relay.Reach, id: str) -> socket.socket | None:
-        return honest(self, relay.Reach(run=asked.run, id=id), id)  # back to the one who asked
+    def false(self: relay.Relay, asked: relay.RelayConnect, id: str) -> socket.socket | None:
+        return honest(self, relay.RelayConnect(run=asked.run, id=id), id)  # back to the one who asked
 
     with (
         mock.patch.object(relay.Relay, "_fetched", false),
         _devices(fleet, tmp_path) as (near, far),
         pytest.raises(PeerError, match=f"identifies itself as device {near.identity.id}"),
     ):
-        near.reacher.reach(far.route())
+        near.dialer.dial(far.route())
 
 
 def test_the_direct_way_is_taken_where_there_is_one(fleet: Fleet, tmp_path: Path) -> None:
     with _devices(fleet, tmp_path) as (near, far):
-        channel, relayed = near.reacher.reach(far.route(direct=True))
+        channel, relayed = near.dialer.dial(far.route(direct=True))
         assert not relayed
         channel.close()
         far.came.get(timeout=20).close()
@@ -164,14 +164,14 @@ def test_the_direct_way_is_taken_where_there_is_one(fleet: Fleet, tmp_path: Path
 @pytest.mark.parametrize("direct", [False, True])
 def test_several_streams(fleet: Fleet, tmp_path: Path, direct: bool) -> None:
     with _devices(fleet, tmp_path) as (near, far):
-        ours, relayed = near.reacher.reach(far.route(direct=direct, strands=3))
+        ours, relayed = near.dialer.dial(far.route(direct=direct, streams=3))
         assert relayed is not direct
-        braider, theirs = Braider(5.0), None
+        assembler, theirs = StreamAssembler(5.0), None
         while theirs is None:
-            strand = far.came.get(timeout=20)
-            said = first_message(strand, (Strand,), 5.0)
+            stream = far.came.get(timeout=20)
+            said = first_message(stream, (StreamHello,), 5.0)
             assert said is not None
-            theirs = braider.add(strand, said)
+            theirs = assembler.add(stream, said)
         tensor = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8)
         ours.send(parcel(7, tensor), [pack(tensor)])
         found = theirs.receive(idle_s=5)
@@ -185,12 +185,12 @@ def test_who_is_not_there_is_named(fleet: Fleet, tmp_path: Path) -> None:
     with mock.patch.object(relay, "WAIT_S", 0.2), _devices(fleet, tmp_path) as (near, far):
         far.close()
         with pytest.raises(PeerError, match=r"device 'far': does not listen; by way of the coordinator: device .* no"):
-            near.reacher.reach(far.route())
+            near.dialer.dial(far.route())
 
 
 def test_a_revoked_device_loses_what_was_relayed(fleet: Fleet, tmp_path: Path) -> None:
     with _devices(fleet, tmp_path) as (near, far):
-        ours, _ = near.reacher.reach(far.route())
+        ours, _ = near.dialer.dial(far.route())
         theirs = far.came.get(timeout=20)
         fleet.state.roster.revoke("near", time.time())
         with contextlib.suppress(PeerError):
@@ -198,4 +198,4 @@ def test_a_revoked_device_loses_what_was_relayed(fleet: Fleet, tmp_path: Path) -
         ours.close()
         theirs.close()
         with pytest.raises(PeerError):
-            near.reacher.reach(far.route())
+            near.dialer.dial(far.route())

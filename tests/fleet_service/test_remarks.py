@@ -1,17 +1,17 @@
-"""What people are told of devices that go on and on."""
+"""What is shown of devices that go on and on."""
 
 from __future__ import annotations
 
 from unittest import mock
 
-from isthmus.runtime.service import remarks
-from isthmus.runtime.service.remarks import MOST_LINES, WINDOW_S, Remarks
+from isthmus.runtime.service import log_limiter
+from isthmus.runtime.service.log_limiter import MOST_LINES, WINDOW_S, LogLimiter
 
 
 def test_some_lines_about_each_device_then_a_count() -> None:
     said: list[str] = []
-    told = Remarks(said.append)
-    with mock.patch.object(remarks.time, "monotonic", lambda: now_s):
+    told = LogLimiter(said.append)
+    with mock.patch.object(log_limiter.time, "monotonic", lambda: now_s):
         now_s = 0.0
         for _ in range(5000):
             told.about("flaps", "flaps is here")

@@ -48,7 +48,7 @@ def _meet(dial: Callable[[socket.socket], object], accept: Callable[[socket.sock
 def test_both_sides_know_each_other(coordinator: Identity, device: Identity) -> None:
     dialled, accepted = _meet(
         lambda s: secure_dialled(s, device, Party("coordinator", coordinator.id)),
-        lambda s: secure_accepted(s, coordinator, strangers=False),
+        lambda s: secure_accepted(s, coordinator, unknown_peers=False),
     )
     assert isinstance(dialled, TlsConnection)
     assert isinstance(accepted, tuple) and accepted[1] == Party("device", device.id)
@@ -66,7 +66,7 @@ def test_a_valid_certificate_of_another_is_refused(
 ) -> None:
     other = certified(authority, tmp_path)
     dialled, _ = _meet(
-        lambda s: secure_dialled(s, device, expected), lambda s: secure_accepted(s, other, strangers=False)
+        lambda s: secure_dialled(s, device, expected), lambda s: secure_accepted(s, other, unknown_peers=False)
     )
     assert isinstance(dialled, PeerError) and words in str(dialled)
 
@@ -78,7 +78,7 @@ def test_another_fleets_certificate_is_refused_on_both_sides(
     for dialling, accepting in ((foreign, coordinator), (device, foreign)):
         dialled, accepted = _meet(
             lambda s, d=dialling: secure_dialled(s, d, Party("coordinator", "")),
-            lambda s, a=accepting: secure_accepted(s, a, strangers=True),
+            lambda s, a=accepting: secure_accepted(s, a, unknown_peers=True),
         )
         assert isinstance(dialled, PeerError) and isinstance(accepted, PeerError)
 
@@ -87,17 +87,18 @@ def test_an_expired_certificate_is_refused(authority: Authority, coordinator: Id
     late = certified(authority, tmp_path, life_s=-60.0)
     _, accepted = _meet(
         lambda s: secure_dialled(s, late, Party("coordinator", "")),
-        lambda s: secure_accepted(s, coordinator, strangers=True),
+        lambda s: secure_accepted(s, coordinator, unknown_peers=True),
     )
     assert isinstance(accepted, PeerError) and "expired" in str(accepted)
 
 
 def test_a_stranger_is_let_in_only_where_strangers_are(coordinator: Identity) -> None:
-    for strangers in (True, False):
+    for unknown_peers in (True, False):
         _, accepted = _meet(
-            lambda s: secure_unknown(s, None), lambda s, o=strangers: secure_accepted(s, coordinator, strangers=o)
+            lambda s: secure_unknown(s, None),
+            lambda s, o=unknown_peers: secure_accepted(s, coordinator, unknown_peers=o),
         )
-        if strangers:
+        if unknown_peers:
             assert isinstance(accepted, tuple) and accepted[1] is None
         else:
             assert isinstance(accepted, PeerError)
@@ -109,7 +110,7 @@ def test_older_tls_is_refused(coordinator: Identity, version: ssl.TLSVersion) ->
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.maximum_version = version
-    dialled, accepted = _meet(context.wrap_socket, lambda s: secure_accepted(s, coordinator, strangers=True))
+    dialled, accepted = _meet(context.wrap_socket, lambda s: secure_accepted(s, coordinator, unknown_peers=True))
     assert isinstance(dialled, ssl.SSLError) and isinstance(accepted, PeerError)
 
 
@@ -163,7 +164,7 @@ def test_a_flipped_byte_is_noticed(coordinator: Identity, device: Identity) -> N
         threading.Thread(target=lambda p=pair: outcomes(lambda: relay(*p)), daemon=True).start()
     dialled, accepted = outcomes(
         lambda: secure_dialled(near, device, Party("coordinator", "")),
-        lambda: secure_accepted(end, coordinator, strangers=False)[0],
+        lambda: secure_accepted(end, coordinator, unknown_peers=False)[0],
     )
     assert isinstance(dialled, TlsConnection) and isinstance(accepted, TlsConnection)
     accepted.settimeout(5)
@@ -210,7 +211,7 @@ def test_loopback_and_trusted_networks_may_do_without() -> None:
 
 
 def test_a_listener_survives_connections_that_cannot_be_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    listener = Listener("127.0.0.1", patience_s=5.0)
+    listener = Listener("127.0.0.1", timeout_s=5.0)
     greeted = threading.Event()
     accept, failures = socket.socket.accept, [errno.ECONNABORTED, errno.EMFILE]
 
@@ -230,17 +231,15 @@ def test_one_who_is_known_has_not_any_number_of_connections(
     coordinator: Identity, device: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("isthmus.runtime.transport.listener.MOST_OF_ONE", 2)
-    listener = Listener("127.0.0.1", identity=coordinator, patience_s=5.0)
+    listener = Listener("127.0.0.1", identity=coordinator, timeout_s=5.0)
 
-    def greet(channel: SocketChannel) -> None:
+    def on_connection(channel: SocketChannel) -> None:
         channel.receive()
 
-    listener.start(greet)
+    listener.start(on_connection)
 
     def another() -> SocketChannel:
-        return dial(
-            "127.0.0.1", listener.port, "bob", 5.0, identity=device, expected=Party("coordinator", "")
-        )  # fmt: skip
+        return dial("127.0.0.1", listener.port, "bob", 5.0, identity=device, expected=Party("coordinator", ""))
 
     held = [another(), another()]
     with contextlib.suppress(PeerError):  # a connection that is closed in the handshake's last step may break it

@@ -14,18 +14,18 @@ import msgspec
 import pytest
 
 from isthmus.errors import PeerError
-from isthmus.runtime.conducting.crew import Call
+from isthmus.runtime.coordinator.backend import RunRequest
 from isthmus.runtime.identity import Authority, Identity, Party, Ticket
-from isthmus.runtime.messages.every import AnyMessage
-from isthmus.runtime.messages.fleet import Dismissed, JoinRequest, Newcomer, Present, Renew, Renewed, Welcome
-from isthmus.runtime.messages.run import Heartbeat, Join
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.fleet import DevicePresent, JoinRequest, NewDevice, Rejected, Renew, Renewed, Welcome
+from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.messages.versions import mismatch, versions_here
-from isthmus.runtime.processes.launcher import Place
-from isthmus.runtime.service import joining
+from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.service import enrollment
 from isthmus.runtime.service.agent import Agent, Membership, join_fleet, membership_in
-from isthmus.runtime.service.joining import Dismissal
+from isthmus.runtime.service.enrollment import Dismissal
+from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import SocketChannel, dial
-from isthmus.runtime.transport.reception import Heard, Reception
 from isthmus.runtime.transport.secure import TlsConnection, secure_unknown
 
 from .parties import Fleet, certified, in_background, serving, soon
@@ -33,7 +33,7 @@ from .parties import Fleet, certified, in_background, serving, soon
 
 def _agent(fleet: Fleet, folder: Path, name: str = "desk", said: list[str] | None = None) -> Agent:
     membership = membership_in(folder) or join_fleet(fleet.ticket(), {name: folder}, 5.0)[name]
-    return Agent(folder, membership, Place(), patience_s=5.0, say=(said if said is not None else []).append)
+    return Agent(folder, membership, ProcessPlace(), timeout_s=5.0, log=(said if said is not None else []).append)
 
 
 def _joined(fleet: Fleet, folder: Path, name: str = "desk") -> Identity:
@@ -67,7 +67,7 @@ def test_a_device_joins_stays_and_leaves(fleet: Fleet, tmp_path: Path) -> None:
     soon(lambda: not fleet.service.present)
     assert membership_in(tmp_path / "desk") == Membership(
         "desk", (("127.0.0.1", fleet.service.port),), fleet.state.authority.fingerprint.hex()
-    )  # fmt: skip
+    )
     again = _agent(fleet, tmp_path / "desk")  # without a ticket
     with in_background(again.run, again.stop):
         fleet.service.wait_for(["desk"])
@@ -86,7 +86,7 @@ def test_a_patient_device_beats_as_an_impatient_coordinator_needs_it(fleet: Flee
     join_fleet(fleet.ticket(), {"desk": tmp_path / "desk"}, 5.0)
     membership = membership_in(tmp_path / "desk")
     assert membership is not None
-    agent = _Counting(tmp_path / "desk", membership, Place(), patience_s=3600.0, say=lambda _: None)
+    agent = _Counting(tmp_path / "desk", membership, ProcessPlace(), timeout_s=3600.0, log=lambda _: None)
     with in_background(agent.run, agent.stop):
         soon(lambda: agent.heartbeats > 2)  # answers to its own: the first is sent before the coordinator says anything
         assert agent.welcomes == 1, "it was in the fleet all the time"
@@ -107,11 +107,11 @@ def test_a_coordinator_that_comes_back_finds_its_devices(tmp_path: Path) -> None
 def test_a_device_for_which_a_standing_call_is_not_meant_is_told_so(fleet: Fleet, tmp_path: Path) -> None:
     said: list[str] = []
     agent, early = _agent(fleet, tmp_path / "desk", said=said), _agent(fleet, tmp_path / "early", "early")
-    call = Call(run="0" * 32, devices=("north", "south"), patience_s=5.0, threads=1, logs=tmp_path)
-    reception = Reception(call.run, call.devices, heard=lambda _: None, guard=lambda *_: None, patience_s=5.0)
+    call = RunRequest(run="0" * 32, devices=("north", "south"), timeout_s=5.0, threads=1, logs=tmp_path)
+    acceptor = Acceptor(call.run, call.devices, on_message=lambda _: None, guard=lambda *_: None, timeout_s=5.0)
     with in_background(early.run, early.stop):
         fleet.service.wait_for(["early"])
-        with fleet.service.standing(call, reception), in_background(agent.run, agent.stop):
+        with fleet.service.long_lived_run(call, acceptor), in_background(agent.run, agent.stop):
             soon(lambda: any(line.endswith("and waits: the run is for north, south") for line in said))
     assert "early waits: the run is for north, south" in fleet.said
     assert "desk is here, and waits: the run is for north, south" in fleet.said
@@ -129,7 +129,7 @@ def test_a_certificate_is_renewed_on_the_same_connection(fleet: Fleet, tmp_path:
 def test_only_the_own_key_is_renewed(fleet: Fleet, tmp_path: Path) -> None:
     identity, other = _joined(fleet, tmp_path / "desk"), Identity.made(tmp_path / "other")
     channel = _connected(fleet, identity)
-    channel.send(Present(run="", versions=versions_here()))
+    channel.send(DevicePresent(run="", versions=versions_here()))
     assert isinstance(_answer(channel), Welcome)
     channel.send(Renew(run="", request=identity.request()))
     assert isinstance(_answer(channel), Renewed)
@@ -153,7 +153,7 @@ def test_a_revoked_device_is_out_at_once_and_for_good(fleet: Fleet, tmp_path: Pa
         soon(lambda: not fleet.service.present)
         soon(lambda: outcome)
     assert "was revoked" in str(outcome[0])
-    assert isinstance(_answer(_connected(fleet, Identity(tmp_path / "desk"))), Dismissed)
+    assert isinstance(_answer(_connected(fleet, Identity(tmp_path / "desk"))), Rejected)
 
 
 def test_what_does_not_change_is_not_said_at_every_attempt(fleet: Fleet, tmp_path: Path) -> None:
@@ -234,17 +234,19 @@ def test_versions_that_cannot_work_together_are_refused_with_both_named(fleet: F
         told = mismatch(here, msgspec.structs.replace(here, **changed)) or ""
         assert str(value) in told and str(getattr(here, field)) in told
     ticket = fleet.ticket()
-    with mock.patch.object(joining, "versions_here", side_effect=[old, here]):  # asked by the device, then here
+    with mock.patch.object(enrollment, "versions_here", side_effect=[old, here]):  # asked by the device, then here
         reason = _refused(fleet, ticket, tmp_path / "desk")
     assert "'1.9'" in reason and f"'{here.torch[:4]}" in reason
     identity = _joined(fleet, tmp_path / "desk")
     channel = _connected(fleet, identity)
-    channel.send(Present(run="", versions=old))
+    channel.send(DevicePresent(run="", versions=old))
     dismissed = _answer(channel)
-    assert isinstance(dismissed, Dismissed) and "'1.9'" in dismissed.reason and fleet.service.present == set()
+    assert isinstance(dismissed, Rejected) and "'1.9'" in dismissed.reason and fleet.service.present == set()
 
 
-@pytest.mark.parametrize("message", [Heartbeat(run=""), Join(run="guessed", device="desk", host="127.0.0.1", port=1)])
+@pytest.mark.parametrize(
+    "message", [Heartbeat(run=""), JoinRun(run="guessed", device="desk", host="127.0.0.1", port=1)]
+)
 def test_a_device_must_say_that_it_is_here_and_knows_no_run(fleet: Fleet, tmp_path: Path, message: AnyMessage) -> None:
     channel = _connected(fleet, _joined(fleet, tmp_path / "desk"))
     channel.send(message)
@@ -255,25 +257,25 @@ def test_a_device_at_work_waits_for_its_run_at_a_coordinator_that_was_started_ag
     fleet: Fleet, tmp_path: Path
 ) -> None:
     channel = _connected(fleet, _joined(fleet, tmp_path / "desk"))
-    fleet.service.expects("the run")
-    channel.send(Join(run="the run", device="desk", host="127.0.0.1", port=1))
+    fleet.service.expects_reconnect("the run")
+    channel.send(JoinRun(run="the run", device="desk", host="127.0.0.1", port=1))
     beats = [channel.receive(idle_s=5.0) for _ in range(2)]
     assert all(beat is not None and beat[0] == Heartbeat(run="the run") for beat in beats), "it is not silent meanwhile"
-    heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
-    reception = Reception("the run", {"desk"}, heard=heard.put, guard=lambda *_: None, patience_s=5.0)
-    call = Call(run="the run", devices=(), others=("desk",), patience_s=5.0, threads=1, logs=tmp_path)
-    with fleet.service.at_work(call, reception):
+    heard: queue.SimpleQueue[ReceivedMessage] = queue.SimpleQueue()
+    acceptor = Acceptor("the run", {"desk"}, on_message=heard.put, guard=lambda *_: None, timeout_s=5.0)
+    call = RunRequest(run="the run", devices=(), others=("desk",), timeout_s=5.0, threads=1, logs=tmp_path)
+    with fleet.service.at_work(call, acceptor):
         device, message, _ = heard.get(timeout=10)
-        assert device == "desk" and isinstance(message, Join)
-        reception.channel("desk").send(Heartbeat(run="the run"))
-    reception.close()
+        assert device == "desk" and isinstance(message, JoinRun)
+        acceptor.channel("desk").send(Heartbeat(run="the run"))
+    acceptor.close()
     channel.close()
 
 
-def _stranger(fleet: Fleet) -> TlsConnection:
+def _unknown_peer(fleet: Fleet) -> TlsConnection:
     connection = secure_unknown(socket.create_connection(("127.0.0.1", fleet.service.port), timeout=5), None)
     connection.settimeout(5)
-    joining.receive_frame(connection)
+    enrollment.receive_frame(connection)
     return connection
 
 
@@ -282,41 +284,41 @@ def _huge(connection: TlsConnection) -> None:
 
 
 def _garbage(connection: TlsConnection) -> None:
-    joining.send_frame(connection, b"\x81" * 5000)
+    enrollment.send_frame(connection, b"\x81" * 5000)
 
 
 def _deep(connection: TlsConnection) -> None:
-    joining.send_frame(connection, b"\x91" * 8000)
+    enrollment.send_frame(connection, b"\x91" * 8000)
 
 
 def _other(connection: TlsConnection) -> None:
-    joining.send_frame(connection, msgspec.msgpack.encode(Heartbeat(run="")))
+    enrollment.send_frame(connection, msgspec.msgpack.encode(Heartbeat(run="")))
 
 
 @pytest.mark.parametrize("attack", [_huge, _garbage, _deep, _other])
 def test_what_a_stranger_sends_is_no_more_than_a_join_frame(
     fleet: Fleet, tmp_path: Path, attack: Callable[[TlsConnection], None]
 ) -> None:
-    connection = _stranger(fleet)
+    connection = _unknown_peer(fleet)
     attack(connection)
     with pytest.raises(OSError):
-        joining.receive_frame(connection)
+        enrollment.receive_frame(connection)
     assert fleet.said == []
     join_fleet(fleet.ticket(), {"desk": tmp_path / "desk"}, 5.0)  # others still get in
 
 
 def test_a_signing_request_is_read_only_of_one_who_knows_a_secret(fleet: Fleet) -> None:
-    connection = _stranger(fleet)
-    asked = JoinRequest(secret=bytes(16), devices=(Newcomer("x", b"junk"),), versions=versions_here())
-    with mock.patch.object(joining, "requested_key") as reader:
-        joining.send_frame(connection, msgspec.msgpack.encode(asked))
-        answer = joining.receive_frame(connection)
+    connection = _unknown_peer(fleet)
+    asked = JoinRequest(secret=bytes(16), devices=(NewDevice("x", b"junk"),), versions=versions_here())
+    with mock.patch.object(enrollment, "requested_key") as reader:
+        enrollment.send_frame(connection, msgspec.msgpack.encode(asked))
+        answer = enrollment.receive_frame(connection)
     assert b"not of this fleet" in answer and not reader.called
 
 
 def test_a_coordinator_is_not_taken_for_a_device(fleet: Fleet, tmp_path: Path) -> None:
     other = certified(fleet.state.authority, tmp_path / "c", "coordinator")
-    assert isinstance(_answer(_connected(fleet, other)), Dismissed)
+    assert isinstance(_answer(_connected(fleet, other)), Rejected)
 
 
 def test_bytes_that_are_sent_again_are_refused(fleet: Fleet, tmp_path: Path) -> None:
@@ -341,7 +343,7 @@ def test_bytes_that_are_sent_again_are_refused(fleet: Fleet, tmp_path: Path) -> 
 
         with in_background(pass_on, lambda: None):
             channel = dial(host, port, "coordinator", 5.0, identity=identity, expected=Party("coordinator", ""))
-            channel.send(Present(run="", versions=versions_here()))
+            channel.send(DevicePresent(run="", versions=versions_here()))
             assert isinstance(_answer(channel), Welcome)
             channel.close()
     soon(lambda: not fleet.service.present)

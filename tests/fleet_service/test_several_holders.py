@@ -29,8 +29,8 @@ HOLDERS = ("d0", "d1")
 
 def fed_job(folder: Path, steps: int, *, labels_stay: bool = False) -> Job:
     job = make_job(folder, steps=steps, holders=HOLDERS)
-    terms = PlanConfig(data_holder=HOLDERS, holders_data="own", labels_stay=labels_stay)
-    return msgspec.structs.replace(job, plan=terms)
+    constraints = PlanConfig(data_holder=HOLDERS, holders_data="own", labels_stay=labels_stay)
+    return msgspec.structs.replace(job, plan=constraints)
 
 
 def both_ends(prepared: Prepared, folder: Path) -> Path:
@@ -104,7 +104,7 @@ def test_holders_of_different_files_feed_a_device_without_any(
     assert opened and not [path for path in opened if path.endswith(".npz")]
     plan = load_plan(tmp_path / "run" / "plan.json")
     assert plan.used[0] == "d0" and plan.devices[-1] == "d1"
-    assert [own.train for own in plan.terms.own_samples] == [45, 18]
+    assert [own.train for own in plan.constraints.own_samples] == [45, 18]
     equals_plain(tmp_path / "run", read_here(longer, data))
 
 
@@ -141,5 +141,3 @@ def test_a_run_does_not_go_on_without_a_holders_samples_and_resumes_with_them(
     joined.add("d1", data / "d1")
     shorter = resumed(job, joined, run)
     equals_plain(run, read_here(shorter, data), bits=True)
-
-

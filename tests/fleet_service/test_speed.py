@@ -10,26 +10,33 @@ from unittest import mock
 import msgspec
 import pytest
 
-from isthmus.accelerators import HOST, Event, open_accelerator
+from isthmus.accelerators import HOST, DeviceEvent, open_accelerator
 from isthmus.accelerators.checked import open_checked
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.fleet.changes import in_half
 from isthmus.job import fleet_of, prepare
-from isthmus.runtime.messages.probe import Attention, Compute, Computes, Figure, Product, Trial
-from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.messages.probe import (
+    AttentionShape,
+    LayerTrial,
+    MatrixProduct,
+    MeasuredSpeed,
+    MeasureSpeed,
+    SpeedSample,
+)
+from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.runtime.service import agent as agents
 from isthmus.runtime.service import speed
 from isthmus.runtime.service.agent import Agent, Membership
-from isthmus.runtime.service.figures import planned_speed, together
-from isthmus.runtime.service.first_layers import question
+from isthmus.runtime.service.device_probe import compute_speed
 from isthmus.runtime.service.fleet_probe import measured_device
+from isthmus.runtime.service.layer_questions import speed_question
 from isthmus.runtime.service.layer_speed import measure_layers, share_of
-from isthmus.runtime.service.probing import compute_speed
+from isthmus.runtime.service.probe_results import combined_speed, planned_speed
 from isthmus.training.engine import TorchEngine
 from tests.runtime.jobs import DIGITS, TEXT, job_of
 
 
-class _Moment(Event):
+class _Moment(DeviceEvent):
     def __init__(self, at_s: float) -> None:
         self.at_s = at_s
 
@@ -39,7 +46,7 @@ class _Moment(Event):
     def synchronize(self) -> None:
         pass
 
-    def seconds_to(self, later: Event) -> float:
+    def seconds_to(self, later: DeviceEvent) -> float:
         assert isinstance(later, _Moment)
         return later.at_s - self.at_s
 
@@ -55,8 +62,10 @@ def test_the_fastest_pass_counts_and_the_first_does_not() -> None:
 
 
 def test_each_operator_counts_as_often_as_the_model_has_it() -> None:
-    attention = Attention(batch=2, heads=4, key_heads=2, queries=8, keys=6, size=4, value_size=5, masked=True, count=3)
-    asked = Compute(run="", operators=(Product(2, 3, 4, 5, count=10), attention, Product(1, 8, 8, 8)))
+    attention = AttentionShape(
+        batch=2, heads=4, key_heads=2, queries=8, keys=6, size=4, value_size=5, masked=True, count=3
+    )
+    asked = MeasureSpeed(run="", operators=(MatrixProduct(2, 3, 4, 5, count=10), attention, MatrixProduct(1, 8, 8, 8)))
 
     def timed(_: object, act: Callable[[], object]) -> float:
         act()
@@ -69,25 +78,25 @@ def test_each_operator_counts_as_often_as_the_model_has_it() -> None:
 
 
 @pytest.fixture(scope="module")
-def gpt() -> Compute:
+def gpt() -> MeasureSpeed:
     model: dict[str, object] = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 2, "heads": 4}
-    return question(prepare(job_of("gpt", model, TEXT)))  # micro-batches of 2
+    return speed_question(prepare(job_of("gpt", model, TEXT)))  # micro-batches of 2
 
 
-def _trial(asked: Compute) -> Trial:
+def _trial(asked: MeasureSpeed) -> LayerTrial:
     assert asked.trial is not None
     return asked.trial
 
 
-def test_operators_are_those_of_the_jobs_model(gpt: Compute) -> None:
+def test_operators_are_those_of_the_jobs_model(gpt: MeasureSpeed) -> None:
     tokens = 2 * 16
-    products = [o for o in gpt.operators if isinstance(o, Product)]
+    products = [o for o in gpt.operators if isinstance(o, MatrixProduct)]
     assert {(p.batch, p.m, p.n, p.k) for p in products} >= {(1, tokens, 256, 32), (1, tokens, 128, 32)}
-    assert Attention(2, 4, 4, 16, 16, 8, 8, causal=True, count=2) in gpt.operators
+    assert AttentionShape(2, 4, 4, 16, 16, 8, 8, causal=True, count=2) in gpt.operators
     assert [o.flops for o in gpt.operators] == sorted((o.flops for o in gpt.operators), reverse=True)
 
 
-def test_stages_grow_to_the_whole_model(gpt: Compute) -> None:
+def test_stages_grow_to_the_whole_model(gpt: MeasureSpeed) -> None:
     trial = _trial(gpt)
     sizes = [layers.operators for layers in trial.layers]
     assert sizes == sorted(set(sizes)) and sizes[-1] == trial.operators and len(sizes) > 4
@@ -112,7 +121,7 @@ class _Timer:
 
 
 @pytest.mark.parametrize("where", ["cpu", "checked:7"])
-def test_layers_are_computed_forward_and_backward(gpt: Compute, where: str) -> None:
+def test_layers_are_computed_forward_and_backward(gpt: MeasureSpeed, where: str) -> None:
     trial, timer = msgspec.structs.replace(_trial(gpt), layers=_trial(gpt).layers[::3]), _Timer(0.25)
     accelerator = open_accelerator(where)
     with mock.patch.object(TorchEngine, "backward", autospec=True, side_effect=TorchEngine.backward) as backward:
@@ -123,13 +132,13 @@ def test_layers_are_computed_forward_and_backward(gpt: Compute, where: str) -> N
     assert timer.timed == 2 == len(trial.layers) and backward.call_count == 2 * timer.timed
 
 
-def test_a_long_pass_is_the_last(gpt: Compute) -> None:
+def test_a_long_pass_is_the_last(gpt: MeasureSpeed) -> None:
     found, shorter = measure_layers(HOST, _trial(gpt), timer := _Timer(0.5))
     assert timer.timed == 1 and not shorter
     assert found is not None and found.operators == _trial(gpt).layers[0].operators
 
 
-def test_layers_that_do_not_fit_are_named(gpt: Compute) -> None:
+def test_layers_that_do_not_fit_are_named(gpt: MeasureSpeed) -> None:
     trial = _trial(gpt)
     room = max(layers.memory_bytes for layers in trial.layers[:2])
     found, shorter = measure_layers(HOST, trial, _Timer(0.1), room)
@@ -139,7 +148,9 @@ def test_layers_that_do_not_fit_are_named(gpt: Compute) -> None:
     assert measure_layers(HOST, trial, _Timer(0.1), 0)[0] is None
 
 
-def test_what_the_allocator_has_not_counts_as_what_does_not_fit(gpt: Compute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_allocator_has_not_counts_as_what_does_not_fit(
+    gpt: MeasureSpeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ISTHMUS_CHECKED_MEMORY", "40MiB")
     first, *_, last = (msgspec.structs.replace(layers, memory_bytes=0) for layers in _trial(gpt).layers)
     many = msgspec.structs.replace(_trial(gpt).engine, micro_batch_size=256)
@@ -149,7 +160,7 @@ def test_what_the_allocator_has_not_counts_as_what_does_not_fit(gpt: Compute, mo
     assert found is not None and found.operators == first.operators
 
 
-def test_an_operator_that_may_not_travel_is_not_computed(gpt: Compute) -> None:
+def test_an_operator_that_may_not_travel_is_not_computed(gpt: MeasureSpeed) -> None:
     before, *_, last = _trial(gpt).layers
     ops = tuple(
         msgspec.structs.replace(op, target="aten.set_.source_Storage") if op.target == "aten.linear.default" else op
@@ -161,16 +172,16 @@ def test_an_operator_that_may_not_travel_is_not_computed(gpt: Compute) -> None:
     assert "set_" in shorter and found is not None and found.operators == before.operators
 
 
-def test_a_site_computes_no_stage_of_a_coordinators(gpt: Compute, tmp_path: Path) -> None:
-    asked: list[Compute] = []
+def test_a_site_computes_no_stage_of_a_coordinators(gpt: MeasureSpeed, tmp_path: Path) -> None:
+    asked: list[MeasureSpeed] = []
 
-    def computed(message: Compute, _: Place) -> Computes:
+    def computed(message: MeasureSpeed, _: ProcessPlace) -> MeasuredSpeed:
         asked.append(message)
-        return Computes(run=message.run)
+        return MeasuredSpeed(run=message.run)
 
     membership = Membership("a", (("127.0.0.1", 1),))
-    for workshop in (None, mock.Mock()):
-        agent = Agent(tmp_path, membership, Place(), patience_s=1.0, say=lambda _: None, workshop=workshop)
+    for run_starter in (None, mock.Mock()):
+        agent = Agent(tmp_path, membership, ProcessPlace(), timeout_s=1.0, log=lambda _: None, run_starter=run_starter)
         with (
             mock.patch.object(agents, "compute_speed", computed),
             mock.patch.object(agent, "_beside", lambda act: act()),
@@ -180,7 +191,7 @@ def test_a_site_computes_no_stage_of_a_coordinators(gpt: Compute, tmp_path: Path
     assert device == gpt and site.trial is None and site.operators == gpt.operators
 
 
-def test_a_rank_computes_its_share(gpt: Compute) -> None:
+def test_a_rank_computes_its_share(gpt: MeasureSpeed) -> None:
     trial = _trial(gpt)
     assert share_of(trial, 2).engine.micro_batch_size == 1
     assert share_of(trial, 3) == trial
@@ -189,23 +200,23 @@ def test_a_rank_computes_its_share(gpt: Compute) -> None:
 
 
 def test_plans_go_by_the_models_own_layers_where_they_were_measured() -> None:
-    products = Figure(what="products", precision="fp32", flops=8.0, seconds=1.0)
-    attention = Figure(what="attention", precision="fp32", flops=1.0, seconds=2.0)
-    layers = Figure(what="layers", precision="fp32", flops=5.0, seconds=2.0, operators=3)
+    products = SpeedSample(what="products", precision="fp32", flops=8.0, seconds=1.0)
+    attention = SpeedSample(what="attention", precision="fp32", flops=1.0, seconds=2.0)
+    layers = SpeedSample(what="layers", precision="fp32", flops=5.0, seconds=2.0, operators=3)
     half = msgspec.structs.replace(layers, precision="fp16", flops=6.0)
     assert planned_speed([products, attention], "full") == 3.0
     assert planned_speed([products, layers, attention, half], "full") == 2.5
     assert planned_speed([products, half], "half") == 3.0
     assert planned_speed([products], "half") == 0.0
-    ranks = together([[products, layers], [msgspec.structs.replace(layers, operators=2)]], machines=2.0)
+    ranks = combined_speed([[products, layers], [msgspec.structs.replace(layers, operators=2)]], machines=2.0)
     assert [(f.what, f.operators, f.flops_per_s) for f in ranks] == [("layers", 2, 10.0)]
 
 
-def test_an_accelerator_is_measured_in_a_process_of_its_own(gpt: Compute, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_is_measured_in_a_process_of_its_own(gpt: MeasureSpeed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ISTHMUS_CHECKED_MEMORY", "300MiB")
     trial = msgspec.structs.replace(_trial(gpt), layers=_trial(gpt).layers[-1:])
-    asked = msgspec.structs.replace(gpt, run="p", operators=(Product(1, 8, 8, 8),), trial=trial)
-    place = Place(accelerator="checked:0", hardware="an emulated one (checked:0)", memory_bytes=1 << 40)
+    asked = msgspec.structs.replace(gpt, run="p", operators=(MatrixProduct(1, 8, 8, 8),), trial=trial)
+    place = ProcessPlace(accelerator="checked:0", hardware="an emulated one (checked:0)", memory_bytes=1 << 40)
     found = compute_speed(asked, place)
     assert not found.failure and not found.shorter
     assert found.hardware == place.hardware
@@ -218,7 +229,7 @@ def test_an_accelerator_is_measured_in_a_process_of_its_own(gpt: Compute, monkey
 
 
 def test_hardware_that_is_gone_is_named() -> None:
-    found = compute_speed(Compute(run="p"), Place(accelerator="tpu:0"))
+    found = compute_speed(MeasureSpeed(run="p"), ProcessPlace(accelerator="tpu:0"))
     assert found.failure.startswith("tpu:0: ") and "expected one of" in found.failure
 
 

@@ -22,16 +22,16 @@ from rich.console import Console
 import isthmus as isthmus_package
 from isthmus.api import queueing
 from isthmus.api.federating import FederatedChoices, ServeAs
-from isthmus.api.observing import Observer
+from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Choices
 from isthmus.api.queueing import run_queue
 from isthmus.cli.terminal import Terminal
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, load_federated_job
 from isthmus.job import Job
-from isthmus.runtime.conducting.record import Record
+from isthmus.runtime.coordinator.recovery_record import RecoveryRecord
 from isthmus.runtime.identity import Ticket, decode_ticket
-from isthmus.runtime.processes.interrupting import Stop
+from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.job_queue import JobQueue, job_log
 from tests.federated.sites import write_job as write_federated_job
 from tests.runtime.commands import edited, isthmus, refused, start, wait_until, write_job
@@ -248,7 +248,7 @@ def _doors_are_shut(coordinator: int) -> None:
 
 def _no_secret_is_in_the_open(tickets: _Tickets, run: Path, coordinator: int) -> None:
     """Neither in command lines, nor in the run's folder as far as others may read it, nor in what was told."""
-    record = msgspec.json.decode((run / "record.json").read_bytes(), type=Record)
+    record = msgspec.json.decode((run / "record.json").read_bytes(), type=RecoveryRecord)
     secrets = [record.run, *tickets.given, *(decode_ticket(ticket).secret.hex() for ticket in tickets.given)]
     pids = (*family_of(coordinator), *family_of(os.getpid()))
     told = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
@@ -274,7 +274,7 @@ def test_submitted_to_a_coordinator_that_serves(tmp_path: Path) -> None:
     job = edited(write_job(tmp_path, steps=100_000, fleet=str(tmp_path / "two.toml")), ("eval_every = 5\n", ""))
     process = start("serve", "--state", home, "--port", "0", "--tickets", "0")
     try:
-        wait_until(lambda: (home / "bulletin.json").exists(), process)
+        wait_until(lambda: (home / "status.json").exists(), process)
         tickets = _Tickets(home)
         devices = Devices(tickets, tmp_path, ("d0", "d1"))
         assert isthmus("submit", job, "--state", home).out == "1\n"

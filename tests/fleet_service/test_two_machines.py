@@ -50,17 +50,21 @@ class Machines:
         home = self.folder / machine
         home.mkdir(exist_ok=True)
         process = subprocess.Popen(
-            [*self.lab.command(machine), sys.executable, "-m", "isthmus", *words[1:]], cwd=self.folder, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(self.folder / f"{words[1]}-{machine}.err").open("a"),
+            [*self.lab.command(machine), sys.executable, "-m", "isthmus", *words[1:]],
+            cwd=self.folder,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(self.folder / f"{words[1]}-{machine}.err").open("a"),
             env={**os.environ, "XDG_STATE_HOME": str(home), "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
+        )
         self.started.append(process)
         assert process.stdin is not None
         process.stdin.write(pasted)
         process.stdin.close()
         return process
 
-    def told(self) -> str:
+    def description(self) -> str:
         return "\n".join(f"{path.name}: {path.read_text()}" for path in self.folder.glob("*.err"))
 
     def end(self) -> None:
@@ -91,19 +95,19 @@ def test_the_walk(lab: Lab, tmp_path: Path) -> None:
     try:
         coordinator = machines.start("first", serve)
         tickets = [_line(coordinator) for _ in range(2)]
-        assert all(ticket.startswith("isthmus1-") for ticket in tickets), machines.told()
+        assert all(ticket.startswith("isthmus1-") for ticket in tickets), machines.description()
         machines.start("first", desk, tickets[0])
         machines.start("second", laptop, tickets[1])
         deadline_s = time.monotonic() + LIMIT_S
         while coordinator.poll() is None and time.monotonic() < deadline_s:
             time.sleep(0.1)
-        assert coordinator.returncode == 0, machines.told()
+        assert coordinator.returncode == 0, machines.description()
         assert len((tmp_path / "runs" / "two-machines" / "losses.jsonl").read_text().splitlines()) == 40
         listed = machines.start("first", devices)
         assert listed.wait(30) == 0 and listed.stdout is not None
         names = listed.stdout.read()
         assert "desk" in names and "laptop" in names
-        everything = machines.told() + "".join(
+        everything = machines.description() + "".join(
             path.read_text(errors="replace") for path in (tmp_path / "runs").rglob("*") if path.is_file()
         )
         assert not any(ticket.strip() in everything for ticket in tickets), "a secret was written down"

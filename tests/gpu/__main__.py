@@ -73,14 +73,18 @@ def main() -> int:
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
     about = {
-        "device": device.name if device.asynchronous else "none: no accelerator here", "torch": torch.__version__,
-        "commit": commit, "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-    }  # fmt: skip
+        "device": device.name if device.asynchronous else "none: no accelerator here",
+        "torch": torch.__version__,
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
     lines = [
-        f"Last run: {', '.join(f'{name} {value}' for name, value in about.items())}.", "",
-        "| what | result | figures | seconds |", "|---|---|---|---|",
+        f"Last run: {', '.join(f'{name} {value}' for name, value in about.items())}.",
+        "",
+        "| what | result | figures | seconds |",
+        "|---|---|---|---|",
         *(row.line(hardware=device.asynchronous) for row in table.rows.values()),
-    ]  # fmt: skip
+    ]
     print("\n".join(lines))
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / "test-gpu.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

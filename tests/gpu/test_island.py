@@ -25,9 +25,7 @@ from tests.runtime.jobs import DIGITS, job_of
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_one_rank_is_an_engine_of_the_cpu(
-    gpu: Accelerator, tmp_path: Path, sharded: bool, precision: str
-) -> None:
+def test_one_rank_is_an_engine_of_the_cpu(gpu: Accelerator, tmp_path: Path, sharded: bool, precision: str) -> None:
     job = job_of("mlp", {}, DIGITS, precision=precision, clip_norm=1.0)
     job = msgspec.structs.replace(job, optimizer=(OptimizerConfig(name="adamw", lr=0.01, eps=1e-3),))
     captured, config = prepare(job).captured, job.engine()
@@ -41,8 +39,9 @@ def test_one_rank_is_an_engine_of_the_cpu(
     try:
         made = StageSetUp(train=train, evaluation=evaluation, config=config, sharded=sharded)
         engines: tuple[tuple[Engine, Accelerator], ...] = (
-            (TorchEngine(train, evaluation, config, weights), HOST), (island_engine(made, weights, ranks), gpu),
-        )  # fmt: skip
+            (TorchEngine(train, evaluation, config, weights), HOST),
+            (island_engine(made, weights, ranks), gpu),
+        )
         data = load_dataset(job.data, "train")
         columns = {op.target: (op.name, op.outputs[0].dtype) for op in captured.train.ops if op.kind == "placeholder"}
         for step in range(3):

@@ -4,21 +4,22 @@ from collections.abc import Callable
 
 from isthmus.accelerators import Accelerator
 from isthmus.job import prepare
-from isthmus.runtime.messages.probe import Attention, Compute, Product
-from isthmus.runtime.service.figures import planned_speed
-from isthmus.runtime.service.first_layers import question
+from isthmus.runtime.messages.probe import AttentionShape, MatrixProduct, MeasureSpeed
+from isthmus.runtime.service.layer_questions import speed_question
+from isthmus.runtime.service.probe_results import planned_speed
 from isthmus.runtime.service.speed import measure
 from tests.runtime.jobs import TEXT, job_of
 
 
 def test_every_figure_is_there(gpu: Accelerator, record_property: Callable[[str, object], None]) -> None:
     operators = (
-        Product(batch=8, m=128, k=256, n=256), Product(batch=32, m=128, k=64, n=128, count=2),
-        Attention(batch=8, heads=4, key_heads=4, queries=128, keys=128, size=32, value_size=32, causal=True),
-    )  # fmt: skip
+        MatrixProduct(batch=8, m=128, k=256, n=256),
+        MatrixProduct(batch=32, m=128, k=64, n=128, count=2),
+        AttentionShape(batch=8, heads=4, key_heads=4, queries=128, keys=128, size=32, value_size=32, causal=True),
+    )
     model: dict[str, object] = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 2, "heads": 4}
-    trial = question(prepare(job_of("gpt", model, TEXT))).trial
-    found = measure(gpu, Compute(run="", operators=operators, trial=trial))
+    trial = speed_question(prepare(job_of("gpt", model, TEXT))).trial
+    found = measure(gpu, MeasureSpeed(run="", operators=operators, trial=trial))
     kinds = {(figure.what, figure.precision) for figure in found.figures}
     both = {(what, precision) for what in ("products", "attention") for precision in ("fp32", "bf16")}
     assert kinds == both | {("layers", "fp32")} and not found.shorter

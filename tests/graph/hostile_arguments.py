@@ -28,9 +28,33 @@ LENGTHS = (0, 1, 2, 5, 16, 17, 33, 64, 100)
 """Kernels take other paths beyond the width of a vector."""
 FLOATS = (0.0, -0.0, -1.0, 0.5, 2.0, 3.7, 1e30, -1e30, 5e-324, 1e308, 9.3e18, -9.3e18, math.nan, math.inf, -math.inf)
 TEXTS = (
-    "", "x", "mean", "sum", "prod", "ij,jk", "fro", "nuc", "circular", "reflect", "replicate", "same", "valid",
-    "floor", "trunc", "meta", "cpu", "amax", "amin", "left", "right", "linear", "nearest", "lower", "none", "tanh",
-)  # fmt: skip
+    "",
+    "x",
+    "mean",
+    "sum",
+    "prod",
+    "ij,jk",
+    "fro",
+    "nuc",
+    "circular",
+    "reflect",
+    "replicate",
+    "same",
+    "valid",
+    "floor",
+    "trunc",
+    "meta",
+    "cpu",
+    "amax",
+    "amin",
+    "left",
+    "right",
+    "linear",
+    "nearest",
+    "lower",
+    "none",
+    "tanh",
+)
 LAYOUTS = ("transposed", "gaps", "expanded", "windows", "offset", "vast")
 
 

@@ -169,7 +169,7 @@ def even(_: nn.Module, x: Tensor) -> Tensor:
 def test_the_users_own_exception_is_shown():
     text = message(lambda: Model(even))
     assert text.startswith("model: in module 'blocks.1' (test_bad_models.py:")
-    assert text.endswith('ValueError: width must be even. See the manual.')
+    assert text.endswith("ValueError: width must be even. See the manual.")
 
 
 def test_shapes_that_do_not_fit():

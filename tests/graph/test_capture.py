@@ -202,9 +202,16 @@ def test_gradients_are_due_where_autograd_says():
     graph = capture(Mixed, VECTOR).train
     due = {op.name: op.requires_grad[0] for op in graph.ops if op.kind == "operator"}
     assert due == {
-        "linear": False, "linear_1": True, "linear_2": False, "abs_1": False, "mean": False,
-        "mul": True, "detach": False, "add": True, "cross_entropy_loss": True,
-    }  # fmt: skip
+        "linear": False,
+        "linear_1": True,
+        "linear_2": False,
+        "abs_1": False,
+        "mean": False,
+        "mul": True,
+        "detach": False,
+        "add": True,
+        "cross_entropy_loss": True,
+    }
 
 
 def test_builders_may_read_small_tensors_and_choose_a_type():

@@ -74,8 +74,8 @@ def test_every_legal_cut_crosses_what_its_two_stages_exchange(name: str, batch: 
         assert sum(c.spec.nbytes(batch) for c in first.sends) == cut.forward_bytes(flow, batch)
         assert sum(c.spec.nbytes(batch) for c in first.sends if c.gradient) == cut.backward_bytes(flow, batch)
         names = {op.name: op.target for op in flow.graph.ops}
-        assert {names[n] for n in second.borrows} == set(cut.shared)
-        assert first.lends.keys() == second.borrows.keys()
+        assert {names[n] for n in second.shared_from} == set(cut.shared)
+        assert first.shared_with.keys() == second.shared_from.keys()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -110,8 +110,8 @@ def test_stages_of_any_cut_fit_together(name: str, seed: int):
         assert all(c.source < c.target == stage.index for c in stage.receives)
         free = [op.name for op in stage.ops if op.name in flow.free]
         assert all(any(r.op == name for op in stage.ops for r in op.refs()) for name in free), "recomputed in vain"
-        for name, owner in stage.borrows.items():
-            assert stage.index in stages[owner].lends[name]
+        for name, owner in stage.shared_from.items():
+            assert stage.index in stages[owner].shared_with[name]
     sent, received = ([c for s in stages for c in getattr(s, side)] for side in ("sends", "receives"))
     assert sorted(sent, key=repr) == sorted(received, key=repr)
     assert [s.loss for s in stages if s.loss] == [graph.loss]
@@ -144,8 +144,8 @@ def test_a_shared_parameter_has_one_owner():
     linears = [i for i, op in enumerate(flow.operators) if op.module == "layer"]
     boundaries = [next(p for p in legal if a < p <= b) for a, b in pairwise(linears)]
     stages = partition(flow, assign(flow, boundaries))
-    assert stages[0].lends == {"p_module_layer_weight": (1, 2), "p_module_layer_bias": (1, 2)}
-    assert stages[1].borrows == stages[2].borrows == {"p_module_layer_weight": 0, "p_module_layer_bias": 0}
+    assert stages[0].shared_with == {"p_module_layer_weight": (1, 2), "p_module_layer_bias": (1, 2)}
+    assert stages[1].shared_from == stages[2].shared_from == {"p_module_layer_weight": 0, "p_module_layer_bias": 0}
 
 
 def test_the_count_is_told_where_the_loss_is():

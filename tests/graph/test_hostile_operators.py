@@ -39,9 +39,17 @@ def run(target: str, *args: Arg, inputs: dict[str, Tensor] | None = None, **kwar
     """What a device gives for a graph of this one operator."""
     op = Op(name="o", kind="operator", target=target, args=args, kwargs=kwargs, outputs=(SCALAR,))
     stage = StageGraph(
-        index=0, ops=(op,), columns=(), receives=(), sends=(), borrows={}, lends={}, loss=Ref("o"), count=None,
+        index=0,
+        ops=(op,),
+        columns=(),
+        receives=(),
+        sends=(),
+        shared_from={},
+        shared_with={},
+        loss=Ref("o"),
+        count=None,
         outputs={},
-    )  # fmt: skip
+    )
     values = {Ref(name): value for name, value in (inputs or {}).items()}
     return Program(stage, "eval", batch=2).run(values, 0, 0)[Ref("o")]
 
@@ -49,11 +57,22 @@ def run(target: str, *args: Arg, inputs: dict[str, Tensor] | None = None, **kwar
 @pytest.mark.parametrize(
     "target",
     [
-        "aten._reshape_alias.default", "aten._embedding_bag.default", "aten.set.source_Storage", "aten.resize_.default",
-        "aten.add.out", "aten.add.str", "aten.to.prim_dtype", "aten.lstm.data", "aten.add", "aten.add.__class__",
-        "aten.median.dim", "prim.device.default", "aten.linear.default.default", "aten.relu_.default",
+        "aten._reshape_alias.default",
+        "aten._embedding_bag.default",
+        "aten.set.source_Storage",
+        "aten.resize_.default",
+        "aten.add.out",
+        "aten.add.str",
+        "aten.to.prim_dtype",
+        "aten.lstm.data",
+        "aten.add",
+        "aten.add.__class__",
+        "aten.median.dim",
+        "prim.device.default",
+        "aten.linear.default.default",
+        "aten.relu_.default",
     ],
-)  # fmt: skip
+)
 def test_operators_and_overloads_that_are_refused(target: str):
     with pytest.raises(UserError, match=r"allow-list|has no operator"):
         run(target, Ref("x"), inputs={"x": torch.ones(3)})
@@ -62,11 +81,16 @@ def test_operators_and_overloads_that_are_refused(target: str):
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"dtype": 13}, {"dtype": Named("dtype", "quint8")}, {"dtype": Named("dtype", "strided")}, {"layout": 1},
-        {"layout": Named("layout", "sparse_coo")}, {"device": "meta"}, {"dtype": Ref("x")},
+        {"dtype": 13},
+        {"dtype": Named("dtype", "quint8")},
+        {"dtype": Named("dtype", "strided")},
+        {"layout": 1},
+        {"layout": Named("layout", "sparse_coo")},
+        {"device": "meta"},
+        {"dtype": Ref("x")},
         {"device": Named("dtype", "float32")},
     ],
-)  # fmt: skip
+)
 def test_kinds_of_tensors_that_a_graph_may_not_ask_for(kwargs: dict[str, Arg]):
     with pytest.raises(UserError, match="expected"):
         run("aten.zeros.default", ArgList((2, 2)), inputs={"x": torch.tensor(13)}, **kwargs)
@@ -116,7 +140,11 @@ def test_gaps_of_memory_that_nothing_has_written_are_zero(name: str):
 @pytest.mark.parametrize(
     ("size", "stride", "offset"),
     [
-        ((21,), (1,), None), ((2,), (20,), None), ((1,), (1,), 0), ((1,), (1,), 70), ((2, 2), (19, 1), 50),
+        ((21,), (1,), None),
+        ((2,), (20,), None),
+        ((1,), (1,), 0),
+        ((1,), (1,), 70),
+        ((2, 2), (19, 1), 50),
         ((3,), (-1,), 60),
     ],
 )
@@ -167,8 +195,12 @@ def test_attention_whose_tensors_do_not_fit_is_refused(shapes: list[tuple[int, .
 def test_attention_whose_tensors_fit_is_what_torch_computes(shapes: list[tuple[int, ...]], gqa: bool):
     inputs = {f"t{i}": torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes)}
     found = run(
-        ATTENTION, *(Ref(f"t{i}") for i in range(4)), inputs=inputs, enable_gqa=gqa, scale=0.3,
-    )  # fmt: skip
+        ATTENTION,
+        *(Ref(f"t{i}") for i in range(4)),
+        inputs=inputs,
+        enable_gqa=gqa,
+        scale=0.3,
+    )
     wanted = torch.nn.functional.scaled_dot_product_attention(*inputs.values(), enable_gqa=gqa, scale=0.3)
     assert torch.equal(found, wanted)
 

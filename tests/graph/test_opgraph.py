@@ -17,18 +17,32 @@ def graph() -> OpGraph:
         mode="train",
         ops=(
             Op(name="x", kind="placeholder", target="x", outputs=(ROW,), requires_grad=(False,)),
-            Op(name="w", kind="parameter", target="layer.w", outputs=(TensorSpec("bfloat16", (3,), (1,)),),
-               requires_grad=(True,)),
             Op(
-                name="cat", kind="operator", target="aten.cat.default",
+                name="w",
+                kind="parameter",
+                target="layer.w",
+                outputs=(TensorSpec("bfloat16", (3,), (1,)),),
+                requires_grad=(True,),
+            ),
+            Op(
+                name="cat",
+                kind="operator",
+                target="aten.cat.default",
                 args=(ArgList((Ref("x"), ArgList((Ref("w", 0),)), None, True, 2, 0.5, "text")), Affine(4)),
                 kwargs={"dtype": Named("dtype", "float32"), "like": Ref("x"), "value": Named("float", "-inf")},
-                outputs=(ROW, ROW), requires_grad=(True, False), module="layer", flops_forward=Affine(6, 3),
-                random=True, mutates=("x",),
+                outputs=(ROW, ROW),
+                requires_grad=(True, False),
+                module="layer",
+                flops_forward=Affine(6, 3),
+                random=True,
+                mutates=("x",),
             ),
         ),
-        loss=Ref("cat"), count=Ref("cat", 1), outputs={"logits": Ref("cat", 1)}, batch=4,
-    )  # fmt: skip
+        loss=Ref("cat"),
+        count=Ref("cat", 1),
+        outputs={"logits": Ref("cat", 1)},
+        batch=4,
+    )
 
 
 def test_json_round_trip():

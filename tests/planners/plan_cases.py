@@ -23,17 +23,24 @@ def tensor(*shape: int, dtype: str = "float32", batched: bool = True) -> TensorS
 def operator(name: str, *args: str | Ref, flops: int = 0, saved: int = 0, width: int = 1, **more: object) -> Op:
     refs = tuple(a if isinstance(a, Ref) else Ref(a) for a in args)
     fields = {
-        "outputs": (tensor(width),), "requires_grad": (True,), "flops_forward": Affine(flops),
-        "flops_backward": Affine(2 * flops), "saved_bytes": Affine(saved), **more,
-    }  # fmt: skip
+        "outputs": (tensor(width),),
+        "requires_grad": (True,),
+        "flops_forward": Affine(flops),
+        "flops_backward": Affine(2 * flops),
+        "saved_bytes": Affine(saved),
+        **more,
+    }
     return Op(name=name, kind="operator", target="aten.test.default", args=refs, **fields)  # type: ignore[arg-type]
 
 
 def parameter(name: str, *shape: int, trained: bool = True) -> Op:
     return Op(
-        name=name, kind="parameter", target=f"module.{name}", outputs=(tensor(*shape, batched=False),),
+        name=name,
+        kind="parameter",
+        target=f"module.{name}",
+        outputs=(tensor(*shape, batched=False),),
         requires_grad=(trained,),
-    )  # fmt: skip
+    )
 
 
 def placeholder(name: str, *shape: int, dtype: str = "int64") -> Op:
@@ -46,8 +53,16 @@ def random_graph(seed: int, operators: int) -> OpGraph:
     """A chain with skips, shared and frozen parameters, integer side values, two-output ops, and free operators."""
     rng = random.Random(seed)
     ops = [placeholder("tokens", 4), placeholder("labels", 1), parameter("tied", rng.randint(1, 40))]
-    ops.append(Op(name="ramp", kind="operator", target="aten.arange.default", outputs=(tensor(2, batched=False),),
-                  requires_grad=(False,), flops_forward=Affine(0, 7)))  # fmt: skip
+    ops.append(
+        Op(
+            name="ramp",
+            kind="operator",
+            target="aten.arange.default",
+            outputs=(tensor(2, batched=False),),
+            requires_grad=(False,),
+            flops_forward=Affine(0, 7),
+        )
+    )
     made: list[Ref] = [Ref("tokens")]
     for k in range(operators):
         args = [made[-1]]
@@ -64,11 +79,14 @@ def random_graph(seed: int, operators: int) -> OpGraph:
         double = rng.random() < 0.2
         ops.append(
             operator(
-                f"op{k}", *args, flops=flops, saved=saved,
+                f"op{k}",
+                *args,
+                flops=flops,
+                saved=saved,
                 outputs=(tensor(width), tensor(2, dtype="int64")) if double else (tensor(width),),
                 requires_grad=(True, False) if double else (True,),
             )
-        )  # fmt: skip
+        )
         made.append(Ref(f"op{k}"))
         if double:
             made.insert(-1, Ref(f"op{k}", 1))
@@ -102,9 +120,13 @@ def problem_of(
     graph: OpGraph, fleet: Fleet, *, micro_batches: int = 4, schedule: str = "1f1b", **more: object
 ) -> Problem:
     return Problem(
-        flow=Flow(graph), fleet=fleet, micro_batch_size=2, micro_batches=micro_batches, schedule=schedule,
+        flow=Flow(graph),
+        fleet=fleet,
+        micro_batch_size=2,
+        micro_batches=micro_batches,
+        schedule=schedule,
         **more,  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
 
 
 def every_cut(problem: Problem, order: Sequence[str]) -> Iterator[Placement]:
@@ -144,8 +166,15 @@ def gpt_graph(layers: int, *, width: int = 64, sequence: int = 32, vocabulary: i
     """A decoder of `layers` blocks of about 50 operators, with views, residuals, a mask that is free, and a loss."""
     tokens, wide = sequence, width
     ops = [placeholder("tokens", tokens), placeholder("labels", tokens), parameter("wte", vocabulary, wide)]
-    ops.append(Op(name="mask", kind="operator", target="aten.tril.default",
-                  outputs=(tensor(tokens, tokens, batched=False),), requires_grad=(False,)))  # fmt: skip
+    ops.append(
+        Op(
+            name="mask",
+            kind="operator",
+            target="aten.tril.default",
+            outputs=(tensor(tokens, tokens, batched=False),),
+            requires_grad=(False,),
+        )
+    )
 
     def add(name: str, *args: str, size: tuple[int, ...] = (tokens, wide), flops: int = 0, saved: int = 0) -> str:
         ops.append(operator(name, *args, flops=flops, saved=saved, outputs=(tensor(*size),), module=name.split(".")[0]))

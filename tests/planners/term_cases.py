@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 
 from plan_cases import problem_of, random_graph
 
-from isthmus.cost import Layout, Problem, broken_term, build_plan, build_replicas
+from isthmus.cost import PlanLayout, Problem, broken_constraint, build_plan, build_replicas
 from isthmus.errors import FleetTooSmall
-from isthmus.fleet import Device, Fleet, Link, Links, Route, Site
+from isthmus.fleet import Device, Fleet, Link, Links, Region, Route
 from isthmus.graph import cuts
-from isthmus.plans import Objective, Plan, Terms
+from isthmus.plans import Constraints, Objective, Plan
 
 
 def priced_fleet(seed: int, devices: int, *, memory: Sequence[int] | None = None, egress: float = 1.0) -> Fleet:
@@ -21,31 +21,42 @@ def priced_fleet(seed: int, devices: int, *, memory: Sequence[int] | None = None
     rng = random.Random(seed)
     made = tuple(
         Device(
-            name=f"d{i}", region="east" if i % 2 else "west", flops_per_s=rng.choice([10.0, 20.0, rng.uniform(5, 50)]),
-            memory_bytes=memory[i] if memory else 1 << 40, price_per_hour=3600 * rng.choice([1.0, rng.uniform(0.2, 4)]),
+            name=f"d{i}",
+            region="east" if i % 2 else "west",
+            flops_per_s=rng.choice([10.0, 20.0, rng.uniform(5, 50)]),
+            memory_bytes=memory[i] if memory else 1 << 40,
+            price_per_hour=3600 * rng.choice([1.0, rng.uniform(0.2, 4)]),
         )
         for i in range(devices)
-    )  # fmt: skip
+    )
     routes = tuple(
         Route(a.name, b.name, Link(rng.choice([0.0, rng.uniform(0, 2)]), rng.uniform(5, 200)))
         for a, b in itertools.permutations(made, 2)
     )
     sites = tuple(
-        Site(region=r, egress_price_per_gb=egress * 1e9 * rng.choice([0.0, rng.uniform(0, 0.02)]))
+        Region(region=r, egress_price_per_gb=egress * 1e9 * rng.choice([0.0, rng.uniform(0, 0.02)]))
         for r in dict.fromkeys(d.region for d in made)
     )
-    return Fleet(name="priced", devices=made, links=Links(devices=routes), sites=sites)
+    return Fleet(name="priced", devices=made, links=Links(devices=routes), region_info=sites)
 
 
 def asked(
-    seed: int, operators: int, fleet: Fleet, *, objective: Objective = "time", holders: Sequence[str] = (),
-    labels_stay: bool = False, micro_batches: int | None = None,
-) -> Problem:  # fmt: skip
+    seed: int,
+    operators: int,
+    fleet: Fleet,
+    *,
+    objective: Objective = "time",
+    holders: Sequence[str] = (),
+    labels_stay: bool = False,
+    micro_batches: int | None = None,
+) -> Problem:
     rng = random.Random(seed)
     return problem_of(
-        random_graph(seed, operators), fleet, micro_batches=micro_batches or rng.choice([1, 2, 4]),
-        terms=Terms(objective=objective, data_holders=tuple(holders), labels_stay=labels_stay),
-    )  # fmt: skip
+        random_graph(seed, operators),
+        fleet,
+        micro_batches=micro_batches or rng.choice([1, 2, 4]),
+        constraints=Constraints(objective=objective, data_holders=tuple(holders), labels_stay=labels_stay),
+    )
 
 
 def orders(problem: Problem) -> Iterator[tuple[str, ...]]:
@@ -62,10 +73,10 @@ def every_single(problem: Problem) -> Iterator[Plan]:
     """All pipelines that fit and respect the terms. A device comes twice only where labels stay."""
     places = [cut.position for cut in cuts(problem.flow)]
     for order in orders(problem):
-        if len(set(order)) < len(order) and not problem.terms.labels_stay:
+        if len(set(order)) < len(order) and not problem.constraints.labels_stay:
             continue
         for boundaries in itertools.combinations(places, len(order) - 1):
-            if broken_term(problem, order, boundaries) is None:
+            if broken_constraint(problem, order, boundaries) is None:
                 try:
                     yield build_plan(problem, order, boundaries, planner="brute")
                 except FleetTooSmall:
@@ -83,8 +94,8 @@ def every_plan(problem: Problem) -> Iterator[Plan]:
         for inner in itertools.combinations(range(1, problem.micro_batches), len(groups) - 1):
             shares = [b - a for a, b in itertools.pairwise((0, *inner, problem.micro_batches))]
             for boundaries in itertools.product(*choices):
-                layouts = [Layout(g, b, m) for g, b, m in zip(groups, boundaries, shares, strict=True)]
-                if all(broken_term(problem, x.order, x.boundaries) is None for x in layouts):
+                layouts = [PlanLayout(g, b, m) for g, b, m in zip(groups, boundaries, shares, strict=True)]
+                if all(broken_constraint(problem, x.order, x.boundaries) is None for x in layouts):
                     for ordered in itertools.permutations(layouts):  # what an average takes depends on their order
                         with contextlib.suppress(FleetTooSmall):
                             yield build_replicas(problem, ordered, planner="brute")

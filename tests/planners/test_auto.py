@@ -21,7 +21,7 @@ from isthmus.planners.auto import auto
 from isthmus.planners.chain import chain
 from isthmus.planners.groups import share_out
 from isthmus.planners.replica_search import replica_counts
-from isthmus.plans import Plan, Terms
+from isthmus.plans import Constraints, Plan
 
 
 def shares(total: int, parts: int) -> Iterator[tuple[int, ...]]:
@@ -37,9 +37,11 @@ def test_auto_is_within_two_percent_of_brute_force_and_above_its_bound(
 ) -> None:
     speeds = [1 + (seed * (k + 3)) % 7 for k in range(devices)]
     problem = Problem(
-        flow=Flow(random_graph(seed, units)), fleet=fleet_of(speeds, seed), micro_batch_size=2,
+        flow=Flow(random_graph(seed, units)),
+        fleet=fleet_of(speeds, seed),
+        micro_batch_size=2,
         micro_batches=micro_batches,
-    )  # fmt: skip
+    )
     best_s = min(plan.predicted.step_s for plan in every_plan(problem))
     found = auto(problem)
     assert found.certificate is not None
@@ -132,10 +134,11 @@ def test_a_large_fleet_that_holds_nothing_is_refused() -> None:
 def test_the_scorer_s_seconds_are_turned_into_money_where_money_counts() -> None:
     fleet = flat_fleet([1 << 30] * 3, [1e6, 2e6, 4e6])
     priced = msgspec.structs.replace(
-        fleet, devices=tuple(
+        fleet,
+        devices=tuple(
             msgspec.structs.replace(d, price_per_hour=price)
             for d, price in zip(fleet.devices, (0.1, 5.0, 50.0), strict=True)
-        )
-    )  # fmt: skip
-    problem = problem_of(gpt_graph(1), priced, micro_batches=4, terms=Terms(objective="cost"))
+        ),
+    )
+    problem = problem_of(gpt_graph(1), priced, micro_batches=4, constraints=Constraints(objective="cost"))
     assert plan("auto", problem, score=lambda made: made.predicted.step_s).devices == plan("chain", problem).devices

@@ -30,12 +30,12 @@ from isthmus.planners import plan
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import pooled_bound_s
 from isthmus.planners.exact_cut import path_cost
+from isthmus.planners.fixed_placement import fixed_placement_of
 from isthmus.planners.network import network_of
-from isthmus.planners.pins import pins_of
 from isthmus.planners.relaxation import Relaxation
 from isthmus.planners.routes import Routes, all_orders, one_order
 from isthmus.planners.stage_tables import StageTables
-from isthmus.planners.threshold_search import Search
+from isthmus.planners.threshold_search import ThresholdSearch
 from isthmus.plans import Plan, load_plan, save_plan
 
 INFINITE = float("inf")
@@ -46,20 +46,23 @@ def random_problem(seed: int, operators: int, devices: int, *, memory: bool, rec
     speeds = [rng.choice([10.0, 20.0, rng.uniform(5, 50)]) for _ in range(devices)]
     sizes = [rng.randint(200, 4000) for _ in range(devices)] if memory else None
     return problem_of(
-        random_graph(seed, operators), fleet_of(speeds, seed, memory=sizes),
-        micro_batches=rng.choice([1, 2, 4, 16]), schedule=rng.choice(["gpipe", "1f1b"]), recompute=recompute,
-    )  # fmt: skip
+        random_graph(seed, operators),
+        fleet_of(speeds, seed, memory=sizes),
+        micro_batches=rng.choice([1, 2, 4, 16]),
+        schedule=rng.choice(["gpipe", "1f1b"]),
+        recompute=recompute,
+    )
 
 
 def routes_of(problem: Problem) -> Routes:
     network = network_of(problem)
-    return all_orders(network, pins_of(problem, network), memory_binds=True)
+    return all_orders(network, fixed_placement_of(problem, network), memory_binds=True)
 
 
-def search_over(problem: Problem, routes: Routes) -> tuple[Search, float]:
+def search_over(problem: Problem, routes: Routes) -> tuple[ThresholdSearch, float]:
     """Over stages that keep what their forward saved: `every_pipeline` tries which may recompute."""
     network = network_of(problem)
-    search = Search(Relaxation(problem, network, StageTables(Blocks(problem)), routes), problem.micro_batches)
+    search = ThresholdSearch(Relaxation(problem, network, StageTables(Blocks(problem)), routes), problem.micro_batches)
     return search, search.run()
 
 
@@ -128,7 +131,7 @@ def test_interchangeable_devices_are_not_tried_in_every_order() -> None:
     )
     problem = problem_of(random_graph(1, 5), twins)
     network = network_of(problem)
-    assert len(all_orders(network, pins_of(problem, network), memory_binds=False).states) == 6
+    assert len(all_orders(network, fixed_placement_of(problem, network), memory_binds=False).states) == 6
 
 
 @settings(max_examples=25, deadline=None)
@@ -197,9 +200,7 @@ def test_a_device_behind_a_slow_link_is_left_out_and_the_plan_says_so() -> None:
 
 
 def test_many_devices_are_ordered_by_region() -> None:
-    devices = tuple(
-        Device(name=f"d{i}", region="ab"[i % 2], flops_per_s=1e9, memory_bytes=1 << 40) for i in range(8)
-    )
+    devices = tuple(Device(name=f"d{i}", region="ab"[i % 2], flops_per_s=1e9, memory_bytes=1 << 40) for i in range(8))
     fleet = Fleet(name="two", devices=devices, links=Links(default=Link(0.05, 1e7), intra=Link(1e-4, 1e9)))
     made = plan("chain", problem_of(gpt_graph(4), fleet, micro_batches=64))
     regions = [fleet.device(s.device).region for s in made.stages]
@@ -234,9 +235,11 @@ def test_memory_decides_how_many_micro_batches_are_in_flight_and_is_in_the_predi
 
 def test_too_small_a_fleet_names_a_device_and_the_missing_bytes() -> None:
     graph = OpGraph(
-        name="one", mode="train", loss=Ref("loss"),
+        name="one",
+        mode="train",
+        loss=Ref("loss"),
         ops=(placeholder("x", 1), operator("loss", "x", flops=1, saved=100, outputs=(tensor(batched=False),))),
-    )  # fmt: skip
+    )
     words = (
         r"'one' does not fit fleet 'near': .* device d0 would have to hold 200 B, offers 150 B: 50 bytes short "
         r"\(the whole model needs 200 B, the fleet offers 300 B\)"

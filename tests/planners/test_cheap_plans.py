@@ -12,35 +12,43 @@ from plan_cases import fleet_of, gpt_graph, problem_of, random_graph
 from term_cases import asked, every_plan, every_single, priced_fleet
 from test_verify import check, question_of
 
-from isthmus.cost import Layout, build_replicas, preference, step_price
+from isthmus.cost import PlanLayout, build_replicas, preference, step_price
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, resolve_fleet
 from isthmus.planners import plan, planner_names
 from isthmus.planners.blocks import Blocks
-from isthmus.planners.least import Least, with_certificate
+from isthmus.planners.least import LeastBound, with_certificate
 from isthmus.planners.network import network_of
 from isthmus.planners.price_bound import cheapest_pipeline_bound, cheapest_replicas_bound
-from isthmus.planners.registry import check_honoured
-from isthmus.plans import Terms
+from isthmus.planners.registry import check_constraints
+from isthmus.plans import Constraints
 from isthmus.verification import verify
 from isthmus.verification.bound import Bounds
 from isthmus.verification.price_bound import several_price, single_price
-from isthmus.verification.reading import Reading
+from isthmus.verification.reading import GraphReading
 
 
 @given(
-    seed=st.integers(0, 10**6), operators=st.integers(2, 4), devices=st.integers(1, 4), tight=st.booleans(),
-    pinned=st.booleans(), labels_stay=st.booleans(),
-)  # fmt: skip
+    seed=st.integers(0, 10**6),
+    operators=st.integers(2, 4),
+    devices=st.integers(1, 4),
+    tight=st.booleans(),
+    pinned=st.booleans(),
+    labels_stay=st.booleans(),
+)
 @settings(max_examples=40, deadline=None)
 def test_chain_is_the_cheapest_pipeline_and_proves_it(
     seed: int, operators: int, devices: int, tight: bool, pinned: bool, labels_stay: bool
 ) -> None:
     memory = [300 + (seed * (k + 7)) % 1500 for k in range(devices)] if tight else None
     problem = asked(
-        seed, operators, priced_fleet(seed, devices, memory=memory), objective="cost",
-        holders=["d0"] if pinned else [], labels_stay=pinned and labels_stay,
-    )  # fmt: skip
+        seed,
+        operators,
+        priced_fleet(seed, devices, memory=memory),
+        objective="cost",
+        holders=["d0"] if pinned else [],
+        labels_stay=pinned and labels_stay,
+    )
     best = min((preference(problem, made)[0] for made in every_single(problem)), default=None)
     if best is None:
         with pytest.raises(UserError, match="bytes short"):
@@ -54,17 +62,24 @@ def test_chain_is_the_cheapest_pipeline_and_proves_it(
 
 
 @given(
-    seed=st.integers(0, 10**6), operators=st.integers(1, 3), devices=st.integers(2, 3), micro_batches=st.integers(2, 4),
+    seed=st.integers(0, 10**6),
+    operators=st.integers(1, 3),
+    devices=st.integers(2, 3),
+    micro_batches=st.integers(2, 4),
     pinned=st.booleans(),
-)  # fmt: skip
+)
 @settings(max_examples=12, deadline=None)
 def test_auto_is_within_two_percent_of_the_cheapest_of_all_plans(
     seed: int, operators: int, devices: int, micro_batches: int, pinned: bool
 ) -> None:
     problem = asked(
-        seed, operators, priced_fleet(seed, devices), objective="cost", micro_batches=micro_batches,
+        seed,
+        operators,
+        priced_fleet(seed, devices),
+        objective="cost",
+        micro_batches=micro_batches,
         holders=["d0", "d1"] if pinned else [],
-    )  # fmt: skip
+    )
     best = min(preference(problem, made)[0] for made in every_plan(problem))
     made = plan("auto", problem)
     price = preference(problem, made)[0]
@@ -83,7 +98,7 @@ def test_bounds_are_below_every_plan(seed: int, operators: int, devices: int, ti
     gradient_bytes = float(sum(v.gradient_bytes for v in blocks.variables))
     single = cheapest_pipeline_bound(problem, network, blocks)
     several = cheapest_replicas_bound(problem, network, blocks, gradient_bytes)
-    bounds = Bounds(Reading(question_of(problem)))
+    bounds = Bounds(GraphReading(question_of(problem)))
     own = min(single_price(bounds), several_price(bounds))
     for made in every_plan(problem):
         price = preference(problem, made)[0] * (1 + 1e-9)
@@ -93,10 +108,10 @@ def test_bounds_are_below_every_plan(seed: int, operators: int, devices: int, ti
 
 def test_averaging_pays_for_what_leaves_a_site() -> None:
     fleet = priced_fleet(8, 2)
-    site = fleet.sites[0]
-    sites = tuple(msgspec.structs.replace(s, egress_price_per_gb=1e9 if s == site else 0.0) for s in fleet.sites)
-    problem = asked(8, 2, msgspec.structs.replace(fleet, sites=sites), micro_batches=2)
-    made = build_replicas(problem, [Layout(("d0",), (), 1), Layout(("d1",), (), 1)], planner="hand")
+    site = fleet.region_info[0]
+    sites = tuple(msgspec.structs.replace(s, egress_price_per_gb=1e9 if s == site else 0.0) for s in fleet.region_info)
+    problem = asked(8, 2, msgspec.structs.replace(fleet, region_info=sites), micro_batches=2)
+    made = build_replicas(problem, [PlanLayout(("d0",), (), 1), PlanLayout(("d1",), (), 1)], planner="hand")
     # Half of the gradients goes there as a part, and half as a sum, each at 1 per byte.
     assert step_price(made, problem.fleet).egress == pytest.approx(sum(group.size_bytes for group in made.sync.groups))
 
@@ -109,7 +124,7 @@ def test_cheap_and_slow_beats_dear_and_fast_only_where_money_counts() -> None:
     fleet = Fleet(name="two", devices=(device("d0", 1e4, 1.0), device("d1", 3e4, 9.0)), links=near.links)
     problem = problem_of(random_graph(5, 3), fleet, micro_batches=4)
     assert plan("auto", problem).devices == ("d1",)
-    cheap = plan("auto", replace(problem, terms=Terms(objective="cost")))
+    cheap = plan("auto", replace(problem, constraints=Constraints(objective="cost")))
     assert cheap.devices == ("d0",)
     assert cheap.certificate is not None and cheap.certificate.gap == 0
     assert step_price(cheap, fleet).total == pytest.approx(cheap.predicted.step_s / 3600)
@@ -117,12 +132,12 @@ def test_cheap_and_slow_beats_dear_and_fast_only_where_money_counts() -> None:
 
 
 def test_without_prices_the_fastest_is_chosen_and_it_is_said() -> None:
-    problem = problem_of(random_graph(5, 4), fleet_of([1.0, 4.0]), terms=Terms(objective="cost"))
+    problem = problem_of(random_graph(5, 4), fleet_of([1.0, 4.0]), constraints=Constraints(objective="cost"))
     for name in ("auto", "chain"):
         made = plan(name, problem)
-        timed = plan(name, replace(problem, terms=Terms()))
+        timed = plan(name, replace(problem, constraints=Constraints()))
         assert (made.replicas, made.certificate) == (timed.replicas, timed.certificate)
-        assert "nothing in the fleet has a price" in made.notes[0] and made.terms == problem.terms
+        assert "nothing in the fleet has a price" in made.notes[0] and made.constraints == problem.constraints
         check(made, problem)
 
 
@@ -133,17 +148,17 @@ def test_a_larger_fleet_is_cheaper_than_the_fastest_plan_and_has_a_bound() -> No
         for k, d in enumerate(fleet.devices)
     )
     problem = problem_of(gpt_graph(2), msgspec.structs.replace(fleet, devices=devices), micro_batches=8)
-    fast, cheap = plan("auto", problem), plan("auto", replace(problem, terms=Terms(objective="cost")))
+    fast, cheap = plan("auto", problem), plan("auto", replace(problem, constraints=Constraints(objective="cost")))
     assert step_price(cheap, problem.fleet).total < step_price(fast, problem.fleet).total
     assert cheap.certificate is not None and 0 < cheap.certificate.lower_bound <= step_price(cheap, problem.fleet).total
-    check(cheap, replace(problem, terms=Terms(objective="cost")))
+    check(cheap, replace(problem, constraints=Constraints(objective="cost")))
 
 
 def test_a_wrong_price_bound_is_refuted() -> None:
     problem = asked(3, 4, priced_fleet(3, 3), objective="cost")
     dear = max(every_single(problem), key=lambda p: preference(problem, p)[0])
     price = preference(problem, dear)[0]
-    found = verify(with_certificate(problem, dear, Least(price, exact=False)), question_of(problem))
+    found = verify(with_certificate(problem, dear, LeastBound(price, exact=False)), question_of(problem))
     assert found.bound.status == "refuted"
     assert found.differences[0].field == "certificate.lower_bound"
 
@@ -151,4 +166,4 @@ def test_a_wrong_price_bound_is_refuted() -> None:
 def test_who_can_minimise_money() -> None:
     for name in set(planner_names()) - {"auto", "chain"}:
         with pytest.raises(UserError, match=rf"plan.objective: got 'cost', .*'{name}' cannot .* 'auto' or 'chain'"):
-            check_honoured(name, Terms(objective="cost"))
+            check_constraints(name, Constraints(objective="cost"))

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import fleet_of, problem_of, random_graph
 
-from isthmus.cost import Layout, Problem, build_replicas, plan_compression, with_edges
+from isthmus.cost import PlanLayout, Problem, build_replicas, plan_compression, with_edges
 from isthmus.cost.compression import describe_ratios, ratio_planner_names
 from isthmus.cost.compression.adatopk import ratio_that_shortens
 from isthmus.cost.compression.just_enough import just_enough, ladder
-from isthmus.cost.compression.messages import messages_of, packed_edges, sender_of
-from isthmus.cost.steptime import Pipeline, pipeline
+from isthmus.cost.compression.messages import packed_edges, sender_of, stage_messages_of
+from isthmus.cost.steptime import PipelineTime, pipeline
 from isthmus.errors import UserError
-from isthmus.fleet import Device, Fleet, Link, Links, Site
+from isthmus.fleet import Device, Fleet, Link, Links, Region
 from isthmus.graph import cuts
 from isthmus.planners import plan
 from isthmus.plans import Compression, Edge, Packing, Plan
@@ -28,7 +28,7 @@ NAMES = ["adatopk", "adatopk-paper", "bf16", "int8", "just-enough", "uniform"]
 CANDIDATES = (Packing(codec="bf16"), Packing(codec="topk", ratio=4.0), Packing(codec="topk", ratio=10.0))
 
 
-def times_of(problem: Problem, made: Plan) -> Pipeline:
+def times_of(problem: Problem, made: Plan) -> PipelineTime:
     stages, edges = made.stages, made.replica.edges
     flops = [(s.flops_forward, s.flops_backward) for s in stages]
     return pipeline(problem, [s.device for s in stages], flops, edges, made.replica.shared)
@@ -100,10 +100,16 @@ def test_the_prediction_is_that_of_the_bytes_on_the_wire(name: str, seed: int) -
     problem, made = some_plan(seed)
     packed = plan_compression(name, problem, made, 50.0)
     as_if = tuple(
-        Edge(source=e.source, target=e.target, values=e.values, gradients=e.gradients,
-             forward_bytes=e.forward_wire_bytes, backward_bytes=e.backward_wire_bytes)
+        Edge(
+            source=e.source,
+            target=e.target,
+            values=e.values,
+            gradients=e.gradients,
+            forward_bytes=e.forward_wire_bytes,
+            backward_bytes=e.backward_wire_bytes,
+        )
         for e in packed.replica.edges
-    )  # fmt: skip
+    )
     flops = [(s.flops_forward, s.flops_backward) for s in made.stages]
     times = pipeline(problem, [s.device for s in made.stages], flops, as_if, made.replica.shared)
     assert packed.predicted.step_s == pytest.approx(times.step_s(problem.micro_batches))
@@ -163,7 +169,7 @@ def test_the_papers_factor_of_3_is_three_quarters_here() -> None:
 @given(st.integers(0, 10_000))
 def test_just_enough_is_the_mildest_choice_with_the_least_period(seed: int) -> None:
     problem, made = some_plan(seed, operators=5)
-    messages = messages_of(problem, sender_of(problem, made.replica))
+    messages = stage_messages_of(problem, sender_of(problem, made.replica))
     options = [[m.wire_bytes(c) for c in (None, *CANDIDATES)] for m in messages]
     stage_s = max(times_of(problem, made).compute_s)
 
@@ -196,12 +202,12 @@ def test_a_shared_uplink_is_relieved_as_far_as_codecs_can(seed: int, uplink: flo
     devices = tuple(
         Device(name=f"d{i}", region=f"r{i % 2}", flops_per_s=rng.uniform(5, 50), memory_bytes=1 << 40) for i in range(4)
     )
-    sites = tuple(Site(region=r, uplink_bytes_per_s=uplink) for r in ("r0", "r1"))
-    fleet = Fleet(name="sites", devices=devices, links=Links(default=Link(0.0, 50.0)), sites=sites)
+    sites = tuple(Region(region=r, uplink_bytes_per_s=uplink) for r in ("r0", "r1"))
+    fleet = Fleet(name="sites", devices=devices, links=Links(default=Link(0.0, 50.0)), region_info=sites)
     problem = problem_of(random_graph(seed, 7), fleet)
     made = plan("even", problem)
     found = packed_just_enough(problem, made)
-    messages = messages_of(problem, sender_of(problem, made.replica))
+    messages = stage_messages_of(problem, sender_of(problem, made.replica))
     shortest = {m: min(m.wire_bytes(c) for c in (None, *CANDIDATES)) for m in messages}
     busy: dict[str, float] = {}
     for m, size in shortest.items():
@@ -233,7 +239,10 @@ def test_several_replicas_are_packed_each(seed: int) -> None:
     rng = random.Random(seed)
     fleet = fleet_of([rng.uniform(20, 50) for _ in range(4)], seed)
     problem, names = problem_of(random_graph(seed, 8), fleet, micro_batches=6), fleet.names
-    layouts = [Layout(names[:2], (rng.choice([c.position for c in cuts(problem.flow)]),), 4), Layout(names[2:3], (), 2)]
+    layouts = [
+        PlanLayout(names[:2], (rng.choice([c.position for c in cuts(problem.flow)]),), 4),
+        PlanLayout(names[2:3], (), 2),
+    ]
     made = build_replicas(problem, layouts, planner="hand")
     packed = plan_compression("uniform", problem, made, 10)
     assert packed.predicted.sync_s == made.predicted.sync_s

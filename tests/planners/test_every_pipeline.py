@@ -15,7 +15,7 @@ from isthmus.errors import FleetTooSmall
 from isthmus.graph import cuts
 from isthmus.planners import plan
 from isthmus.planners.blocks import Blocks
-from isthmus.planners.every_pipeline import every_pipeline
+from isthmus.planners.exhaustive_pipelines import exhaustive_pipeline
 from isthmus.planners.network import network_of
 
 
@@ -52,9 +52,12 @@ def best_of_all(problem: Problem) -> float:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.integers(0, 10**6), st.integers(3, 6), st.integers(1, 3), st.sampled_from([1, 12, 40]),
+    st.integers(0, 10**6),
+    st.integers(3, 6),
+    st.integers(1, 3),
+    st.sampled_from([1, 12, 40]),
     st.sampled_from(["1f1b", "gpipe"]),
-)  # fmt: skip
+)
 def test_chain_is_the_best_of_all_plans(seed: int, operators: int, devices: int, saved: int, schedule: str) -> None:
     problem = tight_problem(seed, operators, devices, saved=saved, schedule=schedule)
     best = best_of_all(problem)
@@ -96,4 +99,4 @@ def test_some_of_these_are_throttled_by_memory() -> None:
 
 def test_too_many_to_try_is_said() -> None:
     problem = problem_of(random_graph(1, 40), fleet_of([1.0] * 6, 1))
-    assert every_pipeline(problem, network_of(problem), Blocks(problem), float("inf")) is None
+    assert exhaustive_pipeline(problem, network_of(problem), Blocks(problem), float("inf")) is None

@@ -14,11 +14,11 @@ from plan_cases import fleet_of, problem_of, random_graph, saving
 from isthmus.cost import Problem, build_replicas, layouts_of
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import resolve_fleet
-from isthmus.planners import narrowing, plan
+from isthmus.planners import plan, prune_fleet
 from isthmus.planners.auto import auto
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import pooled_bound_s
-from isthmus.planners.joint import Descent, every_plan
+from isthmus.planners.joint import Descent, exhaustive_plan
 from isthmus.planners.network import network_of
 from isthmus.planners.replica_bound import replicas_bound_s
 from isthmus.verification import verify
@@ -63,7 +63,7 @@ def test_odd_graphs_are_settled_and_bounds_are_below(
     problem = odd_problem(seed, devices, operators, count, saved)
     best_s = best_step_s(problem)
     network, blocks = network_of(problem), Blocks(problem)
-    settled = every_plan(problem, network, blocks, float("inf"))
+    settled = exhaustive_plan(problem, network, blocks, float("inf"))
     assert settled is not None
     if best_s == float("inf"):
         assert settled.plan is None
@@ -80,7 +80,7 @@ def test_in_some_of_these_stages_recompute() -> None:
     found = set[bool]()
     for seed in range(1, 60, 2):
         problem = odd_problem(seed, 3, 4, 5, 9)
-        settled = every_plan(problem, network_of(problem), Blocks(problem), float("inf"))
+        settled = exhaustive_plan(problem, network_of(problem), Blocks(problem), float("inf"))
         if settled is not None and settled.plan is not None:
             found |= {stage.recompute for replica in settled.plan.replicas for stage in replica.stages}
     assert found == {True, False}
@@ -98,10 +98,8 @@ def test_a_descent_only_improves_and_says_what_the_closed_form_says(seed: int) -
 
 def test_a_large_fleet_is_narrowed_and_the_bound_is_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 16  # fewer than by default, which takes long
-    monkeypatch.setattr(narrowing, "MOST_DEVICES", most)
-    problem = Problem(
-        flow=small_case(0).flow, fleet=resolve_fleet("random:100:0"), micro_batch_size=2, micro_batches=8
-    )
+    monkeypatch.setattr(prune_fleet, "MOST_DEVICES", most)
+    problem = Problem(flow=small_case(0).flow, fleet=resolve_fleet("random:100:0"), micro_batch_size=2, micro_batches=8)
     made = {name: plan(name, problem) for name in ("auto", "chain")}
     for found in made.values():
         assert found.certificate is not None and found.certificate.lower_bound > 0

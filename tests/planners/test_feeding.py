@@ -15,29 +15,39 @@ from isthmus.cost import Problem, build_plan, preference
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import cuts
 from isthmus.planners import plan as make_plan
-from isthmus.plans import Objective, OwnSamples, Plan, Terms
+from isthmus.plans import Constraints, Objective, OwnSamples, Plan
 
 
 def fed_problem(
-    seed: int, devices: int, *, holders: int = 2, labels_stay: bool = False, objective: Objective = "time",
-    memory: int = 1 << 40, operators: int = 6,
-) -> Problem:  # fmt: skip
+    seed: int,
+    devices: int,
+    *,
+    holders: int = 2,
+    labels_stay: bool = False,
+    objective: Objective = "time",
+    memory: int = 1 << 40,
+    operators: int = 6,
+) -> Problem:
     rng = random.Random(seed)
     fleet = priced_fleet(seed, devices, memory=[memory] * devices)
-    terms = Terms(
-        objective=objective, data_holders=fleet.names[:holders], labels_stay=labels_stay,
+    constraints = Constraints(
+        objective=objective,
+        data_holders=fleet.names[:holders],
+        labels_stay=labels_stay,
         own_samples=tuple(OwnSamples(train=rng.randint(1, 9), heldout=1) for _ in range(holders)),
-    )  # fmt: skip
-    return problem_of(random_graph(seed, operators), fleet, micro_batches=rng.choice([2, 4, 6]), terms=terms)
+    )
+    return problem_of(
+        random_graph(seed, operators), fleet, micro_batches=rng.choice([2, 4, 6]), constraints=constraints
+    )
 
 
 def every_chain(problem: Problem) -> Iterator[Plan]:
-    first, *copies = problem.terms.feeders
+    first, *copies = problem.constraints.feeders
     others = [name for name in problem.fleet.names if name not in (first, *copies)]
     places = [cut.position for cut in cuts(problem.flow)]
     for size in range(len(others) + 1):
         for between in itertools.permutations(others, size):
-            ends = [()] if not size or not problem.terms.labels_stay else [(first,)]
+            ends = [()] if not size or not problem.constraints.labels_stay else [(first,)]
             for end in ends:
                 order = (first, *between, *end)
                 for boundaries in itertools.combinations(places, len(order) - 1):

@@ -62,7 +62,7 @@ def test_no_figure_of_a_certificate_can_be_edited(number: int, name: str) -> Non
     problem = instances()[number]
     plan = planned(name, problem)
     assert plan is not None and plan.certificate is not None
-    plan = msgspec.structs.replace(plan, terms=problem.terms)  # whom prices do not concern planned for time
+    plan = msgspec.structs.replace(plan, constraints=problem.constraints)  # whom prices do not concern planned for time
     assert verify(plan, question_of(problem)).holds()
     stated, reached = plan.certificate, preference(problem, plan)[0]
     forged = [msgspec.structs.replace(stated, gap=gap) for gap in (stated.gap + 1e-4, stated.gap / 2 + 1e-5, -0.5)]
@@ -91,7 +91,5 @@ def test_a_raised_bound_with_its_gap_is_caught_on_any_problem(
     if plan is None or plan.certificate is None:
         return
     bound = plan.certificate.lower_bound * factor
-    raised = msgspec.structs.replace(
-        plan.certificate, lower_bound=bound, gap=preference(problem, plan)[0] / bound - 1
-    )
+    raised = msgspec.structs.replace(plan.certificate, lower_bound=bound, gap=preference(problem, plan)[0] / bound - 1)
     assert not verify(msgspec.structs.replace(plan, certificate=raised), question_of(problem)).holds()

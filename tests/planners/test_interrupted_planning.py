@@ -68,7 +68,7 @@ def instances() -> list[Problem]:
 def test_a_search_that_is_ended_has_its_best_plan_and_an_honest_bound(number: int) -> None:
     problem = instances()[number]
     best, _ = planned("auto", problem, Patient(0, plans=10**9))
-    names = [name for name in PLANNERS if problem.terms.objective == "time" or name in ("auto", "chain")]
+    names = [name for name in PLANNERS if problem.constraints.objective == "time" or name in ("auto", "chain")]
     ended = 0
     for name, looks in itertools.product(names, (0, 100)):
         observer = Patient(looks, plans=1)
@@ -83,7 +83,7 @@ def test_a_search_that_is_ended_has_its_best_plan_and_an_honest_bound(number: in
         if early:
             ended += 1
             assert observer.found_s, "a plan was there before"
-            assert problem.terms.objective == "cost" or plan.predicted.step_s <= observer.found_s[0] * (1 + 1e-9)
+            assert problem.constraints.objective == "cost" or plan.predicted.step_s <= observer.found_s[0] * (1 + 1e-9)
     assert ended > 1
 
 

@@ -17,7 +17,7 @@ from isthmus.cost.price import beyond_limit
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import cuts
 from isthmus.planners import over_counts, plan
-from isthmus.plans import Terms
+from isthmus.plans import Constraints
 from isthmus.verification import verify
 
 
@@ -35,8 +35,9 @@ def every_pair(seed: int) -> list[tuple[float, float]]:
     places = [cut.position for cut in cuts(problem.flow)]
     made = [
         build_plan(problem, order, boundaries, planner="all")
-        for order in all_orders_of(problem.fleet) for boundaries in combinations(places, len(order) - 1)
-    ]  # fmt: skip
+        for order in all_orders_of(problem.fleet)
+        for boundaries in combinations(places, len(order) - 1)
+    ]
     return [(p.predicted.step_s, 1000 * step_price(p, problem.fleet).total) for p in made]
 
 
@@ -51,7 +52,7 @@ def test_the_best_within_the_limit(seed: int, share: float, limited: str) -> Non
     limit = values[int(share * (len(values) - 1))]
     best = min(pair[mine] for pair in pairs if pair[other] <= limit)
     objective = "cost" if limited == "max_step_s" else "time"
-    asked = replace(problem, terms=Terms(objective=objective, **{limited: limit}))
+    asked = replace(problem, constraints=Constraints(objective=objective, **{limited: limit}))
     made = plan("chain", asked)
     found = made.predicted.step_s, 1000 * step_price(made, problem.fleet).total
     assert found[other] <= limit * (1 + 1e-9)
@@ -66,34 +67,34 @@ def test_the_best_within_the_limit(seed: int, share: float, limited: str) -> Non
 def test_the_certificate_says_the_limit_and_a_plan_beyond_it_has_a_finite_gap() -> None:
     problem = priced(1)
     cheapest = min(price for _, price in every_pair(1))
-    asked = replace(problem, terms=Terms(max_price=1.01 * cheapest))
+    asked = replace(problem, constraints=Constraints(max_price=1.01 * cheapest))
     dear = over_counts(asked, (asked.micro_batches,), lambda cut: plan("even", cut.timed()), None)
     assert beyond_limit(asked, dear) is not None
     assert dear.certificate is not None and 0 <= dear.certificate.gap < inf
-    assert f"at most {asked.terms.max_price:g} for 1,000 steps" in dear.certificate.question
+    assert f"at most {asked.constraints.max_price:g} for 1,000 steps" in dear.certificate.question
 
 
 @pytest.mark.parametrize("planner", ["auto", "chain"])
 def test_what_cannot_be_kept_is_refused_with_the_nearest(planner: str) -> None:
     problem = priced(1)
     with pytest.raises(FleetTooSmall, match=r"plan\.max_step: got 1 ms, which no plan .* the fastest takes \d"):
-        plan(planner, replace(problem, terms=Terms(objective="cost", max_step_s=0.001)))
+        plan(planner, replace(problem, constraints=Constraints(objective="cost", max_step_s=0.001)))
     with pytest.raises(FleetTooSmall, match=r"plan\.max_price: got 0\.001, which no plan .* the cheapest costs \d"):
-        plan(planner, replace(problem, terms=Terms(max_price=0.001)))
+        plan(planner, replace(problem, constraints=Constraints(max_price=0.001)))
 
 
 def test_a_plan_beyond_the_limit_does_not_pass_the_check() -> None:
     problem = priced(1)
     made = plan("chain", problem)
-    within = replace(problem, terms=Terms(max_price=1e-3))
+    within = replace(problem, constraints=Constraints(max_price=1e-3))
     fields = {d.field for d in verify(made, question_of(within)).differences}
     assert "terms.max_price" in fields
 
 
 def test_a_limit_belongs_to_the_other_objective() -> None:
     with pytest.raises(UserError, match="max_step: got 1 s with objective 'time'"):
-        Terms(max_step_s=1.0)
+        Constraints(max_step_s=1.0)
     with pytest.raises(UserError, match="max_price: got 1 with objective 'cost'"):
-        Terms(objective="cost", max_price=1.0)
+        Constraints(objective="cost", max_price=1.0)
     with pytest.raises(UserError, match=r"plan\.max_price: planner 'even' knows no prices: choose 'auto' or 'chain'"):
-        plan("even", replace(priced(1), terms=Terms(max_price=1.0)))
+        plan("even", replace(priced(1), constraints=Constraints(max_price=1.0)))

@@ -122,9 +122,11 @@ def test_no_reversal_inside_a_community_shortens_the_way(seed: int, sizes: list[
 
 
 @given(
-    st.lists(st.integers(0, 20), min_size=1, max_size=9), st.lists(st.integers(1, 9), min_size=1, max_size=7),
-    st.integers(0, 999), st.booleans(),
-)  # fmt: skip
+    st.lists(st.integers(0, 20), min_size=1, max_size=9),
+    st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    st.integers(0, 999),
+    st.booleans(),
+)
 def test_the_cut_weighs_shares_by_speed_against_what_crosses(
     blocks: list[int], speeds: list[int], seed: int, weigh: bool
 ) -> None:

@@ -13,24 +13,30 @@ from hypothesis import strategies as st
 from plan_cases import fleet_of, gpt_graph, problem_of, random_graph, saving
 from term_cases import every_plan, priced_fleet
 
-from isthmus.api.proving import as_proven, question_of
+from isthmus.api.proof import as_proven, question_of
 from isthmus.cost import Problem, SyncPolicy, parameter_state, preference
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet, resolve_fleet
 from isthmus.planners import can_price, over_counts, planner_names
 from isthmus.planners import plan as plan_by
-from isthmus.plans import Certificate, CompressionConfig, Plan, Terms
+from isthmus.plans import Certificate, CompressionConfig, Constraints, Plan
 from isthmus.verification import Verdict, search, verify
 
 SYNC = (
-    *(SyncPolicy(),) * 3, SyncPolicy(mode="local", period=4), SyncPolicy(mode="partial", period=3),
-    SyncPolicy(mode="dream", period=3), SyncPolicy(mode="dreamddp", period=3), SyncPolicy(mode="outer", period=5),
+    *(SyncPolicy(),) * 3,
+    SyncPolicy(mode="local", period=4),
+    SyncPolicy(mode="partial", period=3),
+    SyncPolicy(mode="dream", period=3),
+    SyncPolicy(mode="dreamddp", period=3),
+    SyncPolicy(mode="outer", period=5),
     SyncPolicy(mode="streaming", period=4),
-)  # fmt: skip
+)
 PACKED = (
-    *(None,) * 4, CompressionConfig(method="bf16"), CompressionConfig(method="int8"),
+    *(None,) * 4,
+    CompressionConfig(method="bf16"),
+    CompressionConfig(method="int8"),
     *(CompressionConfig(method=m, ratio=20.0) for m in ("uniform", "adatopk", "adatopk-paper", "just-enough")),
-)  # fmt: skip
+)
 COUNTS = ((4,), (1,), (6,), (2, 4), (8, 1))
 
 
@@ -44,33 +50,44 @@ def drawn(seed: int, devices: int, operators: int) -> tuple[Problem, tuple[int, 
         fleet = fleet_of([rng.uniform(3, 60) for _ in range(devices)], seed, memory=memory)
     counts = rng.choice(COUNTS)
     problem = problem_of(
-        saving(random_graph(seed, operators), rng.choice([1, 9])), fleet, micro_batches=counts[0],
-        schedule=rng.choice(["1f1b", "gpipe"]), recompute=rng.random() < 0.5, sync=rng.choice(SYNC),
-        state=parameter_state(rng.choice(["sgd", "adamw"])), terms=_terms(rng, fleet),
-    )  # fmt: skip
+        saving(random_graph(seed, operators), rng.choice([1, 9])),
+        fleet,
+        micro_batches=counts[0],
+        schedule=rng.choice(["1f1b", "gpipe"]),
+        recompute=rng.random() < 0.5,
+        sync=rng.choice(SYNC),
+        state=parameter_state(rng.choice(["sgd", "adamw"])),
+        constraints=_constraints(rng, fleet),
+    )
     batch = max(counts)
     return replace(problem, micro_batch_size=2 * batch // counts[0]), counts
 
 
-def _terms(rng: random.Random, fleet: Fleet) -> Terms:
+def _constraints(rng: random.Random, fleet: Fleet) -> Constraints:
     holders = tuple(sorted(rng.sample(fleet.names, min(rng.randint(1, 2), len(fleet.names)))))
     held = rng.random() < 0.25
-    return Terms(
-        objective=rng.choice(["time", "time", "cost"]), data_holders=holders if held else (),
-        labels_stay=held and rng.random() < 0.5, compression=rng.choice(PACKED),
+    return Constraints(
+        objective=rng.choice(["time", "time", "cost"]),
+        data_holders=holders if held else (),
+        labels_stay=held and rng.random() < 0.5,
+        compression=rng.choice(PACKED),
         memory_headroom=rng.choice([0.0, 0.0, 0.1]),
-    )  # fmt: skip
+    )
 
 
 def limited(problem: Problem, rng: random.Random) -> Problem:
     """Sometimes with a limit that some plan keeps."""
     if rng.random() < 0.6:
         return problem
-    terms, factor = problem.terms, rng.uniform(1, 3)
+    constraints, factor = problem.constraints, rng.uniform(1, 3)
     fast = plan_by("chain", problem.unlimited("time"))
-    if terms.objective == "cost":
-        return replace(problem, terms=msgspec.structs.replace(terms, max_step_s=factor * fast.predicted.step_s))
-    return replace(problem, terms=msgspec.structs.replace(terms, max_price=factor * 10.0 ** rng.randint(3, 6)))
+    if constraints.objective == "cost":
+        return replace(
+            problem, constraints=msgspec.structs.replace(constraints, max_step_s=factor * fast.predicted.step_s)
+        )
+    return replace(
+        problem, constraints=msgspec.structs.replace(constraints, max_price=factor * 10.0 ** rng.randint(3, 6))
+    )
 
 
 def document(name: str, problem: Problem, counts: tuple[int, ...]) -> Plan | None:
@@ -83,7 +100,7 @@ def document(name: str, problem: Problem, counts: tuple[int, ...]) -> Plan | Non
         made = over_counts(problem, counts, planned, None)
     except UserError:
         return None
-    return as_proven(problem, msgspec.structs.replace(made, terms=problem.terms), counts)
+    return as_proven(problem, msgspec.structs.replace(made, constraints=problem.constraints), counts)
 
 
 def checked(plan: Plan, problem: Problem, counts: tuple[int, ...]) -> Verdict:
@@ -151,17 +168,17 @@ def every_document_holds(seed: int, devices: int, operators: int, name: str) -> 
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(2, 5), st.sampled_from(planner_names()))
 @example(129, 3, 4, "auto")  # adatopk: optimal, which the check proves and the planner does not
 @example(20, 4, 7, "auto")
-def test_what_is_planned_holds_and_what_is_forged_does_not(
-    seed: int, devices: int, operators: int, name: str
-) -> None:
+def test_what_is_planned_holds_and_what_is_forged_does_not(seed: int, devices: int, operators: int, name: str) -> None:
     every_document_holds(seed, devices, operators, name)
 
 
-@pytest.mark.parametrize("name", sorted({*planner_names()} - {"auto", "dtfm-genetic", "dtfm-genetic-code", "dtfm-kl",
-                                                              "islands", "sky-optimal"}))  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    sorted({*planner_names()} - {"auto", "dtfm-genetic", "dtfm-genetic-code", "dtfm-kl", "islands", "sky-optimal"}),
+)
 def test_on_a_larger_fleet_too(name: str) -> None:
     problem = problem_of(gpt_graph(2), resolve_fleet("random:16:0"), micro_batches=8)
-    for asked in (problem, replace(problem, terms=Terms(objective="cost", compression=PACKED[-1]))):
+    for asked in (problem, replace(problem, constraints=Constraints(objective="cost", compression=PACKED[-1]))):
         plan = document(name, asked, (8,))
         assert plan is not None and plan.certificate is not None
         assert checked(plan, asked, (8,)).holds()

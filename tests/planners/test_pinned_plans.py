@@ -11,28 +11,32 @@ from plan_cases import fleet_of, gpt_graph, operator, parameter, placeholder, pr
 from term_cases import asked, every_single, priced_fleet
 from test_verify import check, question_of
 
-from isthmus.cost import Problem, broken_term, build_plan, place
+from isthmus.cost import Problem, broken_constraint, build_plan, place
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, resolve_fleet
 from isthmus.graph import Flow, OpGraph, Ref, assign, partition
 from isthmus.graph.labels import label_columns, last_start
 from isthmus.planners import plan, planner_names
-from isthmus.planners.registry import check_honoured
-from isthmus.plans import Plan, Terms
-from isthmus.verification.reading import Reading
+from isthmus.planners.registry import check_constraints
+from isthmus.plans import Constraints, Plan
+from isthmus.verification.reading import GraphReading
 
 
 def respects(made: Plan, problem: Problem) -> bool:
     return all(
-        broken_term(problem, [s.device for s in r.stages], [s.first for s in r.stages[1:]]) is None
+        broken_constraint(problem, [s.device for s in r.stages], [s.first for s in r.stages[1:]]) is None
         for r in made.replicas
     )
 
 
 @given(
-    seed=st.integers(0, 10**6), operators=st.integers(2, 5), devices=st.integers(1, 4), two=st.booleans(),
-    labels_stay=st.booleans(), tight=st.booleans(),
-)  # fmt: skip
+    seed=st.integers(0, 10**6),
+    operators=st.integers(2, 5),
+    devices=st.integers(1, 4),
+    two=st.booleans(),
+    labels_stay=st.booleans(),
+    tight=st.booleans(),
+)
 @settings(max_examples=50, deadline=None)
 def test_chain_is_the_best_of_all_that_respect_the_terms(
     seed: int, operators: int, devices: int, two: bool, labels_stay: bool, tight: bool
@@ -45,7 +49,9 @@ def test_chain_is_the_best_of_all_that_respect_the_terms(
     if best_s == float("inf"):
         with pytest.raises(FleetTooSmall, match="bytes short") as refused:
             plan("chain", problem)
-        free = min((made.predicted.step_s for made in every_single(replace(problem, terms=Terms()))), default=None)
+        free = min(
+            (made.predicted.step_s for made in every_single(replace(problem, constraints=Constraints()))), default=None
+        )
         assert free is None or "what binds is plan." in str(refused.value)
         return
     made = plan("chain", problem)
@@ -78,8 +84,8 @@ def test_a_slow_holder_keeps_its_ends_and_gives_away_the_middle() -> None:
         Device(name=f"d{i}", region="here", flops_per_s=s, memory_bytes=1 << 40) for i, s in enumerate([1e8, 1e9, 1e9])
     )
     fleet = Fleet(name="near", devices=devices, links=Links(default=Link(1e-3, 1e8)))
-    terms = Terms(data_holders=("d0",), labels_stay=True)
-    problem = problem_of(gpt_graph(2), fleet, micro_batches=8, terms=terms)
+    constraints = Constraints(data_holders=("d0",), labels_stay=True)
+    problem = problem_of(gpt_graph(2), fleet, micro_batches=8, constraints=constraints)
     made = plan("chain", problem)
     order = [stage.device for stage in made.stages]
     assert order[0] == order[-1] == "d0" and set(order[1:-1]) == {"d1", "d2"}
@@ -105,8 +111,12 @@ def test_two_stages_of_a_device_share_its_time_its_memory_and_its_links() -> Non
     need = sum(made.stages[k].memory.total for k in (0, 2))
     short = fleet_of([10.0, 20.0], 5, memory=[need // 2, 1 << 40])
     with pytest.raises(FleetTooSmall, match=r"stages 0 and 2 on device d0 needs .* bytes short"):
-        build_plan(asked(3, 6, short, holders=["d0"], labels_stay=True), ["d0", "d1", "d0"],
-                   [2, problem.last_start or 0], planner="hand")  # fmt: skip
+        build_plan(
+            asked(3, 6, short, holders=["d0"], labels_stay=True),
+            ["d0", "d1", "d0"],
+            [2, problem.last_start or 0],
+            planner="hand",
+        )
 
 
 def test_labels_are_sent_from_the_first_stage_where_only_it_has_them() -> None:
@@ -120,19 +130,26 @@ def test_labels_are_sent_from_the_first_stage_where_only_it_has_them() -> None:
 
 def test_labels_meet_no_parameter() -> None:
     graph = OpGraph(
-        name="both", mode="train", loss=Ref("loss"),
+        name="both",
+        mode="train",
+        loss=Ref("loss"),
         ops=(
-            placeholder("x", 4), placeholder("y", 1), parameter("w", 3), operator("early", "y"),
-            operator("a", "x", "w"), operator("shifted", "early"), operator("b", "a", "x"),
+            placeholder("x", 4),
+            placeholder("y", 1),
+            parameter("w", 3),
+            operator("early", "y"),
+            operator("a", "x", "w"),
+            operator("shifted", "early"),
+            operator("b", "a", "x"),
             operator("loss", "b", "shifted", outputs=(tensor(batched=False),)),
         ),
-    )  # fmt: skip
+    )
     flow = Flow(graph)
     assert label_columns(flow) == ("y",)
     # `early` runs before the first cut, in the first stage; `shifted` must be with the loss.
     assert last_start(flow) == [op.name for op in flow.operators].index("shifted")
-    problem = problem_of(graph, fleet_of([1.0, 1.0]), terms=Terms(data_holders=("d0",), labels_stay=True))
-    from_scratch = Reading(question_of(problem)).labels_from
+    problem = problem_of(graph, fleet_of([1.0, 1.0]), constraints=Constraints(data_holders=("d0",), labels_stay=True))
+    from_scratch = GraphReading(question_of(problem)).labels_from
     assert from_scratch == problem.last_start
 
 
@@ -140,7 +157,7 @@ def test_labels_meet_no_parameter() -> None:
 @settings(max_examples=30, deadline=None)
 def test_verify_finds_the_same_place_for_labels(seed: int, operators: int) -> None:
     problem = asked(seed, operators, fleet_of([1.0, 2.0]), holders=["d1"], labels_stay=True)
-    assert Reading(question_of(problem)).labels_from == problem.last_start
+    assert GraphReading(question_of(problem)).labels_from == problem.last_start
 
 
 def test_a_plan_elsewhere_is_seen() -> None:
@@ -161,12 +178,12 @@ def test_a_plan_elsewhere_is_seen() -> None:
 
 
 def test_planners_that_put_anything_anywhere_say_so() -> None:
-    terms = Terms(data_holders=("d0",), labels_stay=True)
+    constraints = Constraints(data_holders=("d0",), labels_stay=True)
     for name in set(planner_names()) - {"auto", "chain", "even"}:
         with pytest.raises(UserError, match=rf"plan.labels_stay: planner '{name}' .* 'auto', 'chain' or 'even'"):
-            check_honoured(name, terms)
+            check_constraints(name, constraints)
     with pytest.raises(UserError, match="labels_stay: got true without a data_holder"):
-        Terms(labels_stay=True)
+        Constraints(labels_stay=True)
     with pytest.raises(UserError, match="unknown device in data_holder 'd9'"):
         asked(1, 3, fleet_of([1.0]), holders=["d9"])
 
@@ -175,8 +192,8 @@ def test_a_larger_fleet_begins_where_the_data_are() -> None:
     fleet = resolve_fleet("random:12:5")
     holder = fleet.names[7]
     for labels_stay in (False, True):
-        terms = Terms(data_holders=(holder,), labels_stay=labels_stay)
-        problem = problem_of(gpt_graph(3), fleet, micro_batches=8, terms=terms)
+        constraints = Constraints(data_holders=(holder,), labels_stay=labels_stay)
+        problem = problem_of(gpt_graph(3), fleet, micro_batches=8, constraints=constraints)
         for name in ("chain", "auto"):
             made = plan(name, problem)
             assert respects(made, problem)
@@ -186,7 +203,9 @@ def test_a_larger_fleet_begins_where_the_data_are() -> None:
 
 def test_a_region_has_several_replicas() -> None:
     fleet = fleet_of([1.0] * 4, 0)
-    problem = problem_of(random_graph(3, 2), fleet, micro_batches=16, terms=Terms(data_holders=("d1", "d3")))
+    problem = problem_of(
+        random_graph(3, 2), fleet, micro_batches=16, constraints=Constraints(data_holders=("d1", "d3"))
+    )
     made = plan("auto", problem)
     assert 1 < len(made.replicas) <= 2
     assert {r.stages[0].device for r in made.replicas} == {"d1", "d3"}

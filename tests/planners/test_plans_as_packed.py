@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from plan_cases import all_orders_of, fleet_of, problem_of, random_graph
 from test_verify import check
 
-from isthmus.cost import Layout, Problem, build_plan, build_replicas, preference
+from isthmus.cost import PlanLayout, Problem, build_plan, build_replicas, preference
 from isthmus.cost.compression import ratio_planner_names
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import cuts
 from isthmus.planners import plan, planner_names
-from isthmus.plans import CompressionConfig, Packing, Plan, Terms
+from isthmus.plans import CompressionConfig, Constraints, Packing, Plan
 from isthmus.protocol import RunSpec
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
@@ -33,8 +33,8 @@ def asked(seed: int, method: str, *, operators: int = 5, devices: int = 3, ratio
     rng = random.Random(seed)
     memory = None if rng.random() < 0.6 else [rng.randint(300, 1500) for _ in range(devices)]
     fleet = fleet_of([rng.choice([3, 30, 300]) * rng.uniform(1, 3) for _ in range(devices)], seed, memory=memory)
-    terms = Terms(compression=CompressionConfig(method=method, ratio=ratio))
-    return problem_of(random_graph(seed, operators), fleet, terms=terms)
+    constraints = Constraints(compression=CompressionConfig(method=method, ratio=ratio))
+    return problem_of(random_graph(seed, operators), fleet, constraints=constraints)
 
 
 def every_pipeline_s(problem: Problem) -> float:
@@ -104,7 +104,9 @@ def test_money_is_counted_for_what_is_sent(method: str) -> None:
     problem = asked(11, method)
     devices = (msgspec.structs.replace(d, price_per_hour=1.0 + n) for n, d in enumerate(problem.fleet.devices))
     fleet = msgspec.structs.replace(problem.fleet, devices=tuple(devices))
-    problem = replace(problem, fleet=fleet, terms=Terms(objective="cost", compression=problem.terms.compression))
+    problem = replace(
+        problem, fleet=fleet, constraints=Constraints(objective="cost", compression=problem.constraints.compression)
+    )
     made = plan("chain", problem)
     prices: list[float] = []
     places = [cut.position for cut in cuts(problem.flow)]
@@ -120,23 +122,25 @@ def test_money_is_counted_for_what_is_sent(method: str) -> None:
 def replicated(problem: Problem) -> Plan:
     names = problem.fleet.names
     place = cuts(problem.flow)[0].position
-    return build_replicas(problem, [Layout(names[:2], (place,), 3), Layout(names[2:3], (), 1)], planner="hand")
+    return build_replicas(problem, [PlanLayout(names[:2], (place,), 3), PlanLayout(names[2:3], (), 1)], planner="hand")
 
 
 def test_each_replica_is_a_pipeline_of_its_own() -> None:
     problem = asked(3, "adatopk")
     made = replicated(problem)
     alone = build_plan(
-        problem.on(problem.fleet.subset(problem.fleet.names[:2]), 3), problem.fleet.names[:2],
-        [s.first for s in made.replicas[0].stages[1:]], planner="alone",
-    )  # fmt: skip
+        problem.on(problem.fleet.subset(problem.fleet.names[:2]), 3),
+        problem.fleet.names[:2],
+        [s.first for s in made.replicas[0].stages[1:]],
+        planner="alone",
+    )
     assert made.replicas[0].edges == alone.replica.edges
 
 
 def test_feedback_is_asked_of_gradients_alone() -> None:
     problem = asked(3, "uniform")
     feedback = CompressionConfig(method="uniform", ratio=20.0, feedback=True)
-    (edge,) = replicated(replace(problem, terms=Terms(compression=feedback))).replicas[0].edges
+    (edge,) = replicated(replace(problem, constraints=Constraints(compression=feedback))).replicas[0].edges
     assert edge.backward_compression is not None and edge.backward_compression.feedback
     assert edge.forward_compression is not None and not edge.forward_compression.feedback
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import fleet_of, operator, parameter, placeholder, problem_of, random_graph, saving, tensor
 
-from isthmus.cost import Layout, Problem, build_plan, build_replicas, place
+from isthmus.cost import PlanLayout, Problem, build_plan, build_replicas, place
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import OpGraph, Ref, cuts
 from isthmus.plans import Plan
@@ -51,8 +51,9 @@ def test_the_choice_is_the_best_of_all(seed: int, stages: int, schedule: str) ->
     # Nobody recomputes for nothing.
     fewest = min(
         sum(stage.recompute for stage in plan.stages)
-        for plan in fitting if plan.predicted.step_s <= best_s * (1 + 1e-9)
-    )  # fmt: skip
+        for plan in fitting
+        if plan.predicted.step_s <= best_s * (1 + 1e-9)
+    )
     assert sum(stage.recompute for stage in chosen.stages) == fewest
 
 
@@ -65,10 +66,13 @@ def test_the_choices_above_differ() -> None:
 def column_graph() -> OpGraph:
     """x -> a -> b -> loss(labels): the first and the last stage read a column of 8 and of 4 bytes a sample."""
     ops = (
-        placeholder("x", 2, dtype="float32"), placeholder("labels", 1, dtype="int32"), parameter("w", 5),
-        operator("a", "x", "w", flops=10, saved=100, width=3), operator("b", "a", flops=20, saved=200, width=4),
+        placeholder("x", 2, dtype="float32"),
+        placeholder("labels", 1, dtype="int32"),
+        parameter("w", 5),
+        operator("a", "x", "w", flops=10, saved=100, width=3),
+        operator("b", "a", flops=20, saved=200, width=4),
         operator("loss", "b", "labels", flops=30, saved=300, outputs=(tensor(batched=False),)),
-    )  # fmt: skip
+    )
     return OpGraph(name="columns", mode="train", ops=ops, loss=Ref("loss"))
 
 
@@ -90,7 +94,7 @@ def test_replicas_choose_each_for_itself() -> None:
     need = place(whole, ["d0"], []).sizes[0]
     rooms = [need.memory(2).total, need.memory(2, recompute=True).total]
     problem = problem_of(graph, fleet_of([1.0, 1.0], memory=rooms), micro_batches=4, schedule="gpipe")
-    made = build_replicas(problem, [Layout(("d0",), (), 2), Layout(("d1",), (), 2)], planner="hand")
+    made = build_replicas(problem, [PlanLayout(("d0",), (), 2), PlanLayout(("d1",), (), 2)], planner="hand")
     assert [replica.stages[0].recompute for replica in made.replicas] == [False, True]
     assert made.predicted.step_s - made.predicted.sync_s == pytest.approx(2 * 4 * 120)
 

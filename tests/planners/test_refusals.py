@@ -10,7 +10,7 @@ from plan_cases import fleet_of, operator, parameter, placeholder, problem_of, r
 from isthmus.errors import FleetTooSmall
 from isthmus.graph import OpGraph, Ref
 from isthmus.planners import plan, planner_names
-from isthmus.plans import Terms
+from isthmus.plans import Constraints
 
 OURS = [name for name in planner_names() if not name.startswith("test")]
 
@@ -46,8 +46,8 @@ def test_a_model_that_fits_but_for_the_terms_names_the_term() -> None:
     fleet = fleet_of([1.0, 1.0], 2, memory=[whole * 2, 60])
     plan("chain", problem_of(graph, fleet))
     for labels_stay, field in ((False, "data_holder"), (True, "labels_stay")):
-        terms = Terms(data_holders=("d1",), labels_stay=labels_stay)
+        constraints = Constraints(data_holders=("d1",), labels_stay=labels_stay)
         for name in ("auto", "chain"):
             words = rf"device d1 \(the data_holder.*bytes short.*binds is plan\.{field}"
             with pytest.raises(FleetTooSmall, match=words):
-                plan(name, problem_of(graph, fleet, terms=terms))
+                plan(name, problem_of(graph, fleet, constraints=constraints))

@@ -9,7 +9,7 @@ import pytest
 from plan_cases import fleet_of, problem_of, random_graph
 from test_verify import check, question_of
 
-from isthmus.cost import Layout, Problem, build_replicas
+from isthmus.cost import PlanLayout, Problem, build_replicas
 from isthmus.errors import UserError
 from isthmus.fleet import Link, Links
 from isthmus.graph import Flow, OpGraph
@@ -20,9 +20,10 @@ from isthmus.verification import verify
 def widened(graph: OpGraph, dtype: str) -> OpGraph:
     ops = [
         msgspec.structs.replace(op, outputs=(msgspec.structs.replace(op.outputs[0], dtype=dtype),))
-        if op.kind == "parameter" else op
+        if op.kind == "parameter"
+        else op
         for op in graph.ops
-    ]  # fmt: skip
+    ]
     return msgspec.structs.replace(graph, ops=tuple(ops))
 
 
@@ -40,7 +41,7 @@ def test_no_planner_makes_several_replicas(dtype: str) -> None:
         made = plan(name, asked)
         assert len(made.replicas) == 1, name
         check(made, asked)
-    two = [Layout(("d0",), (), 2), Layout(("d1",), (), 2)]
+    two = [PlanLayout(("d0",), (), 2), PlanLayout(("d1",), (), 2)]
     with pytest.raises(UserError, match=rf"got 2 replicas, expected one: parameter 'module\..*' is {dtype}"):
         build_replicas(asked, two, planner="hand")
 
@@ -58,6 +59,6 @@ def test_what_has_a_float32_master_is_summed() -> None:
 
 
 def test_the_independent_check_knows() -> None:
-    two = build_replicas(problem("float32"), [Layout(("d0",), (), 2), Layout(("d1",), (), 2)], planner="hand")
+    two = build_replicas(problem("float32"), [PlanLayout(("d0",), (), 2), PlanLayout(("d1",), (), 2)], planner="hand")
     fields = {d.field for d in verify(two, question_of(problem("float64"))).differences}
     assert "replicas" in fields

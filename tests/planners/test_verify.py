@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from plan_cases import all_orders_of, brute_force, fleet_of, gpt_graph, problem_of, random_graph, saving
 from term_cases import every_plan
 
-from isthmus.api.proving import as_proven
-from isthmus.api.proving import question_of as asked_of
-from isthmus.cost import Layout, Problem, build_plan, build_replicas, parameter_state, plan_compression
+from isthmus.api.proof import as_proven
+from isthmus.api.proof import question_of as asked_of
+from isthmus.cost import PlanLayout, Problem, build_plan, build_replicas, parameter_state, plan_compression
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.fleet import Device, Fleet, Link, Links, Route, Site, corrected
+from isthmus.fleet import Device, Fleet, Link, Links, Region, Route, corrected
 from isthmus.planners import over_counts
 from isthmus.planners import plan as plan_by
 from isthmus.planners.blocks import Blocks
-from isthmus.planners.least import Least, relaxed, with_certificate
+from isthmus.planners.least import LeastBound, relaxed, with_certificate
 from isthmus.planners.network import network_of
 from isthmus.plans import Plan
 from isthmus.verification import Question, Verdict, state_bytes, verify
 from isthmus.verification.bound import Bounds
-from isthmus.verification.reading import Reading
-from isthmus.verification.search import Search
+from isthmus.verification.reading import GraphReading
+from isthmus.verification.search import PlanSearch
 
 
 def question_of(problem: Problem) -> Question:
@@ -41,7 +41,7 @@ def make_plan(planner: str, problem: Problem) -> Plan:
 
 def certificate(problem: Problem, plan: Plan, bound_s: float, *, exact: bool = False) -> Plan:
     """The plan with a bound that somebody states."""
-    return with_certificate(problem, plan, Least(bound_s, exact))
+    return with_certificate(problem, plan, LeastBound(bound_s, exact))
 
 
 def two_sites(uplink: float, seed: int) -> Fleet:
@@ -52,7 +52,9 @@ def two_sites(uplink: float, seed: int) -> Fleet:
     links = Links(
         intra=Link(0.01, 500.0), default=Link(0.5, 60.0), devices=(Route("d0", "d2", Link(0.1, 20.0 + seed % 9)),)
     )
-    return Fleet(name="two", devices=devices, links=links, sites=(Site(region="east", uplink_bytes_per_s=uplink),))
+    return Fleet(
+        name="two", devices=devices, links=links, region_info=(Region(region="east", uplink_bytes_per_s=uplink),)
+    )
 
 
 def check(plan: Plan, problem: Problem) -> Verdict:
@@ -77,21 +79,39 @@ def check(plan: Plan, problem: Problem) -> Verdict:
     recompute=st.booleans(),
 )
 @example(
-    planner="auto", seed=209033, devices=4, units=4, micro_batches=3, schedule="1f1b", memory=1 << 40, saved=1,
+    planner="auto",
+    seed=209033,
+    devices=4,
+    units=4,
+    micro_batches=3,
+    schedule="1f1b",
+    memory=1 << 40,
+    saved=1,
     recompute=False,
 )  # three replicas
 @settings(max_examples=60, deadline=None)
 def test_every_plan_of_ours_passes(
-    planner: str, seed: int, devices: int, units: int, micro_batches: int, schedule: str, memory: int, saved: int,
+    planner: str,
+    seed: int,
+    devices: int,
+    units: int,
+    micro_batches: int,
+    schedule: str,
+    memory: int,
+    saved: int,
     recompute: bool,
-) -> None:  # fmt: skip
+) -> None:
     stated = fleet_of([1 + (seed * (k + 3)) % 7 for k in range(devices)], seed, memory=[memory] * devices)
     fleet = corrected(stated, {"d0": 0.5 * stated.device("d0").flops_per_s}, {})
     state = parameter_state("adamw")
     problem = problem_of(
-        saving(random_graph(seed, units), saved), fleet, micro_batches=micro_batches, schedule=schedule, state=state,
+        saving(random_graph(seed, units), saved),
+        fleet,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        state=state,
         recompute=recompute,
-    )  # fmt: skip
+    )
     try:
         plan = make_plan(planner, problem)
     except FleetTooSmall:
@@ -103,13 +123,15 @@ def test_every_plan_of_ours_passes(
 
 
 @given(
-    seed=st.integers(0, 10**6), uplink=st.floats(1, 100), cuts=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    seed=st.integers(0, 10**6),
+    uplink=st.floats(1, 100),
+    cuts=st.tuples(st.integers(1, 4), st.integers(1, 4)),
     share=st.integers(1, 5),
-)  # fmt: skip
+)
 @settings(max_examples=40, deadline=None)
 def test_replicas_and_shared_uplinks_pass(seed: int, uplink: float, cuts: tuple[int, int], share: int) -> None:
     problem = problem_of(random_graph(seed, 5), two_sites(uplink, seed), micro_batches=6)
-    layouts = [Layout(("d2", "d0"), (cuts[0],), share), Layout(("d1", "d3"), (cuts[1],), 6 - share)]
+    layouts = [PlanLayout(("d2", "d0"), (cuts[0],), share), PlanLayout(("d1", "d3"), (cuts[1],), 6 - share)]
     check(build_replicas(problem, layouts, planner="hand"), problem)
     check(build_plan(problem, ["d0", "d3", "d1"], [2, 4], planner="hand"), problem)
 
@@ -124,10 +146,10 @@ def test_its_brute_force_is_that_of_the_planners_tests_and_its_bound_is_below(
     )
     plan = build_plan(problem, problem.fleet.names[:1], [], planner="hand")
     best_s = brute_force(problem, all_orders_of(problem.fleet))
-    reading = Reading(question_of(problem))
+    reading = GraphReading(question_of(problem))
     bounds = Bounds(reading)
     assert 0 < bounds.single_s() <= best_s * (1 + 1e-9)
-    search = Search(reading, priced=False)
+    search = PlanSearch(reading, priced=False)
     assert search.single(2 * plan.predicted.step_s).known == pytest.approx(best_s, rel=1e-9)
     assert search.single(best_s * (1 - 1e-9)) == (inf, inf)
 
@@ -140,9 +162,9 @@ def test_its_search_over_several_replicas_is_brute_force(
     fleet = fleet_of([1 + (seed * (k + 5)) % 6 for k in range(devices)], seed)
     problem = problem_of(random_graph(seed, units), fleet, micro_batches=micro_batches)
     several = [plan.predicted.step_s for plan in every_plan(problem) if len(plan.replicas) > 1]
-    reading = Reading(question_of(problem))
+    reading = GraphReading(question_of(problem))
     bounds = Bounds(reading)
-    found_s = Search(reading, priced=False).several(1e12).known
+    found_s = PlanSearch(reading, priced=False).several(1e12).known
     assert bounds.several_s() <= min(several, default=float("inf")) * (1 + 1e-9)
     assert found_s == (pytest.approx(min(several), rel=1e-9) if several else inf)
 
@@ -198,7 +220,7 @@ def at(built: Built, path: tuple[str | int, ...]) -> Built:
 def two_replicas() -> tuple[Plan, Problem]:
     """Edges, a skip, a shared parameter, groups and a certificate: a figure in every field."""
     problem = problem_of(random_graph(29, 6), two_sites(9.0, 1), micro_batches=6, state=parameter_state("adam"))
-    layouts = [Layout(("d2", "d0"), (3,), 2, (True, False)), Layout(("d1", "d3"), (2,), 4)]
+    layouts = [PlanLayout(("d2", "d0"), (3,), 2, (True, False)), PlanLayout(("d1", "d3"), (2,), 4)]
     plan = build_replicas(problem, layouts, planner="hand")
     return with_certificate(problem, plan, relaxed(problem, network_of(problem), Blocks(problem), None)), problem
 
@@ -256,8 +278,9 @@ def test_devices_swapped_or_unknown_or_too_small() -> None:
     found = verify(plan, question_of(problem_of(problem.flow.graph, small)))
     assert [d.field for d in found.differences] == ["replicas[0].stages[1].memory"]
     built: Built = msgspec.json.decode(msgspec.json.encode(plan))
-    swapped = changed(changed(built, ("replicas", 0, "stages", 0, "device"), "d1"),
-                      ("replicas", 0, "stages", 1, "device"), "d0")  # fmt: skip
+    swapped = changed(
+        changed(built, ("replicas", 0, "stages", 0, "device"), "d1"), ("replicas", 0, "stages", 1, "device"), "d0"
+    )
     fields = {d.field for d in verify(msgspec.convert(swapped, Plan), question_of(problem)).differences}
     assert {"predicted.step_s", "predicted.fill_s"} <= fields
     twice = changed(built, ("replicas", 0, "stages", 0, "device"), "d1")
@@ -278,8 +301,13 @@ def test_differences_say_by_how_much() -> None:
 
 def test_bad_questions() -> None:
     problem = problem_of(random_graph(3, 3), fleet_of([1.0]))
-    fields = {"graph": problem.flow.graph, "fleet": problem.fleet, "micro_batch_size": 2, "micro_batches": 4,
-              "schedule": "1f1b"}  # fmt: skip
+    fields = {
+        "graph": problem.flow.graph,
+        "fleet": problem.fleet,
+        "micro_batch_size": 2,
+        "micro_batches": 4,
+        "schedule": "1f1b",
+    }
     with pytest.raises(UserError, match="micro_batches: got 0"):
         Question(**{**fields, "micro_batches": 0})  # type: ignore[arg-type]
     fixed = msgspec.structs.replace(problem.flow.graph, batch=3)
@@ -296,8 +324,10 @@ def test_state_is_counted_as_the_cost_model_does(name: str, narrow: bool) -> Non
         ours = state_bytes(name, momentum=momentum, narrow=narrow)
         theirs = parameter_state(name, momentum=momentum, narrow=narrow)
         assert (ours.master, ours.gradient, ours.optimizer) == (
-            theirs.master_bytes, theirs.gradient_bytes, theirs.optimizer_bytes
-        )  # fmt: skip
+            theirs.master_bytes,
+            theirs.gradient_bytes,
+            theirs.optimizer_bytes,
+        )
     with pytest.raises(UserError, match="unknown optimizer"):
         state_bytes("lion")
 
@@ -305,7 +335,7 @@ def test_state_is_counted_as_the_cost_model_does(name: str, narrow: bool) -> Non
 def test_a_compressed_plan_is_timed_by_what_crosses_the_wire() -> None:
     problem = problem_of(gpt_graph(3), fleet_of([1e6, 2e6, 3e6], 4), micro_batches=6)
     packed = plan_compression("uniform", problem, make_plan("even", problem), 20.0)
-    check(packed, asked := replace(problem, terms=packed.terms))
+    check(packed, asked := replace(problem, constraints=packed.constraints))
     (replica,) = packed.replicas
     edge = replica.edges[0]
     assert edge.forward_compression is not None

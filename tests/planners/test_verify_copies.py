@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from test_feeding import every_chain, fed_problem
 
-from isthmus.api.proving import as_proven, question_of
+from isthmus.api.proof import as_proven, question_of
 from isthmus.cost import Problem, preference
 from isthmus.planners import over_counts
 from isthmus.planners import plan as plan_by
 from isthmus.plans import Objective, Plan, Replica
 from isthmus.verification import Verdict, provable, verify
 from isthmus.verification.feeding import relaxed
-from isthmus.verification.reading import Reading
-from isthmus.verification.search import Search
+from isthmus.verification.reading import GraphReading
+from isthmus.verification.search import PlanSearch
 
 
 def check(plan: Plan, problem: Problem) -> Verdict:
@@ -64,7 +64,7 @@ def test_the_bound_counts_the_sums_of_the_copies(labels_stay: bool) -> None:
         best = min(plan.predicted.step_s for plan in every_chain(problem))
         asked = relaxed(question_of(problem, (problem.micro_batches,)))
         counted, alone = (
-            Search(Reading(question), priced=False).single(2 * best).bound
+            PlanSearch(GraphReading(question), priced=False).single(2 * best).bound
             for question in (asked, replace(asked, fed=None))
         )
         assert alone <= counted <= best * (1 + 1e-9)

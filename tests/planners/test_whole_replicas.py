@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_cases import fleet_of, problem_of, random_graph, saving
 
-from isthmus.cost import Layout, build_replicas, layouts_of
+from isthmus.cost import PlanLayout, build_replicas, layouts_of
 from isthmus.graph import cuts
 from isthmus.planners import whole_replicas
 from isthmus.planners.whole_replicas import dealt
@@ -24,13 +24,14 @@ def test_all_are_dealt_in_proportion(shares: list[int], more: int) -> None:
 def test_the_replicas_that_lost_nobody_keep_their_cuts_and_share_the_batch() -> None:
     problem = problem_of(random_graph(3, 12), fleet_of([5.0] * 5), micro_batches=8)
     cut = cuts(problem.flow)[2].position
-    layouts = [Layout(("d0", "d1"), (cut,), 4), Layout(("d2",), (), 2), Layout(("d3", "d4"), (cut,), 2)]
+    layouts = [PlanLayout(("d0", "d1"), (cut,), 4), PlanLayout(("d2",), (), 2), PlanLayout(("d3", "d4"), (cut,), 2)]
     plan = build_replicas(problem, layouts, planner="test")
     found = whole_replicas(problem, plan, ("d0", "d2", "d3", "d4"))
     assert found is not None
     assert [(x.order, x.boundaries, x.micro_batches) for x in layouts_of(found)] == [
-        (("d2",), (), 4), (("d3", "d4"), (cut,), 4)
-    ]  # fmt: skip
+        (("d2",), (), 4),
+        (("d3", "d4"), (cut,), 4),
+    ]
     alone = whole_replicas(problem, plan, ("d0", "d2"))
     assert alone is not None and alone.used == ("d2",) and not alone.sync.groups and alone.micro_batches == 8
     assert whole_replicas(problem, plan, ("d0", "d3")) is None
@@ -38,7 +39,7 @@ def test_the_replicas_that_lost_nobody_keep_their_cuts_and_share_the_batch() -> 
 
 def test_a_replica_without_room_for_more_does_not_go_on() -> None:
     """GPipe keeps what all its micro-batches save."""
-    graph, layouts = saving(random_graph(3, 12), 100), [Layout(("d0",), (), 4), Layout(("d1",), (), 4)]
+    graph, layouts = saving(random_graph(3, 12), 100), [PlanLayout(("d0",), (), 4), PlanLayout(("d1",), (), 4)]
     roomy = problem_of(graph, fleet_of([5.0, 5.0]), micro_batches=8, schedule="gpipe", recompute=False)
     total = build_replicas(roomy, layouts, planner="test").replicas[0].stages[0].memory.total
     fleet = fleet_of([5.0, 5.0], memory=[total, total])

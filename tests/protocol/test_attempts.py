@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from isthmus.protocol import Coordinator, Layout, RunSpec
+from isthmus.protocol import Coordinator, RunSpec, StateLayout
 from isthmus.protocol.attempts import Attempts, StepFailure
 from isthmus.protocol.coordinator_events import (
-    Changed,
     CoordinatorInstruction,
-    Finish,
-    Halt,
-    Held,
-    Hold,
-    Joined,
-    Lost,
+    DeviceJoined,
+    DeviceLost,
+    DeviceReady,
+    FinishRun,
+    FleetChanged,
+    HaltDevices,
+    Inventory,
+    ItemReported,
     MakePlan,
     NoPlan,
-    Planned,
-    Ready,
-    Reported,
+    Pause,
+    PlanMade,
     StepFailed,
 )
 
@@ -25,46 +25,46 @@ ALL = ("oslo", "tokyo")
 LABEL = StepFailure(step=0, what="aten.nll_loss", reason="Target 39 is out of bounds")
 
 
-def layout(*devices: str) -> Layout:
-    return Layout(parts={d: frozenset({"w"}) for d in devices})
+def layout(*devices: str) -> StateLayout:
+    return StateLayout(parts={d: frozenset({"w"}) for d in devices})
 
 
 def running(**fields: int) -> Coordinator:
     spec = RunSpec(**{"steps": 9, "micro_batches": 1, "micro_batch_size": 1, "lease_ahead": 1, **fields})
     machine = Coordinator(ALL, spec, layout=layout(*ALL))
     for device in ALL:
-        machine.handle(Joined(device=device))
+        machine.handle(DeviceJoined(device=device))
     ready(machine)
     return machine
 
 
 def ready(machine: Coordinator) -> None:
     for device in machine.devices:
-        machine.handle(Ready(device=device, epoch=machine.epoch))
+        machine.handle(DeviceReady(device=device, epoch=machine.epoch))
     assert machine.statistics().phase == "running"
 
 
 def held(machine: Coordinator, *devices: str) -> list[CoordinatorInstruction]:
     """Those who are left say what they hold; what the last of them leads to."""
-    return [machine.handle(Held(device=d, holdings=(), epoch=machine.epoch)) for d in devices][-1]
+    return [machine.handle(Inventory(device=d, holdings=(), epoch=machine.epoch)) for d in devices][-1]
 
 
 def lose(machine: Coordinator, device: str) -> list[CoordinatorInstruction]:
-    return machine.handle(Lost(device=device, reason="it hung up", epoch=machine.epoch))
+    return machine.handle(DeviceLost(device=device, reason="it hung up", epoch=machine.epoch))
 
 
 def begin_again(machine: Coordinator, *lost: str) -> None:
     """With those who are left, and the lost ones, who came back."""
     for device in lost:
-        machine.handle(Joined(device=device, epoch=machine.epoch))
+        machine.handle(DeviceJoined(device=device, epoch=machine.epoch))
     held(machine, *ALL)
-    machine.handle(Planned(layout=layout(*ALL), epoch=machine.epoch))
+    machine.handle(PlanMade(layout=layout(*ALL), epoch=machine.epoch))
     ready(machine)
 
 
 def step(machine: Coordinator, item: int) -> None:
     for device in machine.devices:
-        machine.handle(Reported(device=device, item=item, epoch=machine.epoch))
+        machine.handle(ItemReported(device=device, item=item, epoch=machine.epoch))
 
 
 def fail(machine: Coordinator, device: str, failure: StepFailure = LABEL) -> list[CoordinatorInstruction]:
@@ -74,11 +74,11 @@ def fail(machine: Coordinator, device: str, failure: StepFailure = LABEL) -> lis
 def test_attempts_that_do_no_step_come_to_an_end():
     machine = running(recovery_attempts=3)
     for _ in range(3):
-        assert not any(isinstance(i, Finish) for i in lose(machine, "oslo"))
+        assert not any(isinstance(i, FinishRun) for i in lose(machine, "oslo"))
         begin_again(machine, "oslo")
     halt, finish = lose(machine, "oslo")
-    assert halt == Halt()
-    assert finish == Finish("lost", "device 'oslo' was lost: it hung up; 3 attempts to go on did no step")
+    assert halt == HaltDevices()
+    assert finish == FinishRun("lost", "device 'oslo' was lost: it hung up; 3 attempts to go on did no step")
 
 
 def test_devices_that_blame_each_other_in_turn_are_no_way_out():
@@ -93,7 +93,7 @@ def test_devices_that_blame_each_other_in_turn_are_no_way_out():
 def test_a_step_in_between_gives_new_attempts():
     machine = running(recovery_attempts=2)
     for number in range(5):
-        assert not any(isinstance(i, Finish) for i in lose(machine, "oslo"))
+        assert not any(isinstance(i, FinishRun) for i in lose(machine, "oslo"))
         begin_again(machine, "oslo")
         step(machine, machine.statistics().leased - 1)
         assert machine.statistics().finished == number + 1
@@ -108,12 +108,12 @@ def test_many_devices_that_are_lost_at_once_are_one_attempt():
 
 def test_a_step_that_fails_alike_on_two_devices_is_the_jobs():
     machine = running()
-    assert fail(machine, "oslo") == [Hold("oslo"), Hold("tokyo")]
+    assert fail(machine, "oslo") == [Pause("oslo"), Pause("tokyo")]
     assert held(machine, *ALL) == [MakePlan(("tokyo",), waits=True)]
-    machine.handle(Planned(layout=layout("tokyo"), epoch=machine.epoch))
+    machine.handle(PlanMade(layout=layout("tokyo"), epoch=machine.epoch))
     ready(machine)
     reason = "device 'tokyo', as on device 'oslo' before: Target 39 is out of bounds"
-    assert fail(machine, "tokyo") == [Halt(), Finish("failed", reason)]
+    assert fail(machine, "tokyo") == [HaltDevices(), FinishRun("failed", reason)]
 
 
 def test_a_device_that_is_needed_tries_twice():
@@ -121,18 +121,18 @@ def test_a_device_that_is_needed_tries_twice():
     fail(machine, "oslo")
     held(machine, *ALL)
     assert machine.handle(NoPlan(reason="too large", epoch=machine.epoch)) == [MakePlan(ALL, waits=True)]
-    machine.handle(Planned(layout=layout(*ALL), epoch=machine.epoch))
+    machine.handle(PlanMade(layout=layout(*ALL), epoch=machine.epoch))
     ready(machine)
-    assert fail(machine, "oslo")[-1] == Finish("failed", "device 'oslo', again: Target 39 is out of bounds")
+    assert fail(machine, "oslo")[-1] == FinishRun("failed", "device 'oslo', again: Target 39 is out of bounds")
 
 
 def test_another_failure_or_another_step_is_not_the_same():
     machine = running()
     for failure in (LABEL, StepFailure(step=1, what=LABEL.what, reason=""), StepFailure(step=1, what="b", reason="")):
-        assert Hold("oslo") in fail(machine, "oslo", failure)
+        assert Pause("oslo") in fail(machine, "oslo", failure)
         held(machine, *ALL)
         machine.handle(NoPlan(reason="too large", epoch=machine.epoch))
-        machine.handle(Planned(layout=layout(*ALL), epoch=machine.epoch))
+        machine.handle(PlanMade(layout=layout(*ALL), epoch=machine.epoch))
         ready(machine)
 
 
@@ -140,11 +140,11 @@ def test_a_device_whose_step_others_can_do_stays_out_of_plans():
     machine = running()
     fail(machine, "oslo")
     held(machine, *ALL)
-    machine.handle(Planned(layout=layout("tokyo"), epoch=machine.epoch))
+    machine.handle(PlanMade(layout=layout("tokyo"), epoch=machine.epoch))
     ready(machine)
     step(machine, machine.statistics().leased - 1)
-    assert machine.handle(Changed()) == []  # of an older epoch
-    asked = machine.handle(Changed(epoch=machine.epoch))
+    assert machine.handle(FleetChanged()) == []  # of an older epoch
+    asked = machine.handle(FleetChanged(epoch=machine.epoch))
     assert asked == [MakePlan(("tokyo",), must=False)]
 
 
@@ -153,7 +153,7 @@ def test_a_device_that_did_the_step_after_all_is_trusted_again():
     fail(machine, "oslo")
     held(machine, *ALL)
     machine.handle(NoPlan(reason="too large", epoch=machine.epoch))
-    machine.handle(Planned(layout=layout(*ALL), epoch=machine.epoch))
+    machine.handle(PlanMade(layout=layout(*ALL), epoch=machine.epoch))
     ready(machine)
     step(machine, machine.statistics().leased - 1)
     fail(machine, "tokyo", StepFailure(step=1, what="b", reason=""))

@@ -2,19 +2,19 @@ import pytest
 
 from isthmus.protocol import Coordinator, Item, RunSpec, items
 from isthmus.protocol.coordinator_events import (
-    Advance,
-    Assign,
-    Commit,
+    AssignStage,
+    CommitCheckpoint,
     CoordinatorInstruction,
-    Finish,
-    Halt,
-    Interrupted,
-    Joined,
-    Lost,
-    Open,
-    Place,
-    Ready,
-    Reported,
+    DeviceJoined,
+    DeviceLost,
+    DeviceReady,
+    FinishRun,
+    HaltDevices,
+    ItemDone,
+    ItemReported,
+    OpenItem,
+    PlaceWeights,
+    StopRequested,
 )
 
 DEVICES = ("oslo", "tokyo")
@@ -26,118 +26,128 @@ def spec(**fields: int) -> RunSpec:
 
 def running(run: RunSpec) -> Coordinator:
     coordinator = Coordinator(DEVICES, run)
-    for event in (*(Joined(device=d) for d in DEVICES), *(Ready(device=d) for d in DEVICES)):
+    for event in (*(DeviceJoined(device=d) for d in DEVICES), *(DeviceReady(device=d) for d in DEVICES)):
         coordinator.handle(event)
     return coordinator
 
 
 def report(coordinator: Coordinator, item: int, loss: float | None = None) -> list[CoordinatorInstruction]:
     """Both devices finish an item; what the second report leads to."""
-    assert coordinator.handle(Reported(device="tokyo", item=item, loss=loss, count=loss and 2.0)) == []
-    return coordinator.handle(Reported(device="oslo", item=item))
+    assert coordinator.handle(ItemReported(device="tokyo", item=item, loss=loss, count=loss and 2.0)) == []
+    return coordinator.handle(ItemReported(device="oslo", item=item))
 
 
 def test_nothing_is_placed_before_all_have_joined():
     coordinator = Coordinator(DEVICES, spec())
-    assert coordinator.handle(Joined(device="tokyo")) == []
-    assert coordinator.handle(Joined(device="tokyo")) == []
-    assert coordinator.handle(Joined(device="oslo")) == [
-        Assign("oslo"), Place("oslo"), Assign("tokyo"), Place("tokyo"),
-    ]  # fmt: skip
+    assert coordinator.handle(DeviceJoined(device="tokyo")) == []
+    assert coordinator.handle(DeviceJoined(device="tokyo")) == []
+    assert coordinator.handle(DeviceJoined(device="oslo")) == [
+        AssignStage("oslo"),
+        PlaceWeights("oslo"),
+        AssignStage("tokyo"),
+        PlaceWeights("tokyo"),
+    ]
     assert coordinator.statistics().phase == "placing"
 
 
 def test_items_are_leased_ahead_once_all_are_ready():
     coordinator = Coordinator(DEVICES, spec(lease_ahead=3))
     for device in DEVICES:
-        coordinator.handle(Joined(device=device))
-    assert coordinator.handle(Ready(device="oslo")) == []
+        coordinator.handle(DeviceJoined(device=device))
+    assert coordinator.handle(DeviceReady(device="oslo")) == []
     first_three = [item for item, _ in zip(items(spec()), range(3), strict=False)]
-    assert coordinator.handle(Ready(device="tokyo")) == [Open(item) for item in first_three]
+    assert coordinator.handle(DeviceReady(device="tokyo")) == [OpenItem(item) for item in first_three]
 
 
 def test_the_slowest_device_sets_the_pace():
     coordinator = running(spec())
     t0, _, t2, t3, _ = items(spec())
-    assert coordinator.handle(Reported(device="oslo", item=0)) == []
-    assert coordinator.handle(Reported(device="oslo", item=1)) == []
-    assert coordinator.handle(Reported(device="tokyo", item=0, loss=6.0, count=4.0)) == [Advance(t0, 1.5), Open(t2)]
-    assert coordinator.handle(Reported(device="tokyo", item=1, loss=6.0, count=0.0))[1:] == [Open(t3)]
+    assert coordinator.handle(ItemReported(device="oslo", item=0)) == []
+    assert coordinator.handle(ItemReported(device="oslo", item=1)) == []
+    assert coordinator.handle(ItemReported(device="tokyo", item=0, loss=6.0, count=4.0)) == [
+        ItemDone(t0, 1.5),
+        OpenItem(t2),
+    ]
+    assert coordinator.handle(ItemReported(device="tokyo", item=1, loss=6.0, count=0.0))[1:] == [OpenItem(t3)]
     assert coordinator.statistics().finished == 2
 
 
 def test_a_loss_that_counted_nothing_is_no_loss():
     coordinator = running(spec())
     (advance, *_) = report(coordinator, 0, loss=0.0)
-    assert advance == Advance(next(items(spec())), None)
+    assert advance == ItemDone(next(items(spec())), None)
 
 
 def test_a_checkpoint_is_committed_when_all_parts_are_written_and_the_run_ends_with_one():
     run = spec(steps=2, save_every=1)
     coordinator = running(run)
     t0, s1, t1, s2 = items(run)
-    assert report(coordinator, 0, loss=3.0) == [Advance(t0, 1.5), Open(t1)]
-    assert report(coordinator, 1) == [Advance(s1), Commit(s1), Open(s2)]
-    assert report(coordinator, 2, loss=1.0) == [Advance(t1, 0.5)]
-    assert report(coordinator, 3) == [Advance(s2), Commit(s2), Halt(), Finish("done")]
+    assert report(coordinator, 0, loss=3.0) == [ItemDone(t0, 1.5), OpenItem(t1)]
+    assert report(coordinator, 1) == [ItemDone(s1), CommitCheckpoint(s1), OpenItem(s2)]
+    assert report(coordinator, 2, loss=1.0) == [ItemDone(t1, 0.5)]
+    assert report(coordinator, 3) == [ItemDone(s2), CommitCheckpoint(s2), HaltDevices(), FinishRun("done")]
     assert coordinator.statistics().phase == "done"
 
 
 def test_a_run_without_steps_ends_at_once():
     coordinator = Coordinator(("oslo",), spec(steps=3, start_step=3))
-    coordinator.handle(Joined(device="oslo"))
-    assert coordinator.handle(Ready(device="oslo")) == [Halt(), Finish("done")]
+    coordinator.handle(DeviceJoined(device="oslo"))
+    assert coordinator.handle(DeviceReady(device="oslo")) == [HaltDevices(), FinishRun("done")]
 
 
 def test_an_interrupted_run_finishes_what_is_leased_saves_and_leaves():
     coordinator = running(spec())
     t0, t1, *_ = items(spec())
     save = Item(index=2, kind="save", step=2)
-    assert coordinator.handle(Interrupted()) == [Open(save)]
-    assert coordinator.handle(Interrupted()) == []
-    assert report(coordinator, 0) == [Advance(t0)]
-    assert report(coordinator, 1) == [Advance(t1)]
-    assert report(coordinator, 2) == [Advance(save), Commit(save), Halt(), Finish("interrupted")]
+    assert coordinator.handle(StopRequested()) == [OpenItem(save)]
+    assert coordinator.handle(StopRequested()) == []
+    assert report(coordinator, 0) == [ItemDone(t0)]
+    assert report(coordinator, 1) == [ItemDone(t1)]
+    assert report(coordinator, 2) == [ItemDone(save), CommitCheckpoint(save), HaltDevices(), FinishRun("interrupted")]
 
 
 def test_an_interrupted_run_does_not_save_twice():
     run = spec(save_every=1)
     coordinator = running(run)  # the newest lease is the checkpoint after step 0
-    assert coordinator.handle(Interrupted()) == []
+    assert coordinator.handle(StopRequested()) == []
     report(coordinator, 0)
-    assert report(coordinator, 1)[1:] == [Commit(Item(index=1, kind="save", step=1)), Halt(), Finish("interrupted")]
+    assert report(coordinator, 1)[1:] == [
+        CommitCheckpoint(Item(index=1, kind="save", step=1)),
+        HaltDevices(),
+        FinishRun("interrupted"),
+    ]
 
 
 def test_an_interrupt_after_the_last_lease_changes_nothing():
     coordinator = running(spec(steps=1))
-    assert coordinator.handle(Interrupted()) == []
+    assert coordinator.handle(StopRequested()) == []
     report(coordinator, 0)
-    assert report(coordinator, 1)[-1] == Finish("done")
+    assert report(coordinator, 1)[-1] == FinishRun("done")
 
 
 @pytest.mark.parametrize("joined", [0, 1, 2])
 def test_an_interrupt_before_the_first_step_ends_the_run(joined: int):
     coordinator = Coordinator(DEVICES, spec())
     for device in DEVICES[:joined]:
-        coordinator.handle(Joined(device=device))
-    assert coordinator.handle(Interrupted()) == [Halt(), Finish("interrupted")]
+        coordinator.handle(DeviceJoined(device=device))
+    assert coordinator.handle(StopRequested()) == [HaltDevices(), FinishRun("interrupted")]
 
 
 @pytest.mark.parametrize("phase", ["joining", "running", "closing"])
 def test_a_lost_device_ends_the_run_in_any_phase(phase: str):
     coordinator = Coordinator(DEVICES, spec()) if phase == "joining" else running(spec())
     if phase == "closing":
-        coordinator.handle(Interrupted())
+        coordinator.handle(StopRequested())
     assert coordinator.statistics().phase == phase
-    lost = coordinator.handle(Lost(device="tokyo", reason="no heartbeat for 5 s"))
-    assert lost == [Halt(), Finish("lost", "device 'tokyo' was lost: no heartbeat for 5 s")]
-    assert coordinator.handle(Lost(device="oslo", reason="left")) == []
-    assert coordinator.handle(Reported(device="oslo", item=0)) == []
+    lost = coordinator.handle(DeviceLost(device="tokyo", reason="no heartbeat for 5 s"))
+    assert lost == [HaltDevices(), FinishRun("lost", "device 'tokyo' was lost: no heartbeat for 5 s")]
+    assert coordinator.handle(DeviceLost(device="oslo", reason="left")) == []
+    assert coordinator.handle(ItemReported(device="oslo", item=0)) == []
 
 
 def test_a_stale_epoch_is_dropped_and_counted():
     coordinator = Coordinator(DEVICES, spec(), epoch=2)
-    assert coordinator.handle(Lost(device="oslo", reason="of an older plan", epoch=1)) == []
+    assert coordinator.handle(DeviceLost(device="oslo", reason="of an older plan", epoch=1)) == []
     assert coordinator.statistics().stale == 1
     assert coordinator.statistics().phase == "joining"
-    assert coordinator.handle(Lost(device="oslo", reason="of this plan", epoch=2))[0] == Halt()
+    assert coordinator.handle(DeviceLost(device="oslo", reason="of this plan", epoch=2))[0] == HaltDevices()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.plans import Plan, Prediction, Replica, Schedule, Stage
 from isthmus.plans.plan import StageMemory
-from isthmus.protocol.drift import APART, LAG_STEPS, STEPS, Drift, Figure, Gauge, News
+from isthmus.protocol.drift import APART, LAG_STEPS, STEPS, Drift, DriftReport, RateChange, RateEstimator
 from isthmus.trace import Span
 
 FORWARD, BACKWARD, SPEED, BANDWIDTH, MESSAGE = 1000, 2000, 3000.0, 1e5, 50_000
@@ -24,11 +24,11 @@ anything = st.floats(1e-6, 1e6)
 @given(st.lists(st.tuples(st.lists(near, min_size=2, max_size=2), st.lists(anything, min_size=3, max_size=3))))
 def test_three_odd_steps_in_any_five_change_nothing(blocks: list[tuple[list[float], list[float]]]) -> None:
     """Two that are as usual in every five, whatever the others are."""
-    gauge = Gauge(1.0)
+    estimator = RateEstimator(1.0)
     rates = [rate for usual, odd in blocks for rate in (*usual, *odd)]
     for step, rate in enumerate(rates):
-        assert not gauge.add(float(step), rate)
-    assert gauge.believed == 1.0
+        assert not estimator.add(float(step), rate)
+    assert estimator.believed == 1.0
 
 
 far = st.one_of(st.floats(0.01, 0.6), st.floats(1.7, 100))
@@ -36,35 +36,35 @@ far = st.one_of(st.floats(0.01, 0.6), st.floats(1.7, 100))
 
 @given(st.lists(near, max_size=20), far, st.lists(near, min_size=STEPS))
 def test_what_lasts_is_believed_within_a_window(before: list[float], factor: float, noise: list[float]) -> None:
-    gauge = Gauge(1.0)
+    estimator = RateEstimator(1.0)
     times = itertools.count(0.0, 10.0)
     for rate in before:
-        assert not gauge.add(next(times), rate)
+        assert not estimator.add(next(times), rate)
     since = [factor * rate for rate in noise[:STEPS]]
-    told = [gauge.add(next(times), rate) for rate in since]
+    told = [estimator.add(next(times), rate) for rate in since]
     assert any(told)
-    assert min(since) <= gauge.believed <= max(since)
+    assert min(since) <= estimator.believed <= max(since)
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=60))
 def test_what_is_believed_is_never_far_from_a_window_that_agrees(rates: list[float]) -> None:
     """Whatever comes: right after a window of which most lie on one side, beyond the threshold, that is believed."""
-    gauge = Gauge(1.0)
+    estimator = RateEstimator(1.0)
     for step, rate in enumerate(rates):
-        gauge.add(float(step), rate)
+        estimator.add(float(step), rate)
         window = rates[max(0, step + 1 - STEPS) : step + 1]
-        if len(window) == STEPS and min(window) > gauge.believed * APART:
-            raise AssertionError(f"{window} against {gauge.believed}")
-        if len(window) == STEPS and max(window) * APART < gauge.believed:
-            raise AssertionError(f"{window} against {gauge.believed}")
+        if len(window) == STEPS and min(window) > estimator.believed * APART:
+            raise AssertionError(f"{window} against {estimator.believed}")
+        if len(window) == STEPS and max(window) * APART < estimator.believed:
+            raise AssertionError(f"{window} against {estimator.believed}")
 
 
 def test_quick_steps_must_last_a_while() -> None:
     """A busy moment of a second is a hundred steps of ten milliseconds."""
-    gauge = Gauge(1.0)
+    estimator = RateEstimator(1.0)
     for step in range(300):
-        assert not gauge.add(step * 0.01, 1.0)
-    assert not any(gauge.add(3.0 + step * 0.01, 0.2) for step in range(100))
+        assert not estimator.add(step * 0.01, 1.0)
+    assert not any(estimator.add(3.0 + step * 0.01, 0.2) for step in range(100))
 
 
 def _fleet() -> Fleet:
@@ -76,17 +76,29 @@ def _plan() -> Plan:
     memory = StageMemory(weights=0, gradients=0, optimizer=0, activations=0)
     stages = tuple(
         Stage(
-            device=name, first=k, last=k, first_op="x", last_op="x", flops_forward=FORWARD, flops_backward=BACKWARD,
-            parameter_bytes=0, memory=memory,
+            device=name,
+            first=k,
+            last=k,
+            first_op="x",
+            last_op="x",
+            flops_forward=FORWARD,
+            flops_backward=BACKWARD,
+            parameter_bytes=0,
+            memory=memory,
         )
         for k, name in enumerate(("a", "b"))
-    )  # fmt: skip
+    )
     replica = Replica(stages=stages, edges=(), micro_batches=2, schedule=Schedule("1f1b", (2, 1)))
     predicted = Prediction(step_s=1, period_s=1, fill_s=1, micro_batches=2, eq3_step_s=1, bottleneck="device a")
     return Plan(
-        model="m", fleet="test", planner="test", micro_batch_size=1, micro_batches=2, replicas=(replica,),
+        model="m",
+        fleet="test",
+        planner="test",
+        micro_batch_size=1,
+        micro_batches=2,
+        replicas=(replica,),
         predicted=predicted,
-    )  # fmt: skip
+    )
 
 
 def _spans(step: int, slow: dict[str, float], link: float, *, hidden: str = "") -> Iterator[Span]:
@@ -97,21 +109,34 @@ def _spans(step: int, slow: dict[str, float], link: float, *, hidden: str = "") 
         for micro_batch, (name, flops) in itertools.product(range(2), (("F", FORWARD), ("B", BACKWARD))):
             seconds = flops / (SPEED * slow.get(device, 1.0))
             yield Span(
-                device=device, track="compute", name=name, start_s=at, end_s=at + seconds, step=step,
+                device=device,
+                track="compute",
+                name=name,
+                start_s=at,
+                end_s=at + seconds,
+                step=step,
                 micro_batch=micro_batch,
-            )  # fmt: skip
+            )
     for micro_batch, (device, track, other) in itertools.product(range(2), (("a", "send", "b"), ("b", "receive", "a"))):
         seconds = 1e-4 if track == hidden else MESSAGE / (BANDWIDTH * link)
         yield Span(
-            device=device, track=track, name="forward", start_s=at, end_s=at + seconds, step=step,  # type: ignore[arg-type]
-            micro_batch=micro_batch, size_bytes=MESSAGE, wire_bytes=MESSAGE if track == "send" else 0, other=other,
-        )  # fmt: skip
+            device=device,
+            track=track,
+            name="forward",
+            start_s=at,
+            end_s=at + seconds,
+            step=step,  # type: ignore[arg-type]
+            micro_batch=micro_batch,
+            size_bytes=MESSAGE,
+            wire_bytes=MESSAGE if track == "send" else 0,
+            other=other,
+        )
 
 
 def _noted(
     drift: Drift, steps: Sequence[int], slow: dict[str, float], link: float = 1.0, hidden: str = ""
-) -> list[Figure]:
-    found: list[Figure] = []
+) -> list[RateChange]:
+    found: list[RateChange] = []
     for step in steps:
         found += drift.note(step, list(_spans(step, slow, link, hidden=hidden)))
     return found
@@ -185,9 +210,9 @@ def test_a_probe_says_that_a_link_has_recovered() -> None:
 
 
 def test_a_rate_that_swings_is_told_once_and_again_when_it_is_another() -> None:
-    news = News()
+    current_status = DriftReport()
     rates = [10e6, 5e6, 7e6, 5e6, 7e6, 4e6, 2e6, 3e6, 2e6, 9e6]
-    told = [news.fresh(Figure(("oslo", "tokyo"), a, b)) for a, b in itertools.pairwise(rates)]
+    told = [current_status.fresh(RateChange(("oslo", "tokyo"), a, b)) for a, b in itertools.pairwise(rates)]
     assert [bool(text) for text in told] == [True, False, False, False, False, True, False, False, True]
     assert told[5] == "oslo -> tokyo carries 16 Mbit/s, not 40 Mbit/s"
-    assert news.fresh(Figure(("tokyo", "oslo"), 10e6, 5e6))
+    assert current_status.fresh(RateChange(("tokyo", "oslo"), 10e6, 5e6))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from isthmus.errors import UserError
 from isthmus.plans import Collective
-from isthmus.plans.collective import Message, Round, rounds
+from isthmus.plans.collective import CollectiveMessage, Round, rounds
 from isthmus.protocol.events import Merge, PartsArrived, SendParts
 from isthmus.protocol.exchange import Exchange, GroupView
 
@@ -106,8 +106,10 @@ def test_what_comes_early_waits_for_its_item_and_round():
     assert machine.start(0, [0]) == [SendParts(0, 0, 1, 0)]
     assert machine.arrived(PartsArrived(group=0, round=1, source=1, item=0)) == []
     assert machine.arrived(PartsArrived(group=0, round=0, source=1, item=0)) == [
-        Merge(0, 0, 0), SendParts(0, 1, 1, 0), Merge(0, 1, 0)
-    ]  # fmt: skip
+        Merge(0, 0, 0),
+        SendParts(0, 1, 1, 0),
+        Merge(0, 1, 0),
+    ]
     assert not machine.busy
     assert machine.start(1, [0]) == [SendParts(0, 0, 1, 1), Merge(0, 0, 1), SendParts(0, 1, 1, 1)]
-    assert machine.busy and turns[1].sends == (Message(1, turns[0].receives[0].parts),)
+    assert machine.busy and turns[1].sends == (CollectiveMessage(1, turns[0].receives[0].parts),)

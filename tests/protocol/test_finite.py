@@ -6,14 +6,14 @@ import pytest
 
 from isthmus.protocol import Coordinator, Item, RunSpec, StageView, Worker
 from isthmus.protocol.coordinator_events import (
-    Advance,
-    Commit,
+    CommitCheckpoint,
     CoordinatorInstruction,
-    Finish,
-    Halt,
-    Joined,
-    Ready,
-    Reported,
+    DeviceJoined,
+    DeviceReady,
+    FinishRun,
+    HaltDevices,
+    ItemDone,
+    ItemReported,
 )
 from isthmus.protocol.events import Arrived, Collected, Opened, Report, Send, Update, Updated
 from isthmus.protocol.finite import Divergence, NonFinite, earliest
@@ -57,25 +57,25 @@ def test_a_run_that_ignores_them_never_ends_for_them():
 def running(**fields: int) -> Coordinator:
     spec = RunSpec(**{"steps": 4, "micro_batches": 2, "micro_batch_size": 1, "lease_ahead": 2, **fields})
     coordinator = Coordinator(("oslo", "tokyo"), spec)
-    for event in (Joined, Ready):
+    for event in (DeviceJoined, DeviceReady):
         for device in coordinator.devices:
             coordinator.handle(event(device=device))
     return coordinator
 
 
 def report(machine: Coordinator, item: int, non_finite: NonFinite | None = None) -> list[CoordinatorInstruction]:
-    machine.handle(Reported(device="oslo", item=item, non_finite=non_finite))
-    return machine.handle(Reported(device="tokyo", item=item, loss=1.0, count=1.0))
+    machine.handle(ItemReported(device="oslo", item=item, non_finite=non_finite))
+    return machine.handle(ItemReported(device="tokyo", item=item, loss=1.0, count=1.0))
 
 
 def test_a_step_that_is_not_finite_ends_the_run_and_says_where():
     machine = running(non_finite_steps=1, save_every=1)
     report(machine, 0)
-    assert any(isinstance(i, Commit) for i in report(machine, 1))
+    assert any(isinstance(i, CommitCheckpoint) for i in report(machine, 1))
     advance, halt, finish = report(machine, 2, OUTPUT)
-    assert isinstance(advance, Advance)
-    assert halt == Halt()
-    assert isinstance(finish, Finish)
+    assert isinstance(advance, ItemDone)
+    assert halt == HaltDevices()
+    assert isinstance(finish, FinishRun)
     assert finish.outcome == "diverged"
     for words in ("step 2", "stage 1", "'oslo'", "micro-batch 3", "checkpoint is of step 1"):
         assert words in finish.reason
@@ -85,8 +85,8 @@ def test_a_checkpoint_of_weights_that_are_not_finite_is_not_committed():
     machine = running(non_finite_steps=1, save_every=1)
     report(machine, 0)
     found = report(machine, 1, NonFinite(where="parameter", stage=0, name="'w'"))
-    assert not any(isinstance(i, Commit) for i in found)
-    assert isinstance(found[-1], Finish)
+    assert not any(isinstance(i, CommitCheckpoint) for i in found)
+    assert isinstance(found[-1], FinishRun)
     assert found[-1].outcome == "diverged"
 
 
@@ -94,16 +94,23 @@ def test_a_run_that_ignores_them_marks_such_a_checkpoint():
     machine = running(save_every=1)
     report(machine, 0)
     found = report(machine, 1, NonFinite(where="parameter", stage=0, name="'w'"))
-    assert Commit(Item(index=1, kind="save", step=1), finite=False) in found
+    assert CommitCheckpoint(Item(index=1, kind="save", step=1), finite=False) in found
 
 
 @pytest.mark.parametrize("own, theirs", [(True, False), (False, True), (False, False), (True, True)])
 @pytest.mark.parametrize("skips", [True, False])
 def test_all_stages_leave_out_the_same_updates(own: bool, theirs: bool, skips: bool):
     view = StageView(
-        stage=0, stages=2, in_flight=1, forward_from=(), forward_to=(), backward_from=(), backward_to=(),
-        clips=True, skips=skips,
-    )  # fmt: skip
+        stage=0,
+        stages=2,
+        in_flight=1,
+        forward_from=(),
+        forward_to=(),
+        backward_from=(),
+        backward_to=(),
+        clips=True,
+        skips=skips,
+    )
     worker = Worker(view)
     worker.handle(Opened(item=Item(index=0, kind="train", step=0)))
     assert worker.handle(Collected(item=0, finite=own)) == [Send("norms", 1, 0)]

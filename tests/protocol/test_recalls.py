@@ -2,33 +2,33 @@
 
 import msgspec
 
-from isthmus.protocol import Coordinator, Layout, RunSpec
+from isthmus.protocol import Coordinator, RunSpec, StateLayout
 from isthmus.protocol.coordinator_events import (
-    Begin,
-    Call,
+    BeginEpoch,
+    CallDevice,
     CoordinatorEvent,
     CoordinatorInstruction,
-    Fence,
-    Finish,
-    Halt,
-    Held,
-    Hold,
-    Interrupted,
-    Joined,
-    Lost,
+    DeviceJoined,
+    DeviceLost,
+    DeviceOffered,
+    DeviceReady,
+    Disconnect,
+    FinishRun,
+    HaltDevices,
+    Inventory,
+    ItemReported,
     MakePlan,
     NoPlan,
-    Offered,
-    Planned,
-    Ready,
-    Recall,
-    Reported,
+    Pause,
+    PlanMade,
+    RestartRun,
+    StopRequested,
 )
-from isthmus.protocol.recalls import MOST_RECALLS
+from isthmus.protocol.restarts import MOST_RECALLS
 
 A, B = frozenset({"a"}), frozenset({"b"})
 DEVICES = ("oslo", "tokyo")
-TWO = Layout(parts={"oslo": A, "tokyo": B})
+TWO = StateLayout(parts={"oslo": A, "tokyo": B})
 KILLED = "its process was killed by SIGKILL"
 
 
@@ -41,52 +41,52 @@ class Run:
         self.item = 0
         self.come(*DEVICES)
 
-    def say(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
+    def log(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
         return self.machine.handle(msgspec.structs.replace(event, epoch=self.machine.epoch))
 
     def come(self, *devices: str) -> list[CoordinatorInstruction]:
         """They join, and all are ready."""
-        out = [told for device in devices for told in self.say(Joined(device=device))]
-        for begin in (told for told in out if isinstance(told, Begin)):
+        out = [told for device in devices for told in self.log(DeviceJoined(device=device))]
+        for begin in (told for told in out if isinstance(told, BeginEpoch)):
             self.item = begin.first_item
-        return out + [told for device in DEVICES for told in self.say(Ready(device=device))]
+        return out + [told for device in DEVICES for told in self.log(DeviceReady(device=device))]
 
     def work(self, items: int) -> None:
         for _ in range(items):
             for device in DEVICES:
-                self.say(Reported(device=device, item=self.item))
+                self.log(ItemReported(device=device, item=self.item))
             self.item += 1
 
     def lose(self, *devices: str, returns: bool = True) -> list[CoordinatorInstruction]:
         """What the last loss leads to."""
-        return [self.say(Lost(device=device, reason=KILLED, returns=returns)) for device in devices][-1]
+        return [self.log(DeviceLost(device=device, reason=KILLED, returns=returns)) for device in devices][-1]
 
     def lose_all_and_begin_anew(self) -> list[CoordinatorInstruction]:
         """Their machines offer them; returns what leads to."""
         self.lose(*DEVICES)
-        self.say(Offered(device="oslo"))
-        out = self.say(Offered(device="tokyo"))
-        if not isinstance(out[-1], Finish):
-            assert self.say(Planned(layout=TWO)) == [Call("oslo"), Call("tokyo")]
+        self.log(DeviceOffered(device="oslo"))
+        out = self.log(DeviceOffered(device="tokyo"))
+        if not isinstance(out[-1], FinishRun):
+            assert self.log(PlanMade(layout=TWO)) == [CallDevice("oslo"), CallDevice("tokyo")]
             self.come(*DEVICES)
         return out
 
 
 def recall(count: int) -> list[CoordinatorInstruction]:
     reasons = f"oslo: {KILLED}; tokyo: {KILLED}"
-    return [Recall(DEVICES, count, MOST_RECALLS, reasons), MakePlan(DEVICES, waits=True)]
+    return [RestartRun(DEVICES, count, MOST_RECALLS, reasons), MakePlan(DEVICES, waits=True)]
 
 
 def test_all_are_called_again_once_all_are_back() -> None:
     run = Run(save_every=2)
     run.work(5)  # two steps, a checkpoint, two steps
-    assert run.lose("oslo") == [Fence("oslo"), Hold("tokyo")]
-    assert run.lose("tokyo") == [Fence("tokyo")] and run.machine.awaited == set(DEVICES)
-    assert run.say(Offered(device="tokyo")) == [], "a plan for one device is worth less than a moment's patience"
-    assert run.say(Offered(device="oslo")) == recall(1)
-    run.say(Planned(layout=TWO))
+    assert run.lose("oslo") == [Disconnect("oslo"), Pause("tokyo")]
+    assert run.lose("tokyo") == [Disconnect("tokyo")] and run.machine.awaited == set(DEVICES)
+    assert run.log(DeviceOffered(device="tokyo")) == [], "a plan for one device is worth less than a moment's timeout"
+    assert run.log(DeviceOffered(device="oslo")) == recall(1)
+    run.log(PlanMade(layout=TWO))
     begin = run.come(*DEVICES)[0]
-    assert isinstance(begin, Begin) and (begin.step, begin.from_checkpoint) == (2, True)
+    assert isinstance(begin, BeginEpoch) and (begin.step, begin.from_checkpoint) == (2, True)
     assert run.machine.statistics().phase == "running"
 
 
@@ -96,7 +96,7 @@ def test_only_so_often_from_the_same_state() -> None:
         run.work(3)
         assert run.lose_all_and_begin_anew() == recall(attempt)
     halt, finish = run.lose_all_and_begin_anew()
-    assert halt == Halt() and isinstance(finish, Finish) and finish.outcome == "lost"
+    assert halt == HaltDevices() and isinstance(finish, FinishRun) and finish.outcome == "lost"
     assert KILLED in finish.reason and f"again {MOST_RECALLS} times, each time from the state after" in finish.reason
 
 
@@ -110,36 +110,36 @@ def test_as_often_as_it_takes_where_each_time_more_is_saved() -> None:
 def test_whom_no_plan_can_do_without_is_waited_for() -> None:
     run = Run()
     run.lose("tokyo")
-    assert run.say(Held(device="oslo", holdings=())) == [MakePlan(("oslo",), waits=True)]
-    assert run.say(NoPlan(reason="oslo is too small")) == [] and run.machine.awaited == {"tokyo"}
-    told, plan = run.say(Offered(device="tokyo"))
-    assert isinstance(told, Recall) and told.reasons == f"tokyo: {KILLED}" and plan == MakePlan(DEVICES, waits=True)
+    assert run.log(Inventory(device="oslo", holdings=())) == [MakePlan(("oslo",), waits=True)]
+    assert run.log(NoPlan(reason="oslo is too small")) == [] and run.machine.awaited == {"tokyo"}
+    told, plan = run.log(DeviceOffered(device="tokyo"))
+    assert isinstance(told, RestartRun) and told.reasons == f"tokyo: {KILLED}" and plan == MakePlan(DEVICES, waits=True)
 
 
 def test_who_was_offered_while_there_was_no_plan_for_the_others() -> None:
     run = Run()
     run.lose("tokyo")
-    run.say(Held(device="oslo", holdings=()))
-    run.say(Offered(device="tokyo"))
-    assert run.say(NoPlan(reason="oslo is too small"))[-1] == MakePlan(DEVICES, waits=True)
-    _, finish = run.say(NoPlan(reason="both are too small"))
-    assert isinstance(finish, Finish) and "both are too small" in finish.reason
+    run.log(Inventory(device="oslo", holdings=()))
+    run.log(DeviceOffered(device="tokyo"))
+    assert run.log(NoPlan(reason="oslo is too small"))[-1] == MakePlan(DEVICES, waits=True)
+    _, finish = run.log(NoPlan(reason="both are too small"))
+    assert isinstance(finish, FinishRun) and "both are too small" in finish.reason
 
 
 def test_who_does_not_come_back_after_all_is_done_without() -> None:
     run = Run()
     run.lose(*DEVICES)
-    run.say(Offered(device="oslo"))
+    run.log(DeviceOffered(device="oslo"))
     out = run.lose("tokyo", returns=False)
     assert out[-1] == MakePlan(("oslo",), waits=True)
     run = Run()
     run.lose(*DEVICES)
     run.lose("oslo", returns=False)
     *_, finish = run.lose("tokyo", returns=False)
-    assert isinstance(finish, Finish) and "no other device is left" in finish.reason
+    assert isinstance(finish, FinishRun) and "no other device is left" in finish.reason
 
 
 def test_a_person_need_not_wait_for_them() -> None:
     run = Run()
     run.lose(*DEVICES)
-    assert run.say(Interrupted()) == [Halt(), Finish("interrupted")]
+    assert run.log(StopRequested()) == [HaltDevices(), FinishRun("interrupted")]

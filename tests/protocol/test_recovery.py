@@ -3,42 +3,42 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.protocol import Coordinator, Holding, Layout, Lineage, RunSpec
+from isthmus.protocol import Coordinator, Lineage, RunSpec, StateHolding, StateLayout
 from isthmus.protocol.coordinator_events import (
-    Assign,
-    Begin,
-    Call,
+    AssignStage,
+    BeginEpoch,
+    CallDevice,
     CoordinatorInstruction,
-    Fence,
-    Fetch,
-    Fetched,
-    Finish,
-    Held,
-    Hold,
-    Joined,
-    Leaving,
-    Lost,
+    DeviceJoined,
+    DeviceLeaving,
+    DeviceLost,
+    DeviceOffered,
+    DeviceReady,
+    Disconnect,
+    FetchState,
+    FinishRun,
+    Inventory,
+    ItemReported,
     MakePlan,
-    Mirrored,
     NoPlan,
-    Offered,
-    Open,
-    Place,
-    Planned,
-    Ready,
-    Release,
-    Reported,
-    Retire,
+    OpenItem,
+    Pause,
+    PlaceWeights,
+    PlanMade,
+    ReleaseDevice,
+    RetireSnapshots,
+    SnapshotCopied,
+    StateFetched,
 )
-from isthmus.protocol.memory import Memory
-from isthmus.protocol.recovery import loans, recovery_step
+from isthmus.protocol.recovery import recovery_step, state_donors
+from isthmus.protocol.state_inventory import StateInventory
 
 A, B = frozenset({"a"}), frozenset({"b"})
-TWO = Layout(parts={"oslo": A, "tokyo": B}, mirrors={"oslo": "tokyo", "tokyo": "oslo"}, keep_every=2)
+TWO = StateLayout(parts={"oslo": A, "tokyo": B}, snapshot_copies={"oslo": "tokyo", "tokyo": "oslo"}, keep_every=2)
 
 
-def held(epoch: int, step: int, parts: frozenset[str]) -> Holding:
-    return Holding(epoch=epoch, step=step, parts=parts)
+def held(epoch: int, step: int, parts: frozenset[str]) -> StateHolding:
+    return StateHolding(epoch=epoch, step=step, parts=parts)
 
 
 def test_what_was_done_beyond_the_step_that_others_went_on_from_does_not_count():
@@ -63,7 +63,7 @@ sets = st.sets(st.sampled_from("abcdef"))
 def test_each_missing_part_is_lent_once_by_one_who_has_it(needs: dict[str, set[str]], holds: dict[str, set[str]]):
     somewhere = set[str]().union(*holds.values())
     needs = {device: wanted & somewhere for device, wanted in needs.items()}
-    found = loans(needs, holds)
+    found = state_donors(needs, holds)
     given_parts = [part for parts in found.values() for part in parts]
     missing = {part for device, wanted in needs.items() for part in wanted - holds.get(device, set())}
     assert sorted(given_parts) == sorted(missing)
@@ -71,7 +71,7 @@ def test_each_missing_part_is_lent_once_by_one_who_has_it(needs: dict[str, set[s
 
 
 def test_a_memory_forgets_what_is_of_no_use():
-    memory: Memory[int] = Memory()
+    memory: StateInventory[int] = StateInventory()
     for step in (2, 4, 6):
         memory.keep(0, step, {"a": step})
     memory.keep(0, 4, {"b": 40})
@@ -83,13 +83,13 @@ def test_a_memory_forgets_what_is_of_no_use():
     assert memory.values(4, {"a", "b"}) == {"a": -4, "b": 40}
 
 
-def running(layout: Layout = TWO, **fields: int) -> Coordinator:
+def running(layout: StateLayout = TWO, **fields: int) -> Coordinator:
     spec = RunSpec(**{"steps": 9, "micro_batches": 1, "micro_batch_size": 1, "lease_ahead": 2, **fields})
     coordinator = Coordinator(layout.parts, spec, layout=layout)
     for device in layout.parts:
-        coordinator.handle(Joined(device=device))
+        coordinator.handle(DeviceJoined(device=device))
     for device in layout.parts:
-        coordinator.handle(Ready(device=device))
+        coordinator.handle(DeviceReady(device=device))
     return coordinator
 
 
@@ -97,7 +97,7 @@ def report(coordinator: Coordinator, *items: int) -> list[CoordinatorInstruction
     out: list[CoordinatorInstruction] = []
     for item in items:
         for device in coordinator.devices:
-            out += coordinator.handle(Reported(device=device, item=item, epoch=coordinator.epoch))
+            out += coordinator.handle(ItemReported(device=device, item=item, epoch=coordinator.epoch))
     return out
 
 
@@ -107,92 +107,98 @@ def kinds(instructions: list[CoordinatorInstruction]) -> list[type[CoordinatorIn
 
 def test_a_snapshot_is_leased_and_acknowledged_when_all_copies_are_there():
     coordinator = running()
-    opened = [i.item.kind for i in report(coordinator, 0, 1) if isinstance(i, Open)]
+    opened = [i.item.kind for i in report(coordinator, 0, 1) if isinstance(i, OpenItem)]
     assert opened == ["keep", "train"]
     report(coordinator, 2)
-    assert coordinator.handle(Mirrored(device="tokyo", of="oslo", step=2)) == []
+    assert coordinator.handle(SnapshotCopied(device="tokyo", of="oslo", step=2)) == []
     assert coordinator.statistics().recovery_point == 0
-    assert coordinator.handle(Mirrored(device="oslo", of="tokyo", step=2)) == [Retire(2)]
+    assert coordinator.handle(SnapshotCopied(device="oslo", of="tokyo", step=2)) == [RetireSnapshots(2)]
     assert coordinator.statistics().recovery_point == 2
 
 
 def test_a_loss_from_beginning_to_end():
     coordinator = running()
     report(coordinator, 0, 1, 2)
-    assert coordinator.handle(Lost(device="tokyo", reason="silent")) == [Fence("tokyo"), Hold("oslo")]
-    assert coordinator.handle(Reported(device="oslo", item=3, epoch=0)) == [], "of an epoch that is over"
+    assert coordinator.handle(DeviceLost(device="tokyo", reason="silent")) == [Disconnect("tokyo"), Pause("oslo")]
+    assert coordinator.handle(ItemReported(device="oslo", item=3, epoch=0)) == [], "of an epoch that is over"
     holdings = (held(0, 2, A | B), held(0, 3, A))
-    assert coordinator.handle(Held(device="oslo", holdings=holdings, epoch=1)) == [MakePlan(("oslo",), waits=True)]
-    out = coordinator.handle(Planned(layout=Layout(parts={"oslo": A | B}), epoch=1))
-    assert out[0] == Begin(1, 2, coordinator.statistics().leased, False)
-    assert out[1:] == [Assign("oslo"), Place("oslo", A | B)]
-    (first, *_) = coordinator.handle(Ready(device="oslo", epoch=1))
-    assert isinstance(first, Open) and (first.item.kind, first.item.step) == ("train", 2)
+    assert coordinator.handle(Inventory(device="oslo", holdings=holdings, epoch=1)) == [MakePlan(("oslo",), waits=True)]
+    out = coordinator.handle(PlanMade(layout=StateLayout(parts={"oslo": A | B}), epoch=1))
+    assert out[0] == BeginEpoch(1, 2, coordinator.statistics().leased, False)
+    assert out[1:] == [AssignStage("oslo"), PlaceWeights("oslo", A | B)]
+    (first, *_) = coordinator.handle(DeviceReady(device="oslo", epoch=1))
+    assert isinstance(first, OpenItem) and (first.item.kind, first.item.step) == ("train", 2)
 
 
 def test_what_a_device_lacks_is_fetched_before_it_is_placed():
     coordinator = running()
-    coordinator.handle(Lost(device="tokyo", reason="silent"))
-    coordinator.handle(Joined(device="lima", epoch=1))
-    assert kinds(coordinator.handle(Held(device="oslo", holdings=(held(0, 0, A | B),), epoch=1))) == [MakePlan]
-    layout = Layout(parts={"oslo": A, "lima": B})
-    out = coordinator.handle(Planned(layout=layout, epoch=1))
-    assert out[1:] == [Fetch("oslo", 0, B)]
+    coordinator.handle(DeviceLost(device="tokyo", reason="silent"))
+    coordinator.handle(DeviceJoined(device="lima", epoch=1))
+    assert kinds(coordinator.handle(Inventory(device="oslo", holdings=(held(0, 0, A | B),), epoch=1))) == [MakePlan]
+    layout = StateLayout(parts={"oslo": A, "lima": B})
+    out = coordinator.handle(PlanMade(layout=layout, epoch=1))
+    assert out[1:] == [FetchState("oslo", 0, B)]
     assert coordinator.awaited == {"oslo"}
-    assert coordinator.handle(Fetched(device="oslo", epoch=1)) == [
-        Assign("oslo"), Place("oslo", A), Assign("lima"), Place("lima"),
-    ]  # fmt: skip
+    assert coordinator.handle(StateFetched(device="oslo", epoch=1)) == [
+        AssignStage("oslo"),
+        PlaceWeights("oslo", A),
+        AssignStage("lima"),
+        PlaceWeights("lima"),
+    ]
 
 
 def test_a_loss_in_the_middle_of_a_recovery_begins_it_again():
-    coordinator = running(Layout(parts={"oslo": A, "tokyo": B, "lima": frozenset({"c"})}))
-    coordinator.handle(Lost(device="tokyo", reason="silent"))
-    coordinator.handle(Held(device="oslo", holdings=(), epoch=1))
-    assert coordinator.handle(Lost(device="lima", reason="silent", epoch=1)) == [Fence("lima"), Hold("oslo")]
-    assert coordinator.handle(Held(device="oslo", holdings=(), epoch=1)) == []
-    assert coordinator.handle(Held(device="oslo", holdings=(), epoch=2)) == [MakePlan(("oslo",), waits=True)]
+    coordinator = running(StateLayout(parts={"oslo": A, "tokyo": B, "lima": frozenset({"c"})}))
+    coordinator.handle(DeviceLost(device="tokyo", reason="silent"))
+    coordinator.handle(Inventory(device="oslo", holdings=(), epoch=1))
+    assert coordinator.handle(DeviceLost(device="lima", reason="silent", epoch=1)) == [
+        Disconnect("lima"),
+        Pause("oslo"),
+    ]
+    assert coordinator.handle(Inventory(device="oslo", holdings=(), epoch=1)) == []
+    assert coordinator.handle(Inventory(device="oslo", holdings=(), epoch=2)) == [MakePlan(("oslo",), waits=True)]
     told = coordinator.handle(NoPlan(reason="it does not fit", epoch=2))[-1]
-    assert told == Finish("lost", "device 'lima' was lost: silent; no plan for what is left: it does not fit")
+    assert told == FinishRun("lost", "device 'lima' was lost: silent; no plan for what is left: it does not fit")
 
 
 def test_who_leaves_waits_until_the_others_hold_its_part():
     coordinator = running()
-    assert coordinator.handle(Leaving(device="tokyo")) == [MakePlan(("oslo",), must=True)]
-    assert coordinator.handle(Planned(layout=Layout(parts={"oslo": A | B}))) == []
-    assert not [i for i in report(coordinator, 0) if isinstance(i, Open)], "nothing more is leased"
-    assert report(coordinator, 1)[1:] == [Hold("oslo"), Hold("tokyo")]
-    coordinator.handle(Held(device="oslo", holdings=(held(0, 2, A),), epoch=1))
-    out = coordinator.handle(Held(device="tokyo", holdings=(held(0, 2, B),), epoch=1))
-    assert out == [Begin(1, 2, 2, False), Fetch("tokyo", 2, B)]
-    coordinator.handle(Fetched(device="tokyo", epoch=1))
-    assert coordinator.handle(Ready(device="oslo", epoch=1))[-1] == Release("tokyo")
+    assert coordinator.handle(DeviceLeaving(device="tokyo")) == [MakePlan(("oslo",), must=True)]
+    assert coordinator.handle(PlanMade(layout=StateLayout(parts={"oslo": A | B}))) == []
+    assert not [i for i in report(coordinator, 0) if isinstance(i, OpenItem)], "nothing more is leased"
+    assert report(coordinator, 1)[1:] == [Pause("oslo"), Pause("tokyo")]
+    coordinator.handle(Inventory(device="oslo", holdings=(held(0, 2, A),), epoch=1))
+    out = coordinator.handle(Inventory(device="tokyo", holdings=(held(0, 2, B),), epoch=1))
+    assert out == [BeginEpoch(1, 2, 2, False), FetchState("tokyo", 2, B)]
+    coordinator.handle(StateFetched(device="tokyo", epoch=1))
+    assert coordinator.handle(DeviceReady(device="oslo", epoch=1))[-1] == ReleaseDevice("tokyo")
 
 
 def test_the_work_goes_on_while_a_device_starts_that_a_better_plan_wants():
     coordinator = running()
-    assert coordinator.handle(Offered(device="lima")) == [MakePlan(("lima", "oslo", "tokyo"), must=False)]
-    better = Layout(parts={"oslo": A, "lima": B})
-    assert coordinator.handle(Planned(layout=better)) == [Call("lima")]
-    assert [i.item.step for i in report(coordinator, 0) if isinstance(i, Open)] == [2], "nobody waits"
-    assert coordinator.handle(Joined(device="lima")) == []
-    assert not [i for i in report(coordinator, 1) if isinstance(i, Open)], "what is leased is finished first"
-    assert Hold("lima") in report(coordinator, 2)
+    assert coordinator.handle(DeviceOffered(device="lima")) == [MakePlan(("lima", "oslo", "tokyo"), must=False)]
+    better = StateLayout(parts={"oslo": A, "lima": B})
+    assert coordinator.handle(PlanMade(layout=better)) == [CallDevice("lima")]
+    assert [i.item.step for i in report(coordinator, 0) if isinstance(i, OpenItem)] == [2], "nobody waits"
+    assert coordinator.handle(DeviceJoined(device="lima")) == []
+    assert not [i for i in report(coordinator, 1) if isinstance(i, OpenItem)], "what is leased is finished first"
+    assert Pause("lima") in report(coordinator, 2)
 
 
 def test_a_better_plan_is_forgotten_with_a_device_that_it_wants():
     coordinator = running()
-    coordinator.handle(Offered(device="lima"))
-    coordinator.handle(Planned(layout=Layout(parts={"oslo": A, "lima": B})))
-    coordinator.handle(Lost(device="lima", reason="it did not start"))
-    assert coordinator.handle(Joined(device="lima")) == [MakePlan(("lima", "oslo", "tokyo"), must=False)]
+    coordinator.handle(DeviceOffered(device="lima"))
+    coordinator.handle(PlanMade(layout=StateLayout(parts={"oslo": A, "lima": B})))
+    coordinator.handle(DeviceLost(device="lima", reason="it did not start"))
+    assert coordinator.handle(DeviceJoined(device="lima")) == [MakePlan(("lima", "oslo", "tokyo"), must=False)]
 
 
 def test_who_could_work_and_does_not_is_thought_of_when_a_plan_is_in_force():
     coordinator = running()
-    coordinator.handle(Offered(device="lima"))
-    coordinator.handle(Lost(device="tokyo", reason="silent"))
-    assert coordinator.handle(Held(device="oslo", holdings=(held(0, 0, A | B),), epoch=1)) == [
+    coordinator.handle(DeviceOffered(device="lima"))
+    coordinator.handle(DeviceLost(device="tokyo", reason="silent"))
+    assert coordinator.handle(Inventory(device="oslo", holdings=(held(0, 0, A | B),), epoch=1)) == [
         MakePlan(("lima", "oslo"), waits=True)
     ]
-    coordinator.handle(Planned(layout=Layout(parts={"oslo": A | B}), epoch=1))
-    assert coordinator.handle(Ready(device="oslo", epoch=1))[-1] == MakePlan(("lima", "oslo"), must=False)
+    coordinator.handle(PlanMade(layout=StateLayout(parts={"oslo": A | B}), epoch=1))
+    assert coordinator.handle(DeviceReady(device="oslo", epoch=1))[-1] == MakePlan(("lima", "oslo"), must=False)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.protocol.renewal import LEAST_GAIN, REST_COSTS, Gain, Renewal
+from isthmus.protocol.replan_policy import LEAST_GAIN, REST_COSTS, ReplanGain, ReplanPolicy
 
 seconds = st.floats(0.001, 1e4)
 
 
 @given(seconds, seconds, st.integers(0, 10_000), seconds)
 def test_a_change_that_pays_ends_the_run_sooner(now_s: float, then_s: float, steps: int, cost_s: float) -> None:
-    gain = Gain(now_s, then_s, steps, cost_s)
-    if gain.pays:
+    gain = ReplanGain(now_s, then_s, steps, cost_s)
+    if gain.worth_it:
         assert then_s * steps + cost_s < now_s * steps
         assert then_s < now_s
     else:
@@ -21,7 +21,7 @@ def test_a_change_that_pays_ends_the_run_sooner(now_s: float, then_s: float, ste
 
 
 def test_one_question_at_a_time_and_none_without_news() -> None:
-    renewal = Renewal()
+    renewal = ReplanPolicy()
     assert not renewal.ask(0.0)
     renewal.changed()
     assert renewal.ask(0.0) and not renewal.ask(1.0)
@@ -32,7 +32,7 @@ def test_one_question_at_a_time_and_none_without_news() -> None:
 
 
 def test_a_question_that_a_new_epoch_overtook_is_asked_again() -> None:
-    renewal = Renewal()
+    renewal = ReplanPolicy()
     renewal.changed()
     assert renewal.ask(0.0)
     renewal.began(1.0, 0.0)
@@ -42,7 +42,7 @@ def test_a_question_that_a_new_epoch_overtook_is_asked_again() -> None:
 @given(st.lists(st.tuples(st.floats(0.1, 100), st.floats(0.1, 50)), min_size=1, max_size=30))
 def test_changes_take_a_small_part_of_the_time(changes: list[tuple[float, float]]) -> None:
     """However often figures change."""
-    renewal, now_s, spent_s = Renewal(), 0.0, 0.0
+    renewal, now_s, spent_s = ReplanPolicy(), 0.0, 0.0
     for cost_s, until_next_s in changes:
         renewal.changed()
         if renewal.ask(now_s):

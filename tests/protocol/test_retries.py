@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-from isthmus.protocol.retries import MOST_S, Retries
+from isthmus.protocol.link_reprobe import MOST_S, LinkReprobe
 
 LINK = ("a", "b")
 
 
 def test_a_link_that_stays_slow_is_tried_ever_less_often() -> None:
-    retries, tried = Retries(60.0), list[float]()
+    retries, tried = LinkReprobe(60.0), list[float]()
     for second in range(12_000):
         if retries.due([LINK], float(second)) is not None:
             tried.append(second)
@@ -20,7 +20,7 @@ def test_a_link_that_stays_slow_is_tried_ever_less_often() -> None:
 
 
 def test_one_at_a_time_and_the_longest_due_first() -> None:
-    retries = Retries(10.0)
+    retries = LinkReprobe(10.0)
     assert retries.due([("x", "y")], 0.0) is None
     assert retries.due([("x", "y"), LINK], 5.0) is None
     assert retries.due([("x", "y"), LINK], 20.0) == ("x", "y")
@@ -30,7 +30,7 @@ def test_one_at_a_time_and_the_longest_due_first() -> None:
 
 
 def test_a_link_that_is_used_again_begins_anew() -> None:
-    retries = Retries(10.0)
+    retries = LinkReprobe(10.0)
     retries.due([LINK], 0.0)
     assert retries.due([], 9.0) is None
     assert retries.due([LINK], 11.0) is None

@@ -7,41 +7,47 @@ from hypothesis import strategies as st
 from tests.protocol.test_attempts import ALL, fail, held, layout, ready, running, step
 
 from isthmus.protocol.attempts import StepFailure
-from isthmus.protocol.coordinator_events import Finish, Hold, MakePlan, NoPlan, Planned
-from isthmus.protocol.shortage import Shortage, believed_bytes
+from isthmus.protocol.coordinator_events import FinishRun, MakePlan, NoPlan, Pause, PlanMade
+from isthmus.protocol.memory_shortage import MemoryShortage, believed_bytes
 
 MIB = 1 << 20
 SHORT = StepFailure(step=-1, what="memory", reason="out of memory: 1 MiB of 64 MiB free", memory=True)
 
 
 def test_a_smaller_device_counts_as_what_is_there() -> None:
-    short = Shortage(asked=100 * MIB, free=60 * MIB, total=64 * MIB, reserved=4 * MIB, before=4 * MIB)
+    short = MemoryShortage(asked=100 * MIB, free=60 * MIB, total=64 * MIB, reserved=4 * MIB, before=4 * MIB)
     assert short.capacity == 60 * MIB
     assert believed_bytes(short, planned=100 * MIB, stated=128 * MIB) == 60 * MIB
 
 
 def test_what_was_asked_for_may_be_less_than_what_is_free() -> None:
-    short = Shortage(asked=MIB >> 10, free=MIB, total=3 * MIB, reserved=2 * MIB)
-    assert short.told == (
+    short = MemoryShortage(asked=MIB >> 10, free=MIB, total=3 * MIB, reserved=2 * MIB)
+    assert short.description == (
         "asked for 1 KiB, 1 MiB of 3 MiB free but in no block that is large enough, 2 MiB reserved by this device"
     )
-    assert "block" not in Shortage(asked=2 * MIB, free=MIB, total=3 * MIB, reserved=2 * MIB).told
+    assert "block" not in MemoryShortage(asked=2 * MIB, free=MIB, total=3 * MIB, reserved=2 * MIB).description
 
 
 def test_a_stage_that_takes_more_than_was_planned_leaves_less_for_the_next() -> None:
     # It was planned to take 50 MiB, and had 60 when it wanted 20 more: the plan's measure is 5/8 of the truth.
-    short = Shortage(asked=20 * MIB, free=4 * MIB, total=64 * MIB, reserved=60 * MIB)
+    short = MemoryShortage(asked=20 * MIB, free=4 * MIB, total=64 * MIB, reserved=60 * MIB)
     assert believed_bytes(short, planned=50 * MIB, stated=64 * MIB) == 50 * MIB * 64 // 80
 
 
 @given(
-    asked=st.integers(0, 1 << 40), free=st.integers(0, 1 << 40), reserved=st.integers(0, 1 << 40),
-    before=st.integers(0, 1 << 40), planned=st.integers(2, 1 << 40), stated=st.integers(1, 1 << 41),
-)  # fmt: skip
+    asked=st.integers(0, 1 << 40),
+    free=st.integers(0, 1 << 40),
+    reserved=st.integers(0, 1 << 40),
+    before=st.integers(0, 1 << 40),
+    planned=st.integers(2, 1 << 40),
+    stated=st.integers(1, 1 << 41),
+)
 def test_what_is_believed_shrinks_and_rules_the_same_plan_out(
     asked: int, free: int, reserved: int, before: int, planned: int, stated: int
 ) -> None:
-    short = Shortage(asked=asked, free=free, total=free + reserved, reserved=reserved, before=min(before, reserved))
+    short = MemoryShortage(
+        asked=asked, free=free, total=free + reserved, reserved=reserved, before=min(before, reserved)
+    )
     found = believed_bytes(short, planned, stated)
     assert 1 <= found <= max(1, min(stated, short.capacity))
     assert found < planned
@@ -49,9 +55,9 @@ def test_what_is_believed_shrinks_and_rules_the_same_plan_out(
 
 def test_the_run_goes_on_with_the_device_and_a_new_plan() -> None:
     machine = running()
-    assert fail(machine, "oslo", SHORT) == [Hold("oslo"), Hold("tokyo")]
+    assert fail(machine, "oslo", SHORT) == [Pause("oslo"), Pause("tokyo")]
     assert held(machine, *ALL) == [MakePlan(ALL, waits=True)], "nobody is suspected"
-    machine.handle(Planned(layout=layout(*ALL), epoch=machine.epoch))
+    machine.handle(PlanMade(layout=layout(*ALL), epoch=machine.epoch))
     assert set(machine.devices) == set(ALL)
 
 
@@ -59,9 +65,9 @@ def test_it_may_be_short_before_the_first_step() -> None:
     machine = running()
     fail(machine, "oslo", SHORT)
     held(machine, *ALL)
-    machine.handle(Planned(layout=layout(*ALL), epoch=machine.epoch))
+    machine.handle(PlanMade(layout=layout(*ALL), epoch=machine.epoch))
     assert machine.statistics().phase == "placing"
-    assert fail(machine, "tokyo", SHORT) == [Hold("oslo"), Hold("tokyo")], "another device's first loss"
+    assert fail(machine, "tokyo", SHORT) == [Pause("oslo"), Pause("tokyo")], "another device's first loss"
 
 
 def test_where_no_plan_fits_the_figures_are_told() -> None:
@@ -69,32 +75,32 @@ def test_where_no_plan_fits_the_figures_are_told() -> None:
     fail(machine, "oslo", SHORT)
     held(machine, *ALL)
     told = machine.handle(NoPlan(reason="2 MiB short on 'oslo'", epoch=machine.epoch))[-1]
-    assert told == Finish(
+    assert told == FinishRun(
         "lost", f"device 'oslo': {SHORT.reason}; no plan for what is left: 2 MiB short on 'oslo'"
     ), told
 
 
 def test_a_device_that_is_short_again_and_again_ends_the_run() -> None:
     machine = running(recovery_attempts=2)
-    finish: Finish | None = None
+    finish: FinishRun | None = None
     for attempt in range(9):
         out = fail(machine, "oslo", SHORT)
-        if isinstance(out[-1], Finish):
+        if isinstance(out[-1], FinishRun):
             finish = out[-1]
             break
         held(machine, *ALL)
-        machine.handle(Planned(layout=layout(*ALL), epoch=machine.epoch))
+        machine.handle(PlanMade(layout=layout(*ALL), epoch=machine.epoch))
         ready(machine)
         assert attempt < 3
-    assert finish == Finish("failed", f"device 'oslo': {SHORT.reason}")
+    assert finish == FinishRun("failed", f"device 'oslo': {SHORT.reason}")
 
 
 def test_steps_that_are_done_begin_the_count_anew() -> None:
     machine = running(recovery_attempts=1, steps=50)
     for round_ in range(4):
         out = fail(machine, "oslo", SHORT)
-        assert not isinstance(out[-1], Finish), round_
+        assert not isinstance(out[-1], FinishRun), round_
         held(machine, *ALL)
-        machine.handle(Planned(layout=layout(*ALL), epoch=machine.epoch))
+        machine.handle(PlanMade(layout=layout(*ALL), epoch=machine.epoch))
         ready(machine)
         step(machine, machine.statistics().leased - 1)

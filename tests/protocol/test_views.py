@@ -10,9 +10,16 @@ MEMORY = StageMemory(weights=0, gradients=0, optimizer=0, activations=0)
 
 def stage(device: str, flops_backward: int) -> Stage:
     return Stage(
-        device=device, first=0, last=0, first_op="", last_op="", flops_forward=1, flops_backward=flops_backward,
-        parameter_bytes=0, memory=MEMORY,
-    )  # fmt: skip
+        device=device,
+        first=0,
+        last=0,
+        first_op="",
+        last_op="",
+        flops_forward=1,
+        flops_backward=flops_backward,
+        parameter_bytes=0,
+        memory=MEMORY,
+    )
 
 
 def edge(source: int, target: int, *gradients: str) -> Edge:
@@ -24,8 +31,9 @@ REPLICA = Replica(
     stages=(stage("a", 0), stage("b", 2), stage("c", 2), stage("d", 2)),
     edges=(edge(0, 1), edge(0, 3), edge(1, 2, "x"), edge(2, 3, "x")),
     shared=(SharedParameter(name="w", owner=1, users=(1, 3), size_bytes=8),),
-    micro_batches=4, schedule=Schedule("1f1b", (4, 3, 2, 1)),
-)  # fmt: skip
+    micro_batches=4,
+    schedule=Schedule("1f1b", (4, 3, 2, 1)),
+)
 
 
 def changed(**fields: object) -> Replica:
@@ -51,8 +59,8 @@ def test_each_stage_knows_its_place_limit_and_loss():
 
 def test_an_owner_does_not_lend_to_itself():
     _, b, _, d = stage_views(REPLICA, clips=False, counts=False)
-    assert (b.lends_to, b.borrows_from) == ((3,), ())
-    assert (d.lends_to, d.borrows_from) == ((), (1,))
+    assert (b.parameter_users, b.parameter_owners) == ((3,), ())
+    assert (d.parameter_users, d.parameter_owners) == ((), (1,))
 
 
 def test_a_stage_trains_if_it_has_backward_work_gradients_or_shared_parameters():

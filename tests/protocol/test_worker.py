@@ -4,7 +4,7 @@ import pytest
 from msgspec import structs
 
 from isthmus.errors import InternalError
-from isthmus.plans.collective import Message, Parts, Round
+from isthmus.plans.collective import CollectiveMessage, Parts, Round
 from isthmus.protocol import Item, StageView, Worker
 from isthmus.protocol.events import (
     Arrived,
@@ -90,213 +90,273 @@ def travel(worker: Worker, journey: Journey) -> None:
 
 
 def test_one_micro_batch_on_a_middle_stage():
-    travel(Worker(middle()), [
-        (train(),         []),
-        (activations(0),  [Compute("F", 0, 0)]),
-        (f(0),            [Send("forward", 2, 0, 0)]),
-        (gradients(0),    [Compute("B", 0, 0)]),
-        (b(0),            [Send("backward", 0, 0, 0), Collect(0)]),
-        (Collected(item=0), [Update(0)]),
-        (Updated(item=0),   [Report(0)]),
-    ])  # fmt: skip
+    travel(
+        Worker(middle()),
+        [
+            (train(), []),
+            (activations(0), [Compute("F", 0, 0)]),
+            (f(0), [Send("forward", 2, 0, 0)]),
+            (gradients(0), [Compute("B", 0, 0)]),
+            (b(0), [Send("backward", 0, 0, 0), Collect(0)]),
+            (Collected(item=0), [Update(0)]),
+            (Updated(item=0), [Report(0)]),
+        ],
+    )
 
 
 def test_the_loss_stage_goes_back_at_once():
     last = middle(stage=2, forward_from=(1,), forward_to=(), backward_from=(), backward_to=(1,), has_loss=True)
-    travel(Worker(last), [
-        (train(micro_batches=2), []),
-        (activations(0, 1),      [Compute("F", 0, 0)]),
-        (activations(1, 1),      []),
-        (f(0),                   [Compute("B", 0, 0)]),
-        (b(0),                   [Send("backward", 1, 0, 0), Compute("F", 0, 1)]),
-    ])  # fmt: skip
+    travel(
+        Worker(last),
+        [
+            (train(micro_batches=2), []),
+            (activations(0, 1), [Compute("F", 0, 0)]),
+            (activations(1, 1), []),
+            (f(0), [Compute("B", 0, 0)]),
+            (b(0), [Send("backward", 1, 0, 0), Compute("F", 0, 1)]),
+        ],
+    )
 
 
 def test_backward_goes_before_forward():
-    travel(Worker(middle()), [
-        (train(micro_batches=3), []),
-        (activations(0), [Compute("F", 0, 0)]),
-        (activations(1), []),
-        (f(0),           [Send("forward", 2, 0, 0), Compute("F", 0, 1)]),
-        (activations(2), []),
-        (gradients(0),   []),
-        (f(1),           [Send("forward", 2, 0, 1), Compute("B", 0, 0)]),
-    ])  # fmt: skip
+    travel(
+        Worker(middle()),
+        [
+            (train(micro_batches=3), []),
+            (activations(0), [Compute("F", 0, 0)]),
+            (activations(1), []),
+            (f(0), [Send("forward", 2, 0, 0), Compute("F", 0, 1)]),
+            (activations(2), []),
+            (gradients(0), []),
+            (f(1), [Send("forward", 2, 0, 1), Compute("B", 0, 0)]),
+        ],
+    )
 
 
 def test_of_two_ready_backwards_the_lower_micro_batch_goes_first():
-    travel(Worker(middle()), [
-        (train(micro_batches=2), []),
-        (activations(0), [Compute("F", 0, 0)]),
-        (activations(1), []),
-        (f(0),           [Send("forward", 2, 0, 0), Compute("F", 0, 1)]),
-        (gradients(1),   []),
-        (gradients(0),   []),
-        (f(1),           [Send("forward", 2, 0, 1), Compute("B", 0, 0)]),
-    ])  # fmt: skip
+    travel(
+        Worker(middle()),
+        [
+            (train(micro_batches=2), []),
+            (activations(0), [Compute("F", 0, 0)]),
+            (activations(1), []),
+            (f(0), [Send("forward", 2, 0, 0), Compute("F", 0, 1)]),
+            (gradients(1), []),
+            (gradients(0), []),
+            (f(1), [Send("forward", 2, 0, 1), Compute("B", 0, 0)]),
+        ],
+    )
 
 
 def test_a_late_gradient_delays_only_its_own_micro_batch():
-    travel(Worker(middle()), [
-        (train(micro_batches=2), []),
-        (activations(0), [Compute("F", 0, 0)]),
-        (activations(1), []),
-        (f(0),           [Send("forward", 2, 0, 0), Compute("F", 0, 1)]),
-        (f(1),           [Send("forward", 2, 0, 1)]),
-        (gradients(1),   [Compute("B", 0, 1)]),
-        (gradients(0),   []),
-        (b(1),           [Send("backward", 0, 0, 1), Compute("B", 0, 0)]),
-        (b(0),           [Send("backward", 0, 0, 0), Collect(0)]),
-    ])  # fmt: skip
+    travel(
+        Worker(middle()),
+        [
+            (train(micro_batches=2), []),
+            (activations(0), [Compute("F", 0, 0)]),
+            (activations(1), []),
+            (f(0), [Send("forward", 2, 0, 0), Compute("F", 0, 1)]),
+            (f(1), [Send("forward", 2, 0, 1)]),
+            (gradients(1), [Compute("B", 0, 1)]),
+            (gradients(0), []),
+            (b(1), [Send("backward", 0, 0, 1), Compute("B", 0, 0)]),
+            (b(0), [Send("backward", 0, 0, 0), Collect(0)]),
+        ],
+    )
 
 
 def test_forwards_stop_at_the_limit_and_go_on_after_a_backward():
-    travel(Worker(middle(in_flight=1)), [
-        (train(micro_batches=2), []),
-        (activations(0), [Compute("F", 0, 0)]),
-        (activations(1), []),
-        (f(0),           [Send("forward", 2, 0, 0)]),
-        (gradients(0),   [Compute("B", 0, 0)]),
-        (b(0),           [Send("backward", 0, 0, 0), Compute("F", 0, 1)]),
-    ])  # fmt: skip
+    travel(
+        Worker(middle(in_flight=1)),
+        [
+            (train(micro_batches=2), []),
+            (activations(0), [Compute("F", 0, 0)]),
+            (activations(1), []),
+            (f(0), [Send("forward", 2, 0, 0)]),
+            (gradients(0), [Compute("B", 0, 0)]),
+            (b(0), [Send("backward", 0, 0, 0), Compute("F", 0, 1)]),
+        ],
+    )
 
 
 def test_a_skip_connection_is_waited_for_on_both_ways():
     last_but_one = middle(stage=2, stages=4, forward_from=(0, 1), forward_to=(3,), backward_from=(3,), backward_to=(0,))
-    travel(Worker(last_but_one), [
-        (train(),           []),
-        (activations(0, 1), []),
-        (activations(0, 0), [Compute("F", 0, 0)]),
-    ])  # fmt: skip
+    travel(
+        Worker(last_but_one),
+        [
+            (train(), []),
+            (activations(0, 1), []),
+            (activations(0, 0), [Compute("F", 0, 0)]),
+        ],
+    )
     first = middle(stage=0, forward_from=(), forward_to=(1, 2), backward_from=(1, 2), backward_to=())
-    travel(Worker(first), [
-        (train(),         [Compute("F", 0, 0)]),
-        (f(0),            [Send("forward", 1, 0, 0), Send("forward", 2, 0, 0)]),
-        (gradients(0, 2), []),
-        (gradients(0, 1), [Compute("B", 0, 0)]),
-    ])  # fmt: skip
+    travel(
+        Worker(first),
+        [
+            (train(), [Compute("F", 0, 0)]),
+            (f(0), [Send("forward", 1, 0, 0), Send("forward", 2, 0, 0)]),
+            (gradients(0, 2), []),
+            (gradients(0, 1), [Compute("B", 0, 0)]),
+        ],
+    )
 
 
 def test_a_frozen_stage_has_no_backward_and_no_limit():
     frozen = middle(stage=0, forward_from=(), forward_to=(1,), backward_from=(), backward_to=(), trains=False)
-    travel(Worker(structs.replace(frozen, in_flight=1)), [
-        (train(micro_batches=2), [Compute("F", 0, 0)]),
-        (f(0),                   [Send("forward", 1, 0, 0), Compute("F", 0, 1)]),
-        (f(1),                   [Send("forward", 1, 0, 1), Collect(0)]),
-    ])  # fmt: skip
+    travel(
+        Worker(structs.replace(frozen, in_flight=1)),
+        [
+            (train(micro_batches=2), [Compute("F", 0, 0)]),
+            (f(0), [Send("forward", 1, 0, 0), Compute("F", 0, 1)]),
+            (f(1), [Send("forward", 1, 0, 1), Collect(0)]),
+        ],
+    )
 
 
 def test_the_owner_of_a_shared_parameter_lends_first_and_collects_last():
-    owner = alone(stage=0, lends_to=(2,))
-    travel(Worker(owner), [
-        (train(),                    [Send("shared", 2, 0), Compute("F", 0, 0)]),
-        (f(0),                       [Compute("B", 0, 0)]),
-        (b(0),                       []),
-        (once("shared_gradient", 2), [Collect(0)]),
-    ])  # fmt: skip
+    owner = alone(stage=0, parameter_users=(2,))
+    travel(
+        Worker(owner),
+        [
+            (train(), [Send("shared", 2, 0), Compute("F", 0, 0)]),
+            (f(0), [Compute("B", 0, 0)]),
+            (b(0), []),
+            (once("shared_gradient", 2), [Collect(0)]),
+        ],
+    )
 
 
 def test_a_borrower_waits_for_the_value_and_returns_the_gradient_once():
-    borrower = alone(stage=2, borrows_from=(0,))
-    travel(Worker(borrower), [
-        (train(micro_batches=2), []),
-        (once("shared", 0),      [Compute("F", 0, 0)]),
-        (f(0),                   [Compute("B", 0, 0)]),
-        (b(0),                   [Compute("F", 0, 1)]),
-        (f(1),                   [Compute("B", 0, 1)]),
-        (b(1),                   [Send("shared_gradient", 0, 0), Collect(0)]),
-    ])  # fmt: skip
+    joiner = alone(stage=2, parameter_owners=(0,))
+    travel(
+        Worker(joiner),
+        [
+            (train(micro_batches=2), []),
+            (once("shared", 0), [Compute("F", 0, 0)]),
+            (f(0), [Compute("B", 0, 0)]),
+            (b(0), [Compute("F", 0, 1)]),
+            (f(1), [Compute("B", 0, 1)]),
+            (b(1), [Send("shared_gradient", 0, 0), Collect(0)]),
+        ],
+    )
 
 
 def test_a_borrowed_value_is_of_one_step_only():
-    borrower = Worker(alone(stage=2, borrows_from=(0,)))
-    travel(borrower, [
-        (train(0),                  []),
-        (once("shared", 0),         [Compute("F", 0, 0)]),
-        (train(1),                  []),
-        (f(0),                      [Compute("B", 0, 0)]),
-        (b(0),                      [Send("shared_gradient", 0, 0), Collect(0)]),
-        (Collected(item=0),         [Update(0)]),
-        (Updated(item=0),           [Report(0)]),
-        (once("shared", 0, item=1), [Compute("F", 1, 0)]),
-    ])  # fmt: skip
+    joiner = Worker(alone(stage=2, parameter_owners=(0,)))
+    travel(
+        joiner,
+        [
+            (train(0), []),
+            (once("shared", 0), [Compute("F", 0, 0)]),
+            (train(1), []),
+            (f(0), [Compute("B", 0, 0)]),
+            (b(0), [Send("shared_gradient", 0, 0), Collect(0)]),
+            (Collected(item=0), [Update(0)]),
+            (Updated(item=0), [Report(0)]),
+            (once("shared", 0, item=1), [Compute("F", 1, 0)]),
+        ],
+    )
 
 
 def test_clipping_waits_for_the_norms_of_all_others():
-    travel(Worker(alone(clips=True)), [
-        (train(),           [Compute("F", 0, 0)]),
-        (f(0),              [Compute("B", 0, 0)]),
-        (once("norms", 2),  []),
-        (b(0),              [Collect(0)]),
-        (Collected(item=0), [Send("norms", 0, 0), Send("norms", 2, 0)]),
-        (once("norms", 0),  [Update(0)]),
-    ])  # fmt: skip
+    travel(
+        Worker(alone(clips=True)),
+        [
+            (train(), [Compute("F", 0, 0)]),
+            (f(0), [Compute("B", 0, 0)]),
+            (once("norms", 2), []),
+            (b(0), [Collect(0)]),
+            (Collected(item=0), [Send("norms", 0, 0), Send("norms", 2, 0)]),
+            (once("norms", 0), [Update(0)]),
+        ],
+    )
 
 
 def test_the_loss_stage_tells_the_count_after_its_last_forward():
-    travel(Worker(alone(stage=2, counts=True, has_loss=True)), [
-        (train(micro_batches=2), [Compute("F", 0, 0)]),
-        (f(0),                   [Compute("B", 0, 0)]),
-        (b(0),                   [Compute("F", 0, 1)]),
-        (f(1),                   [Send("count", 0, 0), Send("count", 1, 0), Compute("B", 0, 1)]),
-        (b(1),                   [Collect(0)]),
-    ])  # fmt: skip
+    travel(
+        Worker(alone(stage=2, counts=True, has_loss=True)),
+        [
+            (train(micro_batches=2), [Compute("F", 0, 0)]),
+            (f(0), [Compute("B", 0, 0)]),
+            (b(0), [Compute("F", 0, 1)]),
+            (f(1), [Send("count", 0, 0), Send("count", 1, 0), Compute("B", 0, 1)]),
+            (b(1), [Collect(0)]),
+        ],
+    )
 
 
 def test_the_others_collect_only_when_they_know_the_count():
-    travel(Worker(alone(counts=True)), [
-        (train(),          [Compute("F", 0, 0)]),
-        (f(0),             [Compute("B", 0, 0)]),
-        (b(0),             []),
-        (once("count", 2), [Collect(0)]),
-    ])  # fmt: skip
+    travel(
+        Worker(alone(counts=True)),
+        [
+            (train(), [Compute("F", 0, 0)]),
+            (f(0), [Compute("B", 0, 0)]),
+            (b(0), []),
+            (once("count", 2), [Collect(0)]),
+        ],
+    )
 
 
 def test_an_evaluation_goes_forward_along_its_own_edges():
-    travel(Worker(middle(in_flight=1, eval_from=(0,), eval_to=(2,), counts=True, clips=True)), [
-        (evaluate(micro_batches=2), []),
-        (activations(0), [Compute("E", 0, 0)]),
-        (activations(1), []),
-        (e(0),           [Send("forward", 2, 0, 0), Compute("E", 0, 1)]),
-        (e(1),           [Send("forward", 2, 0, 1), Report(0)]),
-    ])  # fmt: skip
+    travel(
+        Worker(middle(in_flight=1, eval_from=(0,), eval_to=(2,), counts=True, clips=True)),
+        [
+            (evaluate(micro_batches=2), []),
+            (activations(0), [Compute("E", 0, 0)]),
+            (activations(1), []),
+            (e(0), [Send("forward", 2, 0, 0), Compute("E", 0, 1)]),
+            (e(1), [Send("forward", 2, 0, 1), Report(0)]),
+        ],
+    )
 
 
 def test_an_evaluation_needs_shared_values_but_returns_no_gradient():
-    travel(Worker(alone(borrows_from=(0,), lends_to=(2,))), [
-        (evaluate(),        [Send("shared", 2, 0)]),
-        (once("shared", 0), [Compute("E", 0, 0)]),
-        (e(0),              [Report(0)]),
-    ])  # fmt: skip
+    travel(
+        Worker(alone(parameter_owners=(0,), parameter_users=(2,))),
+        [
+            (evaluate(), [Send("shared", 2, 0)]),
+            (once("shared", 0), [Compute("E", 0, 0)]),
+            (e(0), [Report(0)]),
+        ],
+    )
 
 
 def test_a_checkpoint_holds_the_lane_until_it_is_written():
-    travel(Worker(alone()), [
-        (save(),        [Save(0)]),
-        (train(1),      []),
-        (Saved(item=0), [Report(0), Compute("F", 1, 0)]),
-    ])  # fmt: skip
+    travel(
+        Worker(alone()),
+        [
+            (save(), [Save(0)]),
+            (train(1), []),
+            (Saved(item=0), [Report(0), Compute("F", 1, 0)]),
+        ],
+    )
 
 
 def test_leased_items_start_without_asking():
-    travel(Worker(alone()), [
-        (evaluate(0),  [Compute("E", 0, 0)]),
-        (evaluate(1),  []),
-        (train(2),     []),
-        (e(0),         [Report(0), Compute("E", 1, 0)]),
-        (e(0, item=1), [Report(1), Compute("F", 2, 0)]),
-    ])  # fmt: skip
+    travel(
+        Worker(alone()),
+        [
+            (evaluate(0), [Compute("E", 0, 0)]),
+            (evaluate(1), []),
+            (train(2), []),
+            (e(0), [Report(0), Compute("E", 1, 0)]),
+            (e(0, item=1), [Report(1), Compute("F", 2, 0)]),
+        ],
+    )
 
 
 def test_what_arrives_before_its_item_is_leased_is_kept():
-    travel(Worker(middle()), [
-        (activations(0), []),
-        (train(),        [Compute("F", 0, 0)]),
-    ])  # fmt: skip
+    travel(
+        Worker(middle()),
+        [
+            (activations(0), []),
+            (train(), [Compute("F", 0, 0)]),
+        ],
+    )
 
 
 def test_what_has_arrived_is_forgotten_with_its_item():
-    worker = Worker(middle(clips=True, lends_to=(0,)))
+    worker = Worker(middle(clips=True, parameter_users=(0,)))
     early = activations(0, item=1)
     for event in (train(), activations(0), early, f(0), gradients(0), once("norms", 0), once("norms", 2), b(0)):
         worker.handle(event)
@@ -344,7 +404,9 @@ def test_statistics_name_the_item_in_work():
 
 def test_a_delayed_sum_goes_on_while_the_next_step_computes() -> None:
     """Summed with worker 3 after every step and used one step later; what is saved is complete."""
-    turn = Round(sends=(Message(3, Parts(0, 1, 2)),), receives=(Message(3, Parts(1, 2, 2)),), adds=True)
+    turn = Round(
+        sends=(CollectiveMessage(3, Parts(0, 1, 2)),), receives=(CollectiveMessage(3, Parts(1, 2, 2)),), adds=True
+    )
     group = GroupView(group=7, rounds=(turn,))
     travel(
         Worker(alone(groups=(group,), averages="deltas", delay=1)),

@@ -72,7 +72,9 @@ def make_plan(fleet: Fleet, micro_batches: int = 8) -> Plan:
         micro_batches=micro_batches,
         replicas=(
             Replica(
-                stages=stages, edges=edges, micro_batches=micro_batches,
+                stages=stages,
+                edges=edges,
+                micro_batches=micro_batches,
                 schedule=Schedule("1f1b", classic_in_flight("1f1b", count, micro_batches)),
             ),
         ),
@@ -81,7 +83,7 @@ def make_plan(fleet: Fleet, micro_batches: int = 8) -> Plan:
         ),
         certificate=Certificate(lower_bound=1.2, gap=1 / 24, question="contiguous partitions"),
         notes=("lisbon-0 holds the embedding.",),
-    )  # fmt: skip
+    )
 
 
 def play(
@@ -137,8 +139,10 @@ class _Pipeline:
         elif ready:
             self.waiting[s].remove(min(ready))
             self._compute(s, "B", min(ready), now)
-        elif f < n and (s == 0 or ("F", s, item, f) in self.arrived) and (
-            len(self.waiting[s]) < self.plan.replica.schedule.in_flight[s]
+        elif (
+            f < n
+            and (s == 0 or ("F", s, item, f) in self.arrived)
+            and (len(self.waiting[s]) < self.plan.replica.schedule.in_flight[s])
         ):
             self.forwards[s] += 1
             self._compute(s, "F" if kind == "train" else "E", f, now)
@@ -189,7 +193,15 @@ class _Pipeline:
         size = 500_000 if other >= 0 else 0
         self.spans.append(
             Span(
-                device=self.names[s], track=track, name=name, start_s=start, end_s=end, step=step, micro_batch=m,
-                size_bytes=size, wire_bytes=size and size + 64, other=self.names[other] if other >= 0 else "",
+                device=self.names[s],
+                track=track,
+                name=name,
+                start_s=start,
+                end_s=end,
+                step=step,
+                micro_batch=m,
+                size_bytes=size,
+                wire_bytes=size and size + 64,
+                other=self.names[other] if other >= 0 else "",
             )
-        )  # fmt: skip
+        )

@@ -21,10 +21,17 @@ def graph() -> OpGraph:
 
     def op(name: str, layer: str, *args: str) -> Op:
         return Op(
-            name=name, kind="operator", target="aten.mul.Tensor", args=tuple(Ref(a) for a in args), outputs=(value,),
-            requires_grad=(True,), flops_forward=Affine(100), flops_backward=Affine(200), saved_bytes=Affine(8),
+            name=name,
+            kind="operator",
+            target="aten.mul.Tensor",
+            args=tuple(Ref(a) for a in args),
+            outputs=(value,),
+            requires_grad=(True,),
+            flops_forward=Affine(100),
+            flops_backward=Affine(200),
+            saved_bytes=Affine(8),
             module=layer,
-        )  # fmt: skip
+        )
 
     ops = (x, w, op("a", "one", "x", "w"), op("b", "one", "a", "w"), op("c", "two", "b"))
     return OpGraph(name="small", mode="train", loss=Ref("c"), ops=ops)
@@ -39,8 +46,9 @@ def text(shown: object) -> str:
 def test_layers_and_operators_weigh_what_the_graph_says() -> None:
     weights = graph_weights(Flow(graph()), 3)
     assert [(w.name, w.operators, w.flops_forward, w.flops_backward) for w in weights.layers] == [
-        ("one", 2, 600, 1200), ("two", 1, 300, 600),
-    ]  # fmt: skip
+        ("one", 2, 600, 1200),
+        ("two", 1, 300, 600),
+    ]
     assert [w.parameter_bytes for w in weights.operators] == [40, 0, 0]  # counted once
     assert [(w.saved_bytes, w.output_bytes) for w in weights.layers] == [(48, 48), (24, 24)]
     assert "aten.mul.Tensor" in text(graph_table(weights, operators=True))

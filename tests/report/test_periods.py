@@ -20,10 +20,16 @@ def steps(device: str, numbers: range, since_s: float, step_s: float) -> list[Sp
     for count, number in enumerate(numbers):
         start_s = since_s + count * step_s
         for name, a, b in (("F", 0.0, 0.5), ("update", 0.5, 0.9)):
-            found.append(Span(
-                device=device, track="compute", name=name, start_s=start_s + a * step_s, end_s=start_s + b * step_s,
-                step=number,
-            ))  # fmt: skip
+            found.append(
+                Span(
+                    device=device,
+                    track="compute",
+                    name=name,
+                    start_s=start_s + a * step_s,
+                    end_s=start_s + b * step_s,
+                    step=number,
+                )
+            )
     return found
 
 
@@ -48,9 +54,10 @@ def periods(plan: Plan, fleet: Fleet) -> tuple[PlanPeriod, ...]:
 
 def test_each_plan_has_its_own_row(periods: tuple[PlanPeriod, ...]) -> None:
     measured = [
-        *steps("quick", range(6), 0.0, 1.0), *steps("quick", range(3, 7), 7.0, 1.0),
+        *steps("quick", range(6), 0.0, 1.0),
+        *steps("quick", range(3, 7), 7.0, 1.0),
         *steps("slow", range(7, 11), 21.0, 3.0),
-    ]  # fmt: skip
+    ]
     predicted = [*steps("quick", range(3), 0.0, 1.1), *steps("quick", range(3, 7), 6.5, 1.1)]
     predicted += steps("slow", range(7, 11), 20.0, 2.4)
     traces = [Trace(source="simulator", run="x", spans=tuple(spans)) for spans in (predicted, measured)]
@@ -60,7 +67,7 @@ def test_each_plan_has_its_own_row(periods: tuple[PlanPeriod, ...]) -> None:
     assert rows == [
         (1, 7, "quick", pytest.approx(1.0), pytest.approx(1.1)),
         (8, 11, "slow", pytest.approx(3.0), pytest.approx(2.4)),
-    ]  # fmt: skip
+    ]
     assert [p.error for p in summary.plans] == [pytest.approx(0.1), pytest.approx(-0.2)]
     assert (summary.measured_step_s, summary.predicted_step_s) == (pytest.approx(3.0), pytest.approx(2.4))
     assert {use.device for use in summary.devices if use.measured_busy} == {"slow"}

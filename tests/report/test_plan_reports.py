@@ -11,9 +11,9 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console, RenderableType
 
-from isthmus.cost import Layout, Problem, build_plan, build_replicas
+from isthmus.cost import PlanLayout, Problem, build_plan, build_replicas
 from isthmus.errors import UserError
-from isthmus.fleet import Device, Fleet, Link, Links, Site
+from isthmus.fleet import Device, Fleet, Link, Links, Region
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec
 from isthmus.report import (
     ComparedPlan,
@@ -28,7 +28,7 @@ from isthmus.report import (
     ranked,
     verdict_table,
 )
-from isthmus.report.seats import seats_of
+from isthmus.report.picture_layout import slots_of
 from isthmus.report.what_if import with_device
 from isthmus.verification import BoundCheck, Difference, Verdict
 
@@ -49,11 +49,17 @@ def graph(units: int = UNITS) -> OpGraph:
         )
         ops.append(
             Op(
-                name=f"op{k}", kind="operator", target="aten.test.default", requires_grad=(True,),
-                args=(Ref(f"op{k - 1}" if k else "x"), Ref(f"w{k}")), outputs=(spec(10),), saved_bytes=Affine(8),
-                flops_forward=Affine(100), flops_backward=Affine(200),
+                name=f"op{k}",
+                kind="operator",
+                target="aten.test.default",
+                requires_grad=(True,),
+                args=(Ref(f"op{k - 1}" if k else "x"), Ref(f"w{k}")),
+                outputs=(spec(10),),
+                saved_bytes=Affine(8),
+                flops_forward=Affine(100),
+                flops_backward=Affine(200),
             )
-        )  # fmt: skip
+        )
     return OpGraph(name="chain", mode="train", ops=tuple(ops), loss=Ref(f"op{units - 1}"))
 
 
@@ -106,7 +112,9 @@ def test_devices_that_are_equally_slow_are_sped_up_together() -> None:
 
 
 def test_an_uplink_and_memory_that_hold_a_plan_up_are_named() -> None:
-    slow = msgspec.structs.replace(fleet([1e4, 1e4], 1e4), sites=(Site(region="east", uplink_bytes_per_s=10.0),))
+    slow = msgspec.structs.replace(
+        fleet([1e4, 1e4], 1e4), region_info=(Region(region="east", uplink_bytes_per_s=10.0),)
+    )
     asked = problem(slow)
     plan = build_plan(asked, ["d0", "d1"], [6], planner="hand")
     assert improvements(asked, plan)[0].what == "twice the uplink of east"
@@ -129,7 +137,7 @@ def test_a_stage_that_recomputes_is_told() -> None:
     )
     assert explain(tight, plan).stages[0].startswith("d0: operators 0..5, 50.0% of the FLOPs, computes 100% ")
     assert "recomputes F in B" in told(plan_table(plan, tight.fleet))
-    assert [seat.label for seat in seats_of(plan, tight.fleet)[0]] == ["0*", "1"]
+    assert [slot.label for slot in slots_of(plan, tight.fleet)[0]] == ["0*", "1"]
 
 
 def test_an_explanation_says_what_holds_the_plan_up_and_by_how_much() -> None:
@@ -138,8 +146,9 @@ def test_an_explanation_says_what_holds_the_plan_up_and_by_how_much() -> None:
     found = explain(asked, plan)
     # 4 operators of 300 FLOPs: 12 s on d0, 4 s on d1, 5 s on d2.
     assert found.bottleneck[:2] == (
-        "device d0, computing: 12 s per micro-batch.", "Next is device d2, computing: 5 s, 58.3% less."
-    )  # fmt: skip
+        "device d0, computing: 12 s per micro-batch.",
+        "Next is device d2, computing: 5 s, 58.3% less.",
+    )
     assert found.helps[0].what == "d0 twice as fast"
     (left_out,) = found.left_out
     assert left_out.startswith("d3: the best place found for it is") and left_out.endswith("longer")
@@ -165,11 +174,12 @@ def test_a_device_that_should_not_have_been_left_out_is_told() -> None:
 
 def test_replicas_are_explained_one_by_one() -> None:
     asked = problem(fleet([100.0] * 4))
-    plan = build_replicas(asked, [Layout(("d0", "d1"), (6,), 3), Layout(("d2", "d3"), (6,), 5)], planner="hand")
+    plan = build_replicas(asked, [PlanLayout(("d0", "d1"), (6,), 3), PlanLayout(("d2", "d3"), (6,), 5)], planner="hand")
     found = explain(asked, plan)
     assert [line for line in found.stages if line.startswith("Replica")] == [
-        "Replica 0 takes 3 of 8 micro-batches, 1.2 min:", "Replica 1 takes 5 of 8 micro-batches, 1.8 min:"
-    ]  # fmt: skip
+        "Replica 0 takes 3 of 8 micro-batches, 1.2 min:",
+        "Replica 1 takes 5 of 8 micro-batches, 1.8 min:",
+    ]
     assert any("of gradients" in line for line in found.links)
     assert any("averaging their gradients" in line for line in found.step)
 
@@ -178,9 +188,16 @@ def row(planner: str, simulated_s: float | None, plan_s: float = 0.1) -> Compare
     if simulated_s is None:
         return ComparedPlan(planner=planner, plan_s=plan_s, refused="stage 0 does not fit: 7 bytes short")
     return ComparedPlan(
-        planner=planner, plan_s=plan_s, step_s=simulated_s * 0.9, simulated_step_s=simulated_s,
-        price_per_1000_steps=0.25, lower_bound_s=simulated_s / 2, gap=0.8, devices=4, replicas=2,
-    )  # fmt: skip
+        planner=planner,
+        plan_s=plan_s,
+        step_s=simulated_s * 0.9,
+        simulated_step_s=simulated_s,
+        price_per_1000_steps=0.25,
+        lower_bound_s=simulated_s / 2,
+        gap=0.8,
+        devices=4,
+        replicas=2,
+    )
 
 
 def test_comparison_ranks_by_the_simulated_step_and_says_who_refused() -> None:
@@ -204,7 +221,7 @@ def test_headroom_is_that_of_the_fullest_device() -> None:
 def test_a_verdict_names_fields_and_says_what_was_done() -> None:
     asked = problem(fleet([100.0]))
     plan = build_plan(asked, ["d0"], [], planner="hand")
-    bound = BoundCheck(status="none stated", told="nobody looked")
+    bound = BoundCheck(status="none stated", text="nobody looked")
     assert "all 7 figures hold" in told(verdict_table(Verdict(checked=7, differences=(), bound=bound), plan, "p.json"))
     wrong = Difference(field="predicted.step_s", got=2.0, expected=1.5, by="+0.5")
     text = told(verdict_table(Verdict(checked=7, differences=(wrong,), bound=bound), plan, "p.json"))

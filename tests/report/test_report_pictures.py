@@ -106,9 +106,10 @@ def test_texts_above_a_panel_do_not_touch(
     renderer = figure.canvas.get_renderer()
     for axes in figure.axes:
         boxes = [
-            text.get_window_extent(renderer) for text in axes.texts
+            text.get_window_extent(renderer)
+            for text in axes.texts
             if text.get_text() == "busy" or text.get_text().startswith(("step", "measured", "predicted"))
-        ]  # fmt: skip
+        ]
         assert len(boxes) >= 2
         assert not [1 for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
 

@@ -87,9 +87,15 @@ def test_an_evaluation_changes_neither_bytes_per_step_nor_step_time(plan: Plan, 
 def test_rate_where_messages_overlap_and_where_none_took_time(plan: Plan) -> None:
     def send(other: str, start_s: float, end_s: float) -> Span:
         return Span(
-            device="lisbon-0", track="send", name="forward", start_s=start_s, end_s=end_s, step=0, size_bytes=1000,
+            device="lisbon-0",
+            track="send",
+            name="forward",
+            start_s=start_s,
+            end_s=end_s,
+            step=0,
+            size_bytes=1000,
             other=other,
-        )  # fmt: skip
+        )
 
     work = [
         Span(device="lisbon-0", track="compute", name=name, start_s=at, end_s=at + 1, step=0)

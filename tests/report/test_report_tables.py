@@ -9,7 +9,7 @@ from synthetic_pipeline import make_fleet, make_plan
 
 from isthmus.fleet import Fleet, Link, Links, Route, topology
 from isthmus.graph.opgraph import Op, OpGraph, Ref
-from isthmus.plans import Certificate, Plan, Terms, question_in_words
+from isthmus.plans import Certificate, Constraints, Plan, question_in_words
 from isthmus.report import (
     comparison_summary,
     comparison_table,
@@ -210,10 +210,10 @@ def test_the_overview_says_what_a_newcomer_needs(plan: Plan, fleet: Fleet) -> No
 
 
 def test_a_proof_in_words() -> None:
-    asked = question_in_words(Terms(), [4], priced=False, period=1, recompute=True)
+    asked = question_in_words(Constraints(), [4], priced=False, period=1, recompute=True)
     certificate = Certificate(lower_bound=1.0, gap=0.026, question=asked)
     assert proof_text(certificate) == "Proven within 2.6 % of the best possible plan"
     assert proof_text(msgspec.structs.replace(certificate, gap=0.0)) == "Proven to be the best possible plan"
-    priced = question_in_words(Terms(objective="cost"), [4], priced=True, period=1, recompute=True)
+    priced = question_in_words(Constraints(objective="cost"), [4], priced=True, period=1, recompute=True)
     cheapest = Certificate(lower_bound=1.0, gap=0.5, question=priced, objective="cost")
     assert proof_text(cheapest) == "Proven within 50.0 % of the cheapest possible plan"

@@ -36,8 +36,10 @@ def plain(plan: Plan, steps: int, each_s: float, note: str = "") -> list[str]:
 def test_fast_steps_print_every_tenth_part(plan: Plan) -> None:
     lines = plain(plan, steps=100, each_s=0.001)
     assert [line.split(",")[0] for line in lines[:-1]] == [
-        "step 1/100", *(f"step {n}/100" for n in range(11, 100, 10)), "step 100/100",
-    ]  # fmt: skip
+        "step 1/100",
+        *(f"step {n}/100" for n in range(11, 100, 10)),
+        "step 100/100",
+    ]
     assert lines[-1] == "step 100: held-out loss 2.5000"
 
 

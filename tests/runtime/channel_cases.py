@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 from torch import Tensor
 
-from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import ParcelMessage
 from isthmus.runtime.transport.channel import (
     Channel,
@@ -36,10 +36,10 @@ class Implementation:
     channel: Callable[[socket.socket, str, float], Channel]
 
     @contextlib.contextmanager
-    def pair(self, patience_s: float = 10.0) -> Iterator[tuple[Channel, Channel]]:
+    def pair(self, timeout_s: float = 10.0) -> Iterator[tuple[Channel, Channel]]:
         """Channels of `alice` and `bob`: each names the other."""
         ours, theirs = self.sockets()
-        alice, bob = self.channel(ours, "bob", patience_s), self.channel(theirs, "alice", patience_s)
+        alice, bob = self.channel(ours, "bob", timeout_s), self.channel(theirs, "alice", timeout_s)
         try:
             yield alice, bob
         finally:
@@ -47,10 +47,10 @@ class Implementation:
             bob.close()
 
     @contextlib.contextmanager
-    def against_raw(self, patience_s: float = 10.0) -> Iterator[tuple[Channel, socket.socket]]:
+    def against_raw(self, timeout_s: float = 10.0) -> Iterator[tuple[Channel, socket.socket]]:
         """A channel whose other end, `mallory`, writes and reads bytes as she likes."""
         ours, theirs = self.sockets()
-        channel = self.channel(ours, "mallory", patience_s)
+        channel = self.channel(ours, "mallory", timeout_s)
         try:
             yield channel, theirs
         finally:

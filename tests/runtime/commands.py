@@ -102,9 +102,13 @@ def refused(done: Done, code: int, *words: str) -> None:
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
     """The command in a process group of its own: that of the coordinator alone, as devices have theirs."""
     return subprocess.Popen(
-        [*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, env={**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [*COMMAND, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
+    )
 
 
 def wait_until(

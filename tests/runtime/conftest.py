@@ -15,7 +15,7 @@ from torch import nn
 
 from isthmus.graph import capture as capture_module
 from isthmus.graph.capture import Captured, Column, capture
-from isthmus.runtime.conducting import conductor, losses
+from isthmus.runtime.coordinator import failure_detector, host
 from isthmus.runtime.transport.channel import SocketChannel
 
 from .lanes import Pair
@@ -48,9 +48,9 @@ def connect() -> Iterator[Callable[[], Pair]]:
 
 @pytest.fixture
 def soon_sure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conductor of this process waits no second for a better explanation of a loss: there is none."""
-    monkeypatch.setattr(losses, "GRACE_S", 0.1)
-    monkeypatch.setattr(conductor, "TICK_S", 0.05)
+    """a coordinator of this process waits no second for a better explanation of a loss: there is none."""
+    monkeypatch.setattr(failure_detector, "GRACE_S", 0.1)
+    monkeypatch.setattr(host, "TICK_S", 0.05)
 
 
 @pytest.fixture(autouse=True, scope="module")

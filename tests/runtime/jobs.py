@@ -19,13 +19,13 @@ from isthmus.graph import Flow, cuts
 from isthmus.job import Job, Prepared
 from isthmus.models import ModelSpec
 from isthmus.plans import Plan
-from isthmus.runtime.conducting.crew import LocalCrew
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
-from isthmus.runtime.conducting.script import Outcome
-from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.coordinator.backend import LocalBackend
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
+from isthmus.runtime.coordinator.run_callbacks import Outcome
+from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.training.checkpoint import latest_checkpoint, read_tensors
 from isthmus.training.optim import Optimizers
-from isthmus.training.plain import plain_step, plain_update
+from isthmus.training.reference import reference_step, reference_update
 
 TEXT = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 16, "max_bytes": 60_000})
 DIGITS = DataSpec(kind="digits")
@@ -62,13 +62,17 @@ def random_cut(prepared: Prepared, stages: int, seed: int, *, once: bool = False
 
 
 def run(
-    prepared: Prepared, boundaries: Sequence[int], folder: Path, *,
-    watcher: Watcher | None = None, places: Mapping[str, Place] = {},
-) -> tuple[Plan, Outcome]:  # fmt: skip
+    prepared: Prepared,
+    boundaries: Sequence[int],
+    folder: Path,
+    *,
+    watcher: Watcher | None = None,
+    places: Mapping[str, ProcessPlace] = {},
+) -> tuple[Plan, Outcome]:
     """Train the job over one process per stage."""
     fleet = fleet_of(len(boundaries) + 1)
     plan = build_plan(prepared.problem(fleet), fleet.names, boundaries, planner="test")
-    options = RunOptions(emulate=prepared.job.runtime.emulate, crew=LocalCrew(places=places))
+    options = RunOptions(emulate=prepared.job.runtime.emulate, backend=LocalBackend(places=places))
     return plan, train(prepared, plan, fleet, folder, options, watcher or Watcher())
 
 
@@ -87,21 +91,28 @@ def plain_run(job: Job, prepared: Prepared) -> tuple[nn.Module, list[float]]:
     losses: list[float] = []
     for step in range(job.training.steps):
         batches = [
-            batch_at(data, order, step * job.training.batch_size + m * job.micro_batch_size, job.micro_batch_size,
-                     list(data.columns))
+            batch_at(
+                data,
+                order,
+                step * job.training.batch_size + m * job.micro_batch_size,
+                job.micro_batch_size,
+                list(data.columns),
+            )
             for m in range(job.training.micro_batches)
-        ]  # fmt: skip
-        loss, _ = plain_step(module, batches, config)
+        ]
+        loss, _ = reference_step(module, batches, config)
         losses.append(loss)
-        plain_update(module, optimizers, step, config, loss)
+        reference_update(module, optimizers, step, config, loss)
     return module, losses
 
 
 def job_of(model: str, options: dict[str, object], data: DataSpec, **training: object) -> Job:
     tables: dict[str, object] = {
-        "name": "test", "model": msgspec.to_builtins(ModelSpec(name=model, options=options)),
-        "data": msgspec.to_builtins(data), "runtime": {"emulate": False},
+        "name": "test",
+        "model": msgspec.to_builtins(ModelSpec(name=model, options=options)),
+        "data": msgspec.to_builtins(data),
+        "runtime": {"emulate": False},
         "training": {"steps": 2, "batch_size": 8, "micro_batches": 4, **training},
         "optimizer": [{"name": "sgd", "lr": 0.1, "momentum": 0.9}],
-    }  # fmt: skip
+    }
     return msgspec.convert(tables, Job)

@@ -8,9 +8,9 @@ from torch import Tensor
 from isthmus.data import JoinedDataset, JoinedOrder, load_dataset
 from isthmus.data.dataset import Indices, Split
 from isthmus.job import Prepared
-from isthmus.plans.turns import turn, whole
+from isthmus.plans.feeder_order import feeder_slot, whole
 from isthmus.training.optim import Optimizers
-from isthmus.training.plain import plain_loss, plain_step, plain_update
+from isthmus.training.reference import reference_loss, reference_step, reference_update
 
 
 class Plain:
@@ -38,8 +38,8 @@ class Plain:
     def step(self, step: int) -> float:
         count, size = self.config.micro_batches, self.config.micro_batch_size
         batches = [self._batch("train", self._order.indices(step * count + m, size)) for m in range(count)]
-        loss, _ = plain_step(self.module, batches, self.config)
-        plain_update(self.module, self._optimizers, step, self.config, loss)
+        loss, _ = reference_step(self.module, batches, self.config)
+        reference_update(self.module, self._optimizers, step, self.config, loss)
         return loss
 
     def labels(self, steps: int) -> dict[str, list[bytes]]:
@@ -48,14 +48,14 @@ class Plain:
         found: dict[str, list[bytes]] = {name: [] for name in self._samples.holders}
         for number in range(steps * self.config.micro_batches):
             labels = self._batch("train", self._order.indices(number, size))["labels"]
-            found[list(found)[turn(counts, number).holder]].append(labels.numpy().tobytes())
+            found[list(found)[feeder_slot(counts, number).holder]].append(labels.numpy().tobytes())
         return found
 
     def heldout(self, count: int) -> float:
         size, counts = self.config.micro_batch_size, tuple(h.heldout for h in self._samples.holders.values())
         batches: list[dict[str, Tensor]] = []
         for number in range(count):
-            holder, own = turn(whole(counts, size), number)
+            holder, own = feeder_slot(whole(counts, size), number)
             first = sum(counts[:holder]) + own * size
             batches.append(self._batch("heldout", range(first, first + size)))
-        return plain_loss(self.module, batches)
+        return reference_loss(self.module, batches)

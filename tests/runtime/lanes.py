@@ -7,7 +7,7 @@ import time
 import torch
 from torch import Tensor
 
-from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import ParcelMessage
 from isthmus.runtime.transport.channel import Channel, SocketChannel, frame
 from isthmus.runtime.transport.lanes import SendLane

@@ -134,7 +134,7 @@ def when_waiting(channel: Channel, pool: ThreadPoolExecutor, idle_s: float | Non
 
 @every
 def test_closing_ends_a_receive_that_waits_for_a_frame(kind: Implementation, pool: ThreadPoolExecutor) -> None:
-    with kind.pair(patience_s=30) as (alice, _):
+    with kind.pair(timeout_s=30) as (alice, _):
         coming = when_waiting(alice, pool)
         alice.close()
         assert coming.result(20) is None
@@ -144,7 +144,7 @@ def test_closing_ends_a_receive_that_waits_for_a_frame(kind: Implementation, poo
 
 @every
 def test_closing_ends_a_receive_in_the_middle_of_a_frame(kind: Implementation, pool: ThreadPoolExecutor) -> None:
-    with kind.against_raw(patience_s=30) as (channel, mallory):
+    with kind.against_raw(timeout_s=30) as (channel, mallory):
         mallory.sendall(wire(Heartbeat(run="r"))[:-1])
         coming = when_waiting(channel, pool)
         channel.close()
@@ -154,7 +154,7 @@ def test_closing_ends_a_receive_in_the_middle_of_a_frame(kind: Implementation, p
 @every
 def test_closing_ends_a_send_that_nobody_reads(kind: Implementation, pool: ThreadPoolExecutor) -> None:
     tensor = torch.zeros(LARGE_BYTES, dtype=torch.uint8)
-    with kind.against_raw(patience_s=30) as (channel, _):
+    with kind.against_raw(timeout_s=30) as (channel, _):
         sending = pool.submit(channel.send, parcel(0, tensor), [pack(tensor)])
         time.sleep(0.1)
         channel.close()
@@ -205,7 +205,7 @@ def test_a_frame_that_stalls_has_a_deadline(kind: Implementation, at: int) -> No
     tensor = torch.arange(100)
     whole = wire(parcel(0, tensor), [tensor])
     short = (PREFIX.size if 0 < at < PREFIX.size else len(whole)) - len(whole[:at])
-    with kind.against_raw(patience_s=0.2) as (channel, mallory):
+    with kind.against_raw(timeout_s=0.2) as (channel, mallory):
         mallory.sendall(whole[:at])
         with pytest.raises(PeerError, match=f"^mallory: stalled for 0.2 s in .* of a frame, {short} bytes short$"):
             channel.receive()
@@ -218,7 +218,7 @@ def test_a_send_that_nobody_reads_has_a_deadline(
     kind: Implementation, idle_s: float | None, pool: ThreadPoolExecutor
 ) -> None:
     tensor = torch.zeros(LARGE_BYTES, dtype=torch.uint8)
-    with kind.against_raw(patience_s=0.2) as (channel, _):
+    with kind.against_raw(timeout_s=0.2) as (channel, _):
         coming = when_waiting(channel, pool, idle_s) if idle_s != 0 else None
         before_s = time.monotonic()
         with pytest.raises(PeerError, match=r"^mallory: took nothing for 0\.2 s$"):
@@ -241,11 +241,11 @@ def test_slow_progress_is_progress(kind: Implementation, pool: ThreadPoolExecuto
             time.sleep(0.02)
         return at
 
-    with kind.against_raw(patience_s=0.2) as (channel, mallory):
+    with kind.against_raw(timeout_s=0.2) as (channel, mallory):
         began_s = time.monotonic()
         reading = pool.submit(read_slowly)
         assert channel.send(parcel(0, tensor), [pack(tensor)]) == reading.result(20) == size
-        assert time.monotonic() - began_s > 0.4  # else patience was not put to the test
+        assert time.monotonic() - began_s > 0.4  # else timeout was not put to the test
         coming = pool.submit(channel.receive)
         for byte in wire(Heartbeat(run="slow")):
             mallory.sendall(bytes([byte]))
@@ -255,7 +255,7 @@ def test_slow_progress_is_progress(kind: Implementation, pool: ThreadPoolExecuto
 
 @every
 def test_silence_has_a_deadline_where_one_is_asked_for(kind: Implementation) -> None:
-    with kind.against_raw(patience_s=10) as (channel, mallory):
+    with kind.against_raw(timeout_s=10) as (channel, mallory):
         with pytest.raises(PeerError, match=r"^mallory: silent for 0\.1 s$"):
             channel.receive(idle_s=0.1)
         mallory.sendall(wire(Heartbeat(run="late")))  # what comes later is not lost
@@ -264,7 +264,7 @@ def test_silence_has_a_deadline_where_one_is_asked_for(kind: Implementation) -> 
 
 @every
 def test_waiting_for_a_frame_has_no_deadline_of_its_own(kind: Implementation, pool: ThreadPoolExecutor) -> None:
-    with kind.against_raw(patience_s=0.05) as (channel, mallory):
+    with kind.against_raw(timeout_s=0.05) as (channel, mallory):
         coming = pool.submit(channel.receive)
         time.sleep(0.3)
         mallory.sendall(wire(Heartbeat(run="r")))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
 from isthmus.api.folder import RunFolder
-from isthmus.api.planning import plan_for
+from isthmus.api.make_plan import plan_for
 from isthmus.cli.options import Notes
 from isthmus.cost.compression import ratio_planner_names
 from isthmus.data import load_dataset
@@ -29,7 +29,7 @@ from isthmus.planners.sync import sync_planner_names
 from isthmus.plans import Plan, Schedule, load_plan, save_plan
 from isthmus.plans.plan import PLAN_VERSION
 from isthmus.protocol.drift import fit_fleet
-from isthmus.training.plain import plain_loss
+from isthmus.training.reference import reference_loss
 
 from .commands import Done, edited, isthmus, refused, write_job
 
@@ -59,7 +59,7 @@ SCHEDULE = "[learning_rate]"
         ("batch_size = 8", "batch_size = 9", ["training.batch_size: got 9", "micro_batches"]),
         ("eval_samples = 8", "eval_samples = 1", ["eval_samples", "1 held-out samples", "micro-batch (2)"]),
         ("[training]", "[training]]", ["not valid TOML", "line 15"]),
-        ("[model]", '[runtime]\npatience = "5 parsecs"\n[model]', ["runtime.patience", "parsecs"]),
+        ("[model]", '[runtime]\ntimeout = "5 parsecs"\n[model]', ["runtime.timeout", "parsecs"]),
         (SCHEDULE, "[[optimizer]]\nlr = -1.0\n[learning_rate]", ["optimizer[0].lr", "got -1.0"]),
         (SCHEDULE, "[[optimizer]]\nlr = inf\n[learning_rate]", ["optimizer[0].lr", "got inf", "finite"]),
         (SCHEDULE, "[[optimizer]]\nlearn_rate = 1\n[learning_rate]", ["optimizer[0].learn_rate", "optimizer[0].lr"]),
@@ -94,7 +94,7 @@ def test_hooks_that_cannot_be_had(tmp_path: Path, hook: str, words: list[str]) -
         refused(isthmus(command[0], job, *command[1:]), 2, "hooks.finish", *words)
 
 
-CHANGE = '[[runtime.changes]]\nstep = 1\nfactor = 0.5\n{}\n[learning_rate]'
+CHANGE = "[[runtime.changes]]\nstep = 1\nfactor = 0.5\n{}\n[learning_rate]"
 
 
 @pytest.mark.parametrize("what", ['device = "gone"', 'link = ["gone", "gone-too"]'])
@@ -160,9 +160,10 @@ def test_bad_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "user_models.py").write_text(MODELS)
     job = edited(
-        write_job(tmp_path), ('"gpt"', f'"user_models:{name}"'),
+        write_job(tmp_path),
+        ('"gpt"', f'"user_models:{name}"'),
         ("options = {vocab_size = 256, sequence_length = 16, width = 16, layers = 2, heads = 2}", ""),
-    )  # fmt: skip
+    )
     refused(isthmus("plan", job), 2, *words)
 
 
@@ -271,10 +272,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
     job = edited(
         write_job(folder, steps=4, fleet="three-sites"),
-        ('"gpt"', '"hf-gpt2"'), ("micro_batches = 4", "micro_batches = 8"),
+        ('"gpt"', '"hf-gpt2"'),
+        ("micro_batches = 4", "micro_batches = 8"),
         ("{vocab_size = 256, sequence_length = 16, width = 16, layers = 2, heads = 2}", HF_OPTIONS),
-        ("max_bytes", "shift_labels = false, max_bytes"), ("run_dir", "devices = 3\nrun_dir"),
-    )  # fmt: skip
+        ("max_bytes", "shift_labels = false, max_bytes"),
+        ("run_dir", "devices = 3\nrun_dir"),
+    )
     path = folder / "plan.json"
     path.write_text(isthmus("plan", job, "--json").out)
     plan = load_plan(path)
@@ -342,7 +345,7 @@ def test_export_gives_hugging_face_the_same_model(trained: Trained, tmp_path: Pa
     module = GPT2LMHeadModel.from_pretrained(tmp_path / "out")
     data = load_dataset(load_job(trained.job).data, "heldout")
     with torch.no_grad():
-        loss = plain_loss(module, [data.batch([i], list(data.columns)) for i in range(8)])
+        loss = reference_loss(module, [data.batch([i], list(data.columns)) for i in range(8)])
     (*_, told) = [p.loss for p in RunFolder(trained.run).losses() if p.split == "heldout"]
     assert loss == pytest.approx(told, rel=1e-6)
     refused(isthmus("export", trained.run, tmp_path / "out"), 2, "not an empty directory")
@@ -355,8 +358,12 @@ def test_every_command_speaks_json(trained: Trained, tmp_path: Path) -> None:
     assert json.loads(Path(traced["perfetto"]).read_text())["traceEvents"]
     assert "three-sites" in json.loads(isthmus("topologies", "--json").out)
     listed = json.loads(isthmus("planners", "--json").out)
-    expected = {"plan": planner_names(), "compression": ratio_planner_names(), "sync": sync_planner_names(),
-                "cohort": cohort_names()}  # fmt: skip
+    expected = {
+        "plan": planner_names(),
+        "compression": ratio_planner_names(),
+        "sync": sync_planner_names(),
+        "cohort": cohort_names(),
+    }
     assert {kind: sorted(named) for kind, named in listed.items()} == expected
     table = isthmus("planners").out
     assert all(name in table for names in expected.values() for name in names)

@@ -10,16 +10,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.api.planning import simulation_options
-from isthmus.cost import Layout, Problem, build_plan, build_replicas, plan_compression, repeat_compression, with_edges
-from isthmus.cost.compression.messages import messages_of, packed_edges, sender_of
+from isthmus.api.make_plan import simulation_options
+from isthmus.cost import (
+    PlanLayout,
+    Problem,
+    build_plan,
+    build_replicas,
+    plan_compression,
+    repeat_compression,
+    with_edges,
+)
+from isthmus.cost.compression.messages import packed_edges, sender_of, stage_messages_of
 from isthmus.data import DataSpec, SampleOrder, load_dataset
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plans import Compression, Edge, Packing, Plan
-from isthmus.runtime.conducting.feedback import check_feedback
-from isthmus.runtime.conducting.run import RunOptions, Watcher, run_spec, train
+from isthmus.runtime.coordinator.private_feedback import check_feedback
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, link_bytes
 from tests.training.in_process import Pipeline, weights_of
@@ -62,7 +70,7 @@ def mixed(problem: Problem, plan: Plan) -> Plan:
     turn, edges = itertools.count(), list[tuple[Edge, ...]]()
     for replica in plan.replicas:
         sender = sender_of(problem, replica)
-        edges.append(packed_edges(sender, {m: kinds[next(turn) % 4] for m in messages_of(problem, sender)}))
+        edges.append(packed_edges(sender, {m: kinds[next(turn) % 4] for m in stage_messages_of(problem, sender)}))
     return with_edges(problem, plan, edges)
 
 
@@ -96,8 +104,9 @@ def test_a_run_equals_its_twin_and_sends_what_plan_and_simulator_say(model: str,
     for edge in plan.replica.edges:
         a, b = plan.stages[edge.source].device, plan.stages[edge.target].device
         for name, size, source, target in (
-            ("forward", edge.forward_wire_bytes, a, b), ("backward", edge.backward_wire_bytes, b, a)
-        ):  # fmt: skip
+            ("forward", edge.forward_wire_bytes, a, b),
+            ("backward", edge.backward_wire_bytes, b, a),
+        ):
             for track, ends in (("send", (source, target)), ("receive", (target, source))):
                 sizes = [s.size_bytes for s in spans if (s.track, s.name, s.device, s.other) == (track, name, *ends)]
                 count = job.training.steps * job.training.micro_batches
@@ -170,8 +179,10 @@ def test_every_replica_packs_as_its_own_edges_say(tmp_path: Path) -> None:
     job = job_of("gpt", GPT, TEXT)
     prepared, fleet = prepare(job), fleet_of(4)
     problem = prepared.problem(fleet)
-    layouts = [Layout(fleet.names[:2], tuple(random_cut(prepared, 2, seed=1)), 2),
-               Layout(fleet.names[2:], tuple(random_cut(prepared, 2, seed=3)), 2)]  # fmt: skip
+    layouts = [
+        PlanLayout(fleet.names[:2], tuple(random_cut(prepared, 2, seed=1)), 2),
+        PlanLayout(fleet.names[2:], tuple(random_cut(prepared, 2, seed=3)), 2),
+    ]
     plan = mixed(problem, build_replicas(problem, layouts, planner="test"))
     codecs = [edge.forward_compression for replica in plan.replicas for edge in replica.edges]
     assert len({c.codec for c in codecs if c is not None}) == len(codecs) == 2
@@ -181,7 +192,8 @@ def test_every_replica_packs_as_its_own_edges_say(tmp_path: Path) -> None:
         (edge,) = replica.edges
         a, b = (stage.device for stage in replica.stages)
         for name, ends, size in (
-            ("forward", (a, b), edge.forward_wire_bytes), ("backward", (b, a), edge.backward_wire_bytes)
-        ):  # fmt: skip
+            ("forward", (a, b), edge.forward_wire_bytes),
+            ("backward", (b, a), edge.backward_wire_bytes),
+        ):
             spans = [s for s in outcome.spans if (s.track, s.name, s.device, s.other) == ("send", name, *ends)]
             assert {s.size_bytes for s in spans} == {size}

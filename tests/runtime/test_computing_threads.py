@@ -10,7 +10,7 @@ from pathlib import Path
 SCRIPT = """
 import threading
 import torch
-from isthmus.runtime.processes.computing import Computing
+from isthmus.runtime.processes.compute_threads import ComputeThreads
 
 begun = threading.Event()
 
@@ -23,7 +23,7 @@ def train():
         except Exception:
             pass
 
-threads = Computing()
+threads = ComputeThreads()
 thread = threads.start(train, "train")
 begun.wait()
 threads.end()
@@ -34,7 +34,10 @@ print(thread.is_alive())
 def test_a_thread_that_trains_is_ended_before_the_interpreter() -> None:
     paths = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")

@@ -11,8 +11,8 @@ import torch
 
 from isthmus.cost import build_plan
 from isthmus.job import PlanConfig, prepare
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
-from isthmus.runtime.conducting.stages import stage_pairs
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
+from isthmus.runtime.coordinator.stages import stage_pairs
 
 from .commands import edited, isthmus, refused, write_job
 from .jobs import TEXT, final_weights, fleet_of, job_of, plain_run, random_cut, run

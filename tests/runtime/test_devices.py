@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from isthmus.api.planning import plan_for
+from isthmus.api.make_plan import plan_for
 from isthmus.cost import build_plan
 from isthmus.errors import FleetTooSmall
 from isthmus.job import Job, prepare
 from isthmus.protocol import Item
 from isthmus.report import memory_use
-from isthmus.runtime.conducting.crew import LocalCrew
-from isthmus.runtime.conducting.places import local_places
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
-from isthmus.runtime.conducting.script import Outcome
+from isthmus.runtime.coordinator.backend import LocalBackend
+from isthmus.runtime.coordinator.local_devices import local_places
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
+from isthmus.runtime.coordinator.run_callbacks import Outcome
 from tests.runtime.jobs import DIGITS, final_weights, fleet_of, job_of, plain_run, random_cut
 
 WIDE = {"width": 512, "layers": 2}
@@ -26,7 +26,7 @@ WIDE = {"width": 512, "layers": 2}
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One environment for all: its nursery is kept."""
+    """One environment for all: its fork server is kept."""
     monkeypatch.setenv("ISTHMUS_CHECKED_MEMORY", "256MiB,3MiB@1,1MiB@2")
     monkeypatch.setenv("ISTHMUS_CHECKED_FAULT", "after:150@3")
 
@@ -44,7 +44,7 @@ def _trained(job: Job, folder: Path, *devices: str) -> tuple[Outcome, list[float
         if loss is not None:
             losses[item.step] = loss
 
-    options = RunOptions(emulate=False, crew=LocalCrew(places=places), replan=partial(plan_for, prepared))
+    options = RunOptions(emulate=False, backend=LocalBackend(places=places), replan=partial(plan_for, prepared))
     outcome = train(prepared, plan, fleet, folder, options, Watcher(advanced=advanced, noted=notes.append))
     return outcome, [losses[step] for step in sorted(losses)], notes
 

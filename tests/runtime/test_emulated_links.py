@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from isthmus.fleet import Link
-from isthmus.runtime.transport.lanes import Departure, SendLane
+from isthmus.runtime.transport.lanes import QueuedSend, SendLane
 
 from ..quiet import when_quiet
 from .lanes import MBIT, Pair, item, parcel, put, take
@@ -80,7 +80,7 @@ def test_messages_handed_over_together_pay_the_latency_once(connect: Callable[[]
 def test_an_idle_link_saves_up_nothing(connect: Callable[[], Pair]) -> None:
     alice, bob = connect()
     shape = Link(0.0, 10 * MBIT)
-    departures: list[Departure] = []
+    departures: list[QueuedSend] = []
     lane = SendLane(alice, shape=shape, on_departure=departures.append)
     took_s: list[float] = []
     for number in range(3):
@@ -131,11 +131,9 @@ def test_two_lanes_of_one_process_keep_their_rates(connect: Callable[[], Pair]) 
 def test_departures_tell_when_a_message_was_on_its_way(connect: Callable[[], Pair]) -> None:
     alice, bob = connect()
     shape = Link(0.05, 100 * MBIT)
-    departures: list[Departure] = []
-    told_s: list[float] = []
-    lane = SendLane(
-        alice, shape=shape, on_departure=lambda d: (departures.append(d), told_s.append(time.monotonic()))
-    )  # fmt: skip
+    departures: list[QueuedSend] = []
+    sent_s: list[float] = []
+    lane = SendLane(alice, shape=shape, on_departure=lambda d: (departures.append(d), sent_s.append(time.monotonic())))
     before_s = time.monotonic()
     sizes = [100_000, 1, 50_000]
     wire_bytes = [put(lane, number, size) for number, size in enumerate(sizes)]
@@ -148,14 +146,14 @@ def test_departures_tell_when_a_message_was_on_its_way(connect: Callable[[], Pai
     assert [d.wire_bytes for d in departures] == wire_bytes
     assert before_s <= departures[0].start_s <= after_s
     assert departures[1].start_s == departures[0].end_s and departures[2].start_s == departures[1].end_s
-    for d, told in zip(departures, told_s, strict=True):
+    for d, told in zip(departures, sent_s, strict=True):
         assert told >= d.end_s
         assert d.end_s - d.start_s == pytest.approx(d.wire_bytes / shape.bandwidth_bytes_per_s)
 
 
 def test_a_departure_without_a_shape_is_what_the_socket_took(connect: Callable[[], Pair]) -> None:
     alice, bob = connect()
-    departures: list[Departure] = []
+    departures: list[QueuedSend] = []
     lane = SendLane(alice, on_departure=departures.append)
     before_s = time.monotonic()
     wire_bytes = put(lane, 0, 1000)

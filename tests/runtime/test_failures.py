@@ -13,8 +13,8 @@ from isthmus.data import DataSpec
 from isthmus.errors import FleetTooSmall, PeerError, UserError
 from isthmus.graph.opgraph import Arg, ArgList, Ref
 from isthmus.job import Prepared, prepare
-from isthmus.runtime.conducting.run import check_outcome
-from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.coordinator.run import check_outcome
+from isthmus.runtime.processes.launcher import ProcessPlace
 
 from .commands import isthmus
 from .jobs import job_of, random_cut, run
@@ -58,9 +58,13 @@ runtime = {{emulate = false}}
 """
 
 
-@pytest.mark.parametrize("devices, who", [
-    ("2", r"^error: device '(\S+)', as on device '(?!\1)\S+' before: "), ("1", r"^error: device '(\S+)', again: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "devices, who",
+    [
+        ("2", r"^error: device '(\S+)', as on device '(?!\1)\S+' before: "),
+        ("1", r"^error: device '(\S+)', again: "),
+    ],
+)
 def test_what_every_device_raises_is_the_jobs_fault(tmp_path: Path, devices: str, who: str) -> None:
     _data(tmp_path, 40)
     job = tmp_path / "job.toml"
@@ -73,7 +77,7 @@ def test_what_every_device_raises_is_the_jobs_fault(tmp_path: Path, devices: str
 
 def test_a_process_that_does_not_start(tmp_path: Path) -> None:
     prepared = prepare(job_of("mlp", {}, _data(tmp_path, 10)))
-    _, outcome = run(prepared, random_cut(prepared, 2, 0), tmp_path, places={"d1": Place(prefix=("false",))})
+    _, outcome = run(prepared, random_cut(prepared, 2, 0), tmp_path, places={"d1": ProcessPlace(prefix=("false",))})
     with pytest.raises(PeerError, match=r"^device 'd1' was lost: its process ended with code 1, see .*d1\.log$"):
         check_outcome(outcome)
 
@@ -110,7 +114,7 @@ def test_a_graph_that_reaches_beyond_its_tensors(
 def test_a_graph_that_asks_for_more_memory_than_the_owner_gives(tmp_path: Path) -> None:
     prepared = prepare(job_of("mlp", {}, _data(tmp_path, 10)))
     greedy = _with_relu_replaced(prepared, "aten.new_zeros.default", (ArgList((1 << 28,)),))
-    places = {f"d{n}": Place(memory_bytes=256 << 20) for n in range(2)}
+    places = {f"d{n}": ProcessPlace(memory_bytes=256 << 20) for n in range(2)}
     with pytest.raises(FleetTooSmall, match=r"'d\d': out of memory on cpu in stage \d, .*: asked for 1 GiB, .* free"):
         _, outcome = run(greedy, random_cut(prepared, 2, 0), tmp_path, places=places)
         check_outcome(outcome)

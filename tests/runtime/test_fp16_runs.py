@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isthmus.errors import Diverged
 from isthmus.job import Job, prepare
-from isthmus.runtime.conducting.run import check_outcome
+from isthmus.runtime.coordinator.run import check_outcome
 from isthmus.training.scaling import LOSS_SCALE
 
 from .jobs import DIGITS, final_weights, job_of, random_cut, run
@@ -24,8 +24,11 @@ STEPS = 6
 
 def job(**training: object) -> Job:
     settings = {
-        "steps": STEPS, "precision": "fp16", "loss_scale": {"init_scale": 2.0**22, "growth_interval": 2}, **training
-    }  # fmt: skip
+        "steps": STEPS,
+        "precision": "fp16",
+        "loss_scale": {"init_scale": 2.0**22, "growth_interval": 2},
+        **training,
+    }
     return job_of("mlp", {}, DIGITS, **settings)
 
 

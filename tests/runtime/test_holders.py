@@ -11,7 +11,7 @@ import pytest
 from isthmus.data import ColumnSpec, DataSpec
 from isthmus.data.description import DataDescription
 from isthmus.errors import IsthmusError, PeerError, UserError
-from isthmus.runtime.conducting.holders import Holders, Unequal, unchanged
+from isthmus.runtime.coordinator.data_holders import DataHolders, UnequalData, unchanged
 
 GOOD = DataDescription(columns={"x": ColumnSpec(dtype="float32", shape=(4,))}, train=10, digests={"train": "1"})
 OTHER = msgspec.structs.replace(GOOD, digests={"train": "2"})
@@ -45,10 +45,10 @@ class Answers:
         return one[1][-1] == other[1][-1]
 
 
-def holders(asks: Answers, *, alike: bool = True) -> tuple[Holders, list[str]]:
+def holders(asks: Answers, *, alike: bool = True) -> tuple[DataHolders, list[str]]:
     noted: list[str] = []
     data = DataSpec(kind="npz", description="what.json")
-    return Holders(asks, data, ("a", "b", "c", "d"), heldout=False, alike=alike, note=noted.append), noted
+    return DataHolders(asks, data, ("a", "b", "c", "d"), heldout=False, alike=alike, note=noted.append), noted
 
 
 def test_one_that_can_read_them_is_enough_to_begin_with() -> None:
@@ -77,7 +77,7 @@ def test_one_that_can_read_them_is_enough_to_begin_with() -> None:
     ],
 )
 def test_what_differs_names_both(other: DataDescription, words: str) -> None:
-    with pytest.raises(Unequal, match=words):
+    with pytest.raises(UnequalData, match=words):
         holders(Answers({"a": GOOD, "b": other}))[0].ask()
 
 
@@ -87,7 +87,7 @@ def test_holders_of_their_own_data_may_have_as_many_as_they_like() -> None:
     found.ask(["a", "b"])
     assert found.described == {"a": GOOD, "b": more}
     wrong = msgspec.structs.replace(more, columns={})
-    with pytest.raises(Unequal, match="column 'x'"):
+    with pytest.raises(UnequalData, match="column 'x'"):
         holders(Answers({"a": GOOD, "b": wrong}), alike=False)[0].ask(["a", "b"])
 
 

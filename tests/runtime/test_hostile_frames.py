@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import PeerError
-from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.transport import channel as channel_module
 from isthmus.runtime.transport.channel import (
@@ -74,9 +74,23 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "negative credit": (raw_frame(CREDIT | {"size_bytes": -1}), "Expected `int` >= 0"),
     "too deep": (raw_frame(nested(100_000)), "maximum recursion depth"),
     "field that refuses itself": (
-        raw_frame({"type": "AssignMessage", "run": "r", "assignment": {"neighbours": [
-            {"stage": 0, "device": "d", "host": "h", "port": 1, "shape": {"latency_s": -1, "bandwidth_bytes_per_s": 1}}
-        ]}}),
+        raw_frame(
+            {
+                "type": "AssignMessage",
+                "run": "r",
+                "assignment": {
+                    "neighbours": [
+                        {
+                            "stage": 0,
+                            "device": "d",
+                            "host": "h",
+                            "port": 1,
+                            "shape": {"latency_s": -1, "bandwidth_bytes_per_s": 1},
+                        }
+                    ]
+                },
+            }
+        ),
         "header is not a known message: link",
     ),
     "payload without tensors": (raw_frame(CREDIT, 5), "frame payload of 5 bytes, its header announces 0"),
@@ -90,7 +104,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "absurd stride": (raw_parcel(4, stride=[2**40]), r"stride \(1099511627776,\) spreads its elements too far"),
     "stride missing": (raw_parcel(4, stride=[]), "tensor 'x': 1 sizes and 0 strides"),
     "endless name": (raw_parcel(4, name="\n" * 10**6, stride=[2**63 - 1]), "tensor '.*': shape"),
-}  # fmt: skip
+}
 
 
 @every
@@ -147,7 +161,7 @@ def test_a_guard_refuses_before_memory_is_spent(kind: Implementation, monkeypatc
 
 @every
 def test_a_payload_that_never_comes_is_the_senders_fault(kind: Implementation) -> None:
-    with kind.against_raw(patience_s=0.2) as (channel, mallory):
+    with kind.against_raw(timeout_s=0.2) as (channel, mallory):
         mallory.sendall(raw_parcel(1 << 39, shape=[1 << 39]))
         with pytest.raises(PeerError, match=f"^mallory: (stalled .* {1 << 39} bytes short|tensor 'x': no memory)"):
             channel.receive()
@@ -167,14 +181,16 @@ def drained(kind: Implementation, sent: bytes) -> list[AnyMessage]:
 
 
 @every
-@given(sent=st.one_of(
-    st.binary(max_size=200),
-    st.binary(max_size=100).map(raw_frame),
-    st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
-        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    ).map(raw_frame),
-))  # fmt: skip
+@given(
+    sent=st.one_of(
+        st.binary(max_size=200),
+        st.binary(max_size=100).map(raw_frame),
+        st.recursive(
+            st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
+            lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+        ).map(raw_frame),
+    )
+)
 def test_random_bytes_are_refused_in_our_own_words(kind: Implementation, sent: bytes) -> None:
     assert drained(kind, sent) == []
 

@@ -52,9 +52,10 @@ def test_a_resnet_on_a_folder_of_images_is_the_resnet_on_their_arrays(tmp_path: 
 
 def test_random_transforms_are_those_of_the_plain_loop_over_epochs(tmp_path: Path) -> None:
     transforms = [
-        {"name": "RandomCrop", "size": 28, "padding": 2}, {"name": "RandomHorizontalFlip"},
+        {"name": "RandomCrop", "size": 28, "padding": 2},
+        {"name": "RandomHorizontalFlip"},
         {"name": "Normalize", "mean": [0.5], "std": [0.5]},
-    ]  # fmt: skip
+    ]
     options = {"path": str(digit_folder(tmp_path / "png")), "mode": "L", "holdout": 0.2, "transforms": transforms}
     data = DataSpec(kind="image-folder", options=options)
     model = {"channels": 1, "width": 4, "stages": 2}

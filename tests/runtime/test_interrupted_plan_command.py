@@ -18,7 +18,7 @@ import pytest
 from isthmus.cost import Problem
 from isthmus.planners import INTERRUPTED, keep, looked_at
 from isthmus.planners.even import even
-from isthmus.planners.watching import stopped
+from isthmus.planners.observer import stopped
 from isthmus.plans import Plan
 
 from .commands import isthmus, write_job
@@ -129,8 +129,11 @@ def test_a_terminal_shows_one_live_line(tmp_path: Path) -> None:
     environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, __name__, "plan", str(write_job(tmp_path, planner="endless")), "--json"],
-        stdout=subprocess.PIPE, stderr=theirs, env=environment, start_new_session=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env=environment,
+        start_new_session=True,
+    )
     os.close(theirs)
     try:
         said = b""

@@ -287,7 +287,7 @@ def test_nothing_is_left_behind(host: None) -> None:
 
 
 def test_a_killed_parent_takes_its_lab_along(host: None) -> None:
-    script = f"""
+    callbacks = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.runtime.test_lab import Lab, fleet, hub_pid
@@ -295,7 +295,7 @@ with Lab(fleet("a", "b")) as lab:
     print(hub_pid(lab), flush=True)
     time.sleep(60)
 """
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", callbacks], stdout=subprocess.PIPE, text=True)
     try:
         assert parent.stdout is not None
         hub = int(parent.stdout.readline())
@@ -307,7 +307,7 @@ with Lab(fleet("a", "b")) as lab:
 
 
 def test_a_fork_that_keeps_the_pipes_open_does_not_keep_the_lab_alive(host: None) -> None:
-    script = f"""
+    callbacks = f"""
 import os, sys, time
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from tests.runtime.test_lab import Lab, fleet, hub_pid
@@ -318,7 +318,7 @@ with Lab(fleet("a", "b")) as lab:
     print(hub_pid(lab), child, flush=True)
     time.sleep(60)
 """
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", callbacks], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     hub, child = map(int, parent.stdout.readline().split())
     parent.kill()

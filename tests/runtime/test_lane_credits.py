@@ -13,7 +13,7 @@ from isthmus.errors import PeerError
 from isthmus.fleet import Link
 from isthmus.runtime.messages.run import Credit, Heartbeat, ParcelMessage
 from isthmus.runtime.transport.channel import Channel, SocketChannel
-from isthmus.runtime.transport.lanes import Credits, Departure, SendLane
+from isthmus.runtime.transport.lanes import Credits, QueuedSend, SendLane
 
 from .lanes import MBIT, Pair, item, put, take
 
@@ -96,7 +96,7 @@ def test_full_windows_both_ways_come_through(connect: Callable[[], Pair], shape:
     def run(channel: SocketChannel) -> list[int]:
         errors: list[Exception] = []
         credits = Credits(window_bytes)
-        lane = SendLane(channel, shape=shape, credits=credits, patience_s=3, on_error=errors.append)
+        lane = SendLane(channel, shape=shape, credits=credits, timeout_s=3, on_error=errors.append)
         for number in range(count):
             put(lane, number, size_bytes)
         found: list[int] = []
@@ -143,15 +143,13 @@ def test_a_receiver_that_takes_nothing_is_an_error(connect: Callable[[], Pair]) 
     told = threading.Event()
     errors: list[Exception] = []
     credits = Credits(1000)
-    lane = SendLane(
-        alice, credits=credits, patience_s=1.0, on_error=lambda e: (errors.append(e), told.set())
-    )  # fmt: skip
+    lane = SendLane(alice, credits=credits, timeout_s=1.0, on_error=lambda e: (errors.append(e), told.set()))
     for number in range(4):
         put(lane, number, 1000)
     time.sleep(0.2)
     lane.put(Credit(run="r", size_bytes=1))  # what we grant is no sign of life of the other side
     given_s = time.monotonic()
-    credits.give(1)  # one that takes a little is alive: patience starts anew
+    credits.give(1)  # one that takes a little is alive: timeout starts anew
     assert told.wait(20)
     assert time.monotonic() - given_s >= 1.0
     (error,) = errors
@@ -165,7 +163,7 @@ def test_a_receiver_that_takes_nothing_is_an_error(connect: Callable[[], Pair]) 
 def test_a_message_that_waited_for_room_leaves_when_it_was_granted(connect: Callable[[], Pair]) -> None:
     alice, bob = connect()
     credits = Credits(10_000)
-    departures: list[Departure] = []
+    departures: list[QueuedSend] = []
     lane = SendLane(alice, shape=Link(0.05, 10 * MBIT), credits=credits, on_departure=departures.append)
     wire_bytes = [put(lane, number, 10_000) for number in range(2)]
     take(bob)

@@ -14,7 +14,7 @@ from torch import Tensor
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Link
 from isthmus.runtime.transport import lanes as lanes_module
-from isthmus.runtime.transport.lanes import Credits, Packed, Packer, SendLane
+from isthmus.runtime.transport.lanes import Credits, PackedMessage, Packer, SendLane
 from isthmus.training.layout import pack
 
 from ..quiet import when_quiet
@@ -134,10 +134,10 @@ def test_packing_is_done_beside_the_caller_and_beside_what_is_on_the_way(connect
     lane = SendLane(alice, shape=Link(0.0, 1e6))
     mine, threads, packed = threading.get_ident(), list[int](), threading.Event()
 
-    def pack_one() -> Packed:
+    def pack_one() -> PackedMessage:
         threads.append(threading.get_ident())
         packed.set()
-        return Packed(parcel(1, torch.ones(3)), [pack(torch.ones(3))])
+        return PackedMessage(parcel(1, torch.ones(3)), [pack(torch.ones(3))])
 
     put(lane, 0, 1_000_000)  # leaves for a second
     lane.put(parcel(1, torch.ones(3)), [torch.ones(3)], pack_one)
@@ -155,9 +155,9 @@ def test_packers_run_in_the_order_of_their_messages(connect: Callable[[], Pair])
     lane, order = SendLane(alice), list[int]()
 
     def packer(number: int) -> Packer:
-        def work() -> Packed:
+        def work() -> PackedMessage:
             order.append(number)
-            return Packed(parcel(number, torch.ones(2)), [pack(torch.full((2,), float(number)))])
+            return PackedMessage(parcel(number, torch.ones(2)), [pack(torch.full((2,), float(number)))])
 
         return work
 
@@ -176,7 +176,7 @@ def test_what_a_packer_raises_ends_the_lane(connect: Callable[[], Pair]) -> None
     alice, _ = connect()
     lane = SendLane(alice, on_error=errors.append)
 
-    def fails() -> Packed:
+    def fails() -> PackedMessage:
         raise UserError("topk of 'x': got NaN or Inf")
 
     lane.put(parcel(0, torch.ones(2)), [torch.ones(2)], fails)

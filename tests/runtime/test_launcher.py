@@ -12,23 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.runtime.processes import births, launcher
-from isthmus.runtime.processes.launcher import Launcher, Place
+from isthmus.runtime.processes import fork_server, launcher
+from isthmus.runtime.processes.launcher import Launcher, ProcessPlace
 from isthmus.runtime.transport.listener import Listener
 
 from .commands import devices_of, is_running, wait_until
 
 
 @pytest.fixture
-def own_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that forks devices of the test alone, which it may kill."""
-    monkeypatch.setattr(launcher, "Nursery", births.Nursery)
+    monkeypatch.setattr(launcher, "ForkServer", fork_server.ForkServer)
 
 
 @pytest.fixture
 def address() -> Generator[str]:
     """Somebody who takes connections and says nothing: devices wait for it."""
-    listener = Listener("127.0.0.1", patience_s=60.0)
+    listener = Listener("127.0.0.1", timeout_s=60.0)
     listener.start(lambda *_: time.sleep(60))
     yield f"127.0.0.1:{listener.port}"
     listener.close()
@@ -37,7 +37,7 @@ def address() -> Generator[str]:
 def started(address: str, tmp_path: Path, *devices: str) -> tuple[Launcher, dict[str, int]]:
     launcher = Launcher(address, "run", logs=tmp_path / "logs")
     for device in devices:
-        launcher.start(device, Place())
+        launcher.start(device, ProcessPlace())
     wait_until(lambda: len(devices_of(os.getpid())) == len(devices))
     return launcher, devices_of(os.getpid())
 
@@ -57,15 +57,15 @@ def test_how_they_ended_is_told_and_they_can_be_started_again(address: str, tmp_
     wait_until(launcher.ended)
     assert launcher.ended() == {"oslo": "its process was killed by SIGKILL"}
     assert not launcher.running("oslo") and launcher.running("rome")
-    launcher.start("oslo", Place())
+    launcher.start("oslo", ProcessPlace())
     wait_until(lambda: len(devices_of(os.getpid())) == 2)
     assert launcher.ended() == {} and devices_of(os.getpid())["rome"] == pids["rome"]
     launcher.end(halted=False)
 
 
 def test_an_error_is_in_its_log(tmp_path: Path) -> None:
-    with Launcher("127.0.0.1:9", "run", patience_s=0.2, logs=tmp_path / "logs") as launcher:
-        launcher.start("oslo", Place())
+    with Launcher("127.0.0.1:9", "run", timeout_s=0.2, logs=tmp_path / "logs") as launcher:
+        launcher.start("oslo", ProcessPlace())
         wait_until(launcher.ended)
         log = tmp_path / "logs" / "oslo.log"
         assert launcher.ended() == {"oslo": f"its process ended with code 4, see {log}"}
@@ -74,19 +74,21 @@ def test_an_error_is_in_its_log(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_entered(tmp_path: Path) -> None:
     with Launcher("127.0.0.1:9", "run", logs=tmp_path / "logs") as launcher:
-        launcher.start("oslo", Place(prefix=("sh", "-c", "echo no such place >&2; exit 3", "sh")))
+        launcher.start("oslo", ProcessPlace(prefix=("sh", "-c", "echo no such place >&2; exit 3", "sh")))
         wait_until(launcher.ended)
         assert launcher.ended()["oslo"].startswith("its process ended with code 3")
         assert "no such place" in (tmp_path / "logs" / "oslo.log").read_text()
 
 
-def test_when_the_forking_process_is_killed_its_devices_end(own_nursery: None, address: str, tmp_path: Path) -> None:
+def test_when_the_forking_process_is_killed_its_devices_end(
+    own_fork_server: None, address: str, tmp_path: Path
+) -> None:
     launcher, pids = started(address, tmp_path, "oslo")
     stat = Path(f"/proc/{pids['oslo']}/stat").read_text()
     os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
     wait_until(lambda: launcher.ended() == {"oslo": "its process was killed by SIGKILL"})
     wait_until(lambda: not is_running(pids["oslo"]))
-    launcher.start("rome", Place())
+    launcher.start("rome", ProcessPlace())
     wait_until(lambda: "rome" in devices_of(os.getpid()))
     assert launcher.running("rome") and not launcher.running("oslo")
     launcher.end(halted=False)
@@ -95,8 +97,8 @@ def test_when_the_forking_process_is_killed_its_devices_end(own_nursery: None, a
 def test_they_end_with_a_launcher_that_is_killed(address: str, tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from isthmus.runtime.processes.launcher import Launcher, Place\n"
-        f"Launcher({address!r}, 'run', logs=Path(sys.argv[1])).start('oslo', Place()); time.sleep(60)"
+        "from isthmus.runtime.processes.launcher import Launcher, ProcessPlace\n"
+        f"Launcher({address!r}, 'run', logs=Path(sys.argv[1])).start('oslo', ProcessPlace()); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as parent:
         wait_until(lambda: devices_of(parent.pid))

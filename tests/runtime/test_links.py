@@ -14,14 +14,14 @@ from torch import Tensor
 from isthmus.errors import PeerError, UserError
 from isthmus.plans import Packing
 from isthmus.protocol.events import Arrived, Parcel, Send
-from isthmus.runtime.device.links import Links, Signature
-from isthmus.runtime.device.meeting import Meeting
+from isthmus.runtime.device.links import Signature, StageLinks
+from isthmus.runtime.device.peer_connections import PeerConnections
+from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Neighbour
-from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.run import Credit, Heartbeat, Hello, ParcelMessage
 from isthmus.runtime.transport.channel import SocketChannel, dial, frame
 from isthmus.runtime.transport.listener import Listener
-from isthmus.runtime.transport.reaching import Reacher
+from isthmus.runtime.transport.rendezvous import PeerDialer
 from isthmus.trace import Span
 from isthmus.training.compression import codec_of
 from isthmus.training.layout import bytes_of, header_of, pack
@@ -40,23 +40,23 @@ def _neighbour(stage: int, port: int, window_bytes: int = 1 << 20) -> Neighbour:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    made = Listener("127.0.0.1", patience_s=5.0)
+    made = Listener("127.0.0.1", timeout_s=5.0)
     yield made
     made.close()
 
 
-def _plain(patience_s: float) -> Reacher:
-    return Reacher(coordinator=("127.0.0.1", 0), identity=None, patience_s=patience_s)
+def _plain(timeout_s: float) -> PeerDialer:
+    return PeerDialer(coordinator=("127.0.0.1", 0), identity=None, timeout_s=timeout_s)
 
 
-def _connecting(listener: Listener, patience_s: float = 5.0) -> queue.SimpleQueue[object]:
+def _connecting(listener: Listener, timeout_s: float = 5.0) -> queue.SimpleQueue[object]:
     """Stage 1 waits for stage 0; the queue gets what `connect` returned or raised."""
     result: queue.SimpleQueue[object] = queue.SimpleQueue()
-    told = assignment("d1", stage=1, neighbours=(_neighbour(0, 1),), patience_s=patience_s)
+    told = assignment("d1", stage=1, neighbours=(_neighbour(0, 1),), timeout_s=timeout_s)
 
     def work() -> None:
         try:
-            result.put(Meeting(listener, RUN, _plain(patience_s)).connect(told))
+            result.put(PeerConnections(listener, RUN, _plain(timeout_s)).connect(told))
         except PeerError as e:
             result.put(e)
 
@@ -67,16 +67,19 @@ def _connecting(listener: Listener, patience_s: float = 5.0) -> queue.SimpleQueu
 def test_strangers_do_not_get_in(listener: Listener) -> None:
     result = _connecting(listener)
     port = listener.port
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+    unknown_peers = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
     messages: list[AnyMessage] = [
-        Hello(run="guessed", stage=0), Hello(run=RUN, stage=7), Hello(run=RUN, stage=1), Heartbeat(run=RUN)
-    ]  # fmt: skip
-    for stranger, message in zip(strangers, messages, strict=False):  # the last one says nothing at all
-        stranger.sendall(b"".join(frame(message, [])))
+        Hello(run="guessed", stage=0),
+        Hello(run=RUN, stage=7),
+        Hello(run=RUN, stage=1),
+        Heartbeat(run=RUN),
+    ]
+    for unknown_peer, message in zip(unknown_peers, messages, strict=False):  # the last one says nothing at all
+        unknown_peer.sendall(b"".join(frame(message, [])))
     garbage = socket.create_connection(("127.0.0.1", port))
     garbage.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
     told = assignment("d0", stage=0, neighbours=(_neighbour(1, port),))
-    mine = Meeting(Listener("127.0.0.1"), RUN, _plain(5.0)).connect(told)
+    mine = PeerConnections(Listener("127.0.0.1"), RUN, _plain(5.0)).connect(told)
     found = result.get(timeout=20)
     assert isinstance(found, dict) and list(found) == [0] and list(mine) == [1]
     found[0].send(Heartbeat(run=RUN))
@@ -85,25 +88,23 @@ def test_strangers_do_not_get_in(listener: Listener) -> None:
 
 
 def test_a_neighbour_that_does_not_come_is_named(listener: Listener) -> None:
-    found = _connecting(listener, patience_s=0.3).get(timeout=20)
+    found = _connecting(listener, timeout_s=0.3).get(timeout=20)
     assert isinstance(found, PeerError) and str(found) == "device 'd0': did not connect for 0.3 s"
 
 
 class Ends:
     """Stage 1's links, and the raw channel of what plays stage 0."""
 
-    def __init__(
-        self, window_bytes: int = 1 << 20, expected: Expected = EXPECTED, patience_s: float = 60.0
-    ) -> None:  # fmt: skip
+    def __init__(self, window_bytes: int = 1 << 20, expected: Expected = EXPECTED, timeout_s: float = 60.0) -> None:
         a, b = socket.socketpair()
         self.other = SocketChannel(a, "device 'd1'", 5.0)
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.spans: list[Span] = []
-        told = assignment("d1", stage=1, neighbours=(_neighbour(0, 1, window_bytes),), patience_s=patience_s)
+        told = assignment("d1", stage=1, neighbours=(_neighbour(0, 1, window_bytes),), timeout_s=timeout_s)
         channels = {0: SocketChannel(b, "device 'd0'", 5.0)}
-        self.links = Links(told, channels, expected, {}, self.inbox, self.spans.append)
+        self.links = StageLinks(told, channels, expected, {}, self.inbox, self.spans.append)
 
-    def say(self, tensors: Mapping[str, Tensor], **changes: object) -> None:
+    def send(self, tensors: Mapping[str, Tensor], **changes: object) -> None:
         headers = tuple(header_of(name, t) for name, t in tensors.items())
         fields: dict[str, object] = {"run": RUN, "parcel": "forward", "source": 0, "item": 0, "micro_batch": 0}
         self.other.send(ParcelMessage(**{**fields, **changes}, tensors=headers), [pack(t) for t in tensors.values()])  # type: ignore[arg-type]
@@ -111,7 +112,7 @@ class Ends:
 
 def test_a_link_that_was_alive_and_is_silent_is_lost() -> None:
     """As one that is cut is, or open at one end only."""
-    ends = Ends(patience_s=0.3)
+    ends = Ends(timeout_s=0.3)
     with pytest.raises(queue.Empty):
         ends.inbox.get(timeout=0.8)  # who has not begun may still wait for its weights
     received = ends.other.receive(idle_s=5)
@@ -123,7 +124,7 @@ def test_a_link_that_was_alive_and_is_silent_is_lost() -> None:
 
 def test_a_parcel_arrives_with_its_bits_and_strides() -> None:
     ends = Ends()
-    ends.say({"x:0": X})
+    ends.send({"x:0": X})
     assert ends.inbox.get(timeout=20) == Arrived(parcel="forward", source=0, item=0, micro_batch=0)
     assert ends.links.holds("forward", 0, 0, 0) and not ends.links.holds("forward", 0, 1, 0)
     (taken,) = ends.links.take("forward", 0, 0, 0)
@@ -136,7 +137,7 @@ def test_a_parcel_arrives_with_its_bits_and_strides() -> None:
 def test_what_is_taken_is_granted_again() -> None:
     ends = Ends(window_bytes=4 * 48)
     for number in range(2):
-        ends.say({"x:0": X}, micro_batch=number)
+        ends.send({"x:0": X}, micro_batch=number)
         ends.inbox.get(timeout=20)
         ends.links.take("forward", 0, 0, number)
         received = ends.other.receive(idle_s=5)
@@ -159,7 +160,7 @@ def test_what_is_taken_is_granted_again() -> None:
 )
 def test_what_is_not_in_the_plan_is_refused(tensors: dict[str, Tensor], changes: dict[str, object], words: str) -> None:
     ends = Ends()
-    ends.say(tensors, **changes)
+    ends.send(tensors, **changes)
     error = ends.inbox.get(timeout=20)
     assert isinstance(error, PeerError) and str(error).startswith("device 'd0': ") and words in str(error)
     assert not ends.spans

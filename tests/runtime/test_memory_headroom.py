@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isthmus.api.planning import plan_for
+from isthmus.api.make_plan import plan_for
 from isthmus.errors import FleetTooSmall
 from isthmus.job import fleet_of, load_job, prepare
 from isthmus.plans import load_plan
@@ -66,12 +66,12 @@ def test_a_document_and_its_explanation_say_so_and_an_edited_one_is_refused(tmp_
     done = isthmus("plan", job, "--explain", "--json")
     assert done.code == 0, done
     told = json.loads(done.out)
-    assert told["plan"]["terms"] == {"memory_headroom": 0.1}
+    assert told["plan"]["constraints"] == {"memory_headroom": 0.1}
     assert "after 10 % headroom" in json.dumps(told["explanation"])
     assert "at least 10 % of each device's" in isthmus("plan", job, "--explain").out
     document.write_text(json.dumps(told["plan"]))
     assert isthmus("plan", job, "--verify", document).code == 0
-    told["plan"]["terms"]["memory_headroom"] = 0.05
+    told["plan"]["constraints"]["memory_headroom"] = 0.05
     document.write_text(json.dumps(told["plan"]))
     forged = isthmus("plan", job, "--verify", document, "--json")
     assert forged.code == 1

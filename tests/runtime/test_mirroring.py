@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.runtime.device.mirroring import MirrorReceiver, MirrorSender
-from isthmus.runtime.messages.assignment import Mirror
-from isthmus.runtime.messages.recovery import MirrorMessage, MirrorPart
+from isthmus.runtime.device.snapshot_replicas import SnapshotReceiver, SnapshotSender
+from isthmus.runtime.messages.assignment import SnapshotReplication
+from isthmus.runtime.messages.recovery import SnapshotMessage, SnapshotPart
 from isthmus.training.snapshot import Snapshot, snapshot
 
 STATE = {"w": torch.randn(40, 7), "optimizer.w.step": torch.tensor(3.0)}
 SHAPES = {2: {"w": (40, 7)}}
-Sent = list[tuple[MirrorMessage | MirrorPart, Sequence[Tensor]]]
+Sent = list[tuple[SnapshotMessage | SnapshotPart, Sequence[Tensor]]]
 
 
-def _sent(every: int = 4, stretch_bytes: int = 100) -> tuple[MirrorSender, Sent]:
+def _sent(every: int = 4, stretch_bytes: int = 100) -> tuple[SnapshotSender, Sent]:
     sent: Sent = []
-    mirror = Mirror(stage=1, every=every, stretch_bytes=stretch_bytes)
-    return MirrorSender("run", 3, 2, mirror, lambda m, t: sent.append((m, t))), sent
+    snapshot_copy = SnapshotReplication(stage=1, every=every, stretch_bytes=stretch_bytes)
+    return SnapshotSender("run", 3, 2, snapshot_copy, lambda m, t: sent.append((m, t))), sent
 
 
 def test_a_little_after_each_item_and_whole_before_the_next_one() -> None:
@@ -38,7 +38,7 @@ def test_a_little_after_each_item_and_whole_before_the_next_one() -> None:
     assert counts == [5, 4, 4, 0] or sum(counts) == len(sent) - 1
     assert all(t[0].numel() <= 100 for _, t in sent[1:]) and counts[3] == 0
     complete: list[tuple[int, int, Snapshot]] = []
-    receiver = MirrorReceiver(SHAPES, lambda stage, step, taken: complete.append((stage, step, taken)))
+    receiver = SnapshotReceiver(SHAPES, lambda stage, step, taken: complete.append((stage, step, taken)))
     for message, tensors in sent:
         assert not complete
         receiver.guard(message)
@@ -57,7 +57,7 @@ def test_what_is_out_of_turn_is_refused(change: dict[str, object]) -> None:
     sender, sent = _sent()
     sender.begin(8, snapshot(STATE))
     sender.go_on()
-    receiver = MirrorReceiver(SHAPES, lambda stage, step, taken: None)
+    receiver = SnapshotReceiver(SHAPES, lambda stage, step, taken: None)
     receiver.guard(sent[0][0])
     receiver.accept(*sent[0])
     receiver.guard(sent[1][0])
@@ -69,4 +69,4 @@ def test_a_snapshot_of_other_shapes_is_refused_before_it_is_received() -> None:
     sender, sent = _sent()
     sender.begin(8, snapshot({"w": torch.zeros(1000, 1000)}))
     with pytest.raises(PeerError, match="not of its stage"):
-        MirrorReceiver(SHAPES, lambda stage, step, taken: None).guard(sent[0][0])
+        SnapshotReceiver(SHAPES, lambda stage, step, taken: None).guard(sent[0][0])

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isthmus.api.planning import simulation_options
-from isthmus.cost import Layout, SyncPolicy, build_replicas
+from isthmus.api.make_plan import simulation_options
+from isthmus.cost import PlanLayout, SyncPolicy, build_replicas
 from isthmus.data import SampleOrder, load_dataset
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plans import Plan
 from isthmus.protocol.work import shares
-from isthmus.runtime.conducting.run import RunOptions, Watcher, run_spec, train
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, link_bytes
 from isthmus.training.checkpoint import split_replica
 from isthmus.training.optim import Optimizers
-from isthmus.training.plain import plain_step, plain_update
+from isthmus.training.reference import reference_step, reference_update
 
 from .jobs import TEXT, final_weights, fleet_of, job_of
 
@@ -33,7 +33,7 @@ COUNTS = (1, 3)
 def two_replicas(prepared: Prepared) -> Plan:
     legal = [c.position for c in cuts(prepared.flow)]
     names = fleet_of(3).names
-    layouts = [Layout(names[:2], (legal[len(legal) // 2],), COUNTS[0]), Layout(names[2:], (), COUNTS[1])]
+    layouts = [PlanLayout(names[:2], (legal[len(legal) // 2],), COUNTS[0]), PlanLayout(names[2:], (), COUNTS[1])]
     return build_replicas(prepared.problem(fleet_of(3)), layouts, planner="test")
 
 
@@ -65,14 +65,16 @@ class Twin:
             config = msgspec.structs.replace(job.engine(), micro_batches=share.count)
             starts = [step * t.batch_size + (share.first + m) * job.micro_batch_size for m in range(share.count)]
             batches = [data.batch(order.indices(s, job.micro_batch_size), list(data.columns)) for s in starts]
-            plain_step(module, batches, config)
-            plain_update(module, optimizers, step, config)
+            reference_step(module, batches, config)
+            reference_update(module, optimizers, step, config)
         if self.outer.delay:
             self.apply(step)
         self.under_way[step + self.outer.delay] = [
-            (name, self.delta(name)) for names, steps in self.groups for name in names
+            (name, self.delta(name))
+            for names, steps in self.groups
+            for name in names
             if step % self.plan.sync.period in steps
-        ]  # fmt: skip
+        ]
         if not self.outer.delay:
             self.apply(step)
 
@@ -91,13 +93,19 @@ class Twin:
                 own.copy_(self.outer.mixing * own + (1 - self.outer.mixing) * self.values[name])
 
 
-@pytest.mark.parametrize("policy", [
-    SyncPolicy(mode="outer", period=2), SyncPolicy(mode="streaming", period=2, delay=1),
-    SyncPolicy(mode="streaming", period=3, delay=3, mixing=0.25),
-], ids=["outer", "streaming", "a delay of a period"])  # fmt: skip
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SyncPolicy(mode="outer", period=2),
+        SyncPolicy(mode="streaming", period=2, delay=1),
+        SyncPolicy(mode="streaming", period=3, delay=3, mixing=0.25),
+    ],
+    ids=["outer", "streaming", "a delay of a period"],
+)
 def test_replicas_equal_their_twins(policy: SyncPolicy, tmp_path: Path) -> None:
-    job = msgspec.structs.replace(job_of("gpt", GPT, TEXT, steps=6, batch_size=4, eval_every=4, eval_samples=4),
-                                  sync=policy)  # fmt: skip
+    job = msgspec.structs.replace(
+        job_of("gpt", GPT, TEXT, steps=6, batch_size=4, eval_every=4, eval_samples=4), sync=policy
+    )
     prepared, fleet = prepare(job), fleet_of(3)
     plan = two_replicas(prepared)
     assert plan.sync.averages == "deltas" and len({i for g in plan.sync.groups for i in g.iterations}) == (

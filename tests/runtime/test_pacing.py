@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from isthmus.runtime.transport import pacing
-from isthmus.runtime.transport.pacing import is_paced, pace, round_trip_s
+from isthmus.runtime.transport import tcp_congestion
+from isthmus.runtime.transport.tcp_congestion import round_trip_s, use_bbr, uses_bbr
 
 
 def test_long_links_are_paced_where_the_kernel_can() -> None:
@@ -20,18 +20,18 @@ def test_long_links_are_paced_where_the_kernel_can() -> None:
         usual = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         trip_s = round_trip_s(near)
         assert trip_s is not None and 0 <= trip_s < 1
-        with mock.patch.object(pacing, "LONG_S", 2.0):
-            pace(near)
+        with mock.patch.object(tcp_congestion, "LONG_S", 2.0):
+            use_bbr(near)
         assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) == usual
-        assert is_paced(near) == usual.startswith(b"bbr")
-        with mock.patch.object(pacing, "LONG_S", 0.0):
-            pace(near)
+        assert uses_bbr(near) == usual.startswith(b"bbr")
+        with mock.patch.object(tcp_congestion, "LONG_S", 0.0):
+            use_bbr(near)
         assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr")
-        assert is_paced(near)
+        assert uses_bbr(near)
 
 
 def test_what_is_no_tcp_stays_as_it_is() -> None:
     near, far = socket.socketpair()
     with near, far:
-        assert round_trip_s(near) is None and not is_paced(near)
-        pace(near)
+        assert round_trip_s(near) is None and not uses_bbr(near)
+        use_bbr(near)

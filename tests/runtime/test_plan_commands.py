@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isthmus.api.planning import plan_for
+from isthmus.api.make_plan import plan_for
 from isthmus.errors import FleetTooSmall
 from isthmus.job import fleet_of, load_job, prepare
 from isthmus.planners import registry
@@ -118,7 +118,7 @@ count = 2
 [links]
 intra = {{ latency = "0.1 ms", bandwidth = "10 Gbit/s" }}
 default = {{ latency = "1 ms", bandwidth = "1 Gbit/s" }}
-[[site]]
+[[region]]
 region = "clinic"
 egress_price_per_gb = 0.1
 """
@@ -138,7 +138,7 @@ def test_a_plan_that_keeps_data_and_labels_is_explained_verified_and_simulated(t
     told = json.loads(done.out)
     devices = [stage["device"] for stage in told["plan"]["replicas"][0]["stages"]]
     assert len(devices) > 2 and devices[0] == devices[-1] == "hospital"
-    assert told["plan"]["terms"] == {"data_holders": ["hospital"], "labels_stay": True, "memory_headroom": 0.1}
+    assert told["plan"]["constraints"] == {"data_holders": ["hospital"], "labels_stay": True, "memory_headroom": 0.1}
     assert any("Labels stay there too" in line for line in told["explanation"]["step"])
     document = tmp_path / "plan.json"
     document.write_text(json.dumps(told["plan"]))
@@ -155,7 +155,7 @@ def test_the_cheapest_plan_and_its_row(tmp_path: Path) -> None:
     job = clinics(tmp_path, speed="30 GFLOPS")
     fast, cheap = (json.loads(isthmus("plan", job, "--json", *o).out) for o in ((), ("--objective", "cost")))
     assert fast["certificate"]["objective"] == "step" and cheap["certificate"]["objective"] == "cost"
-    assert cheap["terms"] == {"objective": "cost", "memory_headroom": 0.1}
+    assert cheap["constraints"] == {"objective": "cost", "memory_headroom": 0.1}
     assert cheap["predicted"]["step_s"] >= fast["predicted"]["step_s"]
     compared = json.loads(isthmus("plan", job, "--objective", "cost", "--compare", "even,auto,chain", "--json").out)
     rows = {row["planner"]: row for row in compared["rows"]}
@@ -270,8 +270,8 @@ def test_a_forged_gap_is_no_pass(tmp_path: Path) -> None:
 def test_limits_are_given_on_the_command_line(tmp_path: Path) -> None:
     job = write_job(tmp_path, planner="chain")
     found = json.loads(isthmus("plan", job, "--objective", "cost", "--max-step", "10 min", "--json").out)
-    assert found["terms"] == {"objective": "cost", "max_step_s": 600.0, **found["terms"]}
-    assert json.loads(isthmus("plan", job, "--max-price", "7", "--json").out)["terms"]["max_price"] == 7
+    assert found["constraints"] == {"objective": "cost", "max_step_s": 600.0, **found["constraints"]}
+    assert json.loads(isthmus("plan", job, "--max-price", "7", "--json").out)["constraints"]["max_price"] == 7
     refused(isthmus("plan", job, "--max-step", "10 min"), 2, "max_step", "expected 'cost'")
     refused(isthmus("plan", job, "--objective", "cost", "--max-step", "1 ns"), 3, "max_step", "the fastest takes")
     refused(isthmus("plan", job, "--objective", "cost", "--max-step", "soon"), 2, "--max-step", "soon")

@@ -20,10 +20,10 @@ from isthmus.graph import Flow
 from isthmus.job import Job, PlanConfig, Prepared, PrivacyConfig, load_job, prepare
 from isthmus.plans import ActivationNoise, Plan, read_spent
 from isthmus.protocol.work import Item
-from isthmus.runtime.conducting.leaving import Protection, leaving_text, protection
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
-from isthmus.runtime.conducting.spending import Ledger, opened_ledger
-from isthmus.runtime.conducting.stages import stage_pairs
+from isthmus.runtime.coordinator.activation_privacy import Protection, protection, protection_text
+from isthmus.runtime.coordinator.privacy_ledger import PrivacyLedger, opened_ledger
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
+from isthmus.runtime.coordinator.stages import stage_pairs
 from isthmus.runtime.service.job_queue import Submitted
 from isthmus.training.accounting import epsilon_of, squared_mu
 
@@ -37,8 +37,8 @@ STAY = msgspec.structs.replace(PUBLIC, labels="stay")
 
 
 def with_noise(job: Job, noise: ActivationNoise, **plan: object) -> Job:
-    terms = msgspec.convert({"data_holder": ["d0"], **plan}, PlanConfig)
-    return msgspec.structs.replace(job, plan=terms, privacy=PrivacyConfig(activations=noise))
+    constraints = msgspec.convert({"data_holder": ["d0"], **plan}, PlanConfig)
+    return msgspec.structs.replace(job, plan=constraints, privacy=PrivacyConfig(activations=noise))
 
 
 def net_job(noise: ActivationNoise = PUBLIC, options: dict[str, object] | None = None, **training: object) -> Job:
@@ -101,7 +101,7 @@ def test_weights_before_the_noise_stay_and_what_was_sent_is_counted(tmp_path: Pa
     assert spent.by_epoch[0] == pytest.approx(epsilon_of(squared_mu(4.0), 1e-5))
     assert spent.heldout_epsilon == pytest.approx(epsilon_of(squared_mu(4.0, 2), 1e-5))
     assert [n for n in notes if n.startswith("epoch 1: each sample's local epsilon is")]
-    text = "\n".join(leaving_text(prepared, plan, fleet_of(2)))
+    text = "\n".join(protection_text(prepared, plan, fleet_of(2)))
     assert "Values that leave d0 for d1 are clipped to 1.5 per sample (32 numbers) and noised with sigma 6." in text
 
 
@@ -125,9 +125,11 @@ def of_two_holders(folder: Path, noise: ActivationNoise) -> Job:
         own[name] = {"path": str(folder / f"{name}.npz")}
     data = DataSpec(kind="npz", options={"path": "none", "holdout": 0.0}, of=own)
     return with_noise(
-        job_of(NET, {}, data, steps=7, batch_size=32, micro_batches=4), noise, data_holder=["d0", "d1"],
+        job_of(NET, {}, data, steps=7, batch_size=32, micro_batches=4),
+        noise,
+        data_holder=["d0", "d1"],
         holders_data="own",
-    )  # fmt: skip
+    )
 
 
 def test_holders_with_data_of_their_own_are_counted_each(tmp_path: Path) -> None:
@@ -175,11 +177,21 @@ runtime = {{ emulate = false }}
     told = msgspec.json.decode(done.out)["privacy"]
     assert told["epsilon"] == pytest.approx(20)  # of the two passes that are planned
     assert told["by_epoch"] == pytest.approx([told["by_epoch"][0], 20])
-    shown = progressed(Submitted(
-        number=1, name="noisy", kind="pipeline", document=msgspec.json.encode({"training": {"steps": 4}}),
-        directory=str(tmp_path), state="running", folder=str(tmp_path / "noisy"), detail="", submitted_s=0.0,
-        began_s=0.0, ended_s=None,
-    ))  # fmt: skip
+    shown = progressed(
+        Submitted(
+            number=1,
+            name="noisy",
+            kind="pipeline",
+            document=msgspec.json.encode({"training": {"steps": 4}}),
+            directory=str(tmp_path),
+            state="running",
+            folder=str(tmp_path / "noisy"),
+            detail="",
+            submitted_s=0.0,
+            began_s=0.0,
+            ended_s=None,
+        )
+    )
     assert shown.privacy == "epsilon 20 at delta 1e-05 after 2 epochs"
     edited(path, ("privacy = {", "hooks = {} #"), ("steps = 4", "steps = 5"))
     refused(isthmus("train", path, "--resume"), 2, "privacy.activations: got none", "after 2 epochs")
@@ -233,7 +245,7 @@ def test_labels_that_stay_leave_the_last_stage_nothing_to_cover() -> None:
     """Gradients that the last holder sends tell of labels and of what was covered before."""
     job = with_noise(
         job_of("mlp", {"layers": 3, "width": 16}, DIGITS), STAY, data_holder=["d0", "d2"], labels_stay=True
-    )  # fmt: skip
+    )
     prepared = prepare(job)
     plan = placed(prepared, [after(prepared, name) for name in ("relu", "relu_1")])
     found = protected(prepared, plan, ("d0", "d2"))
@@ -266,11 +278,14 @@ def test_labels_of_a_holder_alone_stay_where_it_runs_both_ends() -> None:
         (net_job(TRAINED, clip_norm=1.0), "relu", r"training.clip_norm: got 1.0 beside .*norms of gradients"),
         (net_job(TRAINED, non_finite="skip"), "relu", r"training.non_finite: got 'skip' beside"),
         (net_job(TRAINED, precision="fp16"), "relu", r"training.precision: got 'fp16' beside"),
-        (with_noise(job_of("gpt", {"sequence_length": 16, "width": 16, "layers": 1, "heads": 2}, TEXT), PUBLIC),
-         "add", r"labels 'labels' are of the kind of 'input_ids', as next tokens are"),
+        (
+            with_noise(job_of("gpt", {"sequence_length": 16, "width": 16, "layers": 1, "heads": 2}, TEXT), PUBLIC),
+            "add",
+            r"labels 'labels' are of the kind of 'input_ids', as next tokens are",
+        ),
         (with_noise(job_of("cnn", {"batch_norm": True}, DIGITS), PUBLIC), "relu", r"batch_norm.default"),
     ],
-)  # fmt: skip
+)
 def test_refused_where_the_count_would_not_be_the_truth(job: Job, cut: str, words: str) -> None:
     prepared = prepare(job)
     position = after(prepared, cut)
@@ -282,7 +297,7 @@ def test_refused_where_the_count_would_not_be_the_truth(job: Job, cut: str, word
 
 def test_there_is_a_holder_to_protect(tmp_path: Path) -> None:
     path = write_job(tmp_path)
-    activations = '[privacy]\nactivations = { clip = 1.0, noise_multiplier = 1.0 }\n[learning_rate]'
+    activations = "[privacy]\nactivations = { clip = 1.0, noise_multiplier = 1.0 }\n[learning_rate]"
     edited(path, ("[learning_rate]", activations))
     with pytest.raises(UserError, match=r"privacy.activations: got noise, expected a plan.data_holder"):
         load_job(path)
@@ -293,9 +308,15 @@ def test_there_is_a_holder_to_protect(tmp_path: Path) -> None:
 
 def item(index: int, *, step: int, kind: str = "train", samples: int = 8) -> Item:
     return msgspec.convert(
-        {"index": index, "kind": kind, "step": step, "first_sample": step * samples if kind == "train" else 0,
-         "micro_batches": samples // 2}, Item
-    )  # fmt: skip
+        {
+            "index": index,
+            "kind": kind,
+            "step": step,
+            "first_sample": step * samples if kind == "train" else 0,
+            "micro_batches": samples // 2,
+        },
+        Item,
+    )
 
 
 COUNTED = Protection(frozenset({0}), {}, PUBLIC, 2.0, 1, 1)
@@ -303,7 +324,7 @@ COUNTED = Protection(frozenset({0}), {}, PUBLIC, 2.0, 1, 1)
 
 
 def test_what_is_done_again_counts_again(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, 1e-5, [16])
+    ledger = PrivacyLedger(tmp_path, 1e-5, [16])
     for number, step in enumerate((0, 1, 2, 1, 2)):  # back after a loss
         ledger.opened(item(number, step=step), 2, COUNTED)
     spent = ledger.close()
@@ -312,13 +333,13 @@ def test_what_is_done_again_counts_again(tmp_path: Path) -> None:
 
 
 def test_sessions_add_up_and_who_is_killed_leaves_no_less_on_record(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, 1e-5, [16])
+    ledger = PrivacyLedger(tmp_path, 1e-5, [16])
     ledger.opened(item(0, step=0), 2, COUNTED)
     left = read_spent(tmp_path)  # as if it were killed here
     assert left is not None
     assert [(s.first, s.end) for s in left.stretches[0]] == [(0, 16)]
     ledger.close()
-    ledger = Ledger(tmp_path, 1e-5, [16])
+    ledger = PrivacyLedger(tmp_path, 1e-5, [16])
     ledger.opened(item(0, step=1), 2, COUNTED)
     ledger.opened(item(1, step=2, kind="eval"), 2, COUNTED)
     spent = ledger.close()
@@ -329,10 +350,10 @@ def test_sessions_add_up_and_who_is_killed_leaves_no_less_on_record(tmp_path: Pa
 
 def test_a_run_that_was_counted_does_not_go_on_without_noise(tmp_path: Path) -> None:
     assert opened_ledger(tmp_path, None, [16]) is None
-    ledger = Ledger(tmp_path, 1e-5, [16])
+    ledger = PrivacyLedger(tmp_path, 1e-5, [16])
     ledger.opened(item(0, step=0), 2, COUNTED)
     ledger.close()
     with pytest.raises(UserError, match=r"privacy.activations: got none, expected the run's"):
         opened_ledger(tmp_path, None, [16])
     with pytest.raises(UserError, match=r"counts \(16,\) training samples, expected \(17,\)"):
-        Ledger(tmp_path, 1e-5, [17])
+        PrivacyLedger(tmp_path, 1e-5, [17])

@@ -12,11 +12,11 @@ import pytest
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, PlanConfig, Prepared, prepare
-from isthmus.planners import Least, least, over_counts, planner_names
+from isthmus.planners import LeastBound, least, over_counts, planner_names
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan
 from isthmus.protocol import RunSpec
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.simulator import simulate
 from isthmus.verification import Question, StateBytes, verify
 
@@ -55,7 +55,7 @@ def small_fleet() -> Fleet:
 
 
 @functools.cache
-def bound() -> Least:
+def bound() -> LeastBound:
     """Of any plan of the problem: it takes seconds, and is the same whoever planned."""
     return least(prepared().problem(small_fleet()))
 
@@ -88,10 +88,13 @@ def test_every_planner_makes_a_plan_that_verifies_or_says_that_it_has_none(name:
         assert name in blind, "cuts that do not look at memory"
         return
     question = Question(
-        graph=problem.flow.graph, fleet=problem.fleet, micro_batch_size=problem.micro_batch_size,
-        micro_batches=problem.micro_batches, schedule=problem.schedule,
+        graph=problem.flow.graph,
+        fleet=problem.fleet,
+        micro_batch_size=problem.micro_batch_size,
+        micro_batches=problem.micro_batches,
+        schedule=problem.schedule,
         state=StateBytes(gradient=problem.state.gradient_bytes, optimizer=problem.state.optimizer_bytes),
-    )  # fmt: skip
+    )
     verdict = verify(made, question)
     assert verdict.holds(), verdict.differences
     recomputes = any(stage.recompute for replica in made.replicas for stage in replica.stages)

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from isthmus.cost import Layout, SyncPolicy, build_replicas
+from isthmus.cost import PlanLayout, SyncPolicy, build_replicas
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, Prepared, prepare
 from isthmus.planners import scheduled
 from isthmus.plans import Collective, Plan
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
-from isthmus.runtime.conducting.script import Outcome
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
+from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.training.checkpoint import latest_checkpoint, split_replica
 from isthmus.training.optim import OptimizerConfig
 
@@ -24,14 +24,14 @@ from .jobs import RESNET, TEXT, final_weights, fleet_of, images, job_of, plain_r
 GPT = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 3, "heads": 2, "tie_embedding": True}
 
 
-def layouts(prepared: Prepared, shapes: Sequence[tuple[Sequence[float], int]]) -> list[Layout]:
+def layouts(prepared: Prepared, shapes: Sequence[tuple[Sequence[float], int]]) -> list[PlanLayout]:
     """One replica for each (where it is cut, of the whole; its micro-batches), on devices of its own."""
     legal = [c.position for c in cuts(Flow(prepared.captured.train))]
-    found: list[Layout] = []
+    found: list[PlanLayout] = []
     devices = iter(fleet_of(sum(len(ends) + 1 for ends, _ in shapes)).names)
     for ends, share in shapes:
         boundaries = tuple(legal[int(end * len(legal))] for end in ends)
-        found.append(Layout(tuple(next(devices) for _ in range(len(ends) + 1)), boundaries, share))
+        found.append(PlanLayout(tuple(next(devices) for _ in range(len(ends) + 1)), boundaries, share))
     return found
 
 
@@ -66,11 +66,15 @@ def assert_plain(job: Job, prepared: Prepared, folder: Path, losses: list[float]
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("shapes, kind", [
-    ([((0.4,), 2), ((0.4,), 2)], "sharded"),
-    ([((0.3, 0.7), 1), ((0.5,), 2), ((), 1)], "ring"),
-    ([((), 2), ((0.6,), 1), ((), 1)], "hierarchical"),
-], ids=["cut alike", "cut differently, in rings", "islands"])  # fmt: skip
+@pytest.mark.parametrize(
+    "shapes, kind",
+    [
+        ([((0.4,), 2), ((0.4,), 2)], "sharded"),
+        ([((0.3, 0.7), 1), ((0.5,), 2), ((), 1)], "ring"),
+        ([((), 2), ((0.6,), 1), ((), 1)], "hierarchical"),
+    ],
+    ids=["cut alike", "cut differently, in rings", "islands"],
+)
 def test_replicas_equal_the_plain_loop(
     shapes: Sequence[tuple[Sequence[float], int]], kind: str, tmp_path: Path
 ) -> None:
@@ -90,10 +94,13 @@ def test_replicas_equal_the_plain_loop(
 
 
 ONCE_A_STEP = [
-    SyncPolicy(mode="local"), SyncPolicy(mode="partial"), SyncPolicy(mode="dream"), SyncPolicy(mode="dreamddp"),
+    SyncPolicy(mode="local"),
+    SyncPolicy(mode="partial"),
+    SyncPolicy(mode="dream"),
+    SyncPolicy(mode="dreamddp"),
     SyncPolicy(mode="outer", outer_rate=1.0, outer_momentum=0.0),
     SyncPolicy(mode="streaming", outer_rate=1.0, outer_momentum=0.0, delay=0, mixing=0.0),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("policy", ONCE_A_STEP, ids=lambda policy: policy.mode)
@@ -129,9 +136,11 @@ def test_a_period_sends_each_parameter_once_and_ends_with_equal_replicas(tmp_pat
 
 
 POLICIES = [
-    SyncPolicy(), SyncPolicy(mode="partial", period=4), SyncPolicy(mode="outer", period=4),
+    SyncPolicy(),
+    SyncPolicy(mode="partial", period=4),
+    SyncPolicy(mode="outer", period=4),
     SyncPolicy(mode="streaming", period=2, delay=1),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["every step", "partial", "outer", "an exchange under way"])

@@ -141,8 +141,11 @@ def test_a_whole_run(whole: Done) -> None:
     saved = _saved("whole")
     assert {t.dtype for n, t in saved.items() if not n.endswith(".step")} == {torch.float32}, "fp32 masters"
     assert {n.rpartition(".")[2] for n in saved if n.startswith("optimizer.")} == {
-        "momentum_buffer", "step", "exp_avg", "exp_avg_sq"
-    }  # fmt: skip
+        "momentum_buffer",
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
     assert {"unused", "scale", "table.weight"} <= saved.keys()
     hooks = Path("hooks.log").read_text().splitlines()
     steps = [line.split()[1] for line in hooks if line.startswith("step")]
@@ -208,9 +211,18 @@ def test_what_a_checkpoint_was_not_made_with_is_refused(
 def test_another_fleet_takes_over(whole: Done, tmp_path: Path) -> None:
     shutil.copytree("whole", tmp_path / "run")
     done = isthmus(
-        "train", "job.toml", "--run", tmp_path / "run", "--resume", "--steps", "14",
-        "--fleet", "three-sites", "--devices", "3",
-    )  # fmt: skip
+        "train",
+        "job.toml",
+        "--run",
+        tmp_path / "run",
+        "--resume",
+        "--steps",
+        "14",
+        "--fleet",
+        "three-sites",
+        "--devices",
+        "3",
+    )
     assert done.code == 0, done.err
     before, after = _saved("whole"), _saved(str(tmp_path / "run"))
     assert before.keys() == after.keys()
@@ -262,9 +274,9 @@ def test_a_run_that_loses_a_device_goes_on_and_ctrl_c_saves_and_exits_130() -> N
         assert (folder.path / name).exists()
     assert "device 'laptop-1' was lost: its process was killed by SIGKILL" in errors and "at work again" in errors
     trained = [p.step for p in folder.losses() if p.split == "train"]
-    assert trained == sorted(set(trained)), "what was done again is told once"
-    untold = set(range(1, trained[-1] + 1)) - set(trained)
-    assert len(untold) <= 1, "only of its last step may the state have arrived, and not the loss"
+    assert trained == sorted(set(trained)), "what was done again is called once"
+    unreported = set(range(1, trained[-1] + 1)) - set(trained)
+    assert len(unreported) <= 1, "only of its last step may the state have arrived, and not the loss"
     assert not any(map(is_running, devices.values()))
 
 

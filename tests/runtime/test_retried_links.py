@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from isthmus.fleet import Change, Fleet
+from isthmus.fleet import Fleet, FleetChange
 from isthmus.job import prepare
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan
 from isthmus.protocol.coordinator_events import MakePlan
-from isthmus.runtime.conducting import plans
-from isthmus.runtime.conducting.plans import Plans
+from isthmus.runtime.coordinator import plans
+from isthmus.runtime.coordinator.plans import Plans
 from isthmus.trace import Span
 
 from .jobs import DIGITS, fleet_of, job_of
@@ -26,15 +26,23 @@ def _spans(step: int, seconds: float) -> Iterator[Span]:
     """Of a step of ten seconds: one message each, from its two ends."""
     for device, track, other in (("d0", "send", "d1"), ("d1", "receive", "d0")):
         yield Span(
-            device=device, track=track, name="forward", start_s=10.0 * step, end_s=10.0 * step + seconds, step=step,  # type: ignore[arg-type]
-            micro_batch=0, size_bytes=BYTES, wire_bytes=BYTES if track == "send" else 0, other=other,
-        )  # fmt: skip
+            device=device,
+            track=track,
+            name="forward",
+            start_s=10.0 * step,
+            end_s=10.0 * step + seconds,
+            step=step,  # type: ignore[arg-type]
+            micro_batch=0,
+            size_bytes=BYTES,
+            wire_bytes=BYTES if track == "send" else 0,
+            other=other,
+        )
 
 
 def test_a_link_that_recovered_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "RETRY_S", 0.0)
     made = job_of("mlp", {"layers": 4}, DIGITS, steps=1000)
-    drop, back = Change(step=0, factor=0.1, link=LINK), Change(step=40, factor=1.0, link=LINK)
+    drop, back = FleetChange(step=0, factor=0.1, link=LINK), FleetChange(step=40, factor=1.0, link=LINK)
     runtime = msgspec.structs.replace(made.runtime, emulate=True, changes=(drop, back))
     prepared, fleet = prepare(msgspec.structs.replace(made, runtime=runtime)), fleet_of(2, 1e7)
     stated = fleet.link(*LINK).bandwidth_bytes_per_s

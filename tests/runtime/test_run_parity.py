@@ -14,7 +14,7 @@ from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.fleet import Link, Links
 from isthmus.job import prepare
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 
 from .jobs import DIGITS, RESNET, TEXT, final_weights, fleet_of, images, job_of, plain_run, random_cut, run
 
@@ -32,18 +32,35 @@ def pairs(folder: Path) -> DataSpec:
 
 
 BERT = {
-    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 258,
-    "num_labels": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "vocab_size": 258,
+    "num_labels": 3,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 
 GPT2 = {
-    "n_layer": 3, "n_head": 2, "n_embd": 16, "vocab_size": 256, "n_positions": 16, "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
+    "n_layer": 3,
+    "n_head": 2,
+    "n_embd": 16,
+    "vocab_size": 256,
+    "n_positions": 16,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 LLAMA = {
-    "num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "vocab_size": 256, "max_position_embeddings": 16,
-}  # fmt: skip
+    "num_hidden_layers": 3,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 256,
+    "max_position_embeddings": 16,
+}
 CAUSAL = DataSpec(kind="text", options={**TEXT.options, "shift_labels": False})
 
 CASES: dict[str, tuple[str, dict[str, object], Callable[[Path], DataSpec], int, bool]] = {
@@ -90,12 +107,14 @@ def test_processes_equal_the_plain_loop(name: str, tmp_path: Path) -> None:
         source, target = plan.stages[edge.source].device, plan.stages[edge.target].device
         for step in range(job.training.steps):
             for a, b, what, size in (
-                (source, target, "forward", edge.forward_bytes), (target, source, "backward", edge.backward_bytes)
-            ):  # fmt: skip
+                (source, target, "forward", edge.forward_bytes),
+                (target, source, "backward", edge.backward_bytes),
+            ):
                 sent = [
-                    s.size_bytes for s in outcome.spans
+                    s.size_bytes
+                    for s in outcome.spans
                     if s.track == "send" and s.name == what and (s.device, s.other, s.step) == (a, b, step)
-                ]  # fmt: skip
+                ]
                 assert sent == ([size] * job.training.micro_batches if size else []), (edge, what)
 
 

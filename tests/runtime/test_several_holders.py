@@ -15,7 +15,7 @@ from isthmus.data import DataSpec
 from isthmus.job import Job, PlanConfig, Prepared, prepare
 from isthmus.plans import Plan
 from isthmus.protocol import Item
-from isthmus.runtime.conducting.run import RunOptions, Watcher, run_spec, train
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, run_spec, train
 
 from .jobs import final_weights, fleet_of, job_of, random_cut
 from .joined_loop import Plain
@@ -28,16 +28,14 @@ def texts(folder: Path, sizes: Sequence[int]) -> DataSpec:
     draw = np.random.default_rng(0)
     for number, size in enumerate(sizes):
         (folder / f"text{number}").write_bytes(draw.integers(32, 127, size, dtype=np.uint8).tobytes())
-    own: dict[str, dict[str, object]] = {
-        f"d{n}": {"files": str(folder / f"text{n}")} for n in range(len(sizes))
-    }
+    own: dict[str, dict[str, object]] = {f"d{n}": {"files": str(folder / f"text{n}")} for n in range(len(sizes))}
     return DataSpec(kind="text", options={"files": "none", "sequence_length": 16, "holdout": 0.2}, of=own)
 
 
 def fed_job(name: str, config: Mapping[str, object], data: DataSpec, holders: int, **training: object) -> Job:
     job = job_of(name, config, data, **training)  # pyright: ignore[reportArgumentType]
-    terms = PlanConfig(data_holder=tuple(f"d{n}" for n in range(holders)), holders_data="own")
-    return msgspec.structs.replace(job, plan=terms)
+    constraints = PlanConfig(data_holder=tuple(f"d{n}" for n in range(holders)), holders_data="own")
+    return msgspec.structs.replace(job, plan=constraints)
 
 
 def fed_run(prepared: Prepared, devices: int, boundaries: Sequence[int], folder: Path, watcher: Watcher) -> Plan:
@@ -70,12 +68,12 @@ class Followed:
         return sum(loss * count for loss, count in parts) / sum(count for _, count in parts)
 
 
-def check_equal(prepared: Prepared, followed: Followed, folder: Path, *, bits: bool = False) -> None:
+def check_equal(prepared: Prepared, state_received: Followed, folder: Path, *, bits: bool = False) -> None:
     """To what the plain loop makes of the joined data: to the bit, or as far as the order of sums allows."""
     plain = Plain(prepared)
     expected = [plain.step(step) for step in range(prepared.job.training.steps)]
-    assert followed.losses[0] == expected[0], "before the first update all is equal to the bit"
-    assert followed.losses == (expected if bits else pytest.approx(expected, rel=1e-6))
+    assert state_received.losses[0] == expected[0], "before the first update all is equal to the bit"
+    assert state_received.losses == (expected if bits else pytest.approx(expected, rel=1e-6))
     weights, own = final_weights(folder), dict(plain.module.named_parameters())
     assert own.keys() <= weights.keys()
     rtol, atol = (0.0, 0.0) if bits else (1e-5, 1e-6)
@@ -83,7 +81,7 @@ def check_equal(prepared: Prepared, followed: Followed, folder: Path, *, bits: b
         torch.testing.assert_close(weights[name], value.detach(), rtol=rtol, atol=atol)
     if prepared.job.training.eval_every:
         heldout = plain.heldout(run_spec(prepared).eval_micro_batches)
-        assert followed.heldout(prepared.job.training.steps) == pytest.approx(heldout, rel=1e-6)
+        assert state_received.heldout(prepared.job.training.steps) == pytest.approx(heldout, rel=1e-6)
 
 
 def test_two_holders_and_a_device_without_data_equal_the_plain_loop(tmp_path: Path) -> None:
@@ -91,41 +89,48 @@ def test_two_holders_and_a_device_without_data_equal_the_plain_loop(tmp_path: Pa
     config = GPT | {"tie_embedding": True}
     data = texts(tmp_path, [3000, 1200])
     job = fed_job("gpt", config, data, 2, steps=3, eval_every=3, eval_samples=1000, clip_norm=0.1)
-    prepared, followed = prepare(job), Followed()
-    plan = fed_run(prepared, 3, random_cut(prepared, 2, seed=3), tmp_path / "run", followed.watcher)
+    prepared, state_received = prepare(job), Followed()
+    plan = fed_run(prepared, 3, random_cut(prepared, 2, seed=3), tmp_path / "run", state_received.watcher)
     assert plan.devices == ("d0", "d2", "d1")
     assert [group.devices for group in plan.sync.groups] == [("d0", "d1")]
-    check_equal(prepared, followed, tmp_path / "run")
+    check_equal(prepared, state_received, tmp_path / "run")
 
 
 def test_with_a_micro_batch_of_each_holder_a_step_all_is_equal_to_the_bit(tmp_path: Path) -> None:
     """Three holders, no other device in the middle but two; the sum over micro-batches is that over copies."""
     data = texts(tmp_path, [1000, 1000, 1000])
     job = fed_job("gpt", GPT, data, 3, steps=3, batch_size=6, micro_batches=3)
-    prepared, followed = prepare(job), Followed()
-    fed_run(prepared, 5, random_cut(prepared, 3, seed=5), tmp_path / "run", followed.watcher)
-    check_equal(prepared, followed, tmp_path / "run", bits=True)
+    prepared, state_received = prepare(job), Followed()
+    fed_run(prepared, 5, random_cut(prepared, 3, seed=5), tmp_path / "run", state_received.watcher)
+    check_equal(prepared, state_received, tmp_path / "run", bits=True)
 
 
 def test_without_other_devices_each_holder_runs_the_whole_model(tmp_path: Path) -> None:
     job = fed_job("gpt", GPT, texts(tmp_path, [2500, 1500]), 2, eval_every=2, eval_samples=1000)
-    prepared, followed = prepare(job), Followed()
-    fed_run(prepared, 2, [], tmp_path / "run", followed.watcher)
-    check_equal(prepared, followed, tmp_path / "run")
+    prepared, state_received = prepare(job), Followed()
+    fed_run(prepared, 2, [], tmp_path / "run", state_received.watcher)
+    check_equal(prepared, state_received, tmp_path / "run")
 
 
 def test_each_holder_runs_the_first_and_the_last_stage_where_labels_stay(tmp_path: Path) -> None:
     """Tied embeddings, which the first stage of one holder lends the last stages of both; clipped gradients."""
     job = fed_job(
-        "gpt", GPT | {"tie_embedding": True}, texts(tmp_path, [3000, 1200]), 2, steps=3, eval_every=3,
-        eval_samples=1000, clip_norm=0.1, save_every=2,
-    )  # fmt: skip
+        "gpt",
+        GPT | {"tie_embedding": True},
+        texts(tmp_path, [3000, 1200]),
+        2,
+        steps=3,
+        eval_every=3,
+        eval_samples=1000,
+        clip_norm=0.1,
+        save_every=2,
+    )
     job = msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, labels_stay=True))
-    prepared, followed, fleet = prepare(job), Followed(), fleet_of(3)
+    prepared, state_received, fleet = prepare(job), Followed(), fleet_of(3)
     problem = prepared.problem(fleet)
     assert problem.last_start is not None
     plan = build_plan(problem, ["d0", "d2", "d0"], [5, problem.last_start], planner="test")
     assert plan.devices == ("d0", "d2", "d0", "d1", "d1")
-    outcome = train(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False), followed.watcher)
+    outcome = train(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False), state_received.watcher)
     assert outcome.outcome == "done"
-    check_equal(prepared, followed, tmp_path / "run")
+    check_equal(prepared, state_received, tmp_path / "run")

@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.plans.seats import device_of, is_first, seat, seats_of
+from isthmus.plans.worker_ids import device_of, is_first, worker_id, worker_ids_of
 from isthmus.protocol.compute_lane import ComputeLane
 from isthmus.protocol.events import Work
-from isthmus.runtime.device.sharing import Sharing
+from isthmus.runtime.device.compute_turns import ComputeTurns
 
 
 @given(st.lists(st.sampled_from(["clinic", "host/0", "host/1"]), max_size=8))
 def test_each_stage_has_a_seat_of_its_own_that_tells_its_device(devices: list[str]) -> None:
-    found = seats_of(devices)
+    found = worker_ids_of(devices)
     assert len(set(found)) == len(found)
     assert [device_of(name) for name in found] == devices
     assert [name for name in found if is_first(name)] == list(dict.fromkeys(devices))
 
 
 def test_no_seat_is_a_name_of_another_device() -> None:
-    assert device_of("host/2") == "host/2" and seat("host/2", 1) == "host/2/stage 2"
+    assert device_of("host/2") == "host/2" and worker_id("host/2", 1) == "host/2/stage 2"
 
 
 def test_a_backward_goes_before_a_forward_and_a_later_stage_before_an_earlier_one() -> None:
@@ -39,7 +39,7 @@ def test_a_backward_goes_before_a_forward_and_a_later_stage_before_an_earlier_on
 
 
 def test_one_stage_computes_at_a_time() -> None:
-    sharing, inside, most = Sharing(), list[int](), list[int]()
+    sharing, inside, most = ComputeTurns(), list[int](), list[int]()
 
     def compute(stage: int) -> None:
         for _ in range(200):
@@ -57,7 +57,7 @@ def test_one_stage_computes_at_a_time() -> None:
 
 
 def test_a_stage_that_fails_gives_the_device_back() -> None:
-    sharing = Sharing()
+    sharing = ComputeTurns()
     with pytest.raises(RuntimeError), sharing.turn(0, "F"):
         raise RuntimeError
     with sharing.turn(2, "F"):

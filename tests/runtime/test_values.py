@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from isthmus.job import Prepared, prepare
-from isthmus.runtime.conducting import values as module
-from isthmus.runtime.conducting.values import Values
+from isthmus.runtime.coordinator import parameter_store as module
+from isthmus.runtime.coordinator.parameter_store import ParameterStore
 from isthmus.training.checkpoint import CheckpointWriter, Manifest
 from isthmus.training.weights import initial_weights
 
@@ -32,7 +32,7 @@ def test_the_model_is_built_when_something_of_it_is_wanted(prepared: Prepared, m
     monkeypatch.setattr(module, "initial_weights", counted)
     names = frozenset(first)
     some, own = sorted(names)[0], frozenset(sorted(names)[1:])
-    values = Values(prepared, names)
+    values = ParameterStore(prepared, names)
     given = {some: torch.full_like(first[some], 7), f"optimizer.{some}.exp_avg": torch.ones_like(first[some])}
     values.give(given)
     found = values.of(names, (f"optimizer.{some}.",), replica=0, without=own)
@@ -50,7 +50,7 @@ def test_a_checkpoint_is_read_on_top_of_the_models_own(prepared: Prepared, tmp_p
     saved = {name: value + 1 for name, value in first.items()}
     writer = CheckpointWriter(tmp_path)
     writer.write(3, "stage-0", saved)
-    values = Values(prepared, frozenset(first))
+    values = ParameterStore(prepared, frozenset(first))
     values.give({name: value + 5 for name, value in first.items()})
     values.load(writer.commit(Manifest(step=3, seed=0, batch=8)))
     found = values.of(first.keys(), (), replica=0, without=())

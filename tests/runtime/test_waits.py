@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from isthmus.protocol import Coordinator, Layout, RunSpec
-from isthmus.protocol.coordinator_events import Joined, Ready, Reported
-from isthmus.runtime.conducting.deadlines import Deadlines, Waits
+from isthmus.protocol import Coordinator, RunSpec, StateLayout
+from isthmus.protocol.coordinator_events import DeviceJoined, DeviceReady, ItemReported
+from isthmus.runtime.coordinator.deadlines import Deadlines, Waits
 
 
 def test_a_wait_is_told_after_three_seconds_and_less_and_less_often() -> None:
@@ -67,11 +67,11 @@ def test_who_is_behind_the_others_is_named_once_it_is_not_the_usual() -> None:
 
 def test_the_machine_knows_who_is_behind() -> None:
     spec = RunSpec(steps=4, micro_batches=1, micro_batch_size=1)
-    machine = Coordinator(("oslo", "rome"), spec, layout=Layout(parts={}))
+    machine = Coordinator(("oslo", "rome"), spec, layout=StateLayout(parts={}))
     for device in machine.devices:
-        machine.handle(Joined(device=device))
+        machine.handle(DeviceJoined(device=device))
     for device in machine.devices:
-        machine.handle(Ready(device=device))
+        machine.handle(DeviceReady(device=device))
     assert machine.behind == (0, frozenset())
-    machine.handle(Reported(device="oslo", item=0))
+    machine.handle(ItemReported(device="oslo", item=0))
     assert machine.behind == (0, {"rome"})

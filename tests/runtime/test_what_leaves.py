@@ -15,15 +15,15 @@ from isthmus.cost import build_plan
 from isthmus.data import DataSpec, SampleOrder, load_dataset
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, PlanConfig, prepare
-from isthmus.plans.seats import seat
-from isthmus.runtime.conducting.crew import Call, LocalCrew, NoWork, Work
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
-from isthmus.runtime.device.device import Device, Site
-from isthmus.runtime.device.process import seats
-from isthmus.runtime.messages.every import AnyMessage
+from isthmus.plans.worker_ids import worker_id
+from isthmus.runtime.coordinator.backend import LocalBackend, NoSession, RunRequest, Session
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
+from isthmus.runtime.device.device import DeviceWorker, Endpoint
+from isthmus.runtime.device.process import worker_ids
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.channel import PREFIX, SocketChannel, frame
 from isthmus.runtime.transport.listener import Listener
-from isthmus.runtime.transport.reception import Reception
 
 from .jobs import fleet_of, job_of, plain_run
 from .joined_loop import Plain
@@ -31,23 +31,23 @@ from .joined_loop import Plain
 FIRST_CLASS, CLASSES, FEATURES = 100, 200, 8
 
 
-class _Working(NoWork):
+class _Working(NoSession):
     def starting(self, device: str) -> bool:
         return True
 
 
-class ThreadCrew(LocalCrew, frozen=True, kw_only=True):
+class ThreadCrew(LocalBackend, frozen=True, kw_only=True):
     """Devices in threads of this process."""
 
     @contextlib.contextmanager
-    def at_work(self, call: Call, reception: Reception) -> Generator[Work]:
-        listener = Listener(self.host, patience_s=call.patience_s)
-        listener.start(reception.greet)
+    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[Session]:
+        listener = Listener(self.host, timeout_s=call.timeout_s)
+        listener.start(acceptor.on_connection)
 
-        def work(site: Site) -> None:
-            Device((self.host, listener.port), site, call.run, call.patience_s).work()
+        def work(site: Endpoint) -> None:
+            DeviceWorker((self.host, listener.port), site, call.run, call.timeout_s).work()
 
-        sites = [site for name in call.devices for site in seats(Site(device=name), call.stages.get(name, 1))]
+        sites = [site for name in call.devices for site in worker_ids(Endpoint(device=name), call.stages.get(name, 1))]
         threads = [threading.Thread(target=work, args=(site,), daemon=True) for site in sites]
         for thread in threads:
             thread.start()
@@ -102,7 +102,7 @@ def test_no_sample_leaves_and_labels_do_only_where_the_job_lets_them(
     plan = build_plan(problem, fleet.names, boundaries, planner="test")
     frames, losses = recorded(monkeypatch), list[float | None]()
     watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
-    outcome = train(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False, crew=ThreadCrew()), watcher)
+    outcome = train(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False, backend=ThreadCrew()), watcher)
     assert outcome.outcome == "done", outcome.reason
     sent = b"".join(told for _, told in frames)
     assert len(sent) > 10_000, "the recorder sees something"
@@ -131,8 +131,8 @@ def test_of_holders_with_their_own_files_nothing_leaves_that_should_stay(
     spec = DataSpec(kind="npz", options={"path": "none.npz", "holdout": 0.2}, of=own)
     mlp: dict[str, object] = {"features": FEATURES, "width": 8, "layers": 3, "classes": CLASSES}
     job = job_of("mlp", mlp, spec, steps=6, eval_every=2, eval_samples=8, save_every=2)
-    terms = PlanConfig(data_holder=("d0", "d1"), holders_data="own", labels_stay=labels_stay)
-    job = msgspec.structs.replace(job, plan=terms)
+    constraints = PlanConfig(data_holder=("d0", "d1"), holders_data="own", labels_stay=labels_stay)
+    job = msgspec.structs.replace(job, plan=constraints)
     prepared, fleet = prepare(job), fleet_of(3)
     problem = prepared.problem(fleet)
     legal = [cut.position for cut in cuts(Flow(prepared.captured.train, columns_first=True))]
@@ -141,13 +141,13 @@ def test_of_holders_with_their_own_files_nothing_leaves_that_should_stay(
     plan = build_plan(problem, order, [legal[len(legal) // 3], last][: len(order) - 1], planner="test")
     frames, losses = recorded(monkeypatch), list[float | None]()
     watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
-    outcome = train(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False, crew=ThreadCrew()), watcher)
+    outcome = train(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False, backend=ThreadCrew()), watcher)
     assert outcome.outcome == "done", outcome.reason
     sent, plain = b"".join(told for _, told in frames), Plain(prepared)
     assert len(sent) > 10_000, "the recorder sees something"
     assert not [row for row in np.concatenate(pixels) if row.tobytes() in sent], "no raw sample, to nobody"
     for holder, labels in plain.labels(job.training.steps).items():
-        inside = f"device {seat(holder, 1)!r}"  # what a holder's stages send each other does not leave it
+        inside = f"device {worker_id(holder, 1)!r}"  # what a holder's stages send each other does not leave it
         kept, away = (b"".join(told for to, told in frames if (to == inside) is here) for here in (True, False))
         assert len(labels) > 5 and len(away) > 10_000
         assert all((each in kept) is labels_stay for each in labels)

@@ -11,15 +11,30 @@ from isthmus.training.engine import EngineConfig
 
 
 def assignment(
-    device: str, *, run: str = "secret", stage: int = 0, neighbours: tuple[Neighbour, ...] = (), patience_s: float = 5.0
+    device: str, *, run: str = "secret", stage: int = 0, neighbours: tuple[Neighbour, ...] = (), timeout_s: float = 5.0
 ) -> Assignment:
-    nothing = StageGraph(index=stage, ops=(), columns=(), receives=(), sends=(), borrows={}, lends={})
+    nothing = StageGraph(index=stage, ops=(), columns=(), receives=(), sends=(), shared_from={}, shared_with={})
     view = StageView(
-        stage=stage, stages=len(neighbours) + 1, in_flight=1,
-        forward_from=(), forward_to=(), backward_from=(), backward_to=(),
-    )  # fmt: skip
+        stage=stage,
+        stages=len(neighbours) + 1,
+        in_flight=1,
+        forward_from=(),
+        forward_to=(),
+        backward_from=(),
+        backward_to=(),
+    )
     return Assignment(
-        run=run, device=device, view=view, train=nothing, evaluation=nothing, placeholders={}, column_dtypes={},
-        engine=EngineConfig(), data=DataSpec(kind="digits"), train_samples=1, neighbours=neighbours,
-        patience_s=patience_s, share=Share(first=0, count=1, of=1, micro_batch_size=1),
-    )  # fmt: skip
+        run=run,
+        device=device,
+        view=view,
+        train=nothing,
+        evaluation=nothing,
+        placeholders={},
+        column_dtypes={},
+        engine=EngineConfig(),
+        data=DataSpec(kind="digits"),
+        train_samples=1,
+        neighbours=neighbours,
+        timeout_s=timeout_s,
+        share=Share(first=0, count=1, of=1, micro_batch_size=1),
+    )

@@ -1,12 +1,12 @@
 from functools import partial
 
-from isthmus.simulator.clock import Clock
+from isthmus.simulator.clock import VirtualClock
 from isthmus.simulator.jitter import Jitter
 
 
 def order(seed: int, asked: list[tuple[float, str, str]]) -> str:
     """The labels of what ran, in order; `asked` are (time, lane, label)."""
-    clock, ran = Clock(seed), list[str]()
+    clock, ran = VirtualClock(seed), list[str]()
     for time_s, lane, label in asked:
         clock.at(time_s, lane, partial(ran.append, label))
     clock.run()
@@ -24,7 +24,7 @@ def test_a_lane_keeps_its_order_and_the_seed_decides_between_lanes():
 
 
 def test_what_an_action_asks_for_runs_in_the_same_run():
-    clock, times = Clock(), list[float]()
+    clock, times = VirtualClock(), list[float]()
 
     def again() -> None:
         times.append(clock.now_s)

@@ -19,16 +19,20 @@ def test_messages_have_their_bytes_on_the_wire() -> None:
     dense = make_plan([(2, 4), (3, 6), (1, 2)], chain(3, 800))
     edges = tuple(
         msgspec.structs.replace(
-            edge, forward_compression=Compression(codec="topk", ratio=10.0, wire_bytes=240),
+            edge,
+            forward_compression=Compression(codec="topk", ratio=10.0, wire_bytes=240),
             backward_compression=Compression(codec="bf16", wire_bytes=400),
         )
         for edge in dense.replica.edges
-    )  # fmt: skip
+    )
     packed = make_plan([(2, 4), (3, 6), (1, 2)], edges)
     found = simulate(packed, FLEET, SPEC)
     assert link_bytes(found) == {
-        ("d0", "d1"): 12 * 240, ("d1", "d2"): 12 * 240, ("d1", "d0"): 12 * 400, ("d2", "d1"): 12 * 400
-    }  # fmt: skip
+        ("d0", "d1"): 12 * 240,
+        ("d1", "d2"): 12 * 240,
+        ("d1", "d0"): 12 * 400,
+        ("d2", "d1"): 12 * 400,
+    }
     as_if = tuple(
         msgspec.structs.replace(
             e, forward_compression=None, backward_compression=None, forward_bytes=240, backward_bytes=400

@@ -43,9 +43,7 @@ def _ran(plan: Plan, real: Fleet, first: int = 0, steps: int = STEPS, since_s: f
 
 @settings(max_examples=25)
 @given(st.tuples(factors, factors, factors), st.sampled_from([0.2, 0.5, 1.0, 2.0]), st.randoms())
-def test_factors_come_back(
-    scales: tuple[float, float, float], link: float, order: random.Random
-) -> None:
+def test_factors_come_back(scales: tuple[float, float, float], link: float, order: random.Random) -> None:
     plan = _plan((20, 40), (30, 50), (10, 30))
     real = _real({f"d{k}": scale for k, scale in enumerate(scales)}, {("d0", "d1"): link})
     spans = _ran(plan, real)

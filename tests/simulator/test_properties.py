@@ -158,7 +158,7 @@ def test_nothing_starts_before_what_it_needs_has_arrived(case: Case):
             )
             for source in sources:
                 assert ends[device, parcel, f"d{source}", span.step, span.micro_batch] <= span.start_s
-            for owner in view.borrows_from if span.name == "F" else ():
+            for owner in view.parameter_owners if span.name == "F" else ():
                 assert ends[device, "shared", f"d{owner}", span.step, -1] <= span.start_s
     for (device, name, _, step, _), end_s in ends.items():
         if name in ("shared_gradient", "norms", "count"):

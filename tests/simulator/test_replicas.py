@@ -10,7 +10,7 @@ from plans import make_plan
 
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links
-from isthmus.plans import Outer, Plan, Sync, SyncGroup
+from isthmus.plans import OuterOptimizer, Plan, ReplicaSync, SyncGroup
 from isthmus.protocol import RunSpec
 from isthmus.simulator import SimulationOptions, simulate, simulate_run
 from isthmus.trace import step_times
@@ -34,13 +34,16 @@ def replicated(milliseconds: list[tuple[int, int]], shares: list[int], sync_byte
         return msgspec.structs.replace(one.replica, stages=moved, micro_batches=share)
 
     return msgspec.structs.replace(
-        one, micro_batches=sum(shares),
+        one,
+        micro_batches=sum(shares),
         replicas=tuple(on_own_devices(number, share) for number, share in enumerate(shares)),
-        sync=Sync(groups=tuple(
-            SyncGroup(devices=tuple(f"d{n * stages + s}" for n in range(len(shares))), size_bytes=sync_bytes)
-            for s in range(stages)
-        )),
-    )  # fmt: skip
+        sync=ReplicaSync(
+            groups=tuple(
+                SyncGroup(devices=tuple(f"d{n * stages + s}" for n in range(len(shares))), size_bytes=sync_bytes)
+                for s in range(stages)
+            )
+        ),
+    )
 
 
 def spec(plan: Plan, steps: int = 3) -> RunSpec:
@@ -50,15 +53,16 @@ def spec(plan: Plan, steps: int = 3) -> RunSpec:
 def test_replicas_with_nothing_to_average_run_as_if_alone():
     both = replicated([(2, 4), (3, 6)], [4, 4], 0)
     alone = make_plan([(2, 4), (3, 6)], micro_batches=4)
-    both = msgspec.structs.replace(both, sync=Sync())
+    both = msgspec.structs.replace(both, sync=ReplicaSync())
     together = simulate(both, fleet_of(4), spec(both, steps=1))
     single = simulate(alone, fleet_of(2), spec(alone, steps=1))
     for first in (0, 2):
         names = {f"d{first + s}": f"d{s}" for s in range(2)}
         mine = [
             msgspec.structs.replace(span, device=names[span.device], other=names.get(span.other, ""))
-            for span in together.spans if span.device in names
-        ]  # fmt: skip
+            for span in together.spans
+            if span.device in names
+        ]
         assert sorted(mine, key=repr) == sorted(single.spans, key=repr)
 
 
@@ -90,9 +94,12 @@ def test_a_run_of_another_length_than_the_shares_is_refused():
 
 
 @given(
-    shares=st.lists(st.integers(1, 4), min_size=2, max_size=4), elements=st.integers(1, 10**6),
-    stages=st.integers(1, 3), seed=st.integers(0, 5), jitter=st.floats(0, 0.5),
-)  # fmt: skip
+    shares=st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    elements=st.integers(1, 10**6),
+    stages=st.integers(1, 3),
+    seed=st.integers(0, 5),
+    jitter=st.floats(0, 0.5),
+)
 def test_every_shard_travels_once_each_way(shares: list[int], elements: int, stages: int, seed: int, jitter: float):
     plan = replicated([(2, 4)] * stages, shares, 4 * elements)
     count = len(shares)
@@ -110,25 +117,31 @@ class TestDelay:
     def planned(self, delay: int) -> Plan:
         plan = replicated([(10, 20)], [4, 4], 500_000)
         groups = tuple(msgspec.structs.replace(g, iterations=(1,)) for g in plan.sync.groups)
-        sync = Sync(averages="deltas", period=2, outer=Outer(delay=delay), groups=groups)
+        sync = ReplicaSync(averages="deltas", period=2, outer=OuterOptimizer(delay=delay), groups=groups)
         return msgspec.structs.replace(plan, sync=sync)
 
-    @pytest.mark.parametrize(("delay", "exposed_s"), [(0, 2 * (0.25 + LATENCY_S)), (1, 2 * (0.25 + LATENCY_S) - 0.12),
-                                                      (2, 2 * (0.25 + LATENCY_S) - 0.24)])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("delay", "exposed_s"),
+        [(0, 2 * (0.25 + LATENCY_S)), (1, 2 * (0.25 + LATENCY_S) - 0.12), (2, 2 * (0.25 + LATENCY_S) - 0.24)],
+    )
     def test_an_exchange_takes_what_the_steps_of_its_delay_do_not_hide(self, delay: int, exposed_s: float):
         plan = self.planned(delay)
         trace = simulate(plan, fleet_of(2), spec(plan, steps=8))
         updates = sorted(s.start_s for s in trace.spans if s.name == "update" and s.device == "d0")
         assert updates[7] - updates[5] == pytest.approx(0.24 + exposed_s)
 
-    @given(delay=st.integers(0, 4), period=st.integers(1, 4),
-           shares=st.lists(st.integers(1, 3), min_size=2, max_size=3), seed=st.integers(0, 9))  # fmt: skip
+    @given(
+        delay=st.integers(0, 4),
+        period=st.integers(1, 4),
+        shares=st.lists(st.integers(1, 3), min_size=2, max_size=3),
+        seed=st.integers(0, 9),
+    )
     def test_any_delay_ends_with_all_sums_made(self, delay: int, period: int, shares: list[int], seed: int):
         plan = replicated([(10, 20), (5, 5)], shares, 4000)
-        groups = tuple(
-            msgspec.structs.replace(g, iterations=(n % period,)) for n, g in enumerate(plan.sync.groups)
+        groups = tuple(msgspec.structs.replace(g, iterations=(n % period,)) for n, g in enumerate(plan.sync.groups))
+        sync = ReplicaSync(
+            averages="deltas", period=period, outer=OuterOptimizer(delay=min(delay, period)), groups=groups
         )
-        sync = Sync(averages="deltas", period=period, outer=Outer(delay=min(delay, period)), groups=groups)
         plan = msgspec.structs.replace(plan, sync=sync)
         options = SimulationOptions(jitter=0.5, seed=seed)
         wanted = msgspec.structs.replace(spec(plan, steps=3 * period), eval_every=2, eval_micro_batches=1, save_every=2)

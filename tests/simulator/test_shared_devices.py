@@ -12,7 +12,7 @@ from plans import chain, make_edge, make_fleet, make_plan
 
 from isthmus.errors import UserError
 from isthmus.fleet import Link
-from isthmus.plans import Plan, SharedParameter, Sync, SyncGroup
+from isthmus.plans import Plan, ReplicaSync, SharedParameter, SyncGroup
 from isthmus.protocol import RunSpec
 from isthmus.simulator import Fault, SimulationOptions, simulate, simulate_run
 from isthmus.trace import Trace, step_times
@@ -55,9 +55,11 @@ def test_what_stays_on_the_device_crosses_no_link():
 
 @given(
     durations=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), min_size=3, max_size=4),
-    micro_batches=st.integers(1, 7), seed=st.integers(0, 3), jitter=st.sampled_from([0.0, 0.4]),
+    micro_batches=st.integers(1, 7),
+    seed=st.integers(0, 3),
+    jitter=st.sampled_from([0.0, 0.4]),
     limits=st.lists(st.integers(1, 4), min_size=4, max_size=4),
-)  # fmt: skip
+)
 def test_a_device_does_one_thing_at_a_time_and_everything_once(
     durations: list[tuple[int, int]], micro_batches: int, seed: int, jitter: float, limits: list[int]
 ):
@@ -75,11 +77,14 @@ def test_a_device_of_two_stages_takes_part_in_a_sum_once():
     one = there_and_back([(2, 4), (3, 5), (1, 2)], micro_batches=2)
     (replica,) = one.replicas
     others = [f"d{k}" for k in (2, 3, 2)]
-    other = msgspec.structs.replace(replica, stages=tuple(
-        msgspec.structs.replace(stage, device=device) for stage, device in zip(replica.stages, others, strict=True)
-    ))  # fmt: skip
+    other = msgspec.structs.replace(
+        replica,
+        stages=tuple(
+            msgspec.structs.replace(stage, device=device) for stage, device in zip(replica.stages, others, strict=True)
+        ),
+    )
     groups = (SyncGroup(devices=("d0", "d2"), size_bytes=1000), SyncGroup(devices=("d1", "d3"), size_bytes=1000))
-    plan = msgspec.structs.replace(one, replicas=(replica, other), sync=Sync(groups=groups), micro_batches=4)
+    plan = msgspec.structs.replace(one, replicas=(replica, other), sync=ReplicaSync(groups=groups), micro_batches=4)
     run = simulate_run(plan, make_fleet(4, Link(0.001, 1e5)), spec(plan))
     assert run.finish.outcome == "done"
     sent = [s for s in run.trace.spans if s.track == "send" and s.name == "average"]

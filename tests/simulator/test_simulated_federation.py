@@ -7,9 +7,9 @@ import pytest
 
 from isthmus.errors import PeerError
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import Line
-from isthmus.protocol.federated_pace import Pace
+from isthmus.protocol.federated_events import LinearFit
 from isthmus.protocol.federated_rules import RoundRules
+from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.simulator.federated import FederatedCosts, SimulatedRound, simulate_federated
 
 SIZES = np.random.default_rng(1).integers(10, 400, 300)
@@ -21,13 +21,13 @@ def run(costs: FederatedCosts, rounds: int = 8, **rules: object) -> tuple[Simula
     names = [f"e{k}" for k in range(count)]
     options = {"rounds": rounds, "needed": 100, "steals": False} | rules
     machine = FederatedCoordinator(
-        names, RoundRules(**options), SIZES, lambda r: np.arange(r, 300, 3), Pace(count, window_rounds=5)
+        names, RoundRules(**options), SIZES, lambda r: np.arange(r, 300, 3), ThroughputModel(count, window_rounds=5)
     )
     return simulate_federated(machine, costs)
 
 
-def lines(*speeds: float) -> tuple[Line, ...]:
-    return tuple(Line(s * 1e-3, 0.01) for s in speeds)
+def lines(*speeds: float) -> tuple[LinearFit, ...]:
+    return tuple(LinearFit(s * 1e-3, 0.01) for s in speeds)
 
 
 def least_s(round_: SimulatedRound) -> float:

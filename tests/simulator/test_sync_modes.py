@@ -30,10 +30,11 @@ def problem_of(model: SyncedModel, *, overlap: bool = False) -> SyncProblem:
     forward_order = model.layers[::-1]
     count = len(forward_order)
     profile = WorkerProfile(
-        worker="w", forward_s=tuple(layer.forward_s or model.forward_s / count for layer in forward_order),
+        worker="w",
+        forward_s=tuple(layer.forward_s or model.forward_s / count for layer in forward_order),
         backward_s=tuple(layer.backward_s for layer in forward_order),
         average_s=tuple(layer.average_s for layer in forward_order),
-    )  # fmt: skip
+    )
     names = tuple(layer.name for layer in forward_order)
     return SyncProblem(layers=names, workers=(profile,), iterations=model.period, forward_overlap=overlap)
 
@@ -66,7 +67,7 @@ def test_buckets_of_one_layer_are_wfbp(layers: list[tuple[float, float]]) -> Non
 @given(layer_times, st.integers(1, 5), st.floats(0, 0.05))
 def test_local_pays_for_its_average_in_the_open(
     layers: list[tuple[float, float]], period: int, latency_s: float
-) -> None:  # fmt: skip
+) -> None:
     model = model_of(layers, period, latency_s)
     expected = model.compute_s + model.message_s(model.layers) / period
     assert simulate_sync("local", model, SyncChoices()) == pytest.approx(expected)
@@ -97,7 +98,7 @@ def test_no_mode_beats_the_bound(layers: list[tuple[float, float]], period: int)
 @given(layer_times, st.floats(0, 0.05), st.integers(1, 4))
 def test_of_s_sgd_the_more_is_hidden_the_sooner(
     layers: list[tuple[float, float]], latency_s: float, at_once: int
-) -> None:  # fmt: skip
+) -> None:
     model = model_of(layers, 1, latency_s)
     openly_s = simulate_sync("s-sgd", model, SyncChoices())
     assert openly_s == pytest.approx(model.compute_s + model.message_s(model.layers))  # Eq. 3 of the paper

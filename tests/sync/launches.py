@@ -26,9 +26,16 @@ import resume_cases  # pyright: ignore[reportMissingImports]
 def launch(workers: int, act: Callable[..., None], *arguments: Path) -> None:
     """As `torchrun --standalone --nproc-per-node WORKERS`. Raises ChildFailedError where a worker fails."""
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=workers, max_restarts=0, start_method="fork", rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", run_id=f"of-{workers}",
-    )  # fmt: skip
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        max_restarts=0,
+        start_method="fork",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        run_id=f"of-{workers}",
+    )
     elastic_launch(config, act)(*arguments)
 
 

@@ -126,8 +126,17 @@ def parity(found: dict[str, float]) -> None:
     buckets = Options(smallest_layer_bytes=0, bucket_bytes=512)
     outer = Options(smallest_layer_bytes=0, outer_rate=1.0, outer_momentum=0.0)
     at_once = Options(smallest_layer_bytes=0, outer_rate=1.0, outer_momentum=0.0, delay=0, mixing=0.0)
-    cases = [("every-step", buckets), ("s-sgd", plain), ("asc-wfbp", buckets), ("local", plain), ("partial", plain),
-             ("dream", plain), ("dreamddp", plain), ("outer", outer), ("streaming", at_once)]  # fmt: skip
+    cases = [
+        ("every-step", buckets),
+        ("s-sgd", plain),
+        ("asc-wfbp", buckets),
+        ("local", plain),
+        ("partial", plain),
+        ("dream", plain),
+        ("dreamddp", plain),
+        ("outer", outer),
+        ("streaming", at_once),
+    ]
     overlapped = Options(smallest_layer_bytes=0, overlap=True, forward_overlap=True)
     for name in ("sgd", "momentum", "adamw") if dist.get_world_size() == 2 else ("momentum",):
         make = OPTIMIZERS[name]
@@ -487,8 +496,13 @@ def sums(found: dict[str, float]) -> None:
     shares = [2 * (worker + 1) / (workers * (workers + 1)) for worker in range(workers)]
     averager = Averager(dist.group.WORLD, weight=rank + 1.0)
     for piece_bytes in (1 << 24, 400):
-        drawn = [[torch.randn(size, generator=torch.Generator().manual_seed(100 * size + worker), dtype=torch.float64)
-                  for size in (1, 2, 3, 5, 1000, 4099)] for worker in range(workers)]  # fmt: skip
+        drawn = [
+            [
+                torch.randn(size, generator=torch.Generator().manual_seed(100 * size + worker), dtype=torch.float64)
+                for size in (1, 2, 3, 5, 1000, 4099)
+            ]
+            for worker in range(workers)
+        ]
         own = [tensor.clone() for tensor in drawn[rank]]
         with mock.patch("isthmus.sync.direct.LARGEST_BYTES", piece_bytes):
             pendings = [averager.start([tensor]) for tensor in own]
@@ -568,8 +582,22 @@ def running_means(found: dict[str, float]) -> None:
 
 
 OF_FOUR = (parity, planned, sums)
-OF_TWO = (sums, parity, periods, planned, shared, lbfgs, different, resumed_apart, unequal, packed, codecs,
-          recipe, resumed, running_means)  # fmt: skip
+OF_TWO = (
+    sums,
+    parity,
+    periods,
+    planned,
+    shared,
+    lbfgs,
+    different,
+    resumed_apart,
+    unequal,
+    packed,
+    codecs,
+    recipe,
+    resumed,
+    running_means,
+)
 
 
 def main(killed: Path) -> None:
@@ -597,4 +625,3 @@ def _run(parts: Sequence[Callable[[dict[str, float]], None]], found: dict[str, f
         part(told)
     found.update({f"{dist.get_world_size()} workers: {name}": value for name, value in told.items()})
     dist.barrier()
-

@@ -17,10 +17,23 @@ from isthmus.sync import Options, attach, mode_names
 from .small import Bytes, loss_of, net, sgd
 
 SET: dict[str, object] = {
-    "balance": True, "average_state": True, "bucket_bytes": 64, "overlap": True, "forward_overlap": True, "spare": 0.5,
-    "warm_up_steps": 3, "drift": 0.1, "planner": "dream-brute", "at_once": 3, "outer_rate": 0.5, "outer_momentum": 0.1,
-    "error_decay": 0.9, "fragments": 2, "delay": 2, "mixing": 0.1,
-}  # fmt: skip
+    "balance": True,
+    "average_state": True,
+    "bucket_bytes": 64,
+    "overlap": True,
+    "forward_overlap": True,
+    "spare": 0.5,
+    "warm_up_steps": 3,
+    "drift": 0.1,
+    "planner": "dream-brute",
+    "at_once": 3,
+    "outer_rate": 0.5,
+    "outer_momentum": 0.1,
+    "error_decay": 0.9,
+    "fragments": 2,
+    "delay": 2,
+    "mixing": 0.1,
+}
 """Every option that not all modes read, but for a plan: other than its default."""
 _PLANNED = {"average_state", "forward_overlap", "spare", "warm_up_steps", "drift", "planner"}
 READ = {
@@ -36,9 +49,15 @@ READ = {
 }
 """By themselves: others want a companion."""
 PLAN = SyncPlan(
-    planner="dream", layers=(), forward_overlap=True, iterations=(), period_s=1.0, workers=(), slowest="",
+    planner="dream",
+    layers=(),
+    forward_overlap=True,
+    iterations=(),
+    period_s=1.0,
+    workers=(),
+    slowest="",
     certificate=Certificate(lower_bound=1.0, gap=0.0, question=""),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("backend", [None, "cpu:gloo"])
@@ -206,14 +225,22 @@ class TestAttach:
 
     @pytest.mark.parametrize(
         ("mode", "options", "told"),
-        [("partial", Options(forward_overlap=True), "'forward_overlap': got True, expected overlap=True with it"),
-         ("dream", Options(forward_overlap=True, average_state=True),
-          "'forward_overlap': got True, expected average_state=False with it"),
-         ("outer", Options(error_decay=0.9), "'error_decay': got 0.9, expected a codec with it"),
-         ("partial", Options(plan=PLAN), "'plan': got a plan with mode 'partial', which does not read it: expected "
-          "mode 'dream' or 'dreamddp'"),
-         ("dreamddp", Options(plan=PLAN, spare=0.5), "'spare': got 0.5, expected no plan with it")],
-    )  # fmt: skip
+        [
+            ("partial", Options(forward_overlap=True), "'forward_overlap': got True, expected overlap=True with it"),
+            (
+                "dream",
+                Options(forward_overlap=True, average_state=True),
+                "'forward_overlap': got True, expected average_state=False with it",
+            ),
+            ("outer", Options(error_decay=0.9), "'error_decay': got 0.9, expected a codec with it"),
+            (
+                "partial",
+                Options(plan=PLAN),
+                "'plan': got a plan with mode 'partial', which does not read it: expected mode 'dream' or 'dreamddp'",
+            ),
+            ("dreamddp", Options(plan=PLAN, spare=0.5), "'spare': got 0.5, expected no plan with it"),
+        ],
+    )
     def test_options_that_change_nothing_without_others(self, mode: str, options: Options, told: str) -> None:
         model = net()
         with pytest.raises(UserError, match=told):
@@ -233,10 +260,16 @@ class TestAttach:
 
 @pytest.mark.parametrize(
     ("options", "field"),
-    [({"weight": 0.0}, "weight"), ({"mixing": 1.0}, "mixing"), ({"warm_up_steps": 1}, "warm_up_steps"),
-     ({"delay": -1}, "delay"), ({"spare": 1.1}, "spare"), ({"outer_momentum": float("nan")}, "outer_momentum"),
-     ({"error_decay": 1.5}, "error_decay")],
-)  # fmt: skip
+    [
+        ({"weight": 0.0}, "weight"),
+        ({"mixing": 1.0}, "mixing"),
+        ({"warm_up_steps": 1}, "warm_up_steps"),
+        ({"delay": -1}, "delay"),
+        ({"spare": 1.1}, "spare"),
+        ({"outer_momentum": float("nan")}, "outer_momentum"),
+        ({"error_decay": 1.5}, "error_decay"),
+    ],
+)
 def test_options_out_of_range(options: dict[str, float], field: str) -> None:
     with pytest.raises(UserError, match=f"sync option '{field}'"):
         Options(**options)  # pyright: ignore[reportArgumentType]

@@ -14,7 +14,7 @@ from isthmus.plans.plan import Certificate
 from isthmus.plans.sync import SyncIteration, SyncPlan
 from isthmus.sync import Options, Sync, attach
 from isthmus.sync.divergence import MeasuredAverage
-from isthmus.sync.gates import ForwardGates
+from isthmus.sync.forward_barriers import ForwardBarriers
 from isthmus.sync.layers import flatten
 
 
@@ -23,18 +23,20 @@ class Watched:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = flatten(model, smallest_layer_bytes=0).layers
-        self.told: list[str] = []
-        self.gates = ForwardGates(
-            model, self.layers, lambda n: self.told.append(self.layers[n].name),
-            lambda n: self.told.append(f"touched {self.layers[n].name}"),
-        )  # fmt: skip
+        self.description: list[str] = []
+        self.barriers = ForwardBarriers(
+            model,
+            self.layers,
+            lambda n: self.description.append(self.layers[n].name),
+            lambda n: self.description.append(f"touched {self.layers[n].name}"),
+        )
         for name, module in model.named_modules():
-            module.register_forward_hook(lambda *_, name=name: self.told.append(f"{name} done"))
+            module.register_forward_hook(lambda *_, name=name: self.description.append(f"{name} done"))
 
     def after(self, run: Callable[[], object]) -> list[str]:
-        self.told.clear()
+        self.description.clear()
         run()
-        return list(self.told)
+        return list(self.description)
 
 
 def test_a_layer_is_entered_just_before_its_own_forward() -> None:
@@ -43,7 +45,7 @@ def test_a_layer_is_entered_just_before_its_own_forward() -> None:
     for _ in range(2):
         told = watched.after(lambda: model(torch.ones(1, 3)))
         assert told == ["0", "0 done", "1 done", "2", "2 done", " done"]
-    assert watched.gates.proven
+    assert watched.barriers.proven
 
 
 def test_what_is_read_past_its_own_module_is_waited_for_at_the_start() -> None:
@@ -87,14 +89,14 @@ def test_a_forward_that_fails_proves_nothing_wrong() -> None:
     watched = Watched(model)
     with pytest.raises(RuntimeError, match="shapes"):
         model(torch.ones(1, 4))
-    watched.gates.detach()
+    watched.barriers.detach()
     assert watched.after(lambda: model(torch.ones(1, 3))) == ["0 done", " done"]
 
 
 def test_detached_gates_are_silent() -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     watched = Watched(model)
-    watched.gates.detach()
+    watched.barriers.detach()
     assert watched.after(lambda: (model(torch.ones(1, 3)), model.state_dict())) == ["0 done", " done"]
 
 
@@ -107,9 +109,15 @@ def _attached(options: Options) -> tuple[nn.Sequential, torch.optim.Optimizer, S
 def _plan() -> SyncPlan:
     one = SyncIteration(scheduled=("1", "0"), filled=(), iteration_s=1.0, exposed_s=0.0)
     return SyncPlan(
-        planner="dream", layers=("0", "1"), forward_overlap=True, iterations=(one,), period_s=1.0, workers=(),
-        slowest="", certificate=Certificate(lower_bound=1.0, gap=0.0, question=""),
-    )  # fmt: skip
+        planner="dream",
+        layers=("0", "1"),
+        forward_overlap=True,
+        iterations=(one,),
+        period_s=1.0,
+        workers=(),
+        slowest="",
+        certificate=Certificate(lower_bound=1.0, gap=0.0, question=""),
+    )
 
 
 @pytest.mark.usefixtures("alone")

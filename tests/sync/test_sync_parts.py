@@ -188,9 +188,12 @@ def net() -> nn.Sequential:
 
 
 def train(
-    model: nn.Module, step: Callable[[], object], optimizer: torch.optim.Optimizer, steps: int,
+    model: nn.Module,
+    step: Callable[[], object],
+    optimizer: torch.optim.Optimizer,
+    steps: int,
     dtype: torch.dtype = torch.float32,
-) -> None:  # fmt: skip
+) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(3, WIDTH, dtype=dtype)).square().mean().backward()
@@ -356,8 +359,23 @@ class TestDream:
 
 def test_public_names() -> None:
     assert sorted(isthmus.sync.__all__) == [
-        "DeltaCodec", "Options", "Sync", "SyncStatistics", "attach", "load_worker", "mode_names", "save_worker",
-    ]  # fmt: skip
+        "DeltaCodec",
+        "Options",
+        "Sync",
+        "SyncStatistics",
+        "attach",
+        "load_worker",
+        "mode_names",
+        "save_worker",
+    ]
     assert isthmus.sync.mode_names() == [
-        "asc-wfbp", "dream", "dreamddp", "every-step", "local", "outer", "partial", "s-sgd", "streaming",
-    ]  # fmt: skip
+        "asc-wfbp",
+        "dream",
+        "dreamddp",
+        "every-step",
+        "local",
+        "outer",
+        "partial",
+        "s-sgd",
+        "streaming",
+    ]

@@ -244,8 +244,10 @@ class TestSteps:
         load_worker(tmp_path / "one", again, other, later)
         kept = other.state[again[0].weight]
         assert {key: (kept[key], type(kept[key])) for key in ("count", "rate", "warm")} == {
-            "count": (3, int), "rate": (0.25, float), "warm": (True, bool)
-        }  # fmt: skip
+            "count": (3, int),
+            "rate": (0.25, float),
+            "warm": (True, bool),
+        }
 
     def test_what_an_optimizer_keeps_in_lists_is_refused(self, tmp_path: Path) -> None:
         model = net()

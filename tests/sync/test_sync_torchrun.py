@@ -28,7 +28,7 @@ class Launched(NamedTuple):
     """Checkpoints of runs to the end."""
     killed: Path
     """Of the same runs, broken off and resumed."""
-    told: list[str]
+    description: list[str]
     """What their workers printed."""
 
 
@@ -36,21 +36,24 @@ class Launched(NamedTuple):
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     whole, killed = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("killed")
     done = subprocess.run(
-        [sys.executable, str(HERE / "launches.py"), str(whole), str(killed)], env=environment(), capture_output=True,
-        text=True, timeout=600,
-    )  # fmt: skip
+        [sys.executable, str(HERE / "launches.py"), str(whole), str(killed)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert done.returncode == 0, f"ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return Launched(whole, killed, done.stdout.splitlines())
 
 
 def test_the_changed_script_learns(launched: Launched) -> None:
-    right = [float(share) for share in re.findall(r"worker \d: ([\d.]+)% of", "\n".join(launched.told))]
-    assert len(right) == 4, launched.told
-    assert min(right) > 75, launched.told  # 10 by chance
+    right = [float(share) for share in re.findall(r"worker \d: ([\d.]+)% of", "\n".join(launched.description))]
+    assert len(right) == 4, launched.description
+    assert min(right) > 75, launched.description  # 10 by chance
 
 
 def test_modes_equal_one_process(launched: Launched) -> None:
-    found = json.loads(launched.told[-1])
+    found = json.loads(launched.description[-1])
     for workers, cases in ((4, 28), (2, 80)):
         assert sum(name.startswith(f"{workers} workers") for name in found) >= cases
     wrong = {name: difference for name, difference in found.items() if not difference <= TOLERANCE}

@@ -13,12 +13,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def start_torchrun(workers: int, script: Path, *arguments: str) -> Generator[subprocess.Popen[bytes]]:
-    """The script while it runs. In the end torchrun is told to stop, and stops its workers."""
+def start_torchrun(workers: int, callbacks: Path, *arguments: str) -> Generator[subprocess.Popen[bytes]]:
+    """The script while it runs. In the end torchrun is asked to stop, and stops its workers."""
     process = subprocess.Popen(
-        _command(workers, script, arguments), env=environment(), stdout=subprocess.DEVNULL,
+        _command(workers, callbacks, arguments),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     try:
         yield process
     finally:
@@ -26,15 +28,21 @@ def start_torchrun(workers: int, script: Path, *arguments: str) -> Generator[sub
         process.wait(60)
 
 
-def _command(workers: int, script: Path, arguments: Sequence[str]) -> list[str]:
+def _command(workers: int, callbacks: Path, arguments: Sequence[str]) -> list[str]:
     return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-        "--nproc-per-node", str(workers), str(script), *arguments,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        str(workers),
+        str(callbacks),
+        *arguments,
+    ]
 
 
 def environment() -> dict[str, str]:
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths)
-    }  # fmt: skip
+    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(paths)}

@@ -23,9 +23,10 @@ EVERY: tuple[Codec, ...] = (NoCodec(), *LOSSY)
 KINDS = ("normal", "zeros", "mostly zeros", "equal", "few levels", "spread", "tiny", "huge")
 
 shapes = st.one_of(
-    st.lists(st.integers(0, 9), max_size=4).map(tuple), st.integers(0, 20_000).map(lambda n: (n,)),
+    st.lists(st.integers(0, 9), max_size=4).map(tuple),
+    st.integers(0, 20_000).map(lambda n: (n,)),
     st.sampled_from([(3, 4096), (1, 255), (256,), (257,), (5, 1, 1000)]),
-)  # fmt: skip
+)
 
 
 def make(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:

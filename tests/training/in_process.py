@@ -37,9 +37,15 @@ class Pipeline:
     """Stages in order; all forwards of a step run before its first backward, as in GPipe."""
 
     def __init__(
-        self, captured: Captured, boundaries: Sequence[int], weights: Mapping[str, Tensor], config: EngineConfig,
-        packings: Packings = lambda source, target: None, *, recompute: Sequence[bool] = (),
-    ) -> None:  # fmt: skip
+        self,
+        captured: Captured,
+        boundaries: Sequence[int],
+        weights: Mapping[str, Tensor],
+        config: EngineConfig,
+        packings: Packings = lambda source, target: None,
+        *,
+        recompute: Sequence[bool] = (),
+    ) -> None:
         """Stage k recomputes if `recompute[k]` says so, none without it."""
         flow, eval_flow = Flow(captured.train), Flow(captured.eval)
         stage_of = assign(flow, boundaries)
@@ -48,15 +54,13 @@ class Pipeline:
         self.stages: tuple[StageGraph, ...] = partition(flow, stage_of)
         evaluation = partition(eval_flow, align(flow, eval_flow, stage_of))
         nothing = [
-            StageGraph(index=k, ops=(), columns=(), receives=(), sends=(), borrows={}, lends={})
+            StageGraph(index=k, ops=(), columns=(), receives=(), sends=(), shared_from={}, shared_with={})
             for k in range(len(evaluation), len(self.stages))
         ]
         self.eval_stages = (*evaluation, *nothing)
         self.engines = [
             TorchEngine(t, e, config, {k: v.clone() for k, v in weights.items()}, recompute=again)
-            for t, e, again in zip(
-                self.stages, self.eval_stages, recompute or [False] * len(self.stages), strict=True
-            )
+            for t, e, again in zip(self.stages, self.eval_stages, recompute or [False] * len(self.stages), strict=True)
         ]
         both = (*captured.train.ops, *captured.eval.ops)
         self.placeholders = {op.target: op.name for op in both if op.kind == "placeholder"}
@@ -68,7 +72,7 @@ class Pipeline:
     def sums_in_order(self) -> bool:
         """Whether every sum has the order of eager autograd: no value goes to two stages, no parameter is shared."""
         sent = [c.value for s in self.stages for c in s.sends if c.gradient]
-        return len(sent) == len(set(sent)) and not any(s.borrows for s in self.stages)
+        return len(sent) == len(set(sent)) and not any(s.shared_from for s in self.stages)
 
     def _forward(self, mode: str, step: int, m: int, batch: Mapping[str, Tensor]) -> None:
         arrived: dict[tuple[Ref, int], Tensor] = {}
@@ -102,7 +106,7 @@ class Pipeline:
         """Give borrowers the values of shared parameters."""
         for owner, engine in enumerate(self.engines):
             for user in self.engines:
-                names = [n for n, o in user.train.borrows.items() if o == owner]
+                names = [n for n, o in user.train.shared_from.items() if o == owner]
                 user.set_shared(engine.shared_values(names))
 
     def step(
@@ -118,7 +122,7 @@ class Pipeline:
         total = sum(e.count for e in self.engines) if counted else None
         for owner, engine in enumerate(self.engines):
             for user in reversed(self.engines):
-                borrowed = [n for n, o in user.train.borrows.items() if o == owner]
+                borrowed = [n for n, o in user.train.shared_from.items() if o == owner]
                 engine.add_gradients(user.take_shared_gradients(borrowed))
             self.norms |= dict(zip(engine.owned, engine.collect(total), strict=False))
         ((loss, count),) = [told for e in self.engines if (told := e.take_loss()) is not None]

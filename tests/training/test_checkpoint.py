@@ -55,8 +55,11 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     assert path == tmp_path / "step-000040" == latest_checkpoint(tmp_path)
     assert (tmp_path / "latest").read_text() == "step-000040"
     assert sorted(p.name for p in path.iterdir()) == [
-        "manifest.json", "rest.safetensors", "stage-0.safetensors", "stage-1.safetensors"
-    ]  # fmt: skip
+        "manifest.json",
+        "rest.safetensors",
+        "stage-0.safetensors",
+        "stage-1.safetensors",
+    ]
     assert _whole(path) == 40
     manifest = read_manifest(path)
     assert (manifest.seed, manifest.batch, manifest.data) == (1, 8, {"d0": {"train": "f"}})
@@ -216,8 +219,14 @@ def test_a_manifest_that_says_something_else_is_noticed(tmp_path: Path, said: st
     """Still one that can be read: a run would go on with other samples."""
     path = _save(CheckpointWriter(tmp_path), 1)
     manifest = (path / "manifest.json").read_text()
-    others = {'"seed": 1': '"seed": 3', '"batch": 8': '"batch": 9', '"shuffle": true': '"shuffle": false',
-              '"f"': '"g"', "stage-0": "stage-2", '"a"': '"e"'}  # fmt: skip
+    others = {
+        '"seed": 1': '"seed": 3',
+        '"batch": 8': '"batch": 9',
+        '"shuffle": true': '"shuffle": false',
+        '"f"': '"g"',
+        "stage-0": "stage-2",
+        '"a"': '"e"',
+    }
     assert said in manifest
     (path / "manifest.json").write_text(manifest.replace(said, others[said]))
     with pytest.raises(UserError, match=r"manifest\.json is not as it was saved"):
@@ -288,8 +297,11 @@ class Tied(nn.Module):
 def test_a_plain_module_loads_it_with_and_without_isthmus(tmp_path: Path) -> None:
     torch.manual_seed(0)
     values = {
-        "table.weight": torch.randn(5, 3), "unused": torch.randn(2), "mean": torch.randn(3), "mask": torch.ones(2)
-    }  # fmt: skip
+        "table.weight": torch.randn(5, 3),
+        "unused": torch.randn(2),
+        "mean": torch.randn(3),
+        "mask": torch.ones(2),
+    }
     writer = CheckpointWriter(tmp_path)
     writer.write(7, "stage-0", {"table.weight": values["table.weight"], "optimizer.table.weight.step": torch.ones(())})
     writer.write(7, "rest", {name: values[name] for name in ("unused", "mean", "mask")})

@@ -79,9 +79,9 @@ def test_what_is_quicker_is_kept_and_nothing_else_changes(monkeypatch: pytest.Mo
         return next(times)
 
     monkeypatch.setattr(compile_choice, "_seconds", timed)
-    pays = compile_where_it_pays(engine, batch, "eager")
-    assert pays.compiled and isinstance(engine.program, CompiledProgram)
-    assert "1 s per micro-batch, 2 s without" in pays.note and pays.note.startswith("compiled in ")
+    worth_it = compile_where_it_pays(engine, batch, "eager")
+    assert worth_it.compiled and isinstance(engine.program, CompiledProgram)
+    assert "1 s per micro-batch, 2 s without" in worth_it.note and worth_it.note.startswith("compiled in ")
     engine.program = engine.eager
     pays_not = compile_where_it_pays(engine, batch, "eager")
     assert not pays_not.compiled and engine.program is engine.eager

@@ -34,8 +34,11 @@ from isthmus.training.sharded_island import ShardedIsland
 
 CONFIG = EngineConfig(
     optimizers=(OptimizerConfig(name="sgd", lr=0.1, momentum=0.9),),  # Adam makes steps of gradients that are but noise
-    micro_batches=2, micro_batch_size=4, clip_norm=1.0, steps=3,
-)  # fmt: skip
+    micro_batches=2,
+    micro_batch_size=4,
+    clip_norm=1.0,
+    steps=3,
+)
 STEPS = 3
 Batches = Callable[[int], list[dict[Ref, Tensor]]]
 OTHER_RANK = """
@@ -77,7 +80,7 @@ class Guarded(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def meeting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def peer_connections(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where another rank waits for sessions."""
     folder = tmp_path_factory.mktemp("island")
     folder.chmod(0o700)
@@ -91,8 +94,8 @@ def meeting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def ranks(meeting: Path) -> Iterator[Ranks]:
-    ranks = begin_session(meeting, 2)
+def ranks(peer_connections: Path) -> Iterator[Ranks]:
+    ranks = begin_session(peer_connections, 2)
     yield ranks
     if not ranks.broken:
         end_session(ranks)
@@ -313,9 +316,9 @@ def test_tensors_arrive_as_they_were_in_messages_of_any_length(monkeypatch: pyte
     ]
     ranks = Ranks.__new__(Ranks)
     ranks.accelerator = HOST
-    ranks.say(1, Command(kind="values", names=("a",)), given)
+    ranks.send(1, Command(kind="values", names=("a",)), given)
     assert len(sent) == 2 + 3, "two of a header, and the buckets"
-    command, found = ranks.hear(1)
+    command, found = ranks.receive(1)
     assert command.names == ("a",) and not sent
     for group, expected in zip(found, given, strict=True):
         assert group.keys() == expected.keys()
@@ -342,7 +345,7 @@ def test_rank_0_has_the_error_of_the_rank_that_failed(error: Exception, kind: ty
     assert ranks.broken
 
 
-def test_a_rank_that_fails_in_mid_forward_ends_the_session_of_all(ranks: Ranks, meeting: Path) -> None:
+def test_a_rank_that_fails_in_mid_forward_ends_the_session_of_all(ranks: Ranks, peer_connections: Path) -> None:
     """The last of those with the session. Ranks of a sharded stage wait for each other in its forward: whoever waits
     must be told, by connections that are closed, and all must meet anew."""
     made, weights, inputs = _uncut("gpt")
@@ -356,6 +359,6 @@ def test_a_rank_that_fails_in_mid_forward_ends_the_session_of_all(ranks: Ranks, 
             except RankLost as lost:
                 raise ranks.cause(lost) from lost
         end_session(ranks)
-        ranks = begin_session(meeting, 2)
+        ranks = begin_session(peer_connections, 2)
     ShardedIsland(made, weights, ranks).forward(0, 0, inputs(0)[0])
     end_session(ranks)

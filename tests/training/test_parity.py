@@ -16,7 +16,7 @@ from zoo import CASES, MODELS, SENTENCE, Dropouts, X, model
 from isthmus.graph import Ref
 from isthmus.graph.captured import Captured
 from isthmus.training.engine import EngineConfig
-from isthmus.training.plain import plain_loss, plain_step
+from isthmus.training.reference import reference_loss, reference_step
 
 CONFIG = EngineConfig(micro_batches=3, micro_batch_size=2)
 CUTS = 3
@@ -49,7 +49,7 @@ def test_loss_gradients_and_buffers_equal_the_plain_module(name: str, seed: int)
     module = module_of(build)
 
     loss, gradients = pipeline.step(0, copies(data))
-    expected_loss, expected = plain_step(module, copies(data), CONFIG)
+    expected_loss, expected = reference_step(module, copies(data), CONFIG)
 
     assert loss == expected_loss
     assert_equal(gradients, expected, bitwise=pipeline.sums_in_order)
@@ -57,7 +57,7 @@ def test_loss_gradients_and_buffers_equal_the_plain_module(name: str, seed: int)
     written = {n: v for n, v in pipeline.state().items() if n in buffers}
     assert_equal(written, {n: buffers[n] for n in written}, bitwise=True)
 
-    expected_loss = plain_loss(module, copies(data))
+    expected_loss = reference_loss(module, copies(data))
     exact = name not in FUSED_IN_EVAL
     assert pipeline.evaluate(copies(data)) == (expected_loss if exact else pytest.approx(expected_loss, rel=1e-6))
 
@@ -109,11 +109,12 @@ def test_recomputing_drops_what_the_forward_saved():
 def test_the_claims_above_are_not_empty():
     """The random cuts make stages with sums in order and others, and batch norm's buffers are among those compared."""
     orders = {
-        Pipeline(captured(n), random_cut(captured(n), random.Random(s)), weights_of(model(n)[0], captured(n)), CONFIG)
-        .sums_in_order
+        Pipeline(
+            captured(n), random_cut(captured(n), random.Random(s)), weights_of(model(n)[0], captured(n)), CONFIG
+        ).sums_in_order
         for n in ("gpt", "gpt-tied", "unet")
         for s in range(CUTS)
-    }  # fmt: skip
+    }
     assert orders == {True, False}
     build, _ = model("cnn")
     state = Pipeline(captured("cnn"), [3], weights_of(build, captured("cnn")), CONFIG).state()
@@ -135,7 +136,7 @@ def test_an_attention_mask_without_zeros(seed: int):
     uncut_loss, uncut_gradients = uncut.step(0, data)
     assert loss == uncut_loss
     assert_equal(gradients, uncut_gradients, bitwise=pipeline.sums_in_order)
-    expected_loss, expected = plain_step(module_of(build), data, CONFIG)
+    expected_loss, expected = reference_step(module_of(build), data, CONFIG)
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     for name, value in expected.items():
         assert (gradients[name] - value).norm() <= 1e-5 * value.norm() + 1e-7, name
@@ -148,7 +149,7 @@ def test_an_attention_mask_with_the_columns_left_out():
     data = batches(columns, 3, 2)
     pipeline = Pipeline(found, random_cut(found, random.Random(0)), weights_of(build, found), CONFIG)
     loss, gradients = pipeline.step(0, data)
-    expected_loss, expected = plain_step(module_of(build), data, CONFIG)
+    expected_loss, expected = reference_step(module_of(build), data, CONFIG)
     assert loss == expected_loss
     assert_equal(gradients, expected, bitwise=pipeline.sums_in_order)
 

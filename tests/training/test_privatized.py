@@ -19,9 +19,9 @@ from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.graph.opgraph import Ref
-from isthmus.plans import ActivationNoise, Stretch
+from isthmus.plans import ActivationNoise, SampleRange
 from isthmus.training.accounting import epsilon_of, noise_multiplier_for, spent_by_epoch, squared_mu
-from isthmus.training.privatized import Boundary, Privatizer, Released, clip
+from isthmus.training.clip_and_noise import Boundary, Privatizer, Released, clip
 from isthmus.training.secret_noise import KEY_BYTES, SecretNoise
 
 A, B = Ref("a"), Ref("b")
@@ -201,11 +201,9 @@ def test_a_target_is_met_by_all_releases_together() -> None:
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 20), st.integers(1, 15)), max_size=5), st.integers(0, 9))
-def test_what_is_counted_bounds_every_sample_and_is_reached(
-    size: int, spans: list[tuple[int, int]], seed: int
-) -> None:
+def test_what_is_counted_bounds_every_sample_and_is_reached(size: int, spans: list[tuple[int, int]], seed: int) -> None:
     """Against a count of every sample, in an order that differs from pass to pass."""
-    stretches = [Stretch(first=a, end=a + n, mu_squared=1.0 + k % 2) for k, (a, n) in enumerate(spans)]
+    stretches = [SampleRange(first=a, end=a + n, mu_squared=1.0 + k % 2) for k, (a, n) in enumerate(spans)]
     found = spent_by_epoch(stretches, size)
     draws = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(size, generator=draws).tolist() for _ in range(40)]
@@ -214,7 +212,7 @@ def test_what_is_counted_bounds_every_sample_and_is_reached(
         for position in range(stretch.first, stretch.end):
             spent[orders[position // size][position % size]] += stretch.mu_squared
     assert max(spent) <= (found[-1] if found else 0.0) + 1e-9
-    whole = [Stretch(first=0, end=3 * size, mu_squared=0.5)]
+    whole = [SampleRange(first=0, end=3 * size, mu_squared=0.5)]
     assert spent_by_epoch(whole, size) == pytest.approx([0.5, 1.0, 1.5])
 
 

@@ -20,14 +20,32 @@ from torch.nn import functional as F
 from isthmus.data import ColumnSpec
 from isthmus.graph import Flow, cuts
 from isthmus.training.engine import EngineConfig
-from isthmus.training.plain import plain_loss, plain_step
+from isthmus.training.reference import reference_loss, reference_step
 
 COLUMNS = {"x": ColumnSpec(dtype="float32", shape=(4, 8)), "y": ColumnSpec(dtype="int64", limit=4)}
 CONFIG = EngineConfig(micro_batches=2, micro_batch_size=3)
 KINDS = (
-    "layer", "norm", "add", "mul", "gate", "activate", "activate_", "add_", "write_row", "write_columns", "transpose",
-    "split", "attend", "detach", "no_grad", "constant", "buffer", "dropout", "as_type", "dropout_add_",
-)  # fmt: skip
+    "layer",
+    "norm",
+    "add",
+    "mul",
+    "gate",
+    "activate",
+    "activate_",
+    "add_",
+    "write_row",
+    "write_columns",
+    "transpose",
+    "split",
+    "attend",
+    "detach",
+    "no_grad",
+    "constant",
+    "buffer",
+    "dropout",
+    "as_type",
+    "dropout_add_",
+)
 
 
 class Step(NamedTuple):
@@ -37,9 +55,7 @@ class Step(NamedTuple):
     layer: int
 
 
-STEPS = st.lists(
-    st.builds(Step, st.sampled_from(KINDS), *[st.integers(0, 7)] * 3), min_size=3, max_size=14
-)  # fmt: skip
+STEPS = st.lists(st.builds(Step, st.sampled_from(KINDS), *[st.integers(0, 7)] * 3), min_size=3, max_size=14)
 
 
 class Random(nn.Module):
@@ -119,14 +135,34 @@ class Random(nn.Module):
 
 
 HANDED_BACK = (
-    [Step("layer", 3, 2, 0), Step("dropout", 3, 1, 2), Step("mul", 5, 0, 0), Step("layer", 3, 2, 1),
-     Step("activate", 0, 0, 1), Step("activate", 3, 3, 2), Step("layer", 1, 0, 2), Step("dropout", 5, 0, 0)],
-    [Step("dropout", 0, 2, 0), Step("split", 7, 1, 1), Step("gate", 3, 3, 0), Step("layer", 5, 3, 1),
-     Step("mul", 7, 3, 0), Step("dropout", 0, 1, 0), Step("mul", 1, 0, 0)],
-    [Step("as_type", 0, 0, 0), Step("mul", 1, 0, 0), Step("split", 1, 0, 0), Step("add", 0, 1, 0),
-     Step("add", 0, 3, 0)],
+    [
+        Step("layer", 3, 2, 0),
+        Step("dropout", 3, 1, 2),
+        Step("mul", 5, 0, 0),
+        Step("layer", 3, 2, 1),
+        Step("activate", 0, 0, 1),
+        Step("activate", 3, 3, 2),
+        Step("layer", 1, 0, 2),
+        Step("dropout", 5, 0, 0),
+    ],
+    [
+        Step("dropout", 0, 2, 0),
+        Step("split", 7, 1, 1),
+        Step("gate", 3, 3, 0),
+        Step("layer", 5, 3, 1),
+        Step("mul", 7, 3, 0),
+        Step("dropout", 0, 1, 0),
+        Step("mul", 1, 0, 0),
+    ],
+    [
+        Step("as_type", 0, 0, 0),
+        Step("mul", 1, 0, 0),
+        Step("split", 1, 0, 0),
+        Step("add", 0, 1, 0),
+        Step("add", 0, 3, 0),
+    ],
     [Step("dropout_add_", 0, 0, 0), Step("mul", 1, 0, 0), Step("add", 0, 2, 0)],
-)  # fmt: skip
+)
 """Modules in which an operator returns its input itself: one tensor, whose gradient is one sum."""
 
 
@@ -137,7 +173,7 @@ def test_a_tensor_that_is_handed_back_crosses_once(steps: list[Step]) -> None:
 
     found = capture_of(build, COLUMNS)
     data = batches(COLUMNS, CONFIG.micro_batches, CONFIG.micro_batch_size, 200)
-    expected_loss, expected = plain_step(module_of(build), copies(data), CONFIG)
+    expected_loss, expected = reference_step(module_of(build), copies(data), CONFIG)
     for cut in cuts(Flow(found.train)):
         pipeline = Pipeline(found, [cut.position], weights_of(build, found), CONFIG)
         loss, gradients = pipeline.step(0, copies(data))
@@ -157,7 +193,7 @@ def test_a_random_module_equals_itself_however_it_is_cut(steps: list[Step], seed
     assert found.train.batch is None
     data = batches(COLUMNS, CONFIG.micro_batches, CONFIG.micro_batch_size, seed)
     module = module_of(build)
-    expected_loss, expected = plain_step(module, copies(data), CONFIG)
+    expected_loss, expected = reference_step(module, copies(data), CONFIG)
     generator = random.Random(seed)
     for cut in ([], random_cut(found, generator), random_cut(found, generator)):
         pipeline = Pipeline(found, cut, weights_of(build, found), CONFIG)
@@ -173,4 +209,4 @@ def test_a_random_module_equals_itself_however_it_is_cut(steps: list[Step], seed
         for name, value in module.named_buffers():
             assert name not in state or torch.equal(state[name], value), name
     evaluated = pipeline.evaluate(copies(data))
-    assert evaluated == plain_loss(module, copies(data))
+    assert evaluated == reference_loss(module, copies(data))

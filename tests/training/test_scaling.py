@@ -55,9 +55,12 @@ def scaled_loop(build, data, settings: EngineConfig) -> tuple[dict[str, Tensor],
     assert settings.loss_scaling is not None
     chosen = settings.loss_scaling
     scaler = torch.amp.GradScaler(
-        "cpu", init_scale=chosen.init_scale, growth_factor=chosen.growth_factor, backoff_factor=chosen.backoff_factor,
+        "cpu",
+        init_scale=chosen.init_scale,
+        growth_factor=chosen.growth_factor,
+        backoff_factor=chosen.backoff_factor,
         growth_interval=chosen.growth_interval,
-    )  # fmt: skip
+    )
     module = module_of(build)
     masters = {n: nn.Parameter(p.detach().clone()) for n, p in module.named_parameters()}
     module.half()
@@ -123,9 +126,13 @@ def test_bits_of_torchs_scaler(name: str, clip_norm: float) -> None:
     found = capture_of(build, columns, torch.float16)
     optimizer = OptimizerConfig(name="adamw", lr=0.01, weight_decay=0.0)
     settings = EngineConfig(
-        optimizers=(optimizer,), clip_norm=clip_norm, steps=STEPS, micro_batches=2, micro_batch_size=2,
+        optimizers=(optimizer,),
+        clip_norm=clip_norm,
+        steps=STEPS,
+        micro_batches=2,
+        micro_batch_size=2,
         loss_scaling=LossScaling(init_scale=2.0**24, growth_interval=2),
-    )  # fmt: skip
+    )
     data = halves(columns)
     expected, scales = scaled_loop(build, data, settings)
     assert scales[0] == 2.0**23, "the first step overflows"

@@ -18,9 +18,7 @@ def by_sorting(x: Tensor, count: int) -> Tensor:
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    st.sampled_from(KINDS), st.integers(0, 3000), st.floats(0, 1), st.sampled_from(DTYPES), st.integers(0, 2**32)
-)  # fmt: skip
+@given(st.sampled_from(KINDS), st.integers(0, 3000), st.floats(0, 1), st.sampled_from(DTYPES), st.integers(0, 2**32))
 def test_small_tensors(kind: str, elements: int, share: float, dtype: torch.dtype, seed: int) -> None:
     x, count = make(kind, (elements,), dtype, seed), int(share * elements)
     assert torch.equal(largest(x, count), by_sorting(x, count))

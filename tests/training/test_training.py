@@ -15,7 +15,7 @@ from isthmus.errors import InternalError
 from isthmus.graph import Flow, cuts
 from isthmus.training.engine import EngineConfig
 from isthmus.training.optim import LearningRate, OptimizerConfig
-from isthmus.training.plain import plain_loss, plain_step, plain_update
+from isthmus.training.reference import reference_loss, reference_step, reference_update
 
 STEPS = 20
 SGD = OptimizerConfig(name="sgd", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
@@ -25,9 +25,14 @@ COSINE = LearningRate(schedule="cosine", warmup_steps=4)
 
 def config(*optimizers: OptimizerConfig, clip_norm: float = 0.0, **options: object) -> EngineConfig:
     return EngineConfig(
-        optimizers=optimizers, learning_rate=COSINE, clip_norm=clip_norm, steps=STEPS,
-        micro_batches=2, micro_batch_size=2, **options,
-    )  # fmt: skip
+        optimizers=optimizers,
+        learning_rate=COSINE,
+        clip_norm=clip_norm,
+        steps=STEPS,
+        micro_batches=2,
+        micro_batch_size=2,
+        **options,
+    )
 
 
 def own_names(module: nn.Module) -> dict[str, Tensor]:
@@ -37,10 +42,16 @@ def own_names(module: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("name", "optimizer", "clip_norm"),
     [
-        ("gpt", SGD, 0.5), ("gpt", ADAMW, 0.0), ("cnn", SGD, 0.0), ("cnn", ADAMW, 0.5),
-        ("Frozen", SGD, 0.5), ("Frozen", ADAMW, 0.5), ("Counted", SGD, 0.5), ("Counted", ADAMW, 0.0),
+        ("gpt", SGD, 0.5),
+        ("gpt", ADAMW, 0.0),
+        ("cnn", SGD, 0.0),
+        ("cnn", ADAMW, 0.5),
+        ("Frozen", SGD, 0.5),
+        ("Frozen", ADAMW, 0.5),
+        ("Counted", SGD, 0.5),
+        ("Counted", ADAMW, 0.0),
     ],
-)  # fmt: skip
+)
 def test_parameters_after_many_steps(name: str, optimizer: OptimizerConfig, clip_norm: float):
     build, columns = model(name)
     found = capture_of(build, columns)
@@ -53,8 +64,8 @@ def test_parameters_after_many_steps(name: str, optimizer: OptimizerConfig, clip
         data = batches(columns, 2, 2, number)
         loss, _ = pipeline.step(number, data)
         pipeline.update(number)
-        expected, _ = plain_step(module, data, settings)
-        plain_update(module, optimizers, number, settings)
+        expected, _ = reference_step(module, data, settings)
+        reference_update(module, optimizers, number, settings)
         assert loss == expected, number
     state = pipeline.state()
     own = own_names(module)
@@ -63,7 +74,7 @@ def test_parameters_after_many_steps(name: str, optimizer: OptimizerConfig, clip
     for key, value in optimizers.state().items():
         assert torch.equal(state[key], value), key
     data = batches(columns, 2, 2, 99)
-    assert pipeline.evaluate(data) == plain_loss(module, data)
+    assert pipeline.evaluate(data) == reference_loss(module, data)
 
 
 def test_optimizers_by_name_pattern_and_a_shared_parameter():
@@ -77,15 +88,17 @@ def test_optimizers_by_name_pattern_and_a_shared_parameter():
     assert found.train.trainable == tuple(n for n, _ in module_of(UsedThrice).named_parameters() if "third" not in n)
     legal = [c.position for c in cuts(Flow(found.train))]
     pipeline = Pipeline(found, [legal[0], legal[4], legal[-2]], weights_of(UsedThrice, found), settings)
-    assert any(len(users) > 1 for s in pipeline.stages for users in s.lends.values()), "one is used in three stages"
+    assert any(len(users) > 1 for s in pipeline.stages for users in s.shared_with.values()), (
+        "one is used in three stages"
+    )
     module = module_of(UsedThrice)
     optimizers = optimizers_of(module, settings)
     for number in range(STEPS):
         data = batches(X, 2, 2, number)
         pipeline.step(number, data)
         pipeline.update(number)
-        plain_step(module, data, settings)
-        plain_update(module, optimizers, number, settings)
+        reference_step(module, data, settings)
+        reference_update(module, optimizers, number, settings)
     state = pipeline.state()
     for name, value in own_names(module).items():
         if "third" not in name:  # unused: no stage has it
@@ -140,7 +153,7 @@ def test_the_count_may_be_a_number():
     pipeline = Pipeline(found, [1], weights_of(CountedByNumber, found), config(SGD))
     loss, gradients = pipeline.step(0, data)
     module = module_of(CountedByNumber)
-    expected, expected_gradients = plain_step(module, data, config(SGD))
+    expected, expected_gradients = reference_step(module, data, config(SGD))
     assert loss == expected
     assert all(torch.equal(gradients[n], g) for n, g in expected_gradients.items())
 
@@ -221,8 +234,8 @@ def test_parameters_without_gradient_are_left_out_of_the_norm_and_of_decay():
         data = batches(X, 2, 2, number)
         pipeline.step(number, data)
         pipeline.update(number)
-        plain_step(module, data, settings)
-        plain_update(module, optimizers, number, settings)
+        reference_step(module, data, settings)
+        reference_update(module, optimizers, number, settings)
     state = pipeline.state()
     assert not {"embed.weight", "unreached.weight"} & state.keys()
     for name in found.train.trainable:

@@ -13,7 +13,7 @@ from isthmus.cost import Problem, build_plan, parameter_state
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import Flow, cuts
 from isthmus.verification import Question, state_bytes, verify
-from isthmus.verification.reading import Reading
+from isthmus.verification.reading import GraphReading
 
 
 @pytest.mark.parametrize("name", ["gpt-tied", "UsedThrice", "Written", "Counted"])
@@ -23,14 +23,21 @@ def test_plans_of_captured_models_pass(name: str) -> None:
     devices = tuple(Device(name=f"d{k}", region="r", flops_per_s=1e6 * (k + 1), memory_bytes=1 << 30) for k in range(6))
     fleet = Fleet(name="six", devices=devices, links=Links(default=Link(0.01, 1e5)))
     question = Question(
-        graph=captured.train, fleet=fleet, micro_batch_size=size, micro_batches=4, schedule="1f1b",
+        graph=captured.train,
+        fleet=fleet,
+        micro_batch_size=size,
+        micro_batches=4,
+        schedule="1f1b",
         state=state_bytes("adamw", narrow=True),
-    )  # fmt: skip
-    assert Reading(question).places == tuple(cut.position for cut in cuts(Flow(captured.train)))
+    )
+    assert GraphReading(question).places == tuple(cut.position for cut in cuts(Flow(captured.train)))
     problem = Problem(
-        flow=Flow(captured.train), fleet=fleet, micro_batch_size=size, micro_batches=4,
+        flow=Flow(captured.train),
+        fleet=fleet,
+        micro_batch_size=size,
+        micro_batches=4,
         state=parameter_state("adamw", narrow=True),
-    )  # fmt: skip
+    )
     for seed in range(5):
         boundaries = random_cut(captured, random.Random(seed))
         plan = build_plan(problem, fleet.names[: len(boundaries) + 1], boundaries, planner="random")

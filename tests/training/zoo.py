@@ -276,10 +276,23 @@ class Dropouts(Zoo):
 CASES: dict[str, Callable[[], nn.Module]] = {
     case.__name__: case
     for case in (
-        Frozen, NoParameters, UsedThrice, Constants, Quiet, InPlace, ViewWrites, Copies, Lists, Layouts, Written,
-        TwoFaced, Recurrent, Encoder, Counted,
+        Frozen,
+        NoParameters,
+        UsedThrice,
+        Constants,
+        Quiet,
+        InPlace,
+        ViewWrites,
+        Copies,
+        Lists,
+        Layouts,
+        Written,
+        TwoFaced,
+        Recurrent,
+        Encoder,
+        Counted,
     )
-}  # fmt: skip
+}
 
 
 def _tokens(limit: int, length: int = 12) -> ColumnSpec:
@@ -288,16 +301,24 @@ def _tokens(limit: int, length: int = 12) -> ColumnSpec:
 
 TEXT = {"input_ids": _tokens(64), "labels": _tokens(64)}
 SENTENCE = {
-    "input_ids": _tokens(64), "attention_mask": _tokens(2), "token_type_ids": _tokens(2),
+    "input_ids": _tokens(64),
+    "attention_mask": _tokens(2),
+    "token_type_ids": _tokens(2),
     "labels": ColumnSpec(dtype="int64", limit=3),
-}  # fmt: skip
+}
 DIGITS = {"pixel_values": ColumnSpec(dtype="float32", shape=(1, 8, 8)), "labels": ColumnSpec(dtype="int64", limit=10)}
 PHOTOS = {"pixel_values": ColumnSpec(dtype="float32", shape=(3, 32, 32)), "labels": ColumnSpec(dtype="int64", limit=4)}
 _GPT: dict[str, object] = {"vocab_size": 64, "sequence_length": 12, "width": 16, "layers": 2, "heads": 2}
 _BERT: dict[str, object] = {
-    "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64,
-    "num_labels": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+    "num_labels": 3,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 
 MODELS: dict[str, tuple[ModelSpec, dict[str, ColumnSpec]]] = {
     "gpt": (ModelSpec(name="gpt", options=_GPT), TEXT),
@@ -307,27 +328,50 @@ MODELS: dict[str, tuple[ModelSpec, dict[str, ColumnSpec]]] = {
     "cnn": (ModelSpec(name="cnn", options={"width": 4, "batch_norm": True}), DIGITS),
     "mlp": (ModelSpec(name="mlp", options={"width": 16}), DIGITS),
     "hf-gpt2": (
-        ModelSpec(name="hf-gpt2", options={
-            "n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 16,
-            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-        }),
+        ModelSpec(
+            name="hf-gpt2",
+            options={
+                "n_layer": 2,
+                "n_head": 2,
+                "n_embd": 16,
+                "vocab_size": 64,
+                "n_positions": 16,
+                "resid_pdrop": 0.0,
+                "embd_pdrop": 0.0,
+                "attn_pdrop": 0.0,
+            },
+        ),
         TEXT,
     ),
     "hf-llama": (
-        ModelSpec(name="hf-llama", options={
-            "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "vocab_size": 64,
-        }),
+        ModelSpec(
+            name="hf-llama",
+            options={
+                "num_hidden_layers": 2,
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 64,
+            },
+        ),
         TEXT,
     ),
     "hf-bert": (ModelSpec(name="hf-bert-classifier", options=_BERT), SENTENCE),
     "hf-resnet": (
-        ModelSpec(name="hf-resnet", options={
-            "embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic", "num_labels": 4,
-        }),
+        ModelSpec(
+            name="hf-resnet",
+            options={
+                "embedding_size": 4,
+                "hidden_sizes": [4, 8],
+                "depths": [1, 1],
+                "layer_type": "basic",
+                "num_labels": 4,
+            },
+        ),
         PHOTOS,
     ),
-}  # fmt: skip
+}
 
 
 def model(name: str) -> tuple[Callable[[], nn.Module], dict[str, ColumnSpec]]:

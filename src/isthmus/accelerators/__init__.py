@@ -4,11 +4,18 @@ accelerator.py says what the engine and the links need of either; host.py is the
 `torch.accelerator` knows, and available.py finds one by name; copies.py copies values there and back.
 """
 
-from isthmus.accelerators.accelerator import Accelerator, Event, MemoryUse, Stream
+from isthmus.accelerators.accelerator import Accelerator, DeviceEvent, MemoryUse, Stream
 from isthmus.accelerators.available import AUTO, accelerator_names, open_accelerator, resolve_accelerator
 from isthmus.accelerators.host import HOST
 
 __all__ = [
-    "AUTO", "HOST", "Accelerator", "Event", "MemoryUse", "Stream", "accelerator_names", "open_accelerator",
+    "AUTO",
+    "HOST",
+    "Accelerator",
+    "DeviceEvent",
+    "MemoryUse",
+    "Stream",
+    "accelerator_names",
+    "open_accelerator",
     "resolve_accelerator",
-]  # fmt: skip
+]

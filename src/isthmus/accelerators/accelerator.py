@@ -30,7 +30,7 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     peak_reserved: int
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work of a stream."""
 
     def done(self) -> bool:
@@ -41,7 +41,7 @@ class Event(Protocol):
         """The host waits until it is done."""
         ...
 
-    def seconds_to(self, later: Event) -> float:
+    def seconds_to(self, later: DeviceEvent) -> float:
         """Seconds of the hardware's clock. Both must have been recorded with `timed` and be done."""
         ...
 
@@ -70,11 +70,11 @@ class Accelerator(Protocol):
         """Inside of it, this thread's work is queued on `stream`."""
         ...
 
-    def record(self, *, timed: bool = False) -> Event:
+    def record(self, *, timed: bool = False) -> DeviceEvent:
         """An event after all that was queued so far on this thread's current stream."""
         ...
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         """What this thread's current stream gets from now on waits for the event; the host does not."""
         ...
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import time
 
-from isthmus.accelerators.accelerator import Accelerator, Event
+from isthmus.accelerators.accelerator import Accelerator, DeviceEvent
 
 ANCHOR_S = 30.0
 """An anchor is used for so long: the two clocks drift, and seconds between far events are told in few digits."""
 TRIES = 3
 
 
-class Clock:
+class DeviceClock:
     """Of all threads. Anchored by an event on a stream that has nothing else to do: the host waits for no work of other
     streams."""
 
@@ -22,7 +22,7 @@ class Clock:
         self._anchoring = threading.Lock()
         self._anchor = self._anchored()
 
-    def at_s(self, event: Event) -> float:
+    def at_s(self, event: DeviceEvent) -> float:
         """Of a timed event that is done."""
         with self._anchoring:
             anchor, anchored_s = self._anchor
@@ -30,8 +30,8 @@ class Clock:
                 self._anchor = anchor, anchored_s = self._anchored()
         return anchored_s + anchor.seconds_to(event)
 
-    def _anchored(self) -> tuple[Event, float]:
-        tries: list[tuple[float, Event, float]] = []
+    def _anchored(self) -> tuple[DeviceEvent, float]:
+        tries: list[tuple[float, DeviceEvent, float]] = []
         with self._accelerator.on(self._stream):
             for _ in range(TRIES):
                 before_s = time.monotonic()

@@ -14,7 +14,7 @@ from torch import Tensor
 from isthmus.accelerators.accelerator import Accelerator
 
 
-class Reading:
+class PendingRead:
     """Numbers on their way to the host, behind what the current stream has been given so far."""
 
     def __init__(self, accelerator: Accelerator, numbers: Tensor) -> None:
@@ -52,8 +52,10 @@ def all_to_device(accelerator: Accelerator, tensors: Mapping[str, Tensor]) -> di
 
 def to_host(accelerator: Accelerator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies in host memory of what lies on the accelerator, all awaited once; others as they are."""
-    readings = {name: Reading(accelerator, t) if t.device == accelerator.device else t for name, t in tensors.items()}
-    return {name: r.values() if isinstance(r, Reading) else r for name, r in readings.items()}
+    readings = {
+        name: PendingRead(accelerator, t) if t.device == accelerator.device else t for name, t in tensors.items()
+    }
+    return {name: r.values() if isinstance(r, PendingRead) else r for name, r in readings.items()}
 
 
 def host_like(accelerator: Accelerator, tensor: Tensor) -> Tensor:

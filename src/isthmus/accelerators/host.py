@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from isthmus.accelerators.accelerator import Event, MemoryUse, Stream
+from isthmus.accelerators.accelerator import DeviceEvent, MemoryUse, Stream
 from isthmus.errors import InternalError
 
 GENERATOR = threading.Lock()
 """Torch draws from one generator per process and device, and the stages of several devices may run in its threads."""
 
 
-class _Moment(Event):
+class _Moment(DeviceEvent):
     def __init__(self) -> None:
         self.at_s = time.monotonic()
 
@@ -32,7 +32,7 @@ class _Moment(Event):
     def synchronize(self) -> None:
         pass
 
-    def seconds_to(self, later: Event) -> float:
+    def seconds_to(self, later: DeviceEvent) -> float:
         if not isinstance(later, _Moment):
             raise InternalError("events of two accelerators have no time between them")
         return later.at_s - self.at_s
@@ -58,10 +58,10 @@ class Host:
     def on(self, stream: Stream) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
-    def record(self, *, timed: bool = False) -> Event:
+    def record(self, *, timed: bool = False) -> DeviceEvent:
         return _Moment()
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         pass
 
     def used_here(self, tensor: Tensor) -> None:
@@ -88,9 +88,13 @@ class Host:
         used = _resident_bytes(page)
         peak = max(used, _peak_bytes())  # the kernel counts the peak a little later
         return MemoryUse(
-            total=total, free=_free_bytes(total), allocated=used, reserved=used, peak_allocated=peak,
+            total=total,
+            free=_free_bytes(total),
+            allocated=used,
+            reserved=used,
+            peak_allocated=peak,
             peak_reserved=peak,
-        )  # fmt: skip
+        )
 
     def reset_peak(self) -> None:
         """The kernel keeps the peak of a process's whole life."""

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isthmus.accelerators.accelerator import Accelerator, Event
-from isthmus.accelerators.clock import Clock
+from isthmus.accelerators.accelerator import Accelerator, DeviceEvent
+from isthmus.accelerators.clock import DeviceClock
 from isthmus.errors import InternalError
 
 AHEAD = 2
@@ -33,7 +33,7 @@ Fill = Callable[[memoryview], None]
 """Fills host memory with what comes next."""
 
 
-class Cargo(NamedTuple):
+class CopyLabel(NamedTuple):
     """What is copied, as a trace calls it."""
 
     name: str
@@ -48,7 +48,7 @@ class HostBuffers:
         self._accelerator = accelerator
         self._lock = threading.Lock()
         self._free: dict[int, list[Tensor]] = {}
-        self._leaving: dict[int, deque[tuple[Tensor, Event]]] = {}
+        self._leaving: dict[int, deque[tuple[Tensor, DeviceEvent]]] = {}
 
     def take(self, size_bytes: int) -> Tensor:
         """uint8 [size_bytes]; waits where `AHEAD` of this size are still read by copies."""
@@ -63,7 +63,7 @@ class HostBuffers:
         read.synchronize()
         return buffer
 
-    def give(self, buffer: Tensor, read: Event | None = None) -> None:
+    def give(self, buffer: Tensor, read: DeviceEvent | None = None) -> None:
         """It may be used again, once the event is done."""
         with self._lock:
             if read is None:
@@ -72,19 +72,19 @@ class HostBuffers:
                 self._leaving.setdefault(buffer.numel(), deque()).append((buffer, read))
 
 
-class Trip:
+class CopyBatch:
     """Copies made in one go, and the events before the first and behind the last."""
 
-    def __init__(self, way: Way, cargo: Cargo) -> None:
+    def __init__(self, way: CopyStream, cargo: CopyLabel) -> None:
         self._way = way
         self.cargo = cargo
-        self.began: Event | None = None
+        self.began: DeviceEvent | None = None
         self.size_bytes = 0
         self.buffers: list[Tensor] = []
-        self._done: Event | None = None
+        self._done: DeviceEvent | None = None
 
     @property
-    def done(self) -> Event:
+    def done(self) -> DeviceEvent:
         if self._done is None:
             raise InternalError("a trip was used before it was closed")
         return self._done
@@ -131,7 +131,7 @@ class Trip:
 
         return self.up(source.numel(), fill).view(tensor.dtype).view(tensor.shape)
 
-    def close(self, done: Event) -> None:
+    def close(self, done: DeviceEvent) -> None:
         self._done = done
 
     def release(self) -> None:
@@ -141,26 +141,28 @@ class Trip:
         self.buffers = []
 
 
-class Way:
+class CopyStream:
     """One direction of one link, or of one use. One thread travels it."""
 
     def __init__(
-        self, accelerator: Accelerator, clock: Clock | None = None,
-        told: Callable[[Trip, float, float], None] = lambda trip, start_s, end_s: None,
-    ) -> None:  # fmt: skip
-        """`told` hears of trips when they are over, if there is a clock: start and end in seconds of the host's
+        self,
+        accelerator: Accelerator,
+        clock: DeviceClock | None = None,
+        on_done: Callable[[CopyBatch, float, float], None] = lambda trip, start_s, end_s: None,
+    ) -> None:
+        """`on_done` hears of trips when they are over, if there is a clock: start and end in seconds of the host's
         monotonic clock. It may be called by any thread that calls `tell`."""
         self.accelerator = accelerator
         self.buffers = HostBuffers(accelerator)
         self._stream = accelerator.new_stream()
         self._clock = clock
-        self._told = told
-        self._under_way: deque[Trip] = deque()
+        self._on_done = on_done
+        self._under_way: deque[CopyBatch] = deque()
         self._telling = threading.Lock()
-        self._last: Event | None = None
+        self._last: DeviceEvent | None = None
 
     @contextlib.contextmanager
-    def up(self, cargo: Cargo) -> Generator[Trip]:
+    def up(self, cargo: CopyLabel) -> Generator[CopyBatch]:
         """Inside of it this thread's work is queued on this way."""
         with self._trip(cargo, None) as trip:
             yield trip
@@ -169,15 +171,15 @@ class Way:
         trip.buffers = []
 
     @contextlib.contextmanager
-    def down(self, cargo: Cargo, after: Event) -> Generator[Trip]:
+    def down(self, cargo: CopyLabel, after: DeviceEvent) -> Generator[CopyBatch]:
         """The same, behind an event."""
         with self._trip(cargo, after) as trip:
             yield trip
 
     @contextlib.contextmanager
-    def _trip(self, cargo: Cargo, after: Event | None) -> Generator[Trip]:
+    def _trip(self, cargo: CopyLabel, after: DeviceEvent | None) -> Generator[CopyBatch]:
         self.tell()
-        trip = Trip(self, cargo)
+        trip = CopyBatch(self, cargo)
         with self.accelerator.on(self._stream):
             if after is not None:
                 self.accelerator.wait(after)
@@ -188,7 +190,7 @@ class Way:
         if self._clock is not None:
             self._under_way.append(trip)
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         return self.accelerator.record(timed=self._clock is not None)
 
     def hold(self) -> None:
@@ -204,4 +206,4 @@ class Way:
             while self._under_way and self._under_way[0].done.done():
                 trip = self._under_way.popleft()
                 if trip.began is not None:
-                    self._told(trip, self._clock.at_s(trip.began), self._clock.at_s(trip.done))
+                    self._on_done(trip, self._clock.at_s(trip.began), self._clock.at_s(trip.done))

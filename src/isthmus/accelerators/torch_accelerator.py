@@ -9,14 +9,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from isthmus.accelerators.accelerator import Event, MemoryUse, Stream
+from isthmus.accelerators.accelerator import DeviceEvent, MemoryUse, Stream
 from isthmus.accelerators.host import GENERATOR
 from isthmus.errors import InternalError
 
 MILLISECOND_S = 1e-3
 
 
-class _TorchEvent(Event):
+class _TorchEvent(DeviceEvent):
     def __init__(self, device: torch.device, *, timed: bool) -> None:
         self.event = torch.Event(device, enable_timing=timed)
 
@@ -26,7 +26,7 @@ class _TorchEvent(Event):
     def synchronize(self) -> None:
         self.event.synchronize()
 
-    def seconds_to(self, later: Event) -> float:
+    def seconds_to(self, later: DeviceEvent) -> float:
         return self.event.elapsed_time(_of_torch(later)) * MILLISECOND_S
 
 
@@ -68,12 +68,12 @@ class TorchAccelerator:
             finally:
                 torch.accelerator.set_stream(before)
 
-    def record(self, *, timed: bool = False) -> Event:
+    def record(self, *, timed: bool = False) -> DeviceEvent:
         event = _TorchEvent(self.device, timed=timed)
         event.event.record(torch.accelerator.current_stream(self.device))
         return event
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         _of_torch(event).wait(torch.accelerator.current_stream(self.device))
 
     def used_here(self, tensor: Tensor) -> None:
@@ -109,12 +109,13 @@ class TorchAccelerator:
     def memory(self) -> MemoryUse:
         free, total = torch.accelerator.get_memory_info(self.device)
         return MemoryUse(
-            total=total, free=free,
+            total=total,
+            free=free,
             allocated=torch.accelerator.memory_allocated(self.device),
             reserved=torch.accelerator.memory_reserved(self.device),
             peak_allocated=torch.accelerator.max_memory_allocated(self.device),
             peak_reserved=torch.accelerator.max_memory_reserved(self.device),
-        )  # fmt: skip
+        )
 
     def reset_peak(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self.device)
@@ -127,7 +128,7 @@ class TorchAccelerator:
         torch.accelerator.synchronize(self.device)
 
 
-def _of_torch(event: Event) -> torch.Event:
+def _of_torch(event: DeviceEvent) -> torch.Event:
     if not isinstance(event, _TorchEvent):
         raise InternalError(f"got an event of {type(event).__name__}, expected one of torch's")
     return event.event

@@ -7,28 +7,28 @@ import msgspec
 from isthmus.api.federated_results import FederatedResult
 from isthmus.api.federating import FederatedChoices, deploy
 from isthmus.api.listening import Serving, serving_fleet
-from isthmus.api.observing import Observer
+from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Choices, run_job
 from isthmus.api.queueing import Logged, run_queue
 from isthmus.api.runs import Run
 from isthmus.api.states import state_folder
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
-from isthmus.runtime.processes.interrupting import Stop
+from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.job_queue import JobQueue
 
 
 def serve_job(job: Job, choices: Choices, serving: Serving, observer: Observer, stop: Stop) -> Run:
     """Until it has run."""
     with serving_fleet(serving, observer.note) as service:
-        return run_job(job, msgspec.structs.replace(choices, crew=service), observer, stop)
+        return run_job(job, msgspec.structs.replace(choices, backend=service), observer, stop)
 
 
 def serve_federated(
     job: FederatedJob, choices: FederatedChoices, serving: Serving, observer: Observer, stop: Stop
-) -> FederatedResult:  # fmt: skip
+) -> FederatedResult:
     """Until its rounds are done."""
-    return deploy(job, choices, lambda say: serving_fleet(serving, say), observer, stop)
+    return deploy(job, choices, lambda log: serving_fleet(serving, log), observer, stop)
 
 
 def serve_submitted(serving: Serving, observer: Observer, logged: Logged) -> None:

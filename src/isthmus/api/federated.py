@@ -15,7 +15,7 @@ from isthmus.api.federating import FederatedChoices, run_simulated
 from isthmus.api.folder import GIVEN
 from isthmus.api.given import TARGET, Arrays, columns_of, inputs_of, kept_folder
 from isthmus.api.notebook import default_observer
-from isthmus.api.observing import Observer
+from isthmus.api.observer import Observer
 from isthmus.api.samples import Samples, write_arrays
 from isthmus.data import DataSpec
 from isthmus.data.partition import PartitionSpec
@@ -26,7 +26,7 @@ from isthmus.federated.job import FederatedConfig, FederatedJob, check, load_fed
 from isthmus.models import ModelSpec
 from isthmus.models.given import WithLoss, give_model
 from isthmus.overrides import overridden_struct
-from isthmus.runtime.processes.interrupting import Stop
+from isthmus.runtime.processes.signals import Stop
 
 CLIENT = "client"
 """Column that says whose a sample is."""
@@ -52,10 +52,15 @@ class GivenClients(TypedDict, total=False):
 
 
 def federate(
-    job: FederatedJob | str | Path | None = None, *, resume: bool = False, run: str | Path | None = None,
-    overrides: Mapping[str, object] = {}, observer: Observer | None = None, stop: Stop | None = None,
+    job: FederatedJob | str | Path | None = None,
+    *,
+    resume: bool = False,
+    run: str | Path | None = None,
+    overrides: Mapping[str, object] = {},
+    observer: Observer | None = None,
+    stop: Stop | None = None,
     **given: Unpack[GivenClients],
-) -> FederatedResult:  # fmt: skip
+) -> FederatedResult:
     """Train one model on many clients' data, which executors of this machine simulate.
 
     `job` is a federated job file or a `FederatedJob`; without one the run is of Python objects: `model` and `clients`,
@@ -103,9 +108,12 @@ def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, obj
 
 
 def _job(
-    built: nn.Module, model: nn.Module | Callable[[], nn.Module], clients: Sequence[Samples] | Mapping[str, Samples],
-    given: GivenClients, folder: Path,
-) -> FederatedJob:  # fmt: skip
+    built: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
+    clients: Sequence[Samples] | Mapping[str, Samples],
+    given: GivenClients,
+    folder: Path,
+) -> FederatedJob:
     loss, algorithm = given.get("loss"), given.get("algorithm", "fedavg")
     named = clients.items() if isinstance(clients, Mapping) else enumerate(clients)
     found: list[Arrays] = []
@@ -118,7 +126,7 @@ def _job(
             raise UserError(f"clients: {client}: has columns {', '.join(found[-1])}, expected {', '.join(found[0])}")
     if not found:
         raise UserError("clients: got none, expected at least one")
-    write_arrays(_together(found), folder / "clients.npz")
+    write_arrays(_joined_clients(found), folder / "clients.npz")
     options: dict[str, object] = {"path": str((folder / "clients.npz").absolute())}
     if (test := given.get("test")) is not None:
         held = columns_of(test, built, "heldout", targets=loss is not None)
@@ -127,13 +135,15 @@ def _job(
     source = model if loss is None else WithLoss(built, loss, inputs_of(found[0]), TARGET)
     name = algorithm if isinstance(algorithm, str) else give_algorithm(algorithm)
     return FederatedJob(
-        name="federated", model=ModelSpec(name=give_model(source)), data=DataSpec(kind="npz", options=options),
+        name="federated",
+        model=ModelSpec(name=give_model(source)),
+        data=DataSpec(kind="npz", options=options),
         partition=PartitionSpec(scheme="natural", column=CLIENT),
         federated=FederatedConfig(algorithm=name, rounds=given.get("rounds", 10)),
-    )  # fmt: skip
+    )
 
 
-def _together(clients: Sequence[Arrays]) -> Arrays:
+def _joined_clients(clients: Sequence[Arrays]) -> Arrays:
     """One client's samples after another's, with a column that says whose each is."""
     sizes = [len(next(iter(columns.values()))) for columns in clients]
     whole: Arrays = {}

@@ -9,7 +9,7 @@ from torch import nn
 from isthmus.api.federated_runs import trained_model
 from isthmus.api.folder import RunFolder
 from isthmus.federated.evaluation import Evaluation
-from isthmus.federated.history import History, RoundLine
+from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob
 from isthmus.models.given import WithLoss
 
@@ -43,7 +43,7 @@ class FederatedResult:
     @property
     def rounds(self) -> list[RoundLine]:
         """What became of each committed round: who took part, seconds, bytes, evaluation."""
-        return History.of(self.path).lines()
+        return RoundHistory.of(self.path).lines()
 
     @property
     def evaluation(self) -> Evaluation | None:

@@ -11,7 +11,7 @@ from isthmus.api.folder import RunFolder
 from isthmus.documents import numbered
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import BUFFERS
-from isthmus.federated.history import ROUND_LINES, History, RoundLine
+from isthmus.federated.history import ROUND_LINES, RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, build
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import ROUNDS, Commits
@@ -22,21 +22,23 @@ from isthmus.trace import write_perfetto
 def write_trace(folder: RunFolder) -> tuple[list[RoundLine], list[str]]:
     """Its rounds for a trace viewer; the rounds, and what could not be read."""
     notes: list[str] = []
-    lines = History.of(folder.path).lines(notes.append)
+    lines = RoundHistory.of(folder.path).lines(notes.append)
     kept = Commits(folder.path / ROUNDS).rounds()
     if not lines:
         raise _no_lines(folder, kept)
-    told_of = {line.record.round for line in lines}
-    if missing := [number + 1 for number in range(max(kept, *(n + 1 for n in told_of))) if number not in told_of]:
-        untold = numbered("round", missing)
-        notes.append(f"run folder {folder.path}: {ROUND_LINES} tells nothing of {untold}: not in the trace")
+    reported_of = {line.record.round for line in lines}
+    if missing := [
+        number + 1 for number in range(max(kept, *(n + 1 for n in reported_of))) if number not in reported_of
+    ]:
+        unreported = numbered("round", missing)
+        notes.append(f"run folder {folder.path}: {ROUND_LINES} tells nothing of {unreported}: not in the trace")
     write_perfetto([trace_of(folder.path.name, lines)], folder.perfetto)
     return lines, notes
 
 
 def trained_model(
     folder: RunFolder, job: FederatedJob, note: Callable[[str], None] = lambda _: None
-) -> tuple[nn.Module, int]:  # fmt: skip
+) -> tuple[nn.Module, int]:
     """The server's model after the last committed round that is whole, and how many rounds that is."""
     damaged: list[str] = []
     found = Commits(folder.path / ROUNDS).newest(damaged.append, needs_states=False)
@@ -73,7 +75,7 @@ def _no_lines(folder: RunFolder, kept: int) -> UserError:
 def _nothing_saved(folder: RunFolder, job: FederatedJob) -> UserError:
     """Of an export: there is no file of a round."""
     unread: list[str] = []
-    lines, config = History.of(folder.path).lines(unread.append), job.federated
+    lines, config = RoundHistory.of(folder.path).lines(unread.append), job.federated
     done = max((line.record.round + 1 for line in lines), default=0)
     if done >= min(config.save_every, config.rounds):
         what = f"{ROUNDS}/ holds no round, expected the last of the {done} that {ROUND_LINES} tells of"

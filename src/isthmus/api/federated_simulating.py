@@ -21,7 +21,7 @@ from isthmus.errors import UserError
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, check_simulation, client_data, emulation, executors
-from isthmus.protocol.federated_events import Line
+from isthmus.protocol.federated_events import LinearFit
 from isthmus.protocol.federated_participation import Participation
 from isthmus.runtime.federated.run import FederatedRun, coordinator_of
 from isthmus.runtime.federated.sizing import with_executors
@@ -37,7 +37,7 @@ CLIENTS_EACH = 5
 class SimulatedRounds(NamedTuple):
     rounds: list[SimulatedRound]
     executors: int
-    line: Line
+    line: LinearFit
     """Seconds of a client, as measured."""
     overhead_s: float
     """Of a round, as measured."""
@@ -56,21 +56,24 @@ def simulate_rounds(job: FederatedJob) -> SimulatedRounds:
     count = len(machine.executors)
     emulated = [emulation(job, k) for k in range(count)]
     costs = FederatedCosts(
-        lines=(line,) * count, sums_s=found.overhead_s, noise=job.execution.noise, together=found.together,
+        lines=(line,) * count,
+        sums_s=found.overhead_s,
+        noise=job.execution.noise,
+        clients_per_vmap=found.clients_per_vmap,
         factor=lambda k, round_: emulated[k].factor(round_),
-    )  # fmt: skip
+    )
     rounds = simulate_federated(machine, costs, job.federated.seed)
     return SimulatedRounds(list(rounds), count, line, found.overhead_s)
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     """What a few rounds took here."""
 
-    line: Line
+    line: LinearFit
     """Seconds of a client, wherever it trained."""
     overhead_s: float
     """Of a turn: broadcast, sums, the server's step."""
-    together: int
+    clients_per_vmap: int
     """Clients that were trained as one."""
 
 
@@ -78,7 +81,7 @@ class _EnoughError(Exception):
     """So much was measured."""
 
 
-def measured(job: FederatedJob) -> Measured:
+def measured(job: FederatedJob) -> MeasuredRun:
     """Run the first rounds of the job for a few seconds, with small cohorts and without its emulation: with its scheme,
     its threads and its number of clients together, on the cores that the executors share, as the run will."""
     lines: list[RoundLine] = []
@@ -102,8 +105,10 @@ def measured(job: FederatedJob) -> Measured:
         raise UserError(f"a client cannot be measured: {'; '.join(refused[:1]) or 'none took part'}")
     spent = [line.seconds - max(line.busy_s().values(), default=0.0) for line in steady]
     passes = len(job.algorithm(len(run.data.sizes)).passes)
-    return Measured(
-        line=_fitted(points), overhead_s=max(0.0, statistics.fmean(spent)) / passes, together=run.job.execution.together
+    return MeasuredRun(
+        line=_fitted(points),
+        overhead_s=max(0.0, statistics.fmean(spent)) / passes,
+        clients_per_vmap=run.job.execution.clients_per_vmap,
     )
 
 
@@ -112,7 +117,7 @@ def _short(job: FederatedJob) -> FederatedJob:
     rules = job.participation
     population = len(client_data(job).sizes)
     count = executors(job, population)
-    clients = max(CLIENTS_EACH, 2 * job.execution.together) * count if job.scheme.per == "given" else count
+    clients = max(CLIENTS_EACH, 2 * job.execution.clients_per_vmap) * count if job.scheme.per == "given" else count
     clients = min(max(clients, rules.minimum), rules.needed(population))
     return msgspec.structs.replace(
         job,
@@ -122,10 +127,10 @@ def _short(job: FederatedJob) -> FederatedJob:
     )
 
 
-def _fitted(points: Sequence[tuple[int, float]]) -> Line:
+def _fitted(points: Sequence[tuple[int, float]]) -> LinearFit:
     """By least squares. Times are positive, and so is what each sample adds."""
     samples, seconds = np.array(points, dtype=np.float64).T
     spread = samples - samples.mean()
     per_sample = float(spread @ seconds / (spread @ spread)) if spread.any() else 0.0
     per_sample = min(max(per_sample, 0.0), float(seconds.mean() / samples.mean()))
-    return Line(per_sample, float(seconds.mean() - per_sample * samples.mean()))
+    return LinearFit(per_sample, float(seconds.mean() - per_sample * samples.mean()))

@@ -12,18 +12,18 @@ import msgspec
 
 from isthmus.api.federated_results import PICTURES, FederatedResult
 from isthmus.api.folder import RunFolder
-from isthmus.api.observing import Observer
+from isthmus.api.observer import Observer
 from isthmus.errors import Interrupted
-from isthmus.federated.history import History, RoundLine
+from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, check, check_deployment, check_simulation, load_federated_job
-from isthmus.protocol.federated_events import Finish
+from isthmus.protocol.federated_events import FinishRounds
 from isthmus.runtime.federated.run import FederatedRun
 from isthmus.runtime.federated.site_run import SiteRun
-from isthmus.runtime.processes.interrupting import Stop
-from isthmus.runtime.service.service import Service
+from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 
-Act = Callable[[], Finish]
-ServeAs = Callable[[Callable[[str], None]], AbstractContextManager[Service]]
+Act = Callable[[], FinishRounds]
+ServeAs = Callable[[Callable[[str], None]], AbstractContextManager[FleetCoordinator]]
 """Opens a service, or one that is open already, that tells people what it does in this way."""
 LEAVING_S = 5.0
 """Executors of a coordinator that was killed are copies of it and hold its claim until they notice."""
@@ -63,7 +63,7 @@ class Run(Protocol):
     @property
     def first_round(self) -> int: ...
     @property
-    def history(self) -> History: ...
+    def history(self) -> RoundHistory: ...
 
 
 def run_simulated(job: FederatedJob, choices: FederatedChoices, observer: Observer, stop: Stop) -> FederatedResult:
@@ -76,7 +76,7 @@ def run_simulated(job: FederatedJob, choices: FederatedChoices, observer: Observ
         count = len(run.machine.executors)
         several = f"{count} executor{'s' if count > 1 else ''}"
         what = f"{len(run.data.sizes)} clients, {several}, scheme {job.execution.scheme}"
-        observer.note(f"{job.federated.algorithm} over {what}; a round is closed by {run.machine.rules.told}")
+        observer.note(f"{job.federated.algorithm} over {what}; a round is closed by {run.machine.rules.description}")
         return run, lambda: run.run(observer.note, stop)
 
     return _in_folder(job, choices, begin, observer)
@@ -84,7 +84,7 @@ def run_simulated(job: FederatedJob, choices: FederatedChoices, observer: Observ
 
 def deploy(
     job: FederatedJob, choices: FederatedChoices, serving: ServeAs, observer: Observer, stop: Stop
-) -> FederatedResult:  # fmt: skip
+) -> FederatedResult:
     """At the sites of the service that `serving` opens."""
     stop.check()
     check_deployment(job)
@@ -92,9 +92,11 @@ def deploy(
     def begin(folder: Path) -> tuple[Run, Act]:
         run = SiteRun(job, folder, resume=choices.resume, watch=observer.round_done)
         sites = ", ".join(run.deployment.sites)
-        observer.note(f"{job.federated.algorithm} over sites {sites}; a round is closed by {run.machine.rules.told}")
+        observer.note(
+            f"{job.federated.algorithm} over sites {sites}; a round is closed by {run.machine.rules.description}"
+        )
 
-        def act() -> Finish:
+        def act() -> FinishRounds:
             with serving(observer.note) as service:
                 return run.run(service, observer.note, stop)
 
@@ -103,9 +105,7 @@ def deploy(
     return _in_folder(job, choices, begin, observer)
 
 
-def _in_folder(
-    job: FederatedJob, choices: FederatedChoices, begin: Begin, observer: Observer
-) -> FederatedResult:  # fmt: skip
+def _in_folder(job: FederatedJob, choices: FederatedChoices, begin: Begin, observer: Observer) -> FederatedResult:
     parent = Path(job.run_dir)
     if choices.resume:
         folder = RunFolder.newest(parent, job.name) if choices.run is None else RunFolder.existing(choices.run)
@@ -122,7 +122,7 @@ def _in_folder(
 
 def _watched(
     job: FederatedJob, choices: FederatedChoices, folder: Path, begin: Begin, observer: Observer
-) -> FederatedResult:  # fmt: skip
+) -> FederatedResult:
     observer.rounds_began(job.federated.rounds)
     try:
         run, act = begin(folder)
@@ -149,4 +149,4 @@ def _draw(lines: list[RoundLine], folder: Path) -> None:
     pictures = importlib.import_module("isthmus.report.federated_pictures")  # with matplotlib, for half a second
     pictures.draw_rounds(lines, folder / PICTURES["accuracy"])
     pictures.draw_round_timeline(lines[-1], folder / PICTURES["round"])
-    pictures.draw_paces(lines, folder / PICTURES["paces"])
+    pictures.draw_throughput(lines, folder / PICTURES["paces"])

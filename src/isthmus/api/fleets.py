@@ -10,11 +10,11 @@ from isthmus.api.coordinating import serve_federated, serve_job, serve_submitted
 from isthmus.api.federated import federated_job_of
 from isthmus.api.federated_results import FederatedResult
 from isthmus.api.federating import FederatedChoices
-from isthmus.api.joining import Joining, join_as, kinds_of
+from isthmus.api.job_overrides import job_of
+from isthmus.api.joining import JoinOptions, join_as, kinds_of
 from isthmus.api.listening import Serving
 from isthmus.api.notebook import default_observer
-from isthmus.api.observing import Observer, Written
-from isthmus.api.overriding import job_of
+from isthmus.api.observer import Observer, Written
 from isthmus.api.pipeline import Choices
 from isthmus.api.probing import Probing, probe_devices
 from isthmus.api.runs import Run
@@ -22,8 +22,8 @@ from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, is_federated
 from isthmus.fleet import Fleet
 from isthmus.job import Job
-from isthmus.runtime.processes.interrupting import Stop
-from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.signals import Stop
 
 
 class Where(TypedDict, total=False):
@@ -39,7 +39,7 @@ class Where(TypedDict, total=False):
     """So many are made at the start, each for one device; by default none."""
     ticket: Callable[[str], None]
     """Is given each ticket."""
-    patience: str
+    timeout: str
     """Silence after which a device is lost; by default "60 s"."""
     state: Path | None
     """Folder with the fleet's keys; by default ~/.local/state/isthmus/fleet."""
@@ -67,10 +67,15 @@ class HowToJoin(TypedDict, total=False):
 
 
 def serve(
-    job: Job | FederatedJob | str | Path | None = None, *, resume: bool = False, run: str | Path | None = None,
-    overrides: Mapping[str, object] = {}, observer: Observer | None = None, stop: Stop | None = None,
+    job: Job | FederatedJob | str | Path | None = None,
+    *,
+    resume: bool = False,
+    run: str | Path | None = None,
+    overrides: Mapping[str, object] = {},
+    observer: Observer | None = None,
+    stop: Stop | None = None,
     **where: Unpack[Where],
-) -> Run | FederatedResult | None:  # fmt: skip
+) -> Run | FederatedResult | None:
     """Coordinate devices that join over TLS, and train a job once all that its plan names are here.
 
     Without a job it does what is submitted, one job after another, until Ctrl-C, and returns None. A federated job
@@ -95,28 +100,41 @@ def serve(
 
 
 def join(
-    ticket: str = "", *, note: Callable[[str], None] = lambda _: None, patience: str = "60 s",
+    ticket: str = "",
+    *,
+    note: Callable[[str], None] = lambda _: None,
+    timeout: str = "60 s",
     **how: Unpack[HowToJoin],
-) -> None:  # fmt: skip
+) -> None:
     """Join a fleet and stay, ready to work, until Ctrl-C or dismissal. A ticket is needed the first time.
 
-    `note` is told one line for whatever a person may want to know. UserError for a ticket, name or device that cannot
+    `note` gets one line for whatever a person may want to know. UserError for a ticket, name or device that cannot
     be; PeerError where the coordinator refuses.
 
     >>> isthmus.join(ticket, name="desk", device="cpu", memory="4 GiB")  # doctest: +SKIP
     """
-    place = Place(data=how.get("data"), data_kinds=kinds_of(how.get("data_kinds", "")))
-    asked = Joining(
-        state=how.get("state"), name=how.get("name"), patience=patience, place=place, site=how.get("site"),
-        device=how.get("device", "auto"), devices=how.get("devices", ""), memory=how.get("memory", ""),
-    )  # fmt: skip
+    place = ProcessPlace(data=how.get("data"), data_kinds=kinds_of(how.get("data_kinds", "")))
+    asked = JoinOptions(
+        state=how.get("state"),
+        name=how.get("name"),
+        timeout=timeout,
+        place=place,
+        site=how.get("site"),
+        device=how.get("device", "auto"),
+        devices=how.get("devices", ""),
+        memory=how.get("memory", ""),
+    )
     join_as(asked, note, lambda: ticket)
 
 
 def probe(
-    *names: str, job: str | Path | None = None, device: str = "", memory: str = "",
-    note: Callable[[str], None] = lambda _: None, **where: Unpack[Where],
-) -> Fleet:  # fmt: skip
+    *names: str,
+    job: str | Path | None = None,
+    device: str = "",
+    memory: str = "",
+    note: Callable[[str], None] = lambda _: None,
+    **where: Unpack[Where],
+) -> Fleet:
     """Measure this machine's devices; or, by their names, those of a fleet and the links between them.
 
     With a `job` speeds (FLOP/s) are those of its model's first layers. `device` is one of this machine's, as "cpu";

@@ -7,8 +7,8 @@ runs/NAME/
   trace.jsonl  predicted.jsonl                    what happened, and what the simulator said would
   fitted.json                                     the fleet as its first steps showed it
   plans.json                                      each plan that was in force, and since when
-  privacy.json                                    of a run whose values leave under noise: how much they told of samples
-  losses.jsonl                                    one line per step and per evaluation
+  privacy.json                                    of a run whose values leave under noise: how much they disclosed of
+  samples losses.jsonl                                    one line per step and per evaluation
   plan.png  timeline.png  loss.png  summary.json
   given/                                          of Python objects: the samples as arrays, and the fleet
   logs/DEVICE.log                                 what each device's process wrote to standard error
@@ -29,7 +29,7 @@ from typing import TypeVar
 
 import msgspec
 
-from isthmus.api.losses import LOSSES, LossPoint, losses_in
+from isthmus.api.mean_losses import LOSSES, LossPoint, losses_in
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
@@ -100,13 +100,13 @@ class RunFolder:
         return cls(path)
 
     @contextlib.contextmanager
-    def claimed(self, patience_s: float = 0.0) -> Generator[None]:
-        """Nobody else runs in this folder meanwhile; UserError when somebody does, and has not left after `patience_s`.
+    def claimed(self, timeout_s: float = 0.0) -> Generator[None]:
+        """Nobody else runs in this folder meanwhile; UserError when somebody does, and has not left after `timeout_s`.
         What was made for it and stays empty is removed again."""
         self._made += _make(self.path)
         handle = os.open(self.path, os.O_RDONLY)
         try:
-            deadline_s = time.monotonic() + patience_s
+            deadline_s = time.monotonic() + timeout_s
             while not locked(handle):
                 if time.monotonic() >= deadline_s:
                     raise UserError(f"run folder {self.path}: another process runs in it")
@@ -120,10 +120,10 @@ class RunFolder:
 
     def begin(
         self, job: Job, fleet: Fleet, plan: Plan, start_step: int, note: Callable[[str], None] = lambda _: None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A session of the run starts. An earlier one that left its traces, or losses after `start_step`, is kept under
         `sessions/`; those losses are forgotten here, as they will be made again, and what cannot be read of them, of
-        which `note` is told. UserError when the folder cannot be written."""
+        which `note` is called. UserError when the folder cannot be written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._archive(start_step)

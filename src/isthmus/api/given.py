@@ -77,12 +77,14 @@ class Objects:
                 write_arrays(arrays, path)
         options: dict[str, object] = {key: str(path.absolute()) for key, path in paths.items() if path.is_file()}
         job = Job(
-            name=self.name, model=ModelSpec(name=give_model(self._source)), data=DataSpec(kind="npz", options=options),
+            name=self.name,
+            model=ModelSpec(name=give_model(self._source)),
+            data=DataSpec(kind="npz", options=options),
             fleet=fleet_name(given.get("fleet", "laptop"), folder),
             training=TrainingConfig(
                 steps=given.get("steps", DEFAULT_STEPS), batch_size=batch, micro_batches=micro_batches_of(batch)
             ),
-        )  # fmt: skip
+        )
         if (optimizer := given.get("optimizer")) is not None:
             job = msgspec.structs.replace(job, optimizer=read_optimizer(optimizer, self.model))
         return checked(overridden_struct(job, overrides, "job"))
@@ -136,9 +138,7 @@ def inputs_of(columns: Arrays) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def kept_folder(
-    name: str, run: Path | None, overrides: Mapping[str, object], *, resume: bool
-) -> Generator[RunFolder]:  # fmt: skip
+def kept_folder(name: str, run: Path | None, overrides: Mapping[str, object], *, resume: bool) -> Generator[RunFolder]:
     """Of a run of objects, which are written there before it begins. It goes again where nothing began."""
     parent = Path(str(overrides.get("run_dir", "runs")))
     if resume:

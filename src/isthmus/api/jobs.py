@@ -11,9 +11,9 @@ from isthmus.api.states import state_folder
 from isthmus.errors import UserError, unknown_name
 from isthmus.runtime.identity import Member
 from isthmus.runtime.identity.roster import ROSTER
-from isthmus.runtime.service.bulletin import posted
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.runtime.service.job_queue import JobQueue, Submitted, job_log
+from isthmus.runtime.service.status_file import read_status
 
 LOOK_S = 0.5
 TAIL_LINES = 40
@@ -63,7 +63,7 @@ def resume_job(wanted: str | None = None, state: Path | None = None) -> Submitte
 
 def job_lines(
     wanted: str | None = None, state: Path | None = None, *, follow: bool = False, tail: int | None = None
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """What the job said, of which `tail` is how many lines at most; with `follow` what it says, until it ends."""
     with opened(state) as (queue, folder):
         number = queue.find(wanted).number
@@ -109,10 +109,10 @@ def drain_device(device: str, state: Path | None = None) -> None:
         raise UserError(f"device {device!r}: no device has joined this fleet")
     if device not in names:
         raise unknown_name("device", device, names)
-    news = posted(fleet.folder)
-    if news is None or not news.fresh:
+    current_status = read_status(fleet.folder)
+    if current_status is None or not current_status.fresh:
         raise UserError(f"device {device!r}: no coordinator serves this fleet now: start `isthmus serve`")
-    if not any(found.name == device and found.working for found in news.devices):
+    if not any(found.name == device and found.working for found in current_status.devices):
         # The wish would be kept, and take the device out of the next run as soon as that has begun.
         raise UserError(f"device {device!r}: works for no run, so it can be ended at once; see `isthmus status`")
     fleet.drain(device)

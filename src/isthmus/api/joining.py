@@ -11,30 +11,30 @@ from pathlib import Path
 import msgspec
 
 from isthmus.accelerators import AUTO, accelerator_names, open_accelerator, resolve_accelerator
-from isthmus.api.states import patience_s as read_patience
 from isthmus.api.states import state_folder
+from isthmus.api.states import timeout_s as read_patience
 from isthmus.data import dataset_kinds
 from isthmus.data.allowed import check_kind
 from isthmus.data.callables import is_callable_name
 from isthmus.errors import IsthmusError, UserError, unknown_name
-from isthmus.federated.offer import SiteConfig, load_site
+from isthmus.federated.task_spec import SiteConfig, load_site
 from isthmus.runtime.device.island_ranks import Island, attend, island_here
-from isthmus.runtime.federated.site import RETRIES_S, SiteWorkshop
+from isthmus.runtime.federated.site_runner import RETRIES_S, SiteRunner
 from isthmus.runtime.identity import Ticket, decode_ticket, read_ticket
-from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.runtime.processes.memory_limit import limit_memory, machine_memory_bytes
 from isthmus.runtime.service.agent import Agent, Membership, join_fleet, membership_in
+from isthmus.runtime.service.device_group import run_group
 from isthmus.runtime.service.doctor import examine_device, examine_ticket
 from isthmus.runtime.service.hardware import hardware_of
 from isthmus.runtime.service.machine import Finding
-from isthmus.runtime.service.together import run_together
 from isthmus.units import parse_size
 
 Ask = Callable[[], str]
 """Gives the text of a ticket."""
 
 
-class Joining(msgspec.Struct, frozen=True, kw_only=True):
+class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What is said of a device."""
 
     state: Path | None = None
@@ -42,8 +42,8 @@ class Joining(msgspec.Struct, frozen=True, kw_only=True):
     ticket_file: Path | None = None
     name: str | None = None
     """None: the host's name."""
-    patience: str = "60 s"
-    place: Place = Place()
+    timeout: str = "60 s"
+    place: ProcessPlace = ProcessPlace()
     device: str = AUTO
     """Where it computes."""
     memory: str = ""
@@ -108,13 +108,13 @@ def part_of(accelerator: str) -> str:
     return accelerator.rpartition(":")[2]
 
 
-def join_as(joining: Joining, say: Callable[[str], None], ask: Ask) -> int:
+def join_as(joining: JoinOptions, log: Callable[[str], None], ask: Ask) -> int:
     """Until Ctrl-C or dismissal; the exit code. `ask` is called where a ticket is needed and no file has it."""
     folder = joining.state or state_folder("device")
-    patience_s = read_patience(joining.patience)
+    timeout_s = read_patience(joining.timeout)
     island = island_here(folder)
     if joining.devices:
-        return _several(joining, folder, patience_s, say, ask)
+        return _several(joining, folder, timeout_s, log, ask)
     if island is not None and joining.site is not None:
         raise UserError(f"--site: got {str(joining.site)!r} under torchrun: a site trains in one process")
     if island is not None and island.rank:
@@ -122,7 +122,7 @@ def join_as(joining: Joining, say: Callable[[str], None], ask: Ask) -> int:
         memory_bytes = joining.place.memory_bytes
         if memory_bytes is not None and accelerator.device.type == "cpu":  # a driver maps more than it uses
             limit_memory(memory_bytes // island.local)
-        attend(island, say, accelerator=accelerator)
+        attend(island, log, accelerator=accelerator)
     place = joining.place
     if island is not None:
         place = msgspec.structs.replace(
@@ -133,16 +133,16 @@ def join_as(joining: Joining, say: Callable[[str], None], ask: Ask) -> int:
     if joining.site is not None:
         config = load_site(joining.site)
         check_kind(config.data, place.data_kinds, foreign=False)
-        return _attend(config, joining, folder, patience_s, say, ask)
+        return _attend(config, joining, folder, timeout_s, log, ask)
     device = joining.device if island is None else _of_rank(joining.device, island)
     accelerator = resolve_accelerator(device, "--device")
     (found,) = hardware_of([accelerator], "--device")
     place = msgspec.structs.replace(
         place, accelerator=accelerator, hardware=found.label, memory_bytes=memory_of(joining.memory, accelerator)
     )
-    membership = _memberships(joining, {_name(joining): folder}, patience_s, ask)[0]
-    say(f"{membership.name} computes on {place.hardware}")
-    Agent(folder, membership, place, patience_s=patience_s, say=say).run()
+    membership = _memberships(joining, {_name(joining): folder}, timeout_s, ask)[0]
+    log(f"{membership.name} computes on {place.hardware}")
+    Agent(folder, membership, place, timeout_s=timeout_s, log=log).run()
     return 0
 
 
@@ -165,7 +165,7 @@ def _of_rank(device: str, island: Island) -> str:
     return here[island.number]
 
 
-def _several(joining: Joining, folder: Path, patience_s: float, say: Callable[[str], None], ask: Ask) -> int:
+def _several(joining: JoinOptions, folder: Path, timeout_s: float, log: Callable[[str], None], ask: Ask) -> int:
     """As `join`, with a device for each accelerator."""
     others = {"--site": joining.site is not None, "--device": joining.device != AUTO}
     others["torchrun"] = "WORLD_SIZE" in os.environ
@@ -174,44 +174,47 @@ def _several(joining: Joining, folder: Path, patience_s: float, say: Callable[[s
     chosen = accelerators_of(joining.devices)
     hardware = hardware_of(list(chosen.values()), "--devices")
     folders = {f"{_name(joining)}/{part}": folder / part for part in chosen}
-    memberships = _memberships(joining, folders, patience_s, ask)
+    memberships = _memberships(joining, folders, timeout_s, ask)
     agents: dict[str, Agent] = {}
     place = joining.place
     for number, (at, membership, found) in enumerate(zip(folders.values(), memberships, hardware, strict=True)):
         own = msgspec.structs.replace(
-            place, accelerator=found.accelerator, hardware=found.label, port=place.port and place.port + number,
+            place,
+            accelerator=found.accelerator,
+            hardware=found.label,
+            port=place.port and place.port + number,
             memory_bytes=memory_of(joining.memory, found.accelerator),
-        )  # fmt: skip
+        )
         name = membership.name
-        say(f"{name} computes on {own.hardware}")
-        agents[name] = Agent(at, membership, own, patience_s=patience_s, say=partial(_say_of, say, name))
-    run_together(agents, say)
+        log(f"{name} computes on {own.hardware}")
+        agents[name] = Agent(at, membership, own, timeout_s=timeout_s, log=partial(_log_of, log, name))
+    run_group(agents, log)
     return 0
 
 
-def _say_of(say: Callable[[str], None], name: str, text: str) -> None:
-    say(f"{name}: {text}")
+def _log_of(log: Callable[[str], None], name: str, text: str) -> None:
+    log(f"{name}: {text}")
 
 
 def _attend(
-    config: SiteConfig, joining: Joining, folder: Path, patience_s: float, say: Callable[[str], None], ask: Ask
-) -> int:  # fmt: skip
+    config: SiteConfig, joining: JoinOptions, folder: Path, timeout_s: float, log: Callable[[str], None], ask: Ask
+) -> int:
     """As `join`, as a site: this process trains, and ends when it cannot do what the coordinator asks for."""
-    membership = _memberships(joining, {_name(joining): folder}, patience_s, ask)[0]
+    membership = _memberships(joining, {_name(joining): folder}, timeout_s, ask)[0]
     failures: list[IsthmusError] = []
 
     def fail(error: IsthmusError) -> None:
         failures.append(error)
         agent.stop()
 
-    workshop = SiteWorkshop(config, membership.name, folder, say=say, fail=fail)
+    run_starter = SiteRunner(config, membership.name, folder, log=log, fail=fail)
     agent = Agent(
-        folder, membership, joining.place, patience_s=patience_s, say=say, workshop=workshop, retries_s=RETRIES_S
+        folder, membership, joining.place, timeout_s=timeout_s, log=log, run_starter=run_starter, retries_s=RETRIES_S
     )
     try:
         agent.run()
     finally:
-        workshop.leave()
+        run_starter.leave()
     if failures:
         raise failures[0]
     return 0
@@ -222,18 +225,16 @@ def examined(folder: Path, ticket_file: Path | None) -> list[Finding]:
     return examine_device(folder) if ticket_file is None else examine_ticket(read_ticket(ticket_file))
 
 
-def _name(joining: Joining) -> str:
+def _name(joining: JoinOptions) -> str:
     """Of the machine."""
     return joining.name or platform.node()
 
 
-def _memberships(
-    joining: Joining, folders: Mapping[str, Path], patience_s: float, ask: Ask
-) -> list[Membership]:
+def _memberships(joining: JoinOptions, folders: Mapping[str, Path], timeout_s: float, ask: Ask) -> list[Membership]:
     """Those that the folders of devices hold, by name, unless a ticket for another is given."""
     held = {name: membership_in(folder) for name, folder in folders.items()}
     wanted = {name: folders[name] for name in folders if held[name] is None or joining.ticket_file is not None}
-    made = join_fleet(_ticket(joining, ask), wanted, patience_s) if wanted else {}
+    made = join_fleet(_ticket(joining, ask), wanted, timeout_s) if wanted else {}
     found: list[Membership] = []
     for name, folder in folders.items():
         membership = made.get(name) or held[name]
@@ -247,5 +248,5 @@ def _memberships(
     return found
 
 
-def _ticket(joining: Joining, ask: Ask) -> Ticket:
+def _ticket(joining: JoinOptions, ask: Ask) -> Ticket:
     return read_ticket(joining.ticket_file) if joining.ticket_file is not None else decode_ticket(ask())

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.api.states import PORT, patience_s, state_folder
+from isthmus.api.states import PORT, state_folder, timeout_s
 from isthmus.errors import UserError
+from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.fleet_state import Addresses, FleetState
-from isthmus.runtime.service.service import Service
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     """HOST or HOST:PORT by which devices reach it; none: `host`."""
     tickets: int = 0
     """So many are made at the start."""
-    patience: str = "60 s"
+    timeout: str = "60 s"
     """Silence after which a device is lost."""
     state: Path | None = None
     """Folder with the fleet's keys; none: ~/.local/state/isthmus/fleet."""
@@ -36,20 +36,20 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @contextlib.contextmanager
-def serving_fleet(serving: Serving, say: Callable[[str], None]) -> Generator[Service]:
+def serving_fleet(serving: Serving, log: Callable[[str], None]) -> Generator[FleetCoordinator]:
     """A service that listens."""
     fleet = FleetState(serving.state or state_folder("fleet"))
     with (
         fleet.served(),
-        Service(fleet, serving.host, serving.port, patience_s=patience_s(serving.patience), say=say) as service,
+        FleetCoordinator(fleet, serving.host, serving.port, timeout_s=timeout_s(serving.timeout), log=log) as service,
     ):
         fleet.listens_at(_addresses(serving, service.port))
         service.start()
-        say(f"listening on {serving.host}:{service.port} with TLS; state folder {fleet.folder}")
+        log(f"listening on {serving.host}:{service.port} with TLS; state folder {fleet.folder}")
         for _ in range(serving.tickets):
             serving.ticket(fleet.ticket())
         if serving.tickets:
-            say("each ticket lets one machine join, within 24 hours: `isthmus join` asks for it")
+            log("each ticket lets one machine join, within 24 hours: `isthmus join` asks for it")
         yield service
 
 

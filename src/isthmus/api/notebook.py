@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from isthmus.api.html import table_of
-from isthmus.api.observing import Observer, Silent, StepDone
+from isthmus.api.observer import Observer, Silent, StepDone
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.plans import Plan

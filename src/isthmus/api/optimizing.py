@@ -80,5 +80,3 @@ def _number(value: object) -> float:
 def _exactly(name: str) -> str:
     """A pattern that this name alone matches."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
-
-

@@ -8,32 +8,32 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.api.calibrating import fitted_text
+from isthmus.api.calibration import fitted_text
 from isthmus.api.folder import RunFolder
-from isthmus.api.observing import Observer
-from isthmus.api.planning import fleet_for, plan_for, predict_periods
+from isthmus.api.make_plan import fleet_for, plan_for, predict_periods
+from isthmus.api.observer import Observer
 from isthmus.api.runs import Run, finite_points, loss_unit
-from isthmus.api.searching import searched
-from isthmus.api.watching import LoadedHooks, Watch
+from isthmus.api.search import searched
+from isthmus.api.watch import LoadedHooks, Watch
 from isthmus.data.description import difference
 from isthmus.data.joined import joined_descriptions
 from isthmus.errors import Interrupted, UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
-from isthmus.job import Job, Prepared, described_in, keep_prepared, kept_prepared, prepare, terms_of
+from isthmus.job import Job, Prepared, constraints_of, described_in, keep_prepared, kept_prepared, prepare
 from isthmus.plans import Plan
 from isthmus.protocol.drift import fit_fleet
 from isthmus.report import draw_loss, draw_plan, draw_timeline, during, last_period, memory_use, run_summary
-from isthmus.runtime.conducting.crew import Crew, LocalCrew
-from isthmus.runtime.conducting.holders import Holders, agreed
-from isthmus.runtime.conducting.leaving import leaving_text
-from isthmus.runtime.conducting.places import local_places
-from isthmus.runtime.conducting.record import Record, read_record
-from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome
-from isthmus.runtime.conducting.run import train as run_training
-from isthmus.runtime.conducting.script import Outcome
-from isthmus.runtime.conducting.stages import readers
-from isthmus.runtime.processes.interrupting import Stop
+from isthmus.runtime.coordinator.activation_privacy import protection_text
+from isthmus.runtime.coordinator.backend import Backend, LocalBackend
+from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
+from isthmus.runtime.coordinator.local_devices import local_places
+from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, read_record
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome
+from isthmus.runtime.coordinator.run import train as run_training
+from isthmus.runtime.coordinator.run_callbacks import Outcome
+from isthmus.runtime.coordinator.stages import readers
+from isthmus.runtime.processes.signals import Stop
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import newest_whole_checkpoint, read_manifest
 from isthmus.units import format_duration
@@ -46,7 +46,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     run: Path | None = None
     plan: Path | None = None
     """A plan document to follow."""
-    crew: Crew | None = None
+    backend: Backend | None = None
     """Devices of a fleet, at their own speed; None: a process for each device here, emulated as the job says."""
     again: str = "--resume"
     """What a person has to say for the run to go on."""
@@ -78,11 +78,15 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
         where = f"after step {start_step}" if checkpoint is not None else "from the start: nothing was saved yet"
         observer.note(f"going on with {folder.path} {where}")
     fleet = fleet_for(job)
-    crew = choices.crew or LocalCrew(starts_again=True, places=local_places(job.runtime.device, fleet.names))
-    holders = Holders(
-        crew.asks(stop), job.data, terms_of(job, fleet).data_holders or fleet.names, heldout=job.evaluates,
-        alike=not job.plan.feeders, note=observer.note,
-    )  # fmt: skip
+    backend = choices.backend or LocalBackend(starts_again=True, places=local_places(job.runtime.device, fleet.names))
+    holders = DataHolders(
+        backend.asks(stop),
+        job.data,
+        constraints_of(job, fleet).data_holders or fleet.names,
+        heldout=job.evaluates,
+        alike=not job.plan.feeders,
+        note=observer.note,
+    )
     prepared = _prepared(job, folder, holders, observer, in_its_middle=record is not None)
     kept = choices.plan or folder.plan_to_keep(job, fleet)
     believed = folder.fitted(fleet) if choices.resume else None
@@ -92,7 +96,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
     plan = record.plan if record is not None else searched(observer, stop, lambda: plan_for(prepared, planned_on, kept))
     prepared = prepared.cut_into(plan.micro_batches)
     observer.planned(plan, planned_on, prepared.captured.train)
-    for line in leaving_text(prepared, plan, planned_on):
+    for line in protection_text(prepared, plan, planned_on):
         observer.note(line)
     observer.note(f"run folder: {folder.path}")
     holders.ask(readers(plan, prepared.captured, evaluates=job.evaluates))
@@ -104,7 +108,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
         folder.keep_described(holders.described)
         if record is None:  # else devices are waiting, and it was all done before
             folder.graph.write_bytes(encode(prepared.captured.train))
-            if choices.crew is not None:
+            if choices.backend is not None:
                 keep_prepared(prepared, folder.captured)
             draw_plan(plan, fleet, folder.plan_picture)
 
@@ -112,13 +116,19 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
     observer.began(plan)
     try:
         outcome = run_training(
-            prepared, plan, fleet, folder.path,
-            msgspec.structs.replace(_options(prepared, crew, holders, checkpoint, record, believed), stop=stop),
+            prepared,
+            plan,
+            fleet,
+            folder.path,
+            msgspec.structs.replace(_options(prepared, backend, holders, checkpoint, record, believed), stop=stop),
             Watcher(
-                accepted=begin, advanced=watch.advanced, saved=watch.saved, rolled_back=watch.rolled_back,
+                accepted=begin,
+                advanced=watch.advanced,
+                saved=watch.saved,
+                rolled_back=watch.rolled_back,
                 noted=observer.note,
             ),
-        )  # fmt: skip
+        )
     finally:
         observer.ended()
     if record is not None:
@@ -141,17 +151,19 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
     return run
 
 
-def _left_in_its_middle(folder: RunFolder, choices: Choices) -> Record | None:
+def _left_in_its_middle(folder: RunFolder, choices: Choices) -> RecoveryRecord | None:
     """What is known of a run that devices may be at work for still."""
-    if not choices.resume or choices.crew is None:
+    if not choices.resume or choices.backend is None:
         return None
     record = read_record(folder.path)
     if record is not None:
-        choices.crew.expects(record.run)
+        choices.backend.expects_reconnect(record.run)
     return record
 
 
-def _prepared(job: Job, folder: RunFolder, holders: Holders, observer: Observer, *, in_its_middle: bool) -> Prepared:
+def _prepared(
+    job: Job, folder: RunFolder, holders: DataHolders, observer: Observer, *, in_its_middle: bool
+) -> Prepared:
     """The model, captured from what holders say of the data: none are opened here. Devices of a run that was left in
     its middle go on with the graphs that they have."""
     if in_its_middle and (found := kept_prepared(job, folder.captured)) is not None:
@@ -166,20 +178,29 @@ def _prepared(job: Job, folder: RunFolder, holders: Holders, observer: Observer,
 
 
 def _options(
-    prepared: Prepared, crew: Crew, holders: Holders, checkpoint: Path | None, record: Record | None,
+    prepared: Prepared,
+    backend: Backend,
+    holders: DataHolders,
+    checkpoint: Path | None,
+    record: RecoveryRecord | None,
     believed: Fleet | None,
-) -> RunOptions:  # fmt: skip
+) -> RunOptions:
     # The numbers follow from how a batch is cut: that stays as it is.
     kept = msgspec.structs.replace(prepared.job.plan, micro_batches=())
     again = msgspec.structs.replace(prepared, job=msgspec.structs.replace(prepared.job, plan=kept))
     replan = partial(_plan_again, again, holders)
     return RunOptions(
-        emulate=not crew.outlives and prepared.job.runtime.emulate, resume_from=checkpoint, crew=crew, record=record,
-        replan=replan, believed=believed, holders=holders,
-    )  # fmt: skip
+        emulate=not backend.survives_coordinator and prepared.job.runtime.emulate,
+        resume_from=checkpoint,
+        backend=backend,
+        record=record,
+        replan=replan,
+        believed=believed,
+        holders=holders,
+    )
 
 
-def _plan_again(prepared: Prepared, holders: Holders, fleet: Fleet) -> Plan:
+def _plan_again(prepared: Prepared, holders: DataHolders, fleet: Fleet) -> Plan:
     """In which those alone read data whose data are known to be the run's. UserError where that cannot be."""
     while True:
         plan = plan_for(prepared, fleet)

@@ -12,15 +12,15 @@ from typing import TypedDict, Unpack, cast
 import msgspec
 from torch import Tensor, nn
 
-from isthmus.api.comparing import compare_planners
-from isthmus.api.explaining import plan_job
+from isthmus.api.comparison import compare_planners
+from isthmus.api.explanation import plan_job
 from isthmus.api.given import fleet_name, micro_batches_of
-from isthmus.api.observing import Observer, Silent
-from isthmus.api.overriding import job_of
-from isthmus.api.planning import HEADER_BYTES, make
-from isthmus.api.searching import searched
-from isthmus.api.simulating import simulate_job
-from isthmus.api.verifying import verify_plan
+from isthmus.api.job_overrides import job_of
+from isthmus.api.make_plan import HEADER_BYTES, make
+from isthmus.api.observer import Observer, Silent
+from isthmus.api.search import searched
+from isthmus.api.simulation import simulate_job
+from isthmus.api.verification import verify_plan
 from isthmus.data import ColumnSpec, DataSpec
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
@@ -32,7 +32,7 @@ from isthmus.overrides import overridden_struct
 from isthmus.plans import Plan, load_plan
 from isthmus.protocol import RunSpec
 from isthmus.report import Comparison
-from isthmus.runtime.processes.interrupting import Stop
+from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import SimulationOptions
 from isthmus.simulator import simulate as simulate_plan
 from isthmus.trace import Trace
@@ -54,10 +54,14 @@ class HowToPlan(TypedDict, total=False):
 
 
 def plan(
-    what: Job | str | Path | nn.Module, fleet: Fleet | str | Path | None = None, *,
-    overrides: Mapping[str, object] = {}, observer: Observer | None = None, stop: Stop | None = None,
+    what: Job | str | Path | nn.Module,
+    fleet: Fleet | str | Path | None = None,
+    *,
+    overrides: Mapping[str, object] = {},
+    observer: Observer | None = None,
+    stop: Stop | None = None,
     **how: Unpack[HowToPlan],
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Which device gets which part of a model, how messages travel, and how long a step will take.
 
     `what` is a job (a file or a `Job`), or a module with example `inputs`. A module whose forward returns no scalar
@@ -84,9 +88,14 @@ def plan(
 
 
 def simulate(
-    what: Plan | Job | str | Path, fleet: Fleet | str | Path | None = None, *, steps: int = STEPS,
-    overrides: Mapping[str, object] = {}, observer: Observer | None = None, stop: Stop | None = None,
-) -> Trace:  # fmt: skip
+    what: Plan | Job | str | Path,
+    fleet: Fleet | str | Path | None = None,
+    *,
+    steps: int = STEPS,
+    overrides: Mapping[str, object] = {},
+    observer: Observer | None = None,
+    stop: Stop | None = None,
+) -> Trace:
     """The plan on a virtual clock: the machines of a real run, with modelled durations.
 
     `what` is a `Plan`, which needs the fleet that it was made for, or a job, which is planned first. A trace's times
@@ -114,9 +123,13 @@ def simulate(
 
 
 def compare(
-    job: Job | str | Path, planners: str | Sequence[str] = "all", *, overrides: Mapping[str, object] = {},
-    observer: Observer | None = None, stop: Stop | None = None,
-) -> Comparison:  # fmt: skip
+    job: Job | str | Path,
+    planners: str | Sequence[str] = "all",
+    *,
+    overrides: Mapping[str, object] = {},
+    observer: Observer | None = None,
+    stop: Stop | None = None,
+) -> Comparison:
     """The plans of several planners side by side, best first, each simulated; a planner that finds none has its reason
     in its row. UserError for an unknown planner, and where none finds a plan.
 
@@ -194,10 +207,13 @@ def _job_of_module(
     samples = DataDescription(columns=columns, train=batch)
     name = type(module).__name__.lower()
     job = Job(
-        name=name, model=ModelSpec(name=give_model(wrapped)), data=DataSpec(kind="npz", options={"path": "inputs"}),
-        fleet=fleet_name(fleet, folder), planner=how.get("planner", "auto"),
+        name=name,
+        model=ModelSpec(name=give_model(wrapped)),
+        data=DataSpec(kind="npz", options={"path": "inputs"}),
+        fleet=fleet_name(fleet, folder),
+        planner=how.get("planner", "auto"),
         training=TrainingConfig(batch_size=batch, micro_batches=micro_batches_of(batch)),
-    )  # fmt: skip
+    )
     return checked(overridden_struct(job, overrides, "plan")), samples
 
 

@@ -15,10 +15,10 @@ from isthmus.errors import UserError
 from isthmus.federated.job import is_federated
 from isthmus.fleet import Fleet
 from isthmus.job import Job, load_job, prepare
-from isthmus.runtime.processes.launcher import Place
-from isthmus.runtime.service.first_layers import question
+from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.runtime.service.fleet_probe import NO_JOB, probe_fleet
 from isthmus.runtime.service.hardware import hardware_of
+from isthmus.runtime.service.layer_questions import speed_question
 from isthmus.runtime.service.local_probe import probe_machine
 
 
@@ -35,20 +35,20 @@ class Probing(msgspec.Struct, frozen=True, kw_only=True):
     """What may be taken of each of this machine's."""
 
 
-def probe_devices(asked: Probing, serving: Serving, say: Callable[[str], None]) -> Fleet:
+def probe_devices(asked: Probing, serving: Serving, log: Callable[[str], None]) -> Fleet:
     """Measured, with the links between them."""
     if asked.names and (asked.device or asked.devices or asked.memory):
         option = "--device" if asked.device else "--devices" if asked.devices else "--memory"
         raise UserError(f"{option}: it is for this machine, expected it without names of devices that joined")
     places = {} if asked.names else _places(asked)
     job = None if asked.job is None else _job(asked.job)
-    compute = NO_JOB if job is None else question(prepare(job))
+    compute = NO_JOB if job is None else speed_question(prepare(job))
     description = "" if job is None else _described(job)
     if not asked.names:
-        return probe_machine(platform.node(), places, say, compute, description)
-    with serving_fleet(serving, say) as service:
+        return probe_machine(platform.node(), places, log, compute, description)
+    with serving_fleet(serving, log) as service:
         service.wait_for(asked.names)
-        return probe_fleet(service, asked.names, say, compute, description)
+        return probe_fleet(service, asked.names, log, compute, description)
 
 
 def _job(path: Path) -> Job:
@@ -67,7 +67,7 @@ def _described(job: Job) -> str:
     )
 
 
-def _places(asked: Probing) -> dict[str, Place]:
+def _places(asked: Probing) -> dict[str, ProcessPlace]:
     """By the names that `isthmus join --devices` would give them. UserError for one that is not here."""
     if asked.device and asked.devices:
         raise UserError("--devices: got it beside --device, expected one of the two")
@@ -80,9 +80,10 @@ def _places(asked: Probing) -> dict[str, Place]:
         chosen = {part_of(name): name for name in ("cpu", *accelerator_names())}
     found = hardware_of(list(chosen.values()), "--device" if asked.device else "--devices")
     return {
-        f"{platform.node()}/{part}": Place(
-            accelerator=hardware.accelerator, hardware=hardware.label,
+        f"{platform.node()}/{part}": ProcessPlace(
+            accelerator=hardware.accelerator,
+            hardware=hardware.label,
             memory_bytes=memory_of(asked.memory, hardware.accelerator),
         )
         for part, hardware in zip(chosen, found, strict=True)
-    }  # fmt: skip
+    }

@@ -15,16 +15,16 @@ import msgspec
 
 from isthmus.api.federating import FederatedChoices, deploy
 from isthmus.api.folder import RunFolder
-from isthmus.api.observing import Observer
+from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Choices, run_job
 from isthmus.errors import IsthmusError, UserError
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
-from isthmus.plain import plain
 from isthmus.runtime.identity.database import StoreError
-from isthmus.runtime.processes.interrupting import Stop
+from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.job_queue import JobQueue, State, Submitted, job_log
-from isthmus.runtime.service.service import Service
+from isthmus.sanitize import sanitize
 
 LOOK_S = 0.5
 """How often to look into the queue."""
@@ -37,46 +37,46 @@ Result = TypeVar("Result")
 
 
 def run_queue(
-    service: Service, queue: JobQueue, state_folder: Path, say: Callable[[str], None], logged: Logged
-) -> None:  # fmt: skip
+    service: FleetCoordinator, queue: JobQueue, state_folder: Path, log: Callable[[str], None], logged: Logged
+) -> None:
     """Returns once Ctrl-C came while a job ran; raises KeyboardInterrupt where it comes between jobs."""
     with queue.served():
         while True:
-            job = _stored(queue.begin, say)
+            job = _stored(queue.begin, log)
             if job is None:
                 threading.Event().wait(LOOK_S)
                 continue
-            say(f"job {job.number} ({job.name}) begins")
+            log(f"job {job.number} ({job.name}) begins")
             stop, stopped = Stop(), threading.Event()
             try:
                 opened = partial(_opened, state_folder, job, logged)
                 state, detail = _carried_out(job, service, queue, opened, stop, stopped)
             except OSError as e:  # of its log: a full disk, say. The others, and whoever waits, are not to suffer
-                state, detail = "failed", plain(f"its log cannot be written: {e.strerror or e}")
-            _stored(partial(queue.end, job.number, state, detail), say)
-            say(f"job {job.number} ({job.name}): {state}{': ' if detail else ''}{detail}")
+                state, detail = "failed", sanitize(f"its log cannot be written: {e.strerror or e}")
+            _stored(partial(queue.end, job.number, state, detail), log)
+            log(f"job {job.number} ({job.name}): {state}{': ' if detail else ''}{detail}")
             if state == "queued" or (stop.requested and not stopped.is_set()):
                 return  # also where the job was over, or failed, as Ctrl-C came
 
 
-def _stored(act: Callable[[], Result], say: Callable[[str], None]) -> Result:
+def _stored(act: Callable[[], Result], log: Callable[[str], None]) -> Result:
     """What it returns, as soon as the disk takes it: a full one must not end the coordinator, whose devices wait."""
-    said_s = -math.inf
+    logged_s = -math.inf
     while True:
         try:
             return act()
         except StoreError as e:
             if not e.passes:
                 raise
-            if time.monotonic() - said_s >= REMIND_S:
-                said_s = time.monotonic()
-                say(f"{e}; trying again every {LOOK_S:g} s")
+            if time.monotonic() - logged_s >= REMIND_S:
+                logged_s = time.monotonic()
+                log(f"{e}; trying again every {LOOK_S:g} s")
             time.sleep(LOOK_S)
 
 
 def _carried_out(
-    job: Submitted, service: Service, queue: JobQueue, opened: Opened, stop: Stop, stopped: threading.Event
-) -> tuple[State, str]:  # fmt: skip
+    job: Submitted, service: FleetCoordinator, queue: JobQueue, opened: Opened, stop: Stop, stopped: threading.Event
+) -> tuple[State, str]:
     """What becomes of it, and why. `stopped` is set when somebody did not want it any more."""
     with opened() as observer:
         outcome = ""
@@ -84,12 +84,12 @@ def _carried_out(
             with _where_submitted(job), _watched(stop, lambda: queue.is_unwanted(job.number), stopped):
                 outcome = _run(job, service, queue, observer, stop)
         except IsthmusError as e:
-            reason = plain(str(e))
+            reason = sanitize(str(e))
         except KeyboardInterrupt as e:  # before or after what would have taken it to a good end
             observer.note(str(e))
             outcome, reason = "interrupted", ""
         except Exception as e:  # one job's fault, or ours: the others shall run all the same
-            reason = plain(f"internal: {type(e).__name__}: {e}")
+            reason = sanitize(f"internal: {type(e).__name__}: {e}")
         else:
             reason = ""
         if reason:
@@ -120,7 +120,7 @@ def _where_submitted(job: Submitted) -> Generator[None]:
         yield
 
 
-def _run(job: Submitted, service: Service, queue: JobQueue, observer: Observer, stop: Stop) -> str:
+def _run(job: Submitted, service: FleetCoordinator, queue: JobQueue, observer: Observer, stop: Stop) -> str:
     again = f"`isthmus resume {job.number}`"
     if job.kind == "federated":
         made = msgspec.json.decode(job.document, type=FederatedJob)
@@ -129,7 +129,7 @@ def _run(job: Submitted, service: Service, queue: JobQueue, observer: Observer, 
         return deploy(made, choices, lambda _: contextlib.nullcontext(service), observer, stop).outcome
     made = msgspec.json.decode(job.document, type=Job)
     folder = _folder(job, made.run_dir, queue)
-    choices = Choices(resume=folder.begun, run=folder.path, crew=service, again=again)
+    choices = Choices(resume=folder.begun, run=folder.path, backend=service, again=again)
     return run_job(made, choices, observer, stop).outcome
 
 

@@ -11,13 +11,13 @@ from torch import nn
 
 from isthmus.api.folder import RunFolder
 from isthmus.api.html import picture_of, table_of
-from isthmus.api.losses import LossPoint
+from isthmus.api.mean_losses import LossPoint
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job
 from isthmus.models.given import is_with_loss
-from isthmus.plans import Plan, PlanPeriod, Spent, read_spent
+from isthmus.plans import Plan, PlanPeriod, PrivacySpent, read_spent
 from isthmus.report import ComparisonSummary
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, newest_checkpoint, read_manifest
@@ -102,8 +102,8 @@ class Run:
         return msgspec.json.decode(path.read_bytes(), type=ComparisonSummary) if path.is_file() else None
 
     @property
-    def privacy(self) -> Spent | None:
-        """What messages told of samples; None where no noise covers them."""
+    def privacy(self) -> PrivacySpent | None:
+        """What messages disclosed of samples; None where no noise covers them."""
         return read_spent(self.path)
 
     @property

@@ -13,11 +13,11 @@ PORT = 7433
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.1, 86400.0
 
 
-def patience_s(text: str) -> float:
-    """Of --patience. UserError for one that no socket could wait, as none or ages."""
-    found = parse_duration(text, "--patience")
+def timeout_s(text: str) -> float:
+    """Of --timeout. UserError for one that no socket could wait, as none or ages."""
+    found = parse_duration(text, "--timeout")
     if not LEAST_PATIENCE_S <= found <= MOST_PATIENCE_S:
-        raise UserError(f"--patience: got {text!r}, expected 0.1 s to 1 day")
+        raise UserError(f"--timeout: got {text!r}, expected 0.1 s to 1 day")
     return found
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.api.losses import losses_in
+from isthmus.api.mean_losses import losses_in
 from isthmus.documents import read_lines
 from isthmus.plans import read_spent
-from isthmus.runtime.service.bulletin import Bulletin, LinkNews, posted
 from isthmus.runtime.service.job_queue import JobQueue, Submitted
-from isthmus.runtime.transport.relayed import RelayedLink
+from isthmus.runtime.service.status_file import CoordinatorStatus, LinkStatus, read_status
+from isthmus.runtime.transport.relay_status import RelayedLink
 
-__all__ = ["LinkNews", "Progressed", "RelayedLink", "Status", "progressed", "status_of"]
+__all__ = ["LinkStatus", "Progressed", "RelayedLink", "Status", "progressed", "status_of"]
 
 
 class Progressed(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +26,7 @@ class Progressed(msgspec.Struct, frozen=True, kw_only=True):
     of: int
     loss: float | None
     privacy: str = ""
-    """What its messages have told of samples, where noise covers them."""
+    """What its messages have reported samples, where noise covers them."""
 
 
 class _Evaluated(msgspec.Struct, frozen=True):
@@ -40,7 +40,7 @@ class _Round(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    coordinator: Bulletin | None
+    coordinator: CoordinatorStatus | None
     """None when none serves the folder."""
     running: Progressed | None
     waiting: tuple[int, ...]
@@ -48,11 +48,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def status_of(queue: JobQueue, folder: Path) -> Status:
-    news = posted(folder)
+    current_status = read_status(folder)
     jobs = queue.jobs()
     running = next((job for job in jobs if job.state == "running"), None)
     return Status(
-        coordinator=news if news is not None and news.fresh else None,
+        coordinator=current_status if current_status is not None and current_status.fresh else None,
         running=progressed(running) if running is not None else None,
         waiting=tuple(job.number for job in jobs if job.state == "queued"),
     )
@@ -66,13 +66,21 @@ def progressed(job: Submitted) -> Progressed:
         rounds = read_lines(folder / "rounds.jsonl", _Round) if job.folder else []
         evaluated = [line.evaluation.loss for line in rounds if line.evaluation is not None]
         return Progressed(
-            job=job.number, name=job.name, unit="rounds", done=len(rounds), of=document["federated"]["rounds"],
+            job=job.number,
+            name=job.name,
+            unit="rounds",
+            done=len(rounds),
+            of=document["federated"]["rounds"],
             loss=evaluated[-1] if evaluated else None,
-        )  # fmt: skip
+        )
     points = [p for p in losses_in(folder) if p.split == "train"] if job.folder else []
     spent = read_spent(folder) if job.folder else None
     return Progressed(
         privacy=str(spent) if spent is not None else "",
-        job=job.number, name=job.name, unit="steps", done=points[-1].step if points else 0,
-        of=document["training"]["steps"], loss=points[-1].loss if points else None,
-    )  # fmt: skip
+        job=job.number,
+        name=job.name,
+        unit="steps",
+        done=points[-1].step if points else 0,
+        of=document["training"]["steps"],
+        loss=points[-1].loss if points else None,
+    )

@@ -1,5 +1,5 @@
 """How a run is asked to end."""
 
-from isthmus.runtime.processes.interrupting import Stop, terminable
+from isthmus.runtime.processes.signals import Stop, terminable
 
 __all__ = ["Stop", "terminable"]

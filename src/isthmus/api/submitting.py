@@ -13,7 +13,7 @@ from isthmus.errors import unknown_name
 from isthmus.federated.job import FederatedJob, check_deployment
 from isthmus.job import Job, fleet_of
 from isthmus.models import model_names
-from isthmus.runtime.service.bulletin import posted
+from isthmus.runtime.service.status_file import read_status
 
 
 class Handed(NamedTuple):
@@ -37,5 +37,5 @@ def submit_job(job: Job | FederatedJob, state: Path | None = None) -> Handed:
         kind = "federated" if isinstance(job, FederatedJob) else "pipeline"
         number = queue.submit(job.name, kind, msgspec.json.encode(job), Path.cwd())
         waiting = [j for j in queue.jobs() if j.state in ("queued", "running") and j.number != number]
-        news = posted(folder)
-        return Handed(number, len(waiting), served=news is not None and news.fresh)
+        current_status = read_status(folder)
+        return Handed(number, len(waiting), served=current_status is not None and current_status.fresh)

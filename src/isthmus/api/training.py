@@ -10,22 +10,28 @@ from typing import Unpack
 
 from isthmus.api.folder import GIVEN
 from isthmus.api.given import Given, Objects, kept_folder
+from isthmus.api.job_overrides import job_of
 from isthmus.api.notebook import default_observer
-from isthmus.api.observing import Observer
-from isthmus.api.overriding import job_of
+from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Choices, run_job
 from isthmus.api.runs import Run
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.plans import Plan, save_plan
-from isthmus.runtime.processes.interrupting import Stop
+from isthmus.runtime.processes.signals import Stop
 
 
 def train(
-    job: Job | str | Path | None = None, *, resume: bool = False, run: str | Path | None = None,
-    plan: Plan | str | Path | None = None, overrides: Mapping[str, object] = {}, observer: Observer | None = None,
-    stop: Stop | None = None, **given: Unpack[Given],
-) -> Run:  # fmt: skip
+    job: Job | str | Path | None = None,
+    *,
+    resume: bool = False,
+    run: str | Path | None = None,
+    plan: Plan | str | Path | None = None,
+    overrides: Mapping[str, object] = {},
+    observer: Observer | None = None,
+    stop: Stop | None = None,
+    **given: Unpack[Given],
+) -> Run:
     """Plan, train over one process per device, and compare what was predicted with what was measured.
 
     `job` is a job file or a `Job`; without one the run is of Python objects: `model` and `data`, with `loss`, `fleet`,
@@ -58,9 +64,7 @@ def train(
         objects = Objects(given)
         folder = files.enter_context(kept_folder(objects.name, where, overrides, resume=resume))
         made = objects.job(folder.path / GIVEN, overrides)
-        return run_job(
-            made, Choices(resume=resume, run=folder.path, plan=document, again="resume=True"), told, stop
-        )  # fmt: skip
+        return run_job(made, Choices(resume=resume, run=folder.path, plan=document, again="resume=True"), told, stop)
 
 
 @contextlib.contextmanager

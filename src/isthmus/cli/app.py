@@ -1,4 +1,4 @@
-"""The command line. stdout is data, stderr is progress and errors; NO_COLOR is honoured."""
+"""The command line. stdout is data, stderr is progress and errors; NO_COLOR is respected."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, cast
 import typer
 
 from isthmus.api.stopping import terminable
-from isthmus.cli.later import Later
 from isthmus.cli.lazy import lazy_app
+from isthmus.cli.lazy_import import LazyImport
 from isthmus.errors import InternalError, IsthmusError, UserError
-from isthmus.plain import plain
+from isthmus.sanitize import sanitize
 
 if TYPE_CHECKING:
     from isthmus import extensions
 else:
-    extensions = Later("isthmus.extensions")
+    extensions = LazyImport("isthmus.extensions")
 
 COMMANDS = {
-    "starting": {
+    "first_files": {
         "init": "Write a job, a fleet and a model of your own to begin with. Asks what no option says, on a terminal.",
         "example": "Copy an example into this folder.",
     },
@@ -33,7 +33,7 @@ COMMANDS = {
         "describe-data": "Say what a job's data are like, without showing them: for a machine that plans and has none.",
         "train": "Plan, train over one process per device, compare what was predicted with what was measured.",
     },
-    "listing": {
+    "lists": {
         "topologies": "List the built-in fleets.",
         "planners": "List the planners.",
         "models": "List the models that a job can name.",
@@ -99,7 +99,7 @@ def main() -> None:
         if isinstance(e, ModuleNotFoundError):
             missing = extensions.what_is_missing(_called(arguments), e)
             e = e if missing is None else UserError(missing)
-        sys.stderr.write(f"error: {_told(e)}\n")  # at once: threads may still speak, and `print` writes twice
+        sys.stderr.write(f"error: {_message_of(e)}\n")  # at once: threads may still speak, and `print` writes twice
         family = UserError if isinstance(e, OSError) else InternalError
         code = e.exit_code if isinstance(e, IsthmusError) else family.exit_code
     if code == 130 and any(thread.name == "planning" for thread in threading.enumerate()):
@@ -122,11 +122,11 @@ def _called(arguments: list[str]) -> str:
     return " ".join(["isthmus", *(word for word in arguments[:1] if word in known)])
 
 
-def _told(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     """One line, without what could steer a terminal: messages quote files and other parties."""
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
     elif not isinstance(error, IsthmusError | OSError):
         text = f"internal: {type(error).__name__}: {error} (--debug shows where)"
-    return plain(text)
+    return sanitize(text)

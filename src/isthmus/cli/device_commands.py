@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isthmus.cli.later import Later
-from isthmus.cli.options import PatienceOption, local_path, notes
+from isthmus.cli.lazy_import import LazyImport
+from isthmus.cli.options import TimeoutOption, local_path, notes
 from isthmus.errors import UserError
 
 if TYPE_CHECKING:
     from isthmus.api import joining
 else:
-    joining = Later("isthmus.api.joining")
+    joining = LazyImport("isthmus.api.joining")
 
 app = typer.Typer()
 
@@ -32,7 +32,8 @@ def join(
     devices: Annotated[
         str,
         typer.Option(
-            "--devices", metavar="all|0,2",
+            "--devices",
+            metavar="all|0,2",
             help="A device for each of these accelerators, NAME/0, NAME/2, ..., with one ticket.",
         ),
     ] = "",
@@ -61,11 +62,13 @@ def join(
     site: Annotated[
         Path | None, typer.Option("--site", help="Federated: a TOML with this site's data and what may run on them.")
     ] = None,
-    patience: PatienceOption = "60 s",
+    timeout: TimeoutOption = "60 s",
     state: Annotated[
         Path | None,
         typer.Option(
-            "--state", parser=local_path, metavar="DIR",
+            "--state",
+            parser=local_path,
+            metavar="DIR",
             help="Folder of the key; default ~/.local/state/isthmus/device.",
         ),
     ] = None,
@@ -73,20 +76,33 @@ def join(
     """Join a fleet and stay, ready to work. The first time it needs a ticket."""
     if data is not None and not data.is_dir():
         raise UserError(f"--data {data}: not a folder")
-    place = joining.Place(
-        host="127.0.0.1" if relayed else host, port=port, address=address, relayed=relayed, data=data,
-        data_kinds=joining.kinds_of(data_kinds), memory_bytes=joining.memory_of(memory), sharded=shard,
-    )  # fmt: skip
-    asked = joining.Joining(
-        state=state, ticket_file=ticket_file, name=name, patience=patience, place=place, site=site,
-        device=device, devices=devices, memory=memory,
-    )  # fmt: skip
+    place = joining.ProcessPlace(
+        host="127.0.0.1" if relayed else host,
+        port=port,
+        address=address,
+        relayed=relayed,
+        data=data,
+        data_kinds=joining.kinds_of(data_kinds),
+        memory_bytes=joining.memory_of(memory),
+        sharded=shard,
+    )
+    asked = joining.JoinOptions(
+        state=state,
+        ticket_file=ticket_file,
+        name=name,
+        timeout=timeout,
+        place=place,
+        site=site,
+        device=device,
+        devices=devices,
+        memory=memory,
+    )
     told = notes()
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         told.print(text, highlight=False, soft_wrap=True)
 
-    raise typer.Exit(joining.join_as(asked, say, _asked_ticket))
+    raise typer.Exit(joining.join_as(asked, log, _asked_ticket))
 
 
 def _asked_ticket() -> str:

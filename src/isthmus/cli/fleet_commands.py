@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isthmus.cli.later import Later
+from isthmus.cli.lazy_import import LazyImport
 from isthmus.cli.options import JsonOption, StateOption
 
 if TYPE_CHECKING:
     from isthmus.cli import fleets
 else:
-    fleets = Later("isthmus.cli.fleets")
+    fleets = LazyImport("isthmus.cli.fleets")
 
 app = typer.Typer()
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from isthmus.api import jobs
 from isthmus.api.jobs import Member, Submitted
-from isthmus.api.status import LinkNews, RelayedLink, Status, status_of
+from isthmus.api.status import LinkStatus, RelayedLink, Status, status_of
 from isthmus.cli.options import notes, out, print_json
 from isthmus.units import format_duration, format_size
 
@@ -37,12 +37,12 @@ def show_logs(state: Path | None, wanted: str | None, *, follow: bool, everythin
 def stop(state: Path | None, wanted: str | None) -> None:
     job = jobs.stop_job(wanted, state)
     how = "saves and ends" if job.state == "running" else "is taken out of the queue"
-    _say(f"job {job.number} ({job.name}) {how}; `isthmus resume {job.number}` goes on")
+    _log(f"job {job.number} ({job.name}) {how}; `isthmus resume {job.number}` goes on")
 
 
 def resume(state: Path | None, wanted: str | None) -> None:
     job = jobs.resume_job(wanted, state)
-    _say(f"job {job.number} ({job.name}) is queued: it goes on from where it was")
+    _log(f"job {job.number} ({job.name}) is queued: it goes on from where it was")
 
 
 def show_tickets(state: Path | None, count: int) -> None:
@@ -53,7 +53,7 @@ def show_tickets(state: Path | None, count: int) -> None:
 def show_devices(state: Path | None, revoke: str | None, *, json: bool) -> None:
     if revoke is not None:
         member = jobs.revoke_device(revoke, state)
-        _say(f"revoked {member.name} ({member.id})")
+        _log(f"revoked {member.name} ({member.id})")
     members = jobs.fleet_members(state)
     if json:
         print_json(members)
@@ -63,7 +63,7 @@ def show_devices(state: Path | None, revoke: str | None, *, json: bool) -> None:
 
 def drain(state: Path | None, device: str) -> None:
     jobs.drain_device(device, state)
-    _say(f"{device} leaves its run as soon as its part is with others")
+    _log(f"{device} leaves its run as soon as its part is with others")
 
 
 def show_status(state: Path | None, *, json: bool, once: bool) -> None:
@@ -81,7 +81,7 @@ def show_status(state: Path | None, *, json: bool, once: bool) -> None:
                     time.sleep(REFRESH_S)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     notes().print(text, highlight=False)
 
 
@@ -108,13 +108,16 @@ def _table(members: list[Member]) -> Table:
     drawn = Table("device", "id", "joined", "last connected", "", title="Devices of the fleet")
     for member in members:
         drawn.add_row(
-            member.name, member.id, _when(member.joined_s), _when(member.seen_s),
+            member.name,
+            member.id,
+            _when(member.joined_s),
+            _when(member.seen_s),
             f"revoked {_when(member.revoked_s)}" if member.revoked_s is not None else "",
-        )  # fmt: skip
+        )
     return drawn
 
 
-def _links(links: tuple[LinkNews, ...]) -> Table:
+def _links(links: tuple[LinkStatus, ...]) -> Table:
     drawn = Table("link", "", "latency", "streams", "cost", title="Links in use")
     for link in links:
         latency = f"{format_duration(link.latency_s)} each way" if link.latency_s is not None else "not known"
@@ -135,18 +138,18 @@ def _told(link: RelayedLink) -> str:
 
 def _drawn(found: Status, jobs: list[Submitted]) -> Group:
     parts: list[Table | Text] = []
-    news = found.coordinator
-    if news is None:
+    current_status = found.coordinator
+    if current_status is None:
         parts.append(Text("no coordinator serves this fleet now: `isthmus serve`"))
     else:
-        drawn = Table("device", "id", "hardware", "", title=f"Devices here (coordinator on port {news.port})")
-        for device in news.devices:
+        drawn = Table("device", "id", "hardware", "", title=f"Devices here (coordinator on port {current_status.port})")
+        for device in current_status.devices:
             drawn.add_row(device.name, device.id, device.hardware, "at work" if device.working else "idle")
         parts.append(drawn)
-        if news.links:
-            parts.append(_links(news.links))
-        known = {frozenset(link.devices) for link in news.links}
-        parts += [Text(_told(link)) for link in news.relayed if frozenset(link.devices) not in known]
+        if current_status.links:
+            parts.append(_links(current_status.links))
+        known = {frozenset(link.devices) for link in current_status.links}
+        parts += [Text(_told(link)) for link in current_status.relayed if frozenset(link.devices) not in known]
     if (at := found.running) is not None:
         began_s = next((job.began_s for job in jobs if job.number == at.job), None)
         since = f", for {format_duration(time.time() - began_s)}" if began_s is not None else ""
@@ -154,7 +157,7 @@ def _drawn(found: Status, jobs: list[Submitted]) -> Group:
         parts.append(Text(f"job {at.job} ({at.name}): {at.done} of {at.of} {at.unit}{loss}{since}"))
         if at.privacy:
             parts.append(Text(f"local privacy of its samples: {at.privacy}"))
-    if news is not None and news.awaited:
-        parts.append(Text(f"waiting for {', '.join(news.awaited)} to join"))
+    if current_status is not None and current_status.awaited:
+        parts.append(Text(f"waiting for {', '.join(current_status.awaited)} to join"))
     parts.append(jobs_table([job for job in jobs if job.state in ("queued", "running")]))
     return Group(*parts)

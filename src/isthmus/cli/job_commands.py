@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isthmus.cli.later import Later
+from isthmus.cli.lazy_import import LazyImport
 from isthmus.cli.options import (
     DevicesOption,
     FleetOption,
@@ -23,16 +23,16 @@ from isthmus.errors import UserError
 from isthmus.overrides import read_overrides
 
 if TYPE_CHECKING:
-    from isthmus.api import federating, overriding, pipeline
-    from isthmus.cli import showing, terminal
+    from isthmus.api import federating, job_overrides, pipeline
+    from isthmus.cli import plan_output, terminal
     from isthmus.federated import job as federated_job
 else:
-    federating = Later("isthmus.api.federating")
-    federated_job = Later("isthmus.federated.job")
-    overriding = Later("isthmus.api.overriding")
-    pipeline = Later("isthmus.api.pipeline")
-    showing = Later("isthmus.cli.showing")
-    terminal = Later("isthmus.cli.terminal")
+    federating = LazyImport("isthmus.api.federating")
+    federated_job = LazyImport("isthmus.federated.job")
+    job_overrides = LazyImport("isthmus.api.job_overrides")
+    pipeline = LazyImport("isthmus.api.pipeline")
+    plan_output = LazyImport("isthmus.cli.plan_output")
+    terminal = LazyImport("isthmus.cli.terminal")
 
 app = typer.Typer()
 
@@ -70,10 +70,10 @@ def plan(
 
     With --json: the plan document.
     """
-    changes = overriding.Changes(
+    changes = job_overrides.Changes(
         fleet=fleet, planner=planner, devices=devices, objective=objective, max_step=max_step, max_price=max_price
     )
-    job = changes.of(overriding.job_of(job_file, read_overrides(overrides or ())))
+    job = changes.of(job_overrides.job_of(job_file, read_overrides(overrides or ())))
     alone = [name for name, given in (("--compare", compare), ("--verify", verify)) if given is not None]
     extra = [name for name, given in (("--explain", explain), ("--picture", picture is not None)) if given]
     if alone and len(alone) + len(extra) > 1:
@@ -81,10 +81,10 @@ def plan(
     if bound_unchecked and verify is None:
         raise UserError("plan: --bound-unchecked is for --verify")
     if compare is not None:
-        raise typer.Exit(showing.show_compared(job, compare, json=json))
+        raise typer.Exit(plan_output.show_compared(job, compare, json=json))
     if verify is not None:
-        raise typer.Exit(showing.show_verified(job, verify, bound_unchecked=bound_unchecked, json=json))
-    showing.show_plan(job, words=explain, picture=picture, json=json)
+        raise typer.Exit(plan_output.show_verified(job, verify, bound_unchecked=bound_unchecked, json=json))
+    plan_output.show_plan(job, words=explain, picture=picture, json=json)
 
 
 @app.command(name="simulate")
@@ -110,12 +110,12 @@ def simulate_command(
         other = {"--fleet": fleet, "--planner": planner, "--devices": devices, "--objective": objective}
         terminal.refuse_options({**other, "--steps": steps, "--plan": plan_file, "--trace": trace_file})
         fed_job = federating.read_job(job_file, federating.FederatedChoices(), read_overrides(overrides or ()))
-        raise typer.Exit(showing.show_simulated_rounds(fed_job, json=json))
-    changes = overriding.Changes(
+        raise typer.Exit(plan_output.show_simulated_rounds(fed_job, json=json))
+    changes = job_overrides.Changes(
         fleet=fleet, planner=planner, devices=devices, steps=steps or STEPS, objective=objective
     )
-    job = changes.of(overriding.job_of(job_file, read_overrides(overrides or ())))
-    showing.show_simulation(job, plan_file, trace_file, json=json)
+    job = changes.of(job_overrides.job_of(job_file, read_overrides(overrides or ())))
+    plan_output.show_simulation(job, plan_file, trace_file, json=json)
 
 
 @app.command()
@@ -125,7 +125,7 @@ def graph(
     json: JsonOption = False,
 ) -> None:
     """Show what each layer of a job's model computes and keeps. With --json: every operator too."""
-    showing.show_graph(overriding.job_of(job_file), operators=operators, json=json)
+    plan_output.show_graph(job_overrides.job_of(job_file), operators=operators, json=json)
 
 
 @app.command(name="describe-data")
@@ -140,7 +140,7 @@ def describe_data(
 
     There `[data] description` names the file.
     """
-    showing.write_description(overriding.job_of(job_file), target)
+    plan_output.write_description(job_overrides.job_of(job_file), target)
 
 
 @app.command()
@@ -167,20 +167,18 @@ def train(
     if federated_job.is_federated(job_file):
         other = {"--fleet": fleet, "--planner": planner, "--devices": devices, "--steps": steps, "--plan": plan_file}
         terminal.refuse_options(other)
-        choices = federating.FederatedChoices(
-            resume=resume, run=run, scheme=scheme, executors=executors, rounds=rounds
-        )
+        choices = federating.FederatedChoices(resume=resume, run=run, scheme=scheme, executors=executors, rounds=rounds)
         fed_job = federating.read_job(job_file, choices, read_overrides(overrides or ()))
         if dry_run:
-            raise typer.Exit(showing.show_simulated_rounds(fed_job, json=json))
+            raise typer.Exit(plan_output.show_simulated_rounds(fed_job, json=json))
         raise typer.Exit(terminal.show_rounds(fed_job, choices, json=json))
     for option, given in (("--scheme", scheme), ("--executors", executors), ("--rounds", rounds)):
         if given is not None:
             raise UserError(f"{option}: {job_file} is no federated job: it has no table [federated]")
-    changes = overriding.Changes(fleet=fleet, planner=planner, devices=devices, steps=steps)
-    job = changes.of(overriding.job_of(job_file, read_overrides(overrides or ())))
+    changes = job_overrides.Changes(fleet=fleet, planner=planner, devices=devices, steps=steps)
+    job = changes.of(job_overrides.job_of(job_file, read_overrides(overrides or ())))
     if dry_run:
-        showing.show_plan(job, words=False, picture=None, json=json)
+        plan_output.show_plan(job, words=False, picture=None, json=json)
         return
     choices = pipeline.Choices(resume=resume, run=run, plan=plan_file)
     raise typer.Exit(terminal.show_training(job, choices, json=json))

@@ -15,8 +15,8 @@ Commands = Mapping[str, Mapping[str, str]]
 """By the module of `isthmus.cli` that has them in its Typer `app`: names and help, in the order of the help."""
 
 
-def lazy_app(told: str, commands: Commands) -> typer.Typer:
-    """A command line of these; `told` is its own help."""
+def lazy_app(help_text: str, commands: Commands) -> typer.Typer:
+    """A command line of these; `help_text` is its own help."""
 
     class Lazy(TyperGroup):
         """Its commands know their help alone until one is called."""
@@ -29,7 +29,7 @@ def lazy_app(told: str, commands: Commands) -> typer.Typer:
     app = typer.Typer(
         name="isthmus",
         cls=Lazy,
-        help=told,
+        help=help_text,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # a tenth of a second, and square brackets would be taken for styles

@@ -26,12 +26,14 @@ ObjectiveOption = Annotated[
     Literal["time", "cost"] | None, typer.Option("--objective", help="What to minimise: a step's time, or its price.")
 ]
 DevicesOption = Annotated[int | None, typer.Option("--devices", min=1, help="Thin the fleet to so many devices.")]
-PatienceOption = Annotated[str, typer.Option("--patience", help="Silence after which another party is lost.")]
+TimeoutOption = Annotated[str, typer.Option("--timeout", help="Silence after which another party is lost.")]
 StepsOption = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps, in place of the job's.")]
 StateOption = Annotated[
     Path | None,
     typer.Option(
-        "--state", parser=local_path, metavar="DIR",
+        "--state",
+        parser=local_path,
+        metavar="DIR",
         help="Folder with the fleet's keys; default ~/.local/state/isthmus/fleet.",
     ),
 ]

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isthmus.cli.later import Later
+from isthmus.cli.lazy_import import LazyImport
 from isthmus.cli.options import JsonOption, local_path
 
 if TYPE_CHECKING:
     from isthmus.cli import runs
 else:
-    runs = Later("isthmus.cli.runs")
+    runs = LazyImport("isthmus.cli.runs")
 
 app = typer.Typer()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import typer
 
-from isthmus.api.calibrating import fitted_text
-from isthmus.api.exporting import export_model, write_trace
+from isthmus.api.calibration import fitted_text
+from isthmus.api.export import export_model, write_trace
 from isthmus.api.runs import calibrated
 from isthmus.cli.options import notes, out, print_json
 from isthmus.fleet import dump_fleet
@@ -20,14 +20,14 @@ from isthmus.report.federated_progress import rounds_table
 
 def trace(run: Path, *, json: bool) -> None:
     perfetto, found, notes = write_trace(run)
-    _say(notes)
+    _log(notes)
     if isinstance(found, list):
-        told = {"rounds": len(found), "seconds": sum(line.seconds for line in found)}
+        document = {"rounds": len(found), "seconds": sum(line.seconds for line in found)}
         table = rounds_table(found)
     else:
-        told, table = {"comparison": msgspec.to_builtins(found)}, comparison_table(found)
+        document, table = {"comparison": msgspec.to_builtins(found)}, comparison_table(found)
     if json:
-        print_json({"perfetto": str(perfetto), **told})
+        print_json({"perfetto": str(perfetto), **document})
         return
     out().print(table)
     out().print(f"{perfetto}: open it in ui.perfetto.dev", highlight=False)
@@ -48,7 +48,7 @@ def calibrate(run: Path, target: Path | None, *, json: bool) -> None:
 
 def export(run: Path, directory: Path, *, json: bool) -> None:
     found, notes = export_model(run, directory)
-    _say(notes)
+    _log(notes)
     if json:
         done = {found.unit.removesuffix("s"): found.done}
         typer.echo(msgspec.json.encode({"directory": str(directory), **done}).decode())
@@ -56,6 +56,6 @@ def export(run: Path, directory: Path, *, json: bool) -> None:
         typer.echo(f"{directory}: the model after {found.done} {found.unit}")
 
 
-def _say(lines: Iterable[str]) -> None:
+def _log(lines: Iterable[str]) -> None:
     for line in lines:
         print(line, file=sys.stderr)

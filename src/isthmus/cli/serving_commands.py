@@ -8,31 +8,31 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isthmus.api.states import PORT
-from isthmus.cli.later import Later
+from isthmus.cli.lazy_import import LazyImport
 from isthmus.cli.options import (
     FleetOption,
     JobFile,
     JsonOption,
-    PatienceOption,
     PlannerOption,
     StateOption,
     StepsOption,
+    TimeoutOption,
     local_path,
 )
 
 if TYPE_CHECKING:
-    from isthmus.api import federating, listening, overriding, pipeline, probing
-    from isthmus.cli import serving, terminal
+    from isthmus.api import federating, job_overrides, listening, pipeline, probing
+    from isthmus.cli import serve_fleet, terminal
     from isthmus.federated import job as federated_job
 else:
-    federating = Later("isthmus.api.federating")
-    federated_job = Later("isthmus.federated.job")
-    listening = Later("isthmus.api.listening")
-    probing = Later("isthmus.api.probing")
-    overriding = Later("isthmus.api.overriding")
-    pipeline = Later("isthmus.api.pipeline")
-    serving = Later("isthmus.cli.serving")
-    terminal = Later("isthmus.cli.terminal")
+    federating = LazyImport("isthmus.api.federating")
+    federated_job = LazyImport("isthmus.federated.job")
+    listening = LazyImport("isthmus.api.listening")
+    probing = LazyImport("isthmus.api.probing")
+    job_overrides = LazyImport("isthmus.api.job_overrides")
+    pipeline = LazyImport("isthmus.api.pipeline")
+    serve_fleet = LazyImport("isthmus.cli.serve_fleet")
+    terminal = LazyImport("isthmus.cli.terminal")
 
 app = typer.Typer()
 
@@ -50,7 +50,7 @@ def serve(
     port: PortOption = PORT,
     address: AddressOption = None,
     tickets: Annotated[int, typer.Option("--tickets", min=0, help="Print so many tickets at the start.")] = 1,
-    patience: PatienceOption = "60 s",
+    timeout: TimeoutOption = "60 s",
     state: StateOption = None,
     fleet: FleetOption = None,
     planner: PlannerOption = None,
@@ -65,19 +65,24 @@ def serve(
     federated job trains at the sites that it names, which keep their data.
     """
     where = listening.Serving(
-        host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience, state=state,
+        host=host,
+        port=port,
+        addresses=tuple(address or ()),
+        tickets=tickets,
+        timeout=timeout,
+        state=state,
         ticket=typer.echo,
-    )  # fmt: skip
+    )
     if job_file is None:
-        raise typer.Exit(serving.serve_submitted(where))
+        raise typer.Exit(serve_fleet.serve_submitted(where))
     if federated_job.is_federated(job_file):
         terminal.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
         asked = federating.FederatedChoices(resume=resume, run=run)
         found = federating.read_job(job_file, asked)
-        raise typer.Exit(serving.serve_federated(found, asked, where, json=json))
-    job = overriding.Changes(fleet=fleet, planner=planner, steps=steps).of(overriding.job_of(job_file))
+        raise typer.Exit(serve_fleet.serve_federated(found, asked, where, json=json))
+    job = job_overrides.Changes(fleet=fleet, planner=planner, steps=steps).of(job_overrides.job_of(job_file))
     choices = pipeline.Choices(resume=resume, run=run)
-    raise typer.Exit(serving.serve_job(job, choices, where, json=json))
+    raise typer.Exit(serve_fleet.serve_job(job, choices, where, json=json))
 
 
 @app.command()
@@ -94,10 +99,10 @@ def submit(
     """
     if federated_job.is_federated(job_file):
         terminal.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
-        serving.submit(state, federating.read_job(job_file, federating.FederatedChoices()))
+        serve_fleet.submit(state, federating.read_job(job_file, federating.FederatedChoices()))
     else:
-        job = overriding.Changes(fleet=fleet, planner=planner, steps=steps).of(overriding.job_of(job_file))
-        serving.submit(state, job)
+        job = job_overrides.Changes(fleet=fleet, planner=planner, steps=steps).of(job_overrides.job_of(job_file))
+        serve_fleet.submit(state, job)
 
 
 @app.command()
@@ -125,13 +130,18 @@ def probe(
     port: PortOption = PORT,
     address: AddressOption = None,
     tickets: Annotated[int, typer.Option("--tickets", min=0, help="Print so many tickets at the start.")] = 0,
-    patience: PatienceOption = "60 s",
+    timeout: TimeoutOption = "60 s",
     state: StateOption = None,
 ) -> None:
     """Measure this machine's devices, or those of a fleet and the links between them; write a fleet TOML."""
     where = listening.Serving(
-        host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience, state=state,
+        host=host,
+        port=port,
+        addresses=tuple(address or ()),
+        tickets=tickets,
+        timeout=timeout,
+        state=state,
         ticket=typer.echo,
-    )  # fmt: skip
+    )
     asked = probing.Probing(names=tuple(names or ()), job=job, device=device, devices=devices, memory=memory)
-    serving.probe(asked, where, target)
+    serve_fleet.probe(asked, where, target)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from isthmus.api.federated_results import FederatedResult
 from isthmus.api.federating import FederatedChoices, run_simulated
-from isthmus.api.observing import Observer, Search, StepDone
+from isthmus.api.observer import Observer, Search, StepDone
 from isthmus.api.pipeline import Choices, run_job
 from isthmus.api.runs import Run, is_federated_run
 from isthmus.api.stopping import Stop
@@ -62,9 +62,14 @@ class Terminal(Observer):
     def stepped(self, done: StepDone) -> None:
         if self._progress is not None:
             self._progress.step(
-                done.step, done.steps, done.loss, tokens_per_s=done.tokens_per_s, samples_per_s=done.samples_per_s,
-                busy=done.busy, link_bytes=done.link_bytes,
-            )  # fmt: skip
+                done.step,
+                done.steps,
+                done.loss,
+                tokens_per_s=done.tokens_per_s,
+                samples_per_s=done.samples_per_s,
+                busy=done.busy,
+                link_bytes=done.link_bytes,
+            )
 
     def evaluated(self, step: int, loss: float) -> None:
         if self._progress is not None:
@@ -86,8 +91,8 @@ class Terminal(Observer):
         if not lines:
             return
         if self._json:
-            told = {"run": str(result.path), "rounds": len(lines), "evaluation": msgspec.to_builtins(last)}
-            print_json(told)
+            document = {"run": str(result.path), "rounds": len(lines), "evaluation": msgspec.to_builtins(last)}
+            print_json(document)
             return
         self._out.print(rounds_table(lines))
         if last is not None:
@@ -121,42 +126,44 @@ class Terminal(Observer):
 
 def print_run(run: Run, *, finished: bool) -> None:
     """As JSON; of a session that is not `finished`, losses alone."""
-    told: dict[str, object] = {
+    document: dict[str, object] = {
         "run": str(run.path),
         "loss": run.losses[-1].loss if run.losses else None,
         "heldout_loss": run.heldout[-1].loss if run.heldout else None,
         "comparison": msgspec.to_builtins(run.comparison) if finished else None,
     }
     if finished and (spent := run.privacy) is not None:
-        told["privacy"] = {
-            "delta": spent.delta, "epsilon": spent.epsilon, "heldout_epsilon": spent.heldout_epsilon,
+        document["privacy"] = {
+            "delta": spent.delta,
+            "epsilon": spent.epsilon,
+            "heldout_epsilon": spent.heldout_epsilon,
             "by_epoch": spent.by_epoch,
-        }  # fmt: skip
-    print_json(told)
+        }
+    print_json(document)
 
 
 def show_training(job: Job, choices: Choices, *, json: bool) -> int:
     """The exit code."""
-    return ended(lambda told: run_job(job, choices, told, Stop()), json=json)
+    return ended(lambda document: run_job(job, choices, document, Stop()), json=json)
 
 
 def show_rounds(job: FederatedJob, choices: FederatedChoices, *, json: bool) -> int:
     """The exit code."""
-    return ended(lambda told: run_simulated(job, choices, told, Stop()), json=json)
+    return ended(lambda document: run_simulated(job, choices, document, Stop()), json=json)
 
 
 def ended(act: Callable[[Terminal], Run | FederatedResult], *, json: bool) -> int:
     """The exit code of a run."""
-    told = Terminal(out(), notes(), json=json)
+    document = Terminal(out(), notes(), json=json)
     try:
-        run = act(told)
+        run = act(document)
     except Interrupted as e:
         notes().print(str(e), highlight=False, soft_wrap=True)
         folder = None if e.folder is None else Path(e.folder)
         if json and folder is not None and not is_federated_run(folder):
             print_run(Run(folder), finished=False)
         return 130
-    if json and not told.reported_json and isinstance(run, Run):
+    if json and not document.reported_json and isinstance(run, Run):
         print_run(run, finished=False)
     return 130 if run.outcome == "interrupted" else 0
 

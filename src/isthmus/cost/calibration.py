@@ -35,7 +35,7 @@ TRIMMED_SHARE = 0.1
 _GRADIENT: Mapping[str, str] = {"F": "forward", "B": "backward"}
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class AffineFit(msgspec.Struct, frozen=True, kw_only=True):
     """seconds = fixed_s + size * slope; size in FLOPs, or for an update in parameter bytes."""
 
     fixed_s: float
@@ -55,7 +55,7 @@ class Warmup(NamedTuple):
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """What warm-up runs tell of their devices. All in seconds and bytes."""
 
-    lines: Mapping[tuple[str, Work], Line]
+    lines: Mapping[tuple[str, Work], AffineFit]
     """By device and kind of work."""
     tasklet_s: float
     """Between two tasklets on one device that nothing had to be waited for."""
@@ -115,7 +115,7 @@ def calibrate(warmups: Sequence[Warmup]) -> Calibration:
     )
 
 
-def fit(points: Sequence[tuple[float, float]]) -> Line:
+def fit(points: Sequence[tuple[float, float]]) -> AffineFit:
     """Least squares of seconds over size, both coefficients at least 0. One size alone gives a line through zero."""
     mean_x = statistics.fmean(x for x, _ in points)
     mean_y = statistics.fmean(y for _, y in points)
@@ -123,11 +123,11 @@ def fit(points: Sequence[tuple[float, float]]) -> Line:
     if spread > 0:
         slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
         if slope >= 0 and mean_y >= slope * mean_x:
-            return Line(fixed_s=mean_y - slope * mean_x, slope=slope)
+            return AffineFit(fixed_s=mean_y - slope * mean_x, slope=slope)
     # The optimum lies on a border: a line through zero, or a constant. Both are convex, so the better one is it.
     squares = sum(x * x for x, _ in points)
-    through_zero = Line(fixed_s=0.0, slope=max(0.0, sum(x * y for x, y in points) / squares) if squares else 0.0)
-    constant = Line(fixed_s=max(0.0, mean_y), slope=0.0)
+    through_zero = AffineFit(fixed_s=0.0, slope=max(0.0, sum(x * y for x, y in points) / squares) if squares else 0.0)
+    constant = AffineFit(fixed_s=max(0.0, mean_y), slope=0.0)
     return min((through_zero, constant), key=lambda line: sum((line.seconds(x) - y) ** 2 for x, y in points))
 
 
@@ -161,11 +161,11 @@ def trimmed_mean(numbers: Iterable[float]) -> float:
 
 
 class _Waits:
-    """What passes between the spans of one device, told apart by what was waited for.
+    """What passes between the spans of one device, distinguished by what was waited for.
 
-        F0 ─gap─ F1              both ready: the lane itself
-        F0 ─handover─ send       the link was free
-        receive ─handover─ B0    the lane was free
+    F0 ─gap─ F1              both ready: the lane itself
+    F0 ─handover─ send       the link was free
+    receive ─handover─ B0    the lane was free
     """
 
     def __init__(self, spans: Sequence[Span]) -> None:

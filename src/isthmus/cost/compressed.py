@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import msgspec
 
-from isthmus.cost.compression.asked import as_asked
-from isthmus.cost.compression.messages import Message, messages_of, packed_edges, sender_of
-from isthmus.cost.in_flight import Room, in_flight_limits
+from isthmus.cost.compression.messages import StageMessage, packed_edges, sender_of, stage_messages_of
+from isthmus.cost.compression.requested import as_requested
+from isthmus.cost.in_flight import MemoryRoom, in_flight_limits
 from isthmus.cost.problem import Problem
 from isthmus.cost.steptime import pipeline, prediction, together
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.plans import (
     CompressionConfig,
+    Constraints,
     Edge,
     Packing,
     Plan,
@@ -23,14 +24,11 @@ from isthmus.plans import (
     Schedule,
     Stage,
     StageMemory,
-    Terms,
 )
 from isthmus.units import format_size
 
 
-def plan_compression(
-    name: str, problem: Problem, plan: Plan, ratio: float, *, feedback: bool = False
-) -> Plan:
+def plan_compression(name: str, problem: Problem, plan: Plan, ratio: float, *, feedback: bool = False) -> Plan:
     """The same stages, packed by another ratio planner than the problem's, with a new prediction.
 
     `ratio` is elements per element that is sent; what it bounds is the planner's. Raises UserError for an unknown
@@ -39,10 +37,10 @@ def plan_compression(
     check_same_problem(problem, plan)
     Packing(codec="topk", ratio=ratio)  # refuses a bad one even where it does not matter
     asked = CompressionConfig(method=name, ratio=ratio, feedback=feedback)
-    other = replace(problem, terms=msgspec.structs.replace(problem.terms, compression=asked))
-    made = with_edges(other, plan, [as_asked(other, sender_of(other, replica)) for replica in plan.replicas])
+    other = replace(problem, constraints=msgspec.structs.replace(problem.constraints, compression=asked))
+    made = with_edges(other, plan, [as_requested(other, sender_of(other, replica)) for replica in plan.replicas])
     note = packed_note(asked, made.replicas)
-    return msgspec.structs.replace(made, terms=other.terms, notes=(*made.notes, note))
+    return msgspec.structs.replace(made, constraints=other.constraints, notes=(*made.notes, note))
 
 
 def packed_note(asked: CompressionConfig, replicas: Sequence[Replica]) -> str:
@@ -60,13 +58,14 @@ def repeat_compression(problem: Problem, plan: Plan, document: Plan) -> Plan:
     """
     named = {
         (number, edge.source, edge.target): (edge.forward_compression, edge.backward_compression)
-        for number, replica in enumerate(document.replicas) for edge in replica.edges
-    }  # fmt: skip
+        for number, replica in enumerate(document.replicas)
+        for edge in replica.edges
+    }
     edges: list[Sequence[Edge]] = []
     for number, replica in enumerate(plan.replicas):
         sender = sender_of(problem, replica)
-        packings: dict[Message, Packing | None] = {}
-        for message in messages_of(problem, sender):
+        packings: dict[StageMessage, Packing | None] = {}
+        for message in stage_messages_of(problem, sender):
             edge = replica.edges[message.edge]
             packed = named.get((number, edge.source, edge.target), (None, None))[message.backward]
             packings[message] = packed.packing if packed else None
@@ -86,9 +85,11 @@ def with_edges(problem: Problem, plan: Plan, edges: Sequence[Sequence[Edge]]) ->
         return plan
     made = [_replica(problem, r, tuple(e)) for r, e in zip(plan.replicas, edges, strict=True)]
     return msgspec.structs.replace(
-        plan, replicas=tuple(replica for replica, _ in made), certificate=None,
+        plan,
+        replicas=tuple(replica for replica, _ in made),
+        certificate=None,
         predicted=together([predicted for _, predicted in made], plan.predicted.sync_s),
-    )  # fmt: skip
+    )
 
 
 def limited_as(problem: Problem, plan: Plan, schedules: Sequence[Schedule]) -> Plan:
@@ -103,24 +104,26 @@ def limited_as(problem: Problem, plan: Plan, schedules: Sequence[Schedule]) -> P
             msgspec.structs.replace(stage, memory=_memory(stage, a, b))
             for stage, a, b in zip(replica.stages, was, now, strict=True)
         )
-        workers = (*stages, *copies_of(problem.terms, stages))
+        workers = (*stages, *copies_of(problem.constraints, stages))
         for device in {stage.device for stage in workers}:
             need = sum(stage.memory.total for stage in workers if stage.device == device)
             offered = problem.offered_bytes(device)
             if need > offered:
                 raise FleetTooSmall(
                     f"device {device} needs {format_size(need)} with {list(now)} micro-batches in flight, offers "
-                    f"{format_size(offered)}{problem.terms.after_headroom}: {need - offered} bytes short"
+                    f"{format_size(offered)}{problem.constraints.after_headroom}: {need - offered} bytes short"
                 )
         copies = workers[len(stages) :]
         found.append(msgspec.structs.replace(replica, stages=stages, copies=copies, schedule=schedule))
     return msgspec.structs.replace(plan, replicas=tuple(found))
 
 
-def copies_of(terms: Terms, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+def copies_of(constraints: Constraints, stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """Of a chain's stages, the copies that the holders run who feed it beside the first: see `Replica.copies`."""
-    copied = [stages[0], *([stages[-1]] if terms.labels_stay and len(stages) > 1 else [])]
-    return tuple(msgspec.structs.replace(stage, device=feeder) for stage in copied for feeder in terms.feeders[1:])
+    copied = [stages[0], *([stages[-1]] if constraints.labels_stay and len(stages) > 1 else [])]
+    return tuple(
+        msgspec.structs.replace(stage, device=feeder) for stage in copied for feeder in constraints.feeders[1:]
+    )
 
 
 def check_same_problem(problem: Problem, plan: Plan) -> None:
@@ -146,9 +149,12 @@ def _replica(problem: Problem, replica: Replica, edges: tuple[Edge, ...]) -> tup
         for (stage, k), now in zip(held, in_flight, strict=True)
     )
     made = msgspec.structs.replace(
-        replica, stages=stages, copies=copies_of(problem.terms, stages), edges=edges,
+        replica,
+        stages=stages,
+        copies=copies_of(problem.constraints, stages),
+        edges=edges,
         schedule=Schedule(replica.schedule.name, in_flight),
-    )  # fmt: skip
+    )
     return made, prediction(times, in_flight, replica.micro_batches)
 
 
@@ -156,9 +162,10 @@ def _memory(stage: Stage, in_flight: int, now: int) -> StageMemory:
     return msgspec.structs.replace(stage.memory, activations=stage.memory.activations // in_flight * now)
 
 
-def _room(problem: Problem, stage: Stage, in_flight: int) -> Room:
+def _room(problem: Problem, stage: Stage, in_flight: int) -> MemoryRoom:
     """`in_flight` is what the stage's memory was stated for."""
-    return Room(
-        capacity=problem.offered_bytes(stage.device), fixed=stage.memory.total - stage.memory.activations,
+    return MemoryRoom(
+        capacity=problem.offered_bytes(stage.device),
+        fixed=stage.memory.total - stage.memory.activations,
         each=stage.memory.activations // in_flight,
-    )  # fmt: skip
+    )

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from isthmus.cost.problem import Problem
-from isthmus.cost.steptime import Pipeline
+from isthmus.cost.steptime import PipelineTime
 from isthmus.plans import classic_in_flight
 
 
-class Room(NamedTuple):
+class MemoryRoom(NamedTuple):
     """What a stage needs of its device's memory, in bytes."""
 
     capacity: int
@@ -22,7 +22,7 @@ class Room(NamedTuple):
     """Per micro-batch in flight."""
 
 
-def in_flight_limits(problem: Problem, times: Pipeline, rooms: Sequence[Room]) -> tuple[int, ...]:
+def in_flight_limits(problem: Problem, times: PipelineTime, rooms: Sequence[MemoryRoom]) -> tuple[int, ...]:
     """Micro-batches that each stage may hold.
 
     GPipe holds all. 1F1B holds what the classic schedule does, or as many as hide the round trip behind the
@@ -41,7 +41,7 @@ def in_flight_limits(problem: Problem, times: Pipeline, rooms: Sequence[Room]) -
     return tuple(found)
 
 
-def _fit(found: list[int], stages: Sequence[int], round_trips_s: Sequence[float], rooms: Sequence[Room]) -> None:
+def _fit(found: list[int], stages: Sequence[int], round_trips_s: Sequence[float], rooms: Sequence[MemoryRoom]) -> None:
     """Take away what the memory of one device does not hold, where it throttles the least; one each is left."""
     free = rooms[stages[0]].capacity - sum(rooms[s].fixed for s in stages)
     if len(stages) == 1:

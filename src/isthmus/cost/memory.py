@@ -19,16 +19,17 @@ def elements(op: Op) -> int:
     return math.prod(op.outputs[0].shape_at(1))
 
 
-def variable_bytes(problem: Problem, op: Op, *, borrowed: bool) -> StageMemory:
-    """What one variable costs a stage. A borrowed parameter has no master copy and no optimizer state there."""
+def variable_bytes(problem: Problem, op: Op, *, shared_copy: bool) -> StageMemory:
+    """What one variable costs a stage. A parameter that another stage owns has no master copy and no optimizer state
+    there."""
     weight = op.outputs[0].nbytes(1)
     if not trainable(op):
         return StageMemory(weights=weight, gradients=0, optimizer=0, activations=0)
     count, state = elements(op), problem.state
     return StageMemory(
-        weights=weight if borrowed else weight + count * state.master_bytes,
+        weights=weight if shared_copy else weight + count * state.master_bytes,
         gradients=count * state.gradient_bytes,
-        optimizer=0 if borrowed else count * state.optimizer_bytes,
+        optimizer=0 if shared_copy else count * state.optimizer_bytes,
         activations=0,
     )
 
@@ -52,9 +53,12 @@ class StageBytes:
 
     def memory(self, in_flight: int, recompute: bool = False) -> StageMemory:
         return StageMemory(
-            weights=self.weights, gradients=self.gradients, optimizer=self.optimizer,
-            activations=in_flight * self.kept(recompute), recomputed=self.saved if recompute else 0,
-        )  # fmt: skip
+            weights=self.weights,
+            gradients=self.gradients,
+            optimizer=self.optimizer,
+            activations=in_flight * self.kept(recompute),
+            recomputed=self.saved if recompute else 0,
+        )
 
     def most_in_flight(self, capacity_bytes: int, wanted: int, recompute: bool = False) -> int:
         """How many micro-batches fit, `wanted` at most; below 1 where not even one does."""
@@ -65,7 +69,7 @@ class StageBytes:
 
 
 def bytes_of(problem: Problem, stage: StageGraph) -> StageBytes:
-    parts = [variable_bytes(problem, op, borrowed=op.name in stage.borrows) for op in stage.variables()]
+    parts = [variable_bytes(problem, op, shared_copy=op.name in stage.shared_from) for op in stage.variables()]
     return StageBytes(
         weights=sum(p.weights for p in parts),
         gradients=sum(p.gradients for p in parts),

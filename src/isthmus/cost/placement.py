@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from isthmus.cost.compression import as_asked
+from isthmus.cost.compression import as_requested
 from isthmus.cost.compression.messages import Sender
 from isthmus.cost.compute import compute_s, stage_flops
-from isthmus.cost.in_flight import Room
+from isthmus.cost.constraints import broken_constraint
+from isthmus.cost.in_flight import MemoryRoom
 from isthmus.cost.memory import StageBytes, bytes_of
 from isthmus.cost.problem import Problem
-from isthmus.cost.respect import broken_term
-from isthmus.cost.steptime import Pipeline, pipeline
+from isthmus.cost.steptime import PipelineTime, pipeline
 from isthmus.cost.transfer import edges_of, shared_parameters
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import StageGraph, assign, partition
@@ -37,7 +37,7 @@ class Placement:
     edges: tuple[Edge, ...]
     """Packed as the problem asks."""
     shared: tuple[SharedParameter, ...]
-    times: Pipeline
+    times: PipelineTime
 
 
 def place(
@@ -52,7 +52,7 @@ def place(
         raise UserError(f"plan: got {len(order)} devices for {len(boundaries) + 1} stages, expected one each")
     if any(a == b for a, b in itertools.pairwise(order)):
         raise UserError(f"plan: got devices {list(order)}, expected no two neighbours on the same device")
-    broken = broken_term(problem, order, boundaries)
+    broken = broken_constraint(problem, order, boundaries)
     if broken is not None:
         raise UserError(f"plan: {broken}")
     flow = problem.flow
@@ -60,10 +60,20 @@ def place(
     flops = tuple(stage_flops(problem, g) for g in graphs)
     edges = edges_of(flow, graphs, problem.micro_batch_size)
     shared = shared_parameters(flow, graphs)
-    placed = _packed(Placement(
-        problem, tuple(order), (0, *boundaries, len(flow.operators)), graphs, (False,) * len(graphs), flops,
-        tuple(bytes_of(problem, g) for g in graphs), edges, shared, pipeline(problem, order, flops, edges, shared),
-    ))  # fmt: skip
+    placed = _packed(
+        Placement(
+            problem,
+            tuple(order),
+            (0, *boundaries, len(flow.operators)),
+            graphs,
+            (False,) * len(graphs),
+            flops,
+            tuple(bytes_of(problem, g) for g in graphs),
+            edges,
+            shared,
+            pipeline(problem, order, flops, edges, shared),
+        )
+    )
     return recomputing(placed, recompute) if recompute else placed
 
 
@@ -76,7 +86,7 @@ def recomputing(placed: Placement, recompute: Sequence[bool]) -> Placement:
         raise UserError(f"plan: recompute of stage {stage}: got true, expected false: the problem forbids it")
     changes = zip(placed.flops, placed.recompute, recompute, strict=True)
     flops = tuple((f, b + f * (int(now) - int(was))) for (f, b), was, now in changes)
-    if placed.problem.terms.copied:
+    if placed.problem.constraints.copied:
         times = pipeline(placed.problem, placed.order, flops, placed.edges, placed.shared)
     else:
         backward_s = tuple(compute_s(placed.problem, d, b) for d, (_, b) in zip(placed.order, flops, strict=True))
@@ -86,9 +96,9 @@ def recomputing(placed: Placement, recompute: Sequence[bool]) -> Placement:
 
 def _packed(placed: Placement) -> Placement:
     """With edges as the problem asks: a method may look at all stages and messages of a pipeline."""
-    if placed.problem.terms.compression is None:
+    if placed.problem.constraints.compression is None:
         return placed
-    edges = as_asked(placed.problem, Sender(placed.order, placed.edges, max(placed.times.device_s.values())))
+    edges = as_requested(placed.problem, Sender(placed.order, placed.edges, max(placed.times.device_s.values())))
     if edges == placed.edges:
         return placed
     times = pipeline(placed.problem, placed.order, placed.flops, edges, placed.shared)
@@ -100,7 +110,7 @@ def least_in_flight(problem: Problem) -> int:
     return problem.micro_batches if problem.schedule == "gpipe" else 1
 
 
-def rooms(placed: Placement) -> list[Room]:
+def rooms(placed: Placement) -> list[MemoryRoom]:
     """The memory of each stage and its device; FleetTooSmall where too few micro-batches fit."""
     problem, found = placed.problem, room_of_each(placed)
     for name, need in shortages(placed, found).items():
@@ -110,20 +120,22 @@ def rooms(placed: Placement) -> list[Room]:
         raise FleetTooSmall(
             f"model {problem.flow.graph.name!r} does not fit fleet {problem.fleet.name!r}: {which} on "
             f"device {name} needs {format_size(need)} with {least_in_flight(problem)} micro-batches in flight, "
-            f"offers {format_size(capacity)}{problem.terms.after_headroom}: {need - capacity} bytes short"
+            f"offers {format_size(capacity)}{problem.constraints.after_headroom}: {need - capacity} bytes short"
         )
     return found
 
 
-def room_of_each(placed: Placement) -> list[Room]:
+def room_of_each(placed: Placement) -> list[MemoryRoom]:
     """As `rooms`, also where they do not fit."""
     return [
-        Room(placed.problem.offered_bytes(placed.problem.tightest(name)), size.memory(0, again).total, size.kept(again))
+        MemoryRoom(
+            placed.problem.offered_bytes(placed.problem.tightest(name)), size.memory(0, again).total, size.kept(again)
+        )
         for name, size, again in zip(placed.order, placed.sizes, placed.recompute, strict=True)
     ]
 
 
-def shortages(placed: Placement, rooms: Sequence[Room]) -> dict[str, int]:
+def shortages(placed: Placement, rooms: Sequence[MemoryRoom]) -> dict[str, int]:
     """Bytes that devices need whose memory does not hold what the schedule asks at least."""
     least = least_in_flight(placed.problem)
     needs = {

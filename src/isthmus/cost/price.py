@@ -36,7 +36,7 @@ def step_price(plan: Plan, fleet: Fleet, step_s: float | None = None) -> Price:
     return Price(
         devices=hours * sum(fleet.device(name).price_per_hour for name in plan.used),
         egress=sum(
-            size_bytes / GB * fleet.site(fleet.device(source).region).egress_price_per_gb
+            size_bytes / GB * fleet.region_info_of(fleet.device(source).region).egress_price_per_gb
             for source, target, size_bytes in _sent(plan)
             if fleet.device(source).region != fleet.device(target).region
         ),
@@ -53,31 +53,31 @@ def preference(problem: Problem, plan: Plan, step_s: float | None = None) -> tup
     if beyond is not None:
         return math.inf, beyond
     seconds = plan.predicted.step_s if step_s is None else step_s
-    if problem.terms.objective == "time":
+    if problem.constraints.objective == "time":
         return seconds, 0.0
     return step_price(plan, problem.fleet, seconds).total, seconds
 
 
 def beyond_limit(problem: Problem, plan: Plan) -> float | None:
     """The plan's seconds per step, or its price of 1,000 steps, where the terms allow less."""
-    terms = problem.terms
-    if terms.max_step_s is not None and plan.predicted.step_s > terms.max_step_s * ROUNDING:
+    constraints = problem.constraints
+    if constraints.max_step_s is not None and plan.predicted.step_s > constraints.max_step_s * ROUNDING:
         return plan.predicted.step_s
-    if terms.max_price is not None:
+    if constraints.max_price is not None:
         price = 1000 * step_price(plan, problem.fleet).total
-        return price if price > terms.max_price * ROUNDING else None
+        return price if price > constraints.max_price * ROUNDING else None
     return None
 
 
 def is_priced(fleet: Fleet) -> bool:
     """Whether anything costs money there."""
-    return any(d.price_per_hour for d in fleet.devices) or any(site.egress_price_per_gb for site in fleet.sites)
+    return any(d.price_per_hour for d in fleet.devices) or any(site.egress_price_per_gb for site in fleet.region_info)
 
 
 def _sent(plan: Plan) -> Iterator[tuple[str, str, float]]:
     """(source, target, bytes per step) of everything that crosses a link; of sums, the mean over a period."""
     for replica in plan.replicas:
-        yield from _sent_inside(replica, dict(zip(plan.terms.feeders, plan.terms.shares, strict=True)))
+        yield from _sent_inside(replica, dict(zip(plan.constraints.feeders, plan.constraints.shares, strict=True)))
     for group in plan.sync.groups:
         share = len(group.iterations) / plan.sync.period
         for source, target, size_bytes in itertools.chain.from_iterable(messages(group)):
@@ -92,6 +92,6 @@ def _sent_inside(replica: Replica, shares: Mapping[str, float]) -> Iterator[tupl
         count = replica.micro_batches * min((shares[name] for name in ends if name in shares), default=1.0)
         yield ends[0], ends[1], edge.forward_wire_bytes * count
         yield ends[1], ends[0], edge.backward_wire_bytes * count
-    for parameter, lender, borrower in replica.lent:
-        yield names[lender], names[borrower], parameter.size_bytes
-        yield names[borrower], names[lender], parameter.size_bytes
+    for parameter, owner, user in replica.shared_uses:
+        yield names[owner], names[user], parameter.size_bytes
+        yield names[user], names[owner], parameter.size_bytes

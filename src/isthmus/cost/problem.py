@@ -13,7 +13,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, Op
 from isthmus.graph.labels import last_start
-from isthmus.plans import SCHEDULES, Objective, Outer, Terms
+from isthmus.plans import SCHEDULES, Constraints, Objective, OuterOptimizer
 from isthmus.plans.sync import MODES_OF
 
 FLOAT32_BYTES = 4
@@ -71,11 +71,13 @@ class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`streaming`: share of a replica's own parameters that stays when the outer ones arrive."""
 
     @property
-    def outer(self) -> Outer | None:
+    def outer(self) -> OuterOptimizer | None:
         """None where no outer step is made."""
         if self.mode == "streaming":
-            return Outer(rate=self.outer_rate, momentum=self.outer_momentum, delay=self.delay, mixing=self.mixing)
-        return Outer(rate=self.outer_rate, momentum=self.outer_momentum) if self.mode == "outer" else None
+            return OuterOptimizer(
+                rate=self.outer_rate, momentum=self.outer_momentum, delay=self.delay, mixing=self.mixing
+            )
+        return OuterOptimizer(rate=self.outer_rate, momentum=self.outer_momentum) if self.mode == "outer" else None
 
     def __post_init__(self) -> None:
         if self.mode == "streaming" and self.delay > self.period:
@@ -104,23 +106,23 @@ class Problem:
     sync: SyncPolicy = field(default_factory=SyncPolicy)
     """Of several replicas."""
     state: ParameterState = field(default_factory=ParameterState)
-    terms: Terms = field(default_factory=Terms)
+    constraints: Constraints = field(default_factory=Constraints)
     """With data holders, `flow` becomes one whose columns are all read by the first stage."""
     recompute: bool = True
     """Whether a stage may run its forward again instead of keeping what it saves for backward."""
 
     def __post_init__(self) -> None:
-        if self.flow.columns_first != bool(self.terms.data_holders):
-            object.__setattr__(self, "flow", Flow(self.flow.graph, columns_first=bool(self.terms.data_holders)))
+        if self.flow.columns_first != bool(self.constraints.data_holders):
+            object.__setattr__(self, "flow", Flow(self.flow.graph, columns_first=bool(self.constraints.data_holders)))
         for name, value in (("micro_batch_size", self.micro_batch_size), ("micro_batches", self.micro_batches)):
             if value < 1:
                 raise UserError(f"{name}: got {value}, expected at least 1")
         if self.schedule not in SCHEDULES:
             raise unknown_name("schedule", self.schedule, SCHEDULES)
-        for name in self.terms.data_holders:
+        for name in self.constraints.data_holders:
             if name not in self.fleet.names:
                 raise unknown_name("device in data_holder", name, self.fleet.names)
-        if self.terms.copied and self.not_summed is not None:
+        if self.constraints.copied and self.not_summed is not None:
             raise UserError(f"data_holder: several holders feed one chain, but {self.not_summed}")
         graph = self.flow.graph
         if graph.mode != "train":
@@ -135,11 +137,11 @@ class Problem:
 
     def offered_bytes(self, device: str) -> int:
         """What plans may use of the device's memory."""
-        return self.terms.offered_bytes(self.fleet.device(device).memory_bytes)
+        return self.constraints.offered_bytes(self.fleet.device(device).memory_bytes)
 
     def tightest(self, device: str) -> str:
         """The device with the least memory of those that run what this one does: a stage, or copies of it."""
-        feeders = self.terms.feeders
+        feeders = self.constraints.feeders
         return min(feeders, key=self.offered_bytes) if device in feeders else device
 
     def flops(self, op: Op) -> tuple[int, int]:
@@ -170,9 +172,9 @@ class Problem:
     @property
     def most_replicas(self) -> int:
         """Each has a micro-batch at least, and a device that has the data; one where every holder feeds it."""
-        if self.not_summed is not None or self.terms.feeders:
+        if self.not_summed is not None or self.constraints.feeders:
             return 1
-        return min(len(self.terms.data_holders or self.fleet.names), self.micro_batches)
+        return min(len(self.constraints.data_holders or self.fleet.names), self.micro_batches)
 
     def cut_into(self, micro_batches: int) -> Problem:
         """The same batch in so many micro-batches. UserError where they do not divide it."""
@@ -189,21 +191,24 @@ class Problem:
 
     def unlimited(self, objective: Objective) -> Problem:
         """The same with another objective, and no limit on what is not minimised."""
-        if self.terms.objective == objective and not self.terms.limited:
+        if self.constraints.objective == objective and not self.constraints.limited:
             return self
-        return replace(self, terms=self.terms.unlimited(objective))
+        return replace(self, constraints=self.constraints.unlimited(objective))
 
     def uncompressed(self) -> Problem:
         """The same with messages that travel as they are."""
-        if self.terms.compression is None:
+        if self.constraints.compression is None:
             return self
-        return replace(self, terms=msgspec.structs.replace(self.terms, compression=None))
+        return replace(self, constraints=msgspec.structs.replace(self.constraints, compression=None))
 
     def on(self, fleet: Fleet, micro_batches: int | None = None) -> Problem:
         """The same on a part of the fleet, with so many micro-batches. UserError where no data holder is in it."""
         return replace(
-            self, fleet=fleet, micro_batches=micro_batches or self.micro_batches, terms=self.terms.among(fleet.names),
-        )  # fmt: skip
+            self,
+            fleet=fleet,
+            micro_batches=micro_batches or self.micro_batches,
+            constraints=self.constraints.among(fleet.names),
+        )
 
     @cached_property
     def written(self) -> tuple[int, ...]:
@@ -214,7 +219,7 @@ class Problem:
     @cached_property
     def last_start(self) -> int | None:
         """The latest position at which a last stage may start for labels to stay with it; None where they may go."""
-        return last_start(self.flow) if self.terms.labels_stay else None
+        return last_start(self.flow) if self.constraints.labels_stay else None
 
     @cached_property
     def cumulative_flops(self) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ class EdgeTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class PipelineTime:
     """The durations of a placed pipeline; stages in order."""
 
     devices: tuple[str, ...]
@@ -139,14 +139,14 @@ class Pipeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedPipeline(Pipeline):
+class FedPipeline(PipelineTime):
     """A pipeline whose first stage has copies: as each holder feeds it, and in which part of the micro-batches.
 
     A micro-batch alone goes the slowest way. Of `n` micro-batches a copy does its part, so that it, its links and its
     memory hold up the pipeline for that part of the time. Stages and devices are those of the first holder's way.
     """
 
-    ways: tuple[Pipeline, ...]
+    ways: tuple[PipelineTime, ...]
     shares: tuple[float, ...]
     copied: frozenset[int]
     """Stages."""
@@ -196,32 +196,40 @@ def pipeline(
     flops: Sequence[tuple[int, int]],
     edges: Sequence[Edge],
     shared: Sequence[SharedParameter],
-) -> Pipeline:
+) -> PipelineTime:
     """Durations of stages with these (forward, backward) FLOPs on these devices; messages have their bytes on the wire.
 
     Where several holders feed it, the devices are those of the first holder's way. Packing and unpacking take no time
     here: they happen in the lanes that send and receive.
     """
-    feeders, last = problem.terms.feeders, len(devices) - 1
+    feeders, last = problem.constraints.feeders, len(devices) - 1
     if len(feeders) < 2:
         return _one_way(problem, devices, flops, edges, shared)
-    copied = frozenset({0, last} if problem.terms.labels_stay else {0})
+    copied = frozenset({0, last} if problem.constraints.labels_stay else {0})
     along = [[feeder if stage in copied else d for stage, d in enumerate(devices)] for feeder in feeders]
     ways = tuple(_one_way(problem, way, flops, edges, ()) for way in along)
-    shares = problem.terms.shares
+    shares = problem.constraints.shares
     uplinks = _summed((dict(way.uplinks_s), share) for way, share in zip(ways, shares, strict=True))
     first = ways[0]
     return FedPipeline(
-        devices=first.devices, forward_s=first.forward_s, backward_s=first.backward_s, edges=first.edges,
-        uplinks_s=tuple(sorted(uplinks.items())), ways=ways, shares=shares, copied=copied,
+        devices=first.devices,
+        forward_s=first.forward_s,
+        backward_s=first.backward_s,
+        edges=first.edges,
+        uplinks_s=tuple(sorted(uplinks.items())),
+        ways=ways,
+        shares=shares,
+        copied=copied,
         shared_s=sum(
-            _lent_s(problem, devices[p.owner], borrower, p.size_bytes)
-            for p in shared for user in p.users for borrower in {way[user]: None for way in along}
+            _shared_s(problem, devices[p.owner], user, p.size_bytes)
+            for p in shared
+            for user in p.users
+            for user in {way[user]: None for way in along}
         ),
-    )  # fmt: skip
+    )
 
 
-def _lent_s(problem: Problem, owner: str, user: str, size_bytes: int) -> float:
+def _shared_s(problem: Problem, owner: str, user: str, size_bytes: int) -> float:
     """A shared parameter's value there, and its gradient back."""
     return transfer_s(problem, owner, user, size_bytes) + transfer_s(problem, user, owner, size_bytes)
 
@@ -232,7 +240,7 @@ def _one_way(
     flops: Sequence[tuple[int, int]],
     edges: Sequence[Edge],
     shared: Sequence[SharedParameter],
-) -> Pipeline:
+) -> PipelineTime:
     times: list[EdgeTime] = []
     for e in edges:
         there, back = (devices[e.source], devices[e.target]), (devices[e.target], devices[e.source])
@@ -246,14 +254,14 @@ def _one_way(
                 wire_s(problem, *back, e.backward_wire_bytes),
             )
         )
-    return Pipeline(
+    return PipelineTime(
         devices=tuple(devices),
         uplinks_s=_uplinks_s(problem, devices, edges),
         forward_s=tuple(compute_s(problem, d, f) for d, (f, _) in zip(devices, flops, strict=True)),
         backward_s=tuple(compute_s(problem, d, b) for d, (_, b) in zip(devices, flops, strict=True)),
         edges=tuple(times),
         shared_s=sum(
-            _lent_s(problem, devices[p.owner], devices[user], p.size_bytes) for p in shared for user in p.users
+            _shared_s(problem, devices[p.owner], devices[user], p.size_bytes) for p in shared for user in p.users
         ),
     )
 
@@ -262,9 +270,11 @@ def together(replicas: Sequence[Prediction], sync_s: float) -> Prediction:
     """What replicas take that run side by side and then average for `sync_s`: the slowest sets the pace."""
     slowest = max(replicas, key=lambda p: p.step_s)
     return msgspec.structs.replace(
-        slowest, step_s=slowest.step_s + sync_s, sync_s=sync_s,
+        slowest,
+        step_s=slowest.step_s + sync_s,
+        sync_s=sync_s,
         eq3_step_s=max(p.eq3_step_s for p in replicas) + sync_s,
-    )  # fmt: skip
+    )
 
 
 def _uplinks_s(problem: Problem, devices: Sequence[str], edges: Sequence[Edge]) -> tuple[tuple[str, float], ...]:
@@ -281,7 +291,7 @@ def _uplinks_s(problem: Problem, devices: Sequence[str], edges: Sequence[Edge]) 
     return tuple(sorted(found.items()))
 
 
-def prediction(times: Pipeline, in_flight: Sequence[int], micro_batches: int) -> Prediction:
+def prediction(times: PipelineTime, in_flight: Sequence[int], micro_batches: int) -> Prediction:
     """What a pipeline takes per step when stage s holds at most `in_flight[s]` micro-batches."""
     period = times.throttled_period_s(in_flight, micro_batches)
     slowest, bottleneck = times.bottleneck

@@ -18,7 +18,7 @@ from isthmus.cost.memory import elements, trainable
 from isthmus.cost.problem import FLOAT32_BYTES, SyncPolicy
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, StageGraph
-from isthmus.plans import Averages, Collective, Sync, SyncGroup, Terms
+from isthmus.plans import Averages, Collective, Constraints, ReplicaSync, SyncGroup
 from isthmus.plans.collective import rounds
 
 MOST_ORDERED = 5
@@ -36,10 +36,10 @@ class Members(NamedTuple):
     stages: tuple[int, ...] = ()
 
 
-def replica_sync(flow: Flow, fleet: Fleet, policy: SyncPolicy, replicas: Holders) -> Sync:
+def replica_sync(flow: Flow, fleet: Fleet, policy: SyncPolicy, replicas: Holders) -> ReplicaSync:
     """What replicas sum under a policy. `dream` begins as `partial`: its planner moves parameters between steps."""
     if len(replicas) < 2:
-        return Sync()
+        return ReplicaSync()
     held, period = owners(replicas), policy.period
     if policy.mode == "every-step":
         return grouped(flow, fleet, {name: (members, (0,)) for name, members in held.items()}, "gradients", 1)
@@ -50,15 +50,15 @@ def replica_sync(flow: Flow, fleet: Fleet, policy: SyncPolicy, replicas: Holders
     return msgspec.structs.replace(grouped(flow, fleet, dated, "deltas", period), outer=policy.outer)
 
 
-def copies_sync(flow: Flow, fleet: Fleet, terms: Terms, stages: Sequence[StageGraph]) -> Sync:
+def copies_sync(flow: Flow, fleet: Fleet, constraints: Constraints, stages: Sequence[StageGraph]) -> ReplicaSync:
     """What the copies of a chain's first stage sum in every step, and where labels stay those of its last."""
     groups: list[SyncGroup] = []
-    for number in sorted({0, len(stages) - 1} if terms.labels_stay else {0}):
+    for number in sorted({0, len(stages) - 1} if constraints.labels_stay else {0}):
         stage = stages[number]
-        names = [op.name for op in stage.variables() if trainable(op) and op.name not in stage.borrows]
-        summed = grouped(flow, fleet, dict.fromkeys(names, (Members(terms.feeders), (0,))), "gradients", 1).groups
+        names = [op.name for op in stage.variables() if trainable(op) and op.name not in stage.shared_from]
+        summed = grouped(flow, fleet, dict.fromkeys(names, (Members(constraints.feeders), (0,))), "gradients", 1).groups
         groups += [msgspec.structs.replace(group, stages=(number,) * len(group.devices)) for group in summed]
-    return Sync(groups=tuple(groups))
+    return ReplicaSync(groups=tuple(groups))
 
 
 def _steps(policy: SyncPolicy, count: int) -> list[int]:
@@ -81,7 +81,7 @@ def owners(replicas: Holders) -> dict[str, Members]:
             op.name: (device, number)
             for number, (device, stage) in enumerate(zip(devices, stages, strict=True))
             for op in stage.variables()
-            if trainable(op) and op.name not in stage.borrows
+            if trainable(op) and op.name not in stage.shared_from
         }
         for devices, stages in replicas
     ]
@@ -93,29 +93,39 @@ def owners(replicas: Holders) -> dict[str, Members]:
 
 
 def grouped(
-    flow: Flow, fleet: Fleet, parameters: Mapping[str, tuple[Members, tuple[int, ...]]],
-    averages: Averages, period: int,
-) -> Sync:  # fmt: skip
+    flow: Flow,
+    fleet: Fleet,
+    parameters: Mapping[str, tuple[Members, tuple[int, ...]]],
+    averages: Averages,
+    period: int,
+) -> ReplicaSync:
     """Parameters with the same members and iterations make one group, summed by the fastest collective."""
     names: defaultdict[tuple[Members, tuple[int, ...]], list[str]] = defaultdict(list)
     for name, key in parameters.items():
         names[key].append(name)
-    return Sync(
-        averages=averages, period=period,
+    return ReplicaSync(
+        averages=averages,
+        period=period,
         groups=tuple(
-            fastest(fleet, SyncGroup(
-                devices=members.devices, stages=members.stages, parameters=tuple(held), iterations=iterations,
-                size_bytes=buffer_bytes(flow, held, averages),
-            ))
+            fastest(
+                fleet,
+                SyncGroup(
+                    devices=members.devices,
+                    stages=members.stages,
+                    parameters=tuple(held),
+                    iterations=iterations,
+                    size_bytes=buffer_bytes(flow, held, averages),
+                ),
+            )
             for (members, iterations), held in names.items()
         ),
-    )  # fmt: skip
+    )
 
 
 def buffer_bytes(flow: Flow, parameters: Sequence[str], averages: Averages) -> int:
     """Of what is summed: see `SyncGroup.size_bytes`."""
-    told = len(parameters) + 1 if averages == "gradients" else 0
-    return FLOAT32_BYTES * (sum(elements(flow.by_name[name]) for name in parameters) + told)
+    extra = len(parameters) + 1 if averages == "gradients" else 0
+    return FLOAT32_BYTES * (sum(elements(flow.by_name[name]) for name in parameters) + extra)
 
 
 def fastest(fleet: Fleet, group: SyncGroup) -> SyncGroup:
@@ -167,7 +177,7 @@ def _ring(fleet: Fleet, devices: Sequence[str]) -> tuple[int, ...]:
     return tuple(order)
 
 
-def sync_s(fleet: Fleet, sync: Sync) -> float:
+def sync_s(fleet: Fleet, sync: ReplicaSync) -> float:
     """Seconds of all sums, the mean over the steps of a period.
 
     No group is faster than its own rounds, and no link than all that crosses it.

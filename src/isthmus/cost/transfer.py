@@ -54,7 +54,7 @@ def shared_parameters(flow: Flow, stages: Sequence[StageGraph]) -> tuple[SharedP
             size_bytes=flow.by_name[name].outputs[0].nbytes(1),
         )
         for stage in stages
-        for name, users in stage.lends.items()
+        for name, users in stage.shared_with.items()
     )
 
 

@@ -6,6 +6,14 @@ from isthmus.data.order import JoinedOrder, SampleOrder
 from isthmus.data.registry import DataSpec, dataset_kinds, describe_dataset, load_dataset
 
 __all__ = [
-    "ColumnSpec", "DataSpec", "Dataset", "JoinedDataset", "JoinedOrder", "SampleOrder", "Split", "dataset_kinds",
-    "describe_dataset", "load_dataset",
-]  # fmt: skip
+    "ColumnSpec",
+    "DataSpec",
+    "Dataset",
+    "JoinedDataset",
+    "JoinedOrder",
+    "SampleOrder",
+    "Split",
+    "dataset_kinds",
+    "describe_dataset",
+    "load_dataset",
+]

@@ -26,7 +26,7 @@ from isthmus.data.dataset import (
 )
 from isthmus.errors import StepError, UserError, users_code
 from isthmus.extensions import check_arguments, import_extra, import_object, takes
-from isthmus.streams import stream
+from isthmus.rng import stream
 
 if TYPE_CHECKING:
     import torch

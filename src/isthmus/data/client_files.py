@@ -67,9 +67,12 @@ class TextClients:
     def fingerprint(self) -> str:
         """Of names and lengths: to read all files for it would take as long as a round."""
         settings = {
-            "kind": "text by files", "names": self._names, "sequence_length": self._options.sequence_length,
-            "shift": self._options.shift_labels, "tokenizer": self._tokenizer.identity,
-        }  # fmt: skip
+            "kind": "text by files",
+            "names": self._names,
+            "sequence_length": self._options.sequence_length,
+            "shift": self._options.shift_labels,
+            "tokenizer": self._tokenizer.identity,
+        }
         return fingerprint_of(settings, [self._lengths])
 
     def load(self, client: int) -> dict[str, torch.Tensor]:
@@ -80,8 +83,9 @@ class TextClients:
         at = np.arange(self._sizes[client])[:, None] * length + np.arange(length)
         shift = int(self._options.shift_labels)
         arrays: dict[str, Array] = {
-            "input_ids": tokens[at].astype(np.int64), "labels": tokens[at + shift].astype(np.int64),
-        }  # fmt: skip
+            "input_ids": tokens[at].astype(np.int64),
+            "labels": tokens[at + shift].astype(np.int64),
+        }
         return as_tensors(arrays)
 
     def load_many(self, clients: Sequence[int]) -> dict[str, torch.Tensor]:

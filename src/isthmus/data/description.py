@@ -14,12 +14,20 @@ from isthmus.data.dataset import ColumnSpec, Dataset, Split
 from isthmus.data.registry import DataSpec, load_dataset
 from isthmus.errors import UserError, unknown_name
 from isthmus.plans import OwnSamples
-from isthmus.plans.turns import whole
+from isthmus.plans.feeder_order import whole
 
 BYTES_OF = {
-    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2, "float32": 4,
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
     "float64": 8,
-}  # fmt: skip
+}
 """Types that a column may have."""
 MOST_COLUMNS, MOST_NAME, MOST_DIMS = 256, 200, 16
 MOST_SAMPLE_BYTES = 1 << 32
@@ -48,9 +56,7 @@ class DataDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return sum(whole(tuple(h.heldout for h in self.holders.values()) or (self.heldout,), size))
 
 
-def describe(
-    spec: DataSpec, *, heldout: bool, conceal: Callable[[str], str] | None = None
-) -> DataDescription:  # fmt: skip
+def describe(spec: DataSpec, *, heldout: bool, conceal: Callable[[str], str] | None = None) -> DataDescription:
     """Opens the data. `conceal` makes a digest of a fingerprint; without it there are no digests.
 
     Raises UserError for whatever is wrong with the data.
@@ -67,7 +73,7 @@ def describe(
     )
 
 
-class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _DescriptionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is handed over: of which data it is, too."""
 
     version: Literal[1] = 1
@@ -81,14 +87,14 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def description_file(spec: DataSpec, description: DataDescription) -> bytes:
     """For a machine that does not have the data: JSON, without digests."""
     d = description
-    file = _File(kind=spec.kind, options=spec.options, columns=d.columns, train=d.train, heldout=d.heldout)
+    file = _DescriptionFile(kind=spec.kind, options=spec.options, columns=d.columns, train=d.train, heldout=d.heldout)
     return msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
 
 
 def read_description(path: Path, spec: DataSpec, *, heldout: bool) -> DataDescription:
     """What `description_file` wrote. UserError for a file that is none, or of other data than `spec`'s."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_File)
+        found = msgspec.json.decode(path.read_bytes(), type=_DescriptionFile)
     except OSError as e:
         raise UserError(f"data.description: {path} cannot be read: {e.strerror or e}") from None
     except ValueError as e:  # msgspec's, or UnicodeDecodeError

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from isthmus.data.dataset import ColumnSpec, as_tensors, fingerprint_of, joined
 from isthmus.errors import UserError
-from isthmus.streams import stream
+from isthmus.rng import stream
 
 if TYPE_CHECKING:
     import torch

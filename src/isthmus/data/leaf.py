@@ -52,7 +52,7 @@ class LeafOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Share of the writers that training never sees, where there is no `test` folder."""
 
 
-class _File(msgspec.Struct):
+class _LeafFile(msgspec.Struct):
     users: list[str]
     num_samples: list[int]
     user_data: dict[str, msgspec.Raw]
@@ -90,7 +90,7 @@ class LeafWriters:
         try:
             with self._open(path) as file:
                 text = file.read()
-            found = msgspec.json.decode(text, type=_File)
+            found = msgspec.json.decode(text, type=_LeafFile)
         except OSError as e:
             raise UserError(f"{KIND}: cannot read {path}: {e.strerror}") from e
         except msgspec.DecodeError as e:

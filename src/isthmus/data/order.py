@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isthmus.errors import UserError
-from isthmus.plans.turns import turn
+from isthmus.plans.feeder_order import feeder_slot
 
 
 @lru_cache(maxsize=16)
@@ -87,7 +87,7 @@ class JoinedOrder:
     def own(self, number: int, size: int) -> tuple[SampleOrder, int]:
         """The order of the holder whose micro-batch `number` of `size` samples is, counted from the run's first, and
         the position in it of the micro-batch's first sample."""
-        holder, turns = turn(self.counts, number)
+        holder, turns = feeder_slot(self.counts, number)
         return self._orders[holder], turns * size
 
     def indices(self, number: int, size: int) -> npt.NDArray[np.int64]:

@@ -16,7 +16,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from isthmus.errors import UserError
-from isthmus.streams import stream
+from isthmus.rng import stream
 
 Integers = NDArray[np.int64]
 Scheme = Literal["iid", "dirichlet", "quantity", "shards", "natural", "files"]
@@ -90,16 +90,22 @@ def partition(spec: PartitionSpec, samples: int, columns: Mapping[str, NDArray[n
 
 
 def _iid(
-    spec: PartitionSpec, clients: int, samples: int, columns: Mapping[str, NDArray[np.generic]],
+    spec: PartitionSpec,
+    clients: int,
+    samples: int,
+    columns: Mapping[str, NDArray[np.generic]],
     draws: np.random.Generator,
-) -> Integers:  # fmt: skip
+) -> Integers:
     return draws.permutation(np.arange(samples) % clients)
 
 
 def _dirichlet(
-    spec: PartitionSpec, clients: int, samples: int, columns: Mapping[str, NDArray[np.generic]],
+    spec: PartitionSpec,
+    clients: int,
+    samples: int,
+    columns: Mapping[str, NDArray[np.generic]],
     draws: np.random.Generator,
-) -> Integers:  # fmt: skip
+) -> Integers:
     labels = _whole(columns, spec.label)
     owner = np.empty(samples, dtype=np.int64)
     for label in np.unique(labels):
@@ -109,18 +115,24 @@ def _dirichlet(
 
 
 def _quantity(
-    spec: PartitionSpec, clients: int, samples: int, columns: Mapping[str, NDArray[np.generic]],
+    spec: PartitionSpec,
+    clients: int,
+    samples: int,
+    columns: Mapping[str, NDArray[np.generic]],
     draws: np.random.Generator,
-) -> Integers:  # fmt: skip
+) -> Integers:
     owner = np.empty(samples, dtype=np.int64)
     owner[draws.permutation(samples)] = _cut(draws.dirichlet(np.full(clients, spec.alpha)), samples)
     return owner
 
 
 def _shards(
-    spec: PartitionSpec, clients: int, samples: int, columns: Mapping[str, NDArray[np.generic]],
+    spec: PartitionSpec,
+    clients: int,
+    samples: int,
+    columns: Mapping[str, NDArray[np.generic]],
     draws: np.random.Generator,
-) -> Integers:  # fmt: skip
+) -> Integers:
     pieces = clients * spec.shards
     if pieces > samples:
         raise UserError(f"partition.shards: got {pieces} shards in all, expected at most the {samples} samples")

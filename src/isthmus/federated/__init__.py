@@ -6,21 +6,21 @@ try:
     from isthmus.federated.algorithms import (
         Algorithm,
         AlgorithmSpec,
+        ClientUpdate,
         Cohort,
         Combine,
-        Local,
+        LocalTrainer,
         Pass,
-        Update,
         Values,
         algorithm_names,
         describe_algorithm,
         load_algorithm,
     )
+    from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
     from isthmus.federated.local import LocalConfig
-    from isthmus.federated.server import Commits, Identity, Server
+    from isthmus.federated.server import Commits, RunIdentity, Server
     from isthmus.federated.state_form import StateForm
     from isthmus.federated.states import StateStore
-    from isthmus.federated.worksite import Work, Worksite
 except ModuleNotFoundError as e:
     missing = what_is_missing("isthmus.federated", e)
     if missing is None:
@@ -28,7 +28,23 @@ except ModuleNotFoundError as e:
     raise ModuleNotFoundError(missing, name=e.name) from e
 
 __all__ = [
-    "Algorithm", "AlgorithmSpec", "Cohort", "Combine", "Commits", "Identity", "Local", "LocalConfig", "Pass",
-    "Server", "StateForm", "StateStore", "Update", "Values", "Work", "Worksite", "algorithm_names",
-    "describe_algorithm", "load_algorithm",
-]  # fmt: skip
+    "Algorithm",
+    "AlgorithmSpec",
+    "ClientTrainer",
+    "ClientUpdate",
+    "Cohort",
+    "Combine",
+    "Commits",
+    "LocalConfig",
+    "LocalTrainer",
+    "Pass",
+    "RunIdentity",
+    "Server",
+    "StateForm",
+    "StateStore",
+    "TrainingTask",
+    "Values",
+    "algorithm_names",
+    "describe_algorithm",
+    "load_algorithm",
+]

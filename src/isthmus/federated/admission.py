@@ -17,8 +17,8 @@ from msgspec import Meta
 from torch import Tensor
 
 from isthmus.errors import DivergedUpdate, IsthmusError, PeerError, UserError, users_code
-from isthmus.federated.algorithms import BUFFERS, Algorithm, Pass, Update, Values
-from isthmus.protocol.federated_events import Refusal
+from isthmus.federated.algorithms import BUFFERS, Algorithm, ClientUpdate, Pass, Values
+from isthmus.protocol.federated_events import RefusedUpdate
 from isthmus.training.finite import is_finite
 
 
@@ -81,19 +81,19 @@ def forms_of(algorithm: Algorithm, server: Values) -> list[dict[str, Form]]:
     A pass that looks into its batches cannot be tried so: of it, every value must be as large as the model.
     """
     known = {name: value for name, value in server.items() if name != BUFFERS}
-    told, state = algorithm.broadcast(known), first_state(algorithm, server["model"])
+    broadcast, state = algorithm.broadcast(known), first_state(algorithm, server["model"])
     found: list[dict[str, Form]] = []
     for one in algorithm.passes:
-        forms = _tried(one, told, state) or {name: Form.of(server["model"]) for name in one.returns}
+        forms = _tried(one, broadcast, state) or {name: Form.of(server["model"]) for name in one.returns}
         if BUFFERS in server:
             forms[BUFFERS] = Form.of(server[BUFFERS])
         found.append(forms)
     return found
 
 
-def _tried(one: Pass, told: Values, state: Values | None) -> dict[str, Form] | None:
+def _tried(one: Pass, broadcast: Values, state: Values | None) -> dict[str, Form] | None:
     try:
-        update = one.client(_NoData(), told, state)
+        update = one.client(_NoData(), broadcast, state)
     except IsthmusError:
         raise
     except Exception:  # the user's own code, given a batch without columns
@@ -121,7 +121,7 @@ def named(values: Values, by: str) -> Values:
 
 @contextlib.contextmanager
 def unwritten(values: Values, by: str, how: str, expected: str) -> Generator[None]:
-    """UserError where the algorithm's function `by` wrote to what it `was told` or `was given`: others read it too."""
+    """UserError where the algorithm's function `by` wrote to what it `received` or `was given`: others read it too."""
     before = [value._version for value in values.values()]
     yield
     for version, (name, value) in zip(before, values.items(), strict=True):
@@ -129,10 +129,10 @@ def unwritten(values: Values, by: str, how: str, expected: str) -> Generator[Non
             raise UserError(f"algorithm: {by} changed {name!r} of what it {how}, expected {expected}")
 
 
-def checked(update: Update) -> Update:
+def checked(update: ClientUpdate) -> ClientUpdate:
     """What a client returned. UserError for what is no update."""
-    if not isinstance(update, Update):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UserError(f"algorithm: a client returned {type(update).__name__}, expected an Update")
+    if not isinstance(update, ClientUpdate):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UserError(f"algorithm: a client returned {type(update).__name__}, expected a ClientUpdate")
     named_tensors(update.values, "a client")
     if update.state is not None:
         named(update.state, "a client, as its state,")
@@ -141,7 +141,7 @@ def checked(update: Update) -> Update:
     return update
 
 
-def admit(update: Update, forms: Mapping[str, Form], rules: AdmissionRules) -> Update:
+def admit(update: ClientUpdate, forms: Mapping[str, Form], rules: AdmissionRules) -> ClientUpdate:
     """The update, clipped where the rules say so. PeerError, which does not name the sender, for one that is refused.
 
     That its weight is one of the cohort is seen when it is folded in.
@@ -159,12 +159,12 @@ def admit(update: Update, forms: Mapping[str, Form], rules: AdmissionRules) -> U
     return bounded(update, rules)
 
 
-def refusal_of(client: int, error: PeerError) -> Refusal:
+def refusal_of(client: int, error: PeerError) -> RefusedUpdate:
     """Of a client whose update was refused with this error."""
-    return Refusal(client, str(error), isinstance(error, DivergedUpdate))
+    return RefusedUpdate(client, str(error), isinstance(error, DivergedUpdate))
 
 
-def bounded(update: Update, rules: AdmissionRules) -> Update:
+def bounded(update: ClientUpdate, rules: AdmissionRules) -> ClientUpdate:
     """The update within `max_norm`; PeerError for a larger one that is not to be clipped."""
     if rules.max_norm is None:
         return update
@@ -177,7 +177,7 @@ def bounded(update: Update, rules: AdmissionRules) -> Update:
         raise kind(f"an update of norm {norm:.4g}, expected at most {rules.max_norm:g}")
     scale = rules.max_norm / norm
     clipped = {name: update.values[name] * scale for name in counted}
-    return Update(values={**update.values, **clipped}, state=update.state, weight=update.weight)
+    return ClientUpdate(values={**update.values, **clipped}, state=update.state, weight=update.weight)
 
 
 def _norm(values: Sequence[Tensor]) -> float:

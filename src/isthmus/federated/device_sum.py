@@ -24,9 +24,11 @@ def sums_on(device: torch.device) -> bool:
 class DeviceSum(FixedSum):
     """What an executor adds up on its accelerator. One look of the host per term: whether all its numbers are good."""
 
-    def __init__(self, size: int, exponent: int, device: torch.device, down: Down, room: Tensor | None = None) -> None:
+    def __init__(
+        self, size: int, exponent: int, device: torch.device, down: Down, accumulator: Tensor | None = None
+    ) -> None:
         """As a `FixedSum`, in which `total` comes to lie when it is asked for."""
-        super().__init__(size, exponent, room)
+        super().__init__(size, exponent, accumulator)
         self._sum = torch.zeros(size, dtype=torch.int64, device=device)
         self._down = down
 
@@ -38,8 +40,8 @@ class DeviceSum(FixedSum):
     def add(self, term: Tensor, weight: float = 1.0) -> None:
         self._add(term.detach().reshape(1, -1), weight)
 
-    def add_rows(self, terms: Tensor, weight: float = 1.0) -> None:
-        self._add(terms.detach().reshape(len(terms), -1), weight)
+    def add_rows(self, summands: Tensor, weight: float = 1.0) -> None:
+        self._add(summands.detach().reshape(len(summands), -1), weight)
 
     def _add(self, rows: Tensor, weight: float) -> None:
         factor = weight * self._factor

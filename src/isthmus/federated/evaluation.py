@@ -39,10 +39,14 @@ class Evaluator:
     by then executors have been forked."""
 
     def __init__(
-        self, resident: Resident, test: Mapping[str, Tensor] | None,
-        load: Callable[[int], Mapping[str, Tensor]] | None = None, clients: Sequence[int] = (),
-        *, accelerator: Callable[[], Accelerator] = lambda: HOST,
-    ) -> None:  # fmt: skip
+        self,
+        resident: Resident,
+        test: Mapping[str, Tensor] | None,
+        load: Callable[[int], Mapping[str, Tensor]] | None = None,
+        clients: Sequence[int] = (),
+        *,
+        accelerator: Callable[[], Accelerator] = lambda: HOST,
+    ) -> None:
         """`test` are held-out samples, if there are any; `load` gives the data of `clients`, which are evaluated one by
         one."""
         self._resident = resident
@@ -84,9 +88,11 @@ class Evaluator:
         if len(known):
             worst = known[: max(1, len(known) // 10)]
             found = ClientAccuracies(
-                clients=len(known), mean=float(known.mean()), worst_decile=float(worst.mean()),
+                clients=len(known),
+                mean=float(known.mean()),
+                worst_decile=float(worst.mean()),
                 deviation=float(known.std()),
-            )  # fmt: skip
+            )
         return Evaluation(loss=loss, accuracy=accuracy, clients=found)
 
     def _of_client(self, client: int, own: Callable[[int], Tensor] | None) -> float | None:

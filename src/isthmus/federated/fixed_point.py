@@ -1,10 +1,10 @@
-"""Sums that do not depend on the order of their terms: multiples of 2^-36 in 64-bit integers.
+"""Sums that do not depend on the order of their summands: multiples of 2^-36 in 64-bit integers.
 
 Floating-point addition is not associative, so a mean taken over executors would depend on who trained whom. Integers
 are: any grouping, any order, taking a term back out, all give the same bits. Every term is first scaled by a power of
 two that the whole cohort shares (`scale_exponent`), so that the sum of them fits. A parameter of a partial sum takes
 8 bytes. (Rejected: two limbs of 64 bits, which double the traffic for digits below a float's own error; float64
-sums of rounded terms, which hold 10 bits less.)
+sums of rounded summands, which hold 10 bits less.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isthmus.errors import DivergedUpdate, PeerError
-from isthmus.federated.spreading import spread
+from isthmus.federated.parallel_for import parallel_chunks
 
 FRACTION_BITS = 36
 """A term is rounded to a multiple of 2^-36, after scaling: 1.5e-11 of the largest mean that is of size 1."""
@@ -36,7 +36,7 @@ cache alone, lose more in calls. Floats are torch's, whole numbers numpy's: it a
 
 
 def scale_exponent(total: float) -> int:
-    """The power of two by which terms are divided, for weights that add up to `total` at most."""
+    """The power of two by which summands are divided, for weights that add up to `total` at most."""
     return max(0, math.ceil(math.log2(total))) if total > 1 else 0
 
 
@@ -47,9 +47,9 @@ class FixedSum:
     when there is time for it (`settle`), or where it lies when the whole is divided: a pass over memory less.
     """
 
-    def __init__(self, size: int, exponent: int, room: Tensor | None = None) -> None:
-        """`room` is the memory to add up in, int64 [size]; without it the sum's own."""
-        self._total = torch.empty(size, dtype=torch.int64) if room is None else room
+    def __init__(self, size: int, exponent: int, accumulator: Tensor | None = None) -> None:
+        """`accumulator` is the memory to add up in, int64 [size]; without it the sum's own."""
+        self._total = torch.empty(size, dtype=torch.int64) if accumulator is None else accumulator
         numbers = self._total.numpy()
         self._blocks = [numbers[start : start + _BLOCK] for start in range(0, size, _BLOCK)] or [numbers]
         self._work = torch.empty(min(size, _BLOCK), dtype=torch.float64)
@@ -108,7 +108,7 @@ class FixedSum:
             raise PeerError(f"a sum of {self._bound * self._unit:.3g} has no room in 64 bits")
 
     def _round(self, part: Tensor, factor: float) -> NDArray[np.int64]:
-        """A block's terms as integers, each with the magic number's bits on top. It lasts until the next block."""
+        """A block's summands as integers, each with the magic number's bits on top. It lasts until the next block."""
         work = self._work[: len(part)].copy_(part)
         torch.add(MAGIC, work, alpha=factor, out=work)
         return self._rounded[: len(part)]
@@ -119,14 +119,14 @@ class FixedSum:
             for part, total in zip(parts, self._blocks, strict=False):
                 np.subtract(total, self._round(part, factor) - MAGIC_BITS, out=total)
 
-    def add_rows(self, terms: Tensor, weight: float = 1.0) -> None:
-        """Add `weight` times every row of [terms, size]: the same bits as one by one. PeerError as `add`, and nothing
-        added, if a number of any row is bad."""
+    def add_rows(self, summands: Tensor, weight: float = 1.0) -> None:
+        """Add `weight` times every row of [summands, size]: the same bits as one by one. PeerError as `add`, and
+        nothing added, if a number of any row is bad."""
         factor = weight * self._factor
-        rows = terms.detach().reshape(len(terms), -1)
+        rows = summands.detach().reshape(len(summands), -1)
         found = largest_of(rows) * abs(factor)
         if not found < LIMIT:
-            raise PeerError(f"got {worst_of(terms)} among {len(rows)} terms")
+            raise PeerError(f"got {worst_of(summands)} among {len(rows)} summands")
         bound = self._bound + found * len(rows)
         if bound >= SUM_LIMIT:
             raise PeerError(f"a sum of {bound * self._unit:.3g} has no room in 64 bits")
@@ -180,18 +180,18 @@ class FixedSum:
     def over(self, divisor: float, dtype: torch.dtype) -> Tensor:
         """The sum divided by `divisor`, [size]. It ends the sum: nothing is in it any more."""
         factor, found = self._unit / divisor, torch.empty(len(self), dtype=dtype)
-        terms = [t.numpy() for t in (self._merged if self._empty and self._merged else [self._own(), *self._merged])]
+        summands = [t.numpy() for t in (self._merged if self._empty and self._merged else [self._own(), *self._merged])]
 
         def divide(start: int, stop: int) -> None:
             work, whole = torch.empty(_BLOCK, dtype=torch.float64), np.empty(_BLOCK, dtype=np.int64)
             for at in range(start, stop, _BLOCK):
                 part = slice(at, min(at + _BLOCK, stop))
-                number = terms[0][part]
-                for other in terms[1:]:
+                number = summands[0][part]
+                for other in summands[1:]:
                     number = np.add(number, other[part], out=whole[: len(number)])
                 found[part].copy_(work[: len(number)].copy_(torch.from_numpy(number)).mul_(factor))
 
-        spread(divide, len(self), _BLOCK)
+        parallel_chunks(divide, len(self), _BLOCK)
         self._merged, self._empty, self._bound = [], True, 0.0
         return found
 

@@ -10,7 +10,7 @@ import msgspec
 from isthmus.documents import read_lines
 from isthmus.errors import UserError
 from isthmus.federated.evaluation import Evaluation
-from isthmus.protocol.federated_events import Record
+from isthmus.protocol.federated_events import RoundRecord
 
 ROUND_LINES = "rounds.jsonl"
 """In a run's folder."""
@@ -19,7 +19,7 @@ ROUND_LINES = "rounds.jsonl"
 class RoundLine(msgspec.Struct, frozen=True, kw_only=True):
     """A committed round."""
 
-    record: Record
+    record: RoundRecord
     seconds: float
     """From its opening to the server's new values."""
     opened_at_s: float | None = None
@@ -65,20 +65,20 @@ class RoundLine(msgspec.Struct, frozen=True, kw_only=True):
         return sum(errors) / len(errors) if errors else None
 
 
-class History:
+class RoundHistory:
     """The lines of a run, in `rounds.jsonl`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     @classmethod
-    def of(cls, run: Path) -> History:
+    def of(cls, run: Path) -> RoundHistory:
         """Of the run in this folder."""
         return cls(run / ROUND_LINES)
 
     def keep(self, rounds: int, note: Callable[[str], None] = lambda _: None) -> None:
         """Forget what comes after so many rounds, as a resumed run makes them again, and what cannot be read, of which
-        `note` is told."""
+        `note` is called."""
         kept = [line for line in self.lines(note) if line.record.round < rounds]
         new = self._path.with_name(f".{self._path.name}")
         try:
@@ -95,5 +95,5 @@ class History:
             raise UserError(f"history {self._path}: cannot be written: {e.strerror or e}") from None
 
     def lines(self, note: Callable[[str], None] = lambda _: None) -> list[RoundLine]:
-        """Those that can be read; `note` is told of others."""
+        """Those that can be read; `note` is notified of others."""
         return read_lines(self._path, RoundLine, note)

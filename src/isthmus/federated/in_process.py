@@ -11,55 +11,55 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from isthmus.errors import InternalError
+from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.server import Server
-from isthmus.federated.worksite import Worksite
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
-    Absorb,
-    Begin,
-    Commit,
+    BeginPhase,
+    CommitRound,
     CoordinatorEvent,
-    Dismiss,
-    Drained,
+    DismissExecutor,
+    ExecutorDrained,
     ExecutorEvent,
-    Finish,
-    Forget,
-    Halt,
-    Ignore,
-    Interrupted,
-    Joined,
-    Merge,
-    Open,
-    Record,
-    Returned,
+    ExecutorJoined,
+    FinishRounds,
+    ForgetPhase,
+    HaltExecutors,
+    IgnoreSums,
+    MergeSums,
+    Notify,
+    ReportDrained,
+    ReportReturned,
+    RoundRecord,
+    RunInterrupted,
     SendSums,
-    Stop,
-    Summed,
-    Tell,
-    TellDrained,
-    TellReturned,
+    StartPhase,
+    StopExecutor,
+    SumsSent,
+    TasksReturned,
+    TasksTrained,
     Tick,
-    Train,
-    Trained,
+    TrainTasks,
+    UpdateServer,
 )
-from isthmus.protocol.federated_executor import FederatedExecutor
+from isthmus.protocol.federated_executor import ExecutorMachine
 
 TICK_S = 0.25
 
 
-class _Seat:
-    """An executor: its machine, its worksite, and what waits for it."""
+class _ExecutorSlot:
+    """An executor: its machine, its client trainer, and what waits for it."""
 
-    def __init__(self, name: str, site: Worksite, together: int) -> None:
+    def __init__(self, name: str, site: ClientTrainer, clients_per_vmap: int) -> None:
         self.name = name
         self.site = site
-        self.machine = FederatedExecutor(together)
+        self.machine = ExecutorMachine(clients_per_vmap)
         self.inbox: deque[ExecutorEvent] = deque()
-        self.work: deque[Train] = deque()
+        self.work: deque[TrainTasks] = deque()
 
     def drop_work(self) -> None:
         """The machine has forgotten what is to be trained."""
-        self.inbox.extend(Trained(turn=train.turn, timed=()) for train in self.work)
+        self.inbox.extend(TasksTrained(phase=train.phase, timed=()) for train in self.work)
         self.work.clear()
 
 
@@ -70,109 +70,109 @@ class InProcess:
         self,
         machine: FederatedCoordinator,
         server: Server,
-        sites: Mapping[str, Worksite],
+        sites: Mapping[str, ClientTrainer],
         *,
-        committed: Callable[[Record], None] = lambda _: None,
+        committed: Callable[[RoundRecord], None] = lambda _: None,
         pick: Callable[[Sequence[str]], int] = lambda ready: 0,
-        together: int = 1,
+        clients_per_vmap: int = 1,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Without a `clock`, in seconds, no time passes."""
         self.machine = machine
         self.server = server
-        self._seats = {name: _Seat(name, site, together) for name, site in sites.items()}
+        self._slots = {name: _ExecutorSlot(name, site, clients_per_vmap) for name, site in sites.items()}
         self._committed = committed
         self._pick = pick
         self._clock = clock
         self._looked_s = clock()
         self._interrupted = False
-        self.trips = self.told_bytes = self.value_bytes = 0
+        self.trips = self.broadcast_bytes = self.value_bytes = 0
         """What passed between coordinator and executors so far: sums (messages and bytes), and broadcasts."""
 
     def interrupt(self) -> None:
         """The open round is dropped and the run ends, once the work that is under way is done."""
         self._interrupted = True
 
-    def run(self) -> Finish:
+    def run(self) -> FinishRounds:
         """Events come of executors and of the clock: the run ends when no executor has anything left to do."""
-        finish = self._decide(Tick(now_s=self._looked_s))  # deadlines count from a turn's opening
-        for name in self._seats:
-            finish = self._decide(Joined(executor=name)) or finish
+        finish = self._decide(Tick(now_s=self._looked_s))  # deadlines count from a phase's opening
+        for name in self._slots:
+            finish = self._decide(ExecutorJoined(executor=name)) or finish
         while finish is None:
-            ready = [name for name, seat in self._seats.items() if seat.inbox or seat.work]
+            ready = [name for name, slot in self._slots.items() if slot.inbox or slot.work]
             if not ready:
                 raise InternalError("federated: nobody has anything to do, and the run is not over")
-            finish = self._act(self._seats[ready[self._pick(ready)]]) or self._look()
+            finish = self._act(self._slots[ready[self._pick(ready)]]) or self._look()
         return finish
 
-    def _look(self) -> Finish | None:
+    def _look(self) -> FinishRounds | None:
         """At the clock, and whether somebody wants it to end."""
         if self._interrupted:
-            return self._decide(Interrupted())
+            return self._decide(RunInterrupted())
         now_s = self._clock()
         if now_s - self._looked_s < TICK_S:
             return None
         self._looked_s = now_s
         return self._decide(Tick(now_s=now_s))
 
-    def _act(self, seat: _Seat) -> Finish | None:
+    def _act(self, slot: _ExecutorSlot) -> FinishRounds | None:
         """One thing: an event that waits, else one piece of work."""
-        if seat.inbox:
-            return self._answer(seat, seat.inbox.popleft())
-        train = seat.work.popleft()
-        timed, refused = seat.site.train(train.tasks)
-        return self._answer(seat, Trained(turn=train.turn, timed=timed, refused=refused))
+        if slot.inbox:
+            return self._answer(slot, slot.inbox.popleft())
+        train = slot.work.popleft()
+        timed, refused = slot.site.train(train.tasks)
+        return self._answer(slot, TasksTrained(phase=train.phase, timed=timed, refused=refused))
 
-    def _answer(self, seat: _Seat, event: ExecutorEvent) -> Finish | None:
+    def _answer(self, slot: _ExecutorSlot, event: ExecutorEvent) -> FinishRounds | None:
         finish = None
-        for instruction in seat.machine.handle(event):
+        for instruction in slot.machine.handle(event):
             match instruction:
-                case Begin(opening=opening):
-                    seat.drop_work()
-                    told = self.server.broadcast()
-                    self.told_bytes += sum(value.nbytes for value in told.values())
-                    seat.site.open(opening, told)
-                case Train():
-                    seat.work.append(instruction)
-                case Forget(kept=kept):
-                    seat.drop_work()
-                    seat.site.forget(kept)
-                case TellDrained(turn=turn):
-                    finish = self._decide(Drained(executor=seat.name, turn=turn)) or finish
-                case TellReturned(turn=turn, tasks=tasks):
-                    finish = self._decide(Returned(executor=seat.name, turn=turn, tasks=tasks)) or finish
-                case SendSums(turn=turn, timed=timed, refused=refused):
-                    seat.site.hand_over()
-                    told = Summed(executor=seat.name, turn=turn, timed=timed, refused=refused)
-                    finish = self._decide(told) or finish
+                case BeginPhase(opening=opening):
+                    slot.drop_work()
+                    broadcast = self.server.broadcast()
+                    self.broadcast_bytes += sum(value.nbytes for value in broadcast.values())
+                    slot.site.open(opening, broadcast)
+                case TrainTasks():
+                    slot.work.append(instruction)
+                case ForgetPhase(kept=kept):
+                    slot.drop_work()
+                    slot.site.forget(kept)
+                case ReportDrained(phase=phase):
+                    finish = self._decide(ExecutorDrained(executor=slot.name, phase=phase)) or finish
+                case ReportReturned(phase=phase, tasks=tasks):
+                    finish = self._decide(TasksReturned(executor=slot.name, phase=phase, tasks=tasks)) or finish
+                case SendSums(phase=phase, timed=timed, refused=refused):
+                    slot.site.hand_over()
+                    sent = SumsSent(executor=slot.name, phase=phase, timed=timed, refused=refused)
+                    finish = self._decide(sent) or finish
                     self.server.settle()  # the executor's memory is its own again
-                    seat.site.clear()
-                case Stop():
+                    slot.site.clear()
+                case StopExecutor():
                     pass
         return finish
 
-    def _decide(self, event: CoordinatorEvent) -> Finish | None:
+    def _decide(self, event: CoordinatorEvent) -> FinishRounds | None:
         for instruction in self.machine.handle(event):
             match instruction:
-                case Open(executor=executor, event=opened):
+                case StartPhase(executor=executor, event=opened):
                     self.server.open(opened.opening)
-                    self._seats[executor].inbox.append(opened)
-                case Tell(executor=executor, event=told):
-                    self._seats[executor].inbox.append(told)
-                case Merge(executor=executor):
-                    partial = self._seats[executor].site.partial
+                    self._slots[executor].inbox.append(opened)
+                case Notify(executor=executor, event=broadcast):
+                    self._slots[executor].inbox.append(broadcast)
+                case MergeSums(executor=executor):
+                    partial = self._slots[executor].site.partial
                     sums = partial.tensors()
                     self.trips += bool(sums)
                     self.value_bytes += sum(value.nbytes for value in sums.values())
                     self.server.merge(sums, partial.weights(), partial.bounds())
-                case Absorb():
+                case UpdateServer():
                     self.server.absorb()
-                case Commit(record=record):
+                case CommitRound(record=record):
                     self._committed(record)
-                case Finish():
+                case FinishRounds():
                     return instruction
-                case Dismiss(executor=executor, reason=reason):
+                case DismissExecutor(executor=executor, reason=reason):
                     raise InternalError(f"federated: {executor} {reason}")
-                case Ignore() | Halt():
+                case IgnoreSums() | HaltExecutors():
                     pass
         return None

@@ -33,14 +33,14 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import read_options
 from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
+from isthmus.federated.emulated_speed import SpeedEmulation
 from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.local import LocalConfig
-from isthmus.federated.pacing import Emulation
 from isthmus.federated.privacy import Guarantee, Privacy, Private, guarantee
 from isthmus.federated.resident import Resident
 from isthmus.federated.robust import Aggregation, Robust
 from isthmus.federated.schemes import Scheme, scheme
-from isthmus.federated.server import Identity, Server
+from isthmus.federated.server import RunIdentity, Server
 from isthmus.models import ModelSpec, build_model
 from isthmus.overrides import overridden
 from isthmus.planners.cohort import cohort_names
@@ -100,11 +100,11 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Emulation: speeds that change from round to round."""
     noise: Annotated[float, Meta(ge=0, le=2)] = 0.0
     """Emulation: sigma of a log-normal factor of mean 1 in every client's time."""
-    together: NotNegative = 1
+    clients_per_vmap: NotNegative = 1
     """Clients of equal numbers of samples that are trained as one; 0: as many as a measurement finds best."""
     threads: Positive = 1
     """Torch threads of each executor."""
-    patience: str = "60 s"
+    timeout: str = "60 s"
     """Silence after which an executor counts as lost."""
 
 
@@ -163,8 +163,8 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return scheme(self.execution.scheme)
 
     @property
-    def patience_s(self) -> float:
-        return parse_duration(self.execution.patience, "execution.patience")
+    def timeout_s(self) -> float:
+        return parse_duration(self.execution.timeout, "execution.timeout")
 
     @property
     def deadline_s(self) -> float:
@@ -217,7 +217,7 @@ def check(job: FederatedJob) -> None:
     check_combining(job)
     if (seed := job.federated.seed) >= 1 << 64:
         raise UserError(f"federated.seed: got {seed}, expected less than 2^64")
-    for field, seconds in (("execution.patience", job.patience_s), ("participation.deadline", job.deadline_s)):
+    for field, seconds in (("execution.timeout", job.timeout_s), ("participation.deadline", job.deadline_s)):
         if not 1 <= seconds < math.inf:
             raise UserError(f"{field}: got {seconds:g} s, expected at least 1 s")
     if job.execution.planner and job.execution.planner not in cohort_names():
@@ -353,10 +353,16 @@ def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRu
     if rules.minimum > (asked := _asked(job, needed, population)):
         raise UserError(f"participation.minimum: got {rules.minimum}, expected at most the {asked} clients of a round")
     return RoundRules(
-        rounds=job.federated.rounds, first_round=first_round, passes=len(job.algorithm(population).passes),
-        needed=needed, poisson=rules.poisson, quorum=rules.quorum, minimum=rules.minimum, deadline_s=job.deadline_s,
+        rounds=job.federated.rounds,
+        first_round=first_round,
+        passes=len(job.algorithm(population).passes),
+        needed=needed,
+        poisson=rules.poisson,
+        quorum=rules.quorum,
+        minimum=rules.minimum,
+        deadline_s=job.deadline_s,
         attempts=rules.attempts,
-    )  # fmt: skip
+    )
 
 
 def evaluator(job: FederatedJob, data: ClientData, *, personal: bool = False) -> Evaluator | None:
@@ -402,29 +408,39 @@ def _asked(job: FederatedJob, needed: int, population: int) -> int:
     return min(population, round(needed * job.participation.over_select))
 
 
-def emulation(job: FederatedJob, executor: int) -> Emulation:
+def emulation(job: FederatedJob, executor: int) -> SpeedEmulation:
     """How executor number `executor` is to differ from this machine."""
     eta = job.execution.slow_down[executor] if job.execution.slow_down else 0.0
-    return Emulation(
-        executor=executor, eta=eta, unstable=job.execution.unstable, noise=job.execution.noise,
-        rounds=job.federated.rounds, seed=job.federated.seed,
-    )  # fmt: skip
+    return SpeedEmulation(
+        executor=executor,
+        eta=eta,
+        unstable=job.execution.unstable,
+        noise=job.execution.noise,
+        rounds=job.federated.rounds,
+        seed=job.federated.seed,
+    )
 
 
-def identity(job: FederatedJob, data: ClientData, numbers: int) -> Identity:
+def identity(job: FederatedJob, data: ClientData, numbers: int) -> RunIdentity:
     """What a resumed run must have in common with the one before; where clients train is not part of it."""
     return _identity(job, numbers, data.fingerprint, len(data.sizes))
 
 
-def site_identity(job: FederatedJob, numbers: int) -> Identity:
+def site_identity(job: FederatedJob, numbers: int) -> RunIdentity:
     """As `identity`; the data are the sites'."""
     assert job.deployment is not None, "a job with sites"
     return _identity(job, numbers, f"of the sites {', '.join(job.deployment.sites)}", len(job.deployment.sites))
 
 
-def _identity(job: FederatedJob, numbers: int, data: str, clients: int) -> Identity:
-    return Identity(
-        algorithm=job.federated.algorithm, options=job.federated.options, model=msgspec.json.encode(job.model).decode(),
-        local=msgspec.json.encode(job.local).decode(), numbers=numbers, data=data, seed=job.federated.seed,
-        clients=clients, combining=msgspec.json.encode((job.aggregation, job.privacy, job.admission)).decode(),
-    )  # fmt: skip
+def _identity(job: FederatedJob, numbers: int, data: str, clients: int) -> RunIdentity:
+    return RunIdentity(
+        algorithm=job.federated.algorithm,
+        options=job.federated.options,
+        model=msgspec.json.encode(job.model).decode(),
+        local=msgspec.json.encode(job.local).decode(),
+        numbers=numbers,
+        data=data,
+        seed=job.federated.seed,
+        clients=clients,
+        combining=msgspec.json.encode((job.aggregation, job.privacy, job.admission)).decode(),
+    )

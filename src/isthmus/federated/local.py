@@ -11,7 +11,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from isthmus.federated.resident import Resident
-from isthmus.streams import orders
+from isthmus.rng import orders
 
 Batch = Mapping[str, Tensor]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import DivergedUpdate, PeerError, UserError
-from isthmus.federated.algorithms import Cohort, Combine, Update, Values
+from isthmus.federated.algorithms import ClientUpdate, Cohort, Combine, Values
 from isthmus.federated.device_sum import DeviceSum, Down
 from isthmus.federated.fixed_point import FixedSum, scale_exponent
 from isthmus.training.finite import is_finite
@@ -23,7 +23,7 @@ WEIGHT_BITS = 20
 """Weights are added in units of 2^-20: numbers of samples exactly."""
 
 
-class Weights(msgspec.Struct, frozen=True, kw_only=True):
+class AggregationWeights(msgspec.Struct, frozen=True, kw_only=True):
     """How much a partial counts, in units of 2^-20."""
 
     clients: int
@@ -32,23 +32,24 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     """Of each client, where values are collected."""
 
 
-class Partial:
+class PartialSum:
     """Folds updates, merges other partials, and makes the combined values of it all."""
 
     def __init__(
         self,
         returns: Mapping[str, Combine],
         sizes: Mapping[str, int] | None = None,
-        rooms: Mapping[str, Tensor] | None = None,
+        accumulators: Mapping[str, Tensor] | None = None,
         *,
         down: Down | None = None,
     ) -> None:
-        """`sizes` are the numbers of each summed value; without them, those of the first that comes. `rooms` is memory
+        """`sizes` are the numbers of each summed value; without them, those of the first that comes. `accumulators` is
+        memory
         to add them up in, int64 [numbers]. With `down`, what is folded lies on an accelerator and adds up there."""
         self._down = down
         self._returns = returns
-        self._rooms = rooms or {}
-        self._expected = sizes or {name: len(room) for name, room in self._rooms.items()}
+        self._accumulators = accumulators or {}
+        self._expected = sizes or {name: len(accumulator) for name, accumulator in self._accumulators.items()}
         self._sums: dict[str, FixedSum] = {}
         self.begin(1, 1)
 
@@ -68,7 +69,7 @@ class Partial:
     def collects(self) -> bool:
         return "collect" in self._returns.values()
 
-    def fold(self, client: int, update: Update, samples: int) -> None:
+    def fold(self, client: int, update: ClientUpdate, samples: int) -> None:
         """Take in a client's update. UserError for names that the pass does not declare; PeerError for numbers that
         are not finite, or a weight out of range. After an error nothing of the update is left."""
         _check_names(update.values, self._returns)
@@ -101,7 +102,7 @@ class Partial:
         self._weight += _units(weight)
         self.clients += 1
 
-    def fold_rows(self, update: Update, clients: int, samples: int) -> None:
+    def fold_rows(self, update: ClientUpdate, clients: int, samples: int) -> None:
         """Take in the updates of clients with as many samples each: values have a first dim of them. Nothing may be
         collected. Errors as `fold`, for all of them at once."""
         assert not self.collects, "collected values belong to a client each"
@@ -114,14 +115,14 @@ class Partial:
                 total = self._sum(name, value[0].numel(), value.device)
                 total.add_rows(value, factor)
             except PeerError:
-                for other, terms, used in added:
-                    other.add_rows(terms, -used)
+                for other, summands, used in added:
+                    other.add_rows(summands, -used)
                 raise
             added.append((total, value, factor))
         self._weight += clients * _units(weight)
         self.clients += clients
 
-    def check_update(self, update: Update, samples: int) -> None:
+    def check_update(self, update: ClientUpdate, samples: int) -> None:
         """PeerError, as `fold` would raise it for an update whose names and shapes are right. Nothing is changed."""
         weight = self._weight_of(update, samples)
         for name in self._of("weighted_mean", "mean", "sum"):
@@ -132,7 +133,7 @@ class Partial:
             except PeerError as e:
                 raise type(e)(f"value {name!r}: {e}") from None
 
-    def _weight_of(self, update: Update, samples: int) -> float:
+    def _weight_of(self, update: ClientUpdate, samples: int) -> float:
         weight = float(samples if update.weight is None else update.weight)
         if not 0 <= weight <= self._most_weight:
             raise PeerError(f"got weight {weight:g}, expected 0 to {self._most_weight:g}")
@@ -144,12 +145,12 @@ class Partial:
     def _sum(self, name: str, size: int, device: torch.device | None = None) -> FixedSum:
         self._check_size(name, size)
         if name not in self._sums:
-            exponent, room = self._exponents[self._returns[name]], self._rooms.get(name)
+            exponent, accumulator = self._exponents[self._returns[name]], self._accumulators.get(name)
             down, device = self._down, device or torch.device("cpu")
             if down is None or device.type == "cpu":
-                self._sums[name] = FixedSum(size, exponent, room)
+                self._sums[name] = FixedSum(size, exponent, accumulator)
             else:
-                self._sums[name] = DeviceSum(size, exponent, device, down, room)
+                self._sums[name] = DeviceSum(size, exponent, device, down, accumulator)
         return self._sums[name]
 
     def _check_size(self, name: str, size: int) -> None:
@@ -164,17 +165,20 @@ class Partial:
             found |= {f"{client}/{name}": value for name, value in values.items()}
         return found
 
-    def weights(self) -> Weights:
-        return Weights(clients=self.clients, total=self._weight, each=dict(self._weights))
+    def weights(self) -> AggregationWeights:
+        return AggregationWeights(clients=self.clients, total=self._weight, each=dict(self._weights))
 
     def bounds(self) -> dict[str, float]:
         """Of each sum: no number of it is further from 0."""
         return {name: total.bound for name, total in self._sums.items()} if self.clients else {}
 
     def check(
-        self, tensors: Mapping[str, Tensor], clients: Collection[int], part: Weights,
+        self,
+        tensors: Mapping[str, Tensor],
+        clients: Collection[int],
+        part: AggregationWeights,
         bounds: Mapping[str, float] | None = None,
-    ) -> Mapping[str, float]:  # fmt: skip
+    ) -> Mapping[str, float]:
         """PeerError unless `tensors` and `part` are what another partial gives after folding these clients. Nothing
         is changed. Returns the largest number of each sum, so that `merge` need not look again; those whose `bounds`
         are given are believed, and not looked at."""
@@ -206,7 +210,9 @@ class Partial:
             raise PeerError(f"got {value.dtype} {list(value.shape)}, expected int64 numbers in a row")
         return self._sum(name, len(value)).check(value, bound)
 
-    def merge(self, tensors: Mapping[str, Tensor], part: Weights, largest: Mapping[str, float] | None = None) -> None:
+    def merge(
+        self, tensors: Mapping[str, Tensor], part: AggregationWeights, largest: Mapping[str, float] | None = None
+    ) -> None:
         """Add what another partial's `tensors` and `weights` gave. It has passed `check`, which found `largest`. Its
         sums must not change until `settle` or `combined`."""
         for key, value in tensors.items():
@@ -254,8 +260,8 @@ def _stacked(name: str, rows: Sequence[Tensor]) -> Tensor:
     """UserError for rows that do not fit together."""
     kinds = {(row.dtype, tuple(row.shape)) for row in rows}
     if len(kinds) > 1:
-        told = " and ".join(sorted(f"{dtype} {list(shape)}" for dtype, shape in kinds)[:2])
-        raise UserError(f"algorithm: collected value {name!r}: got {told}, expected one shape and type of all clients")
+        text = " and ".join(sorted(f"{dtype} {list(shape)}" for dtype, shape in kinds)[:2])
+        raise UserError(f"algorithm: collected value {name!r}: got {text}, expected one shape and type of all clients")
     return torch.stack(list(rows))
 
 
@@ -278,5 +284,5 @@ def _check_finite(value: Tensor) -> None:
 
 def _few(names: Iterable[str]) -> str:
     """Of names that somebody else chose, some."""
-    told = sorted(names)
-    return ", ".join(reprlib.repr(name) for name in told[:4]) + (" ..." if len(told) > 4 else "") or "none"
+    text = sorted(names)
+    return ", ".join(reprlib.repr(name) for name in text[:4]) + (" ..." if len(text) > 4 else "") or "none"

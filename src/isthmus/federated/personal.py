@@ -31,20 +31,20 @@ class OwnModels:
         self._lost: set[tuple[int, int]] = set()
         """Clients and places of which that was said."""
 
-    def after(self, model: Tensor, places: NDArray[int32], say: Callable[[str], None]) -> Callable[[int], Tensor]:
+    def after(self, model: Tensor, places: NDArray[int32], log: Callable[[str], None]) -> Callable[[int], Tensor]:
         """Each client's, [P], after a round that left the server this model and the clients' states in these places.
-        `say` is told once of a state that is lost; UserError where the algorithm cannot do without it."""
+        `log` is called once of a state that is lost; UserError where the algorithm cannot do without it."""
 
         def of(client: int) -> Tensor:
             place = int(places[client])
-            kept = None if place == NONE else self._read(client, place, say)
+            kept = None if place == NONE else self._read(client, place, log)
             state = first_state(self._algorithm, model) if kept is None else kept
             own = None if state is None else _own(self._algorithm, model, state)
             return model if own is None else own
 
         return of
 
-    def _read(self, client: int, place: int, say: Callable[[str], None]) -> Values | None:
+    def _read(self, client: int, place: int, log: Callable[[str], None]) -> Values | None:
         """None where it is lost."""
         try:
             return {name: value[0] for name, value in self._states.read([client], [place]).items()}
@@ -53,7 +53,7 @@ class OwnModels:
                 raise lost.refusal() from None
             if (client, place) not in self._lost:
                 self._lost.add((client, place))
-                say(f"{lost}; client {client} is evaluated with a new one")
+                log(f"{lost}; client {client} is evaluated with a new one")
             return None
 
 

@@ -88,6 +88,8 @@ def guarantee(privacy: Privacy, rounds: int, passes: int, probability: float | N
     accountant = pld.PLDAccountant(value_discretization_interval=GRID * max(1.0, deviation**-2))
     accountant.compose(event, rounds)
     return Guarantee(
-        epsilon=float(accountant.get_epsilon(privacy.delta)), delta=privacy.delta, rounds=rounds,
+        epsilon=float(accountant.get_epsilon(privacy.delta)),
+        delta=privacy.delta,
+        rounds=rounds,
         sampling_probability=probability,
-    )  # fmt: skip
+    )

@@ -27,11 +27,11 @@ from isthmus.data.dataset import fingerprint_of
 from isthmus.documents import follow_umask
 from isthmus.errors import Diverged, UserError, users_code
 from isthmus.federated.admission import AdmissionRules, Form, admit, first_state, forms_of, named_tensors, unwritten
-from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Update, Values
+from isthmus.federated.algorithms import BUFFERS, Algorithm, ClientUpdate, Combine, Values
 from isthmus.federated.algorithms.wrapping import Wrapping
-from isthmus.federated.partial import Partial, Weights
-from isthmus.federated.past import with_past, without_past
-from isthmus.protocol.federated_events import Opening, Turn
+from isthmus.federated.partial import AggregationWeights, PartialSum
+from isthmus.federated.stale_models import with_stale_models, without_stale_models
+from isthmus.protocol.federated_events import PhaseId, PhaseSetup
 from isthmus.training.finite import is_finite
 
 STATES = "states"
@@ -42,7 +42,7 @@ _RUN, _SHA256 = "run", "sha256"
 KEPT = 2
 
 
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
+class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """What a resumed run must have in common with the one before."""
 
     algorithm: str
@@ -59,7 +59,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Server:
-    """Values, sums of the open turn, and commits. The driver calls it in the order that the coordinator says."""
+    """Values, sums of the open phase, and commits. The driver calls it in the order that the coordinator says."""
 
     def __init__(self, algorithm: Algorithm, model: Tensor, buffers: Tensor, population: int, past: int = 0) -> None:
         """`past` is for how many rounds what was broadcast is needed again."""
@@ -72,7 +72,7 @@ class Server:
         self._most_past = past
         self._past: list[Values] = []
         """What was broadcast a round before, two rounds before, and so on."""
-        self.turn: Turn | None = None
+        self.phase: PhaseId | None = None
         self.keeps = first_state(algorithm, self.values["model"]) is not None
         """Whether clients keep something from round to round."""
         if len(buffers) and isinstance(algorithm, Wrapping):
@@ -84,7 +84,9 @@ class Server:
             self.forms = forms_of(algorithm, self.values)
         """By pass, what its clients' values look like."""
         self._partials = [
-            Partial(self._returns(number), {name: math.prod(form.shape) for name, form in self.forms[number].items()})
+            PartialSum(
+                self._returns(number), {name: math.prod(form.shape) for name, form in self.forms[number].items()}
+            )
             for number in range(len(self._passes))
         ]
 
@@ -93,15 +95,15 @@ class Server:
         return {**returns, BUFFERS: "weighted_mean"} if BUFFERS in self.values else returns
 
     @property
-    def _partial(self) -> Partial:
-        assert self.turn is not None, "a turn is open"
-        return self._partials[self.turn.number]
+    def _partial(self) -> PartialSum:
+        assert self.phase is not None, "a phase is open"
+        return self._partials[self.phase.number]
 
-    def open(self, opening: Opening) -> None:
-        """A turn begins: sums of another one are dropped."""
-        if opening.turn == self.turn:
+    def open(self, opening: PhaseSetup) -> None:
+        """A phase begins: sums of another one are dropped."""
+        if opening.phase == self.phase:
             return
-        self.turn = opening.turn
+        self.phase = opening.phase
         self._partial.begin(opening.samples, opening.clients)
 
     @property
@@ -112,43 +114,48 @@ class Server:
     @property
     def kept(self) -> Values:
         """All that another server needs to go on from here."""
-        return with_past(self.values, self._past)
+        return with_stale_models(self.values, self._past)
 
     def restore(self, kept: Values, rounds: int) -> None:
         """Go on from what another one kept after so many rounds. UserError where it kept too little."""
-        self.values, past = without_past(kept)
+        self.values, past = without_stale_models(kept)
         if len(past) < min(self._most_past, rounds):
             what = f"participation.staleness: got {self._most_past}"
             raise UserError(f"{what}, expected at most {len(past)}, with which the run began")
         self._past = past[: self._most_past]
 
     def broadcast(self) -> Values:
-        """What every executor is told, once a turn."""
-        return with_past(self._told(), self._past)
+        """What every executor receives, once a phase."""
+        return with_stale_models(self._broadcast_values(), self._past)
 
-    def _told(self) -> Values:
+    def _broadcast_values(self) -> Values:
         known = {name: value for name, value in self.values.items() if name != BUFFERS}
         with users_code("algorithm: broadcast"):
-            told = _tensors(self._algorithm.broadcast(known), "broadcast")
-        if self.keeps and "model" not in told:
+            broadcast = _tensors(self._algorithm.broadcast(known), "broadcast")
+        if self.keeps and "model" not in broadcast:
             raise UserError("algorithm: broadcast gives no 'model', expected one: init_client is given it")
-        return {**told, BUFFERS: self.values[BUFFERS]} if BUFFERS in self.values else told
+        return {**broadcast, BUFFERS: self.values[BUFFERS]} if BUFFERS in self.values else broadcast
 
     def check(
-        self, tensors: Mapping[str, Tensor], clients: Collection[int], part: Weights,
+        self,
+        tensors: Mapping[str, Tensor],
+        clients: Collection[int],
+        part: AggregationWeights,
         bounds: Mapping[str, float] | None = None,
-    ) -> Mapping[str, float]:  # fmt: skip
-        """PeerError for an executor's sums that do not fit the open turn. Returns what `merge` takes as `largest`.
+    ) -> Mapping[str, float]:
+        """PeerError for an executor's sums that do not fit the open phase. Returns what `merge` takes as `largest`.
         `bounds` are those of sums that need not be looked at."""
         return self._partial.check(tensors, clients, part, bounds)
 
-    def merge(self, tensors: Mapping[str, Tensor], part: Weights, largest: Mapping[str, float] | None = None) -> None:
+    def merge(
+        self, tensors: Mapping[str, Tensor], part: AggregationWeights, largest: Mapping[str, float] | None = None
+    ) -> None:
         """An executor's sums, which have passed `check`. They must not change until `settle` or `absorb`."""
         self._partial.merge(tensors, part, largest)
 
     def settle(self) -> None:
         """Read the sums that were merged."""
-        if self.turn is not None:
+        if self.phase is not None:
             self._partial.settle()
 
     @property
@@ -159,41 +166,41 @@ class Server:
             for number, forms in enumerate(self.forms)
         ]
 
-    def admit(self, update: Update, samples: int, rules: AdmissionRules) -> Update:
-        """The update of a client of the open turn, clipped where the rules say so. PeerError for one that is refused:
+    def admit(self, update: ClientUpdate, samples: int, rules: AdmissionRules) -> ClientUpdate:
+        """The update of a client of the open phase, clipped where the rules say so. PeerError for one that is refused:
         whatever is returned can be folded in."""
-        assert self.turn is not None, "a turn is open"
-        admitted = admit(update, self.forms[self.turn.number], rules)
+        assert self.phase is not None, "a phase is open"
+        admitted = admit(update, self.forms[self.phase.number], rules)
         self._partial.check_update(admitted, samples)
         return admitted
 
-    def fold(self, client: int, update: Update, samples: int) -> None:
+    def fold(self, client: int, update: ClientUpdate, samples: int) -> None:
         """One client's update, which was admitted."""
         self._partial.fold(client, update, samples)
 
     def absorb(self) -> None:
         """All sums of the pass are in. UserError when the algorithm's step fails, Diverged when it leaves what
         is not finite."""
-        assert self.turn is not None, "a turn is open"
+        assert self.phase is not None, "a phase is open"
         combined = self._partial.combined(self.values["model"].dtype)
         cohort = self._partial.cohort(self._population)
-        returns = self._returns(self.turn.number)
-        for name, form in self.forms[self.turn.number].items():
+        returns = self._returns(self.phase.number)
+        for name, form in self.forms[self.phase.number].items():
             if returns.get(name, "collect") != "collect":
                 combined[name] = combined[name].view(form.shape)
         buffers = combined.pop(BUFFERS, None)
         known = {name: value for name, value in self.values.items() if name != BUFFERS}
         if self._most_past:
-            self._past = [self._told(), *self._past][: self._most_past]
-        with users_code(f"algorithm: server, round {self.turn.round + 1}"):
+            self._past = [self._broadcast_values(), *self._past][: self._most_past]
+        with users_code(f"algorithm: server, round {self.phase.round + 1}"):
             with unwritten(known, "server", "was given", "a new tensor"):  # they may still be saved, and evaluated
-                after = self._passes[self.turn.number].server(dict(known), combined, cohort)
+                after = self._passes[self.phase.number].server(dict(known), combined, cohort)
             self.values = _checked(after, "server", Form.of(self.values["model"]))
         if buffers is not None:
             self.values[BUFFERS] = buffers
         for name, value in self.values.items():
             if not is_finite(value):
-                what = f"round {self.turn.round + 1}: the server's {name!r} is not finite any more"
+                what = f"round {self.phase.round + 1}: the server's {name!r} is not finite any more"
                 raise Diverged(f"{what}: try a smaller learning rate")
 
 
@@ -229,7 +236,7 @@ class _DamagedError(UserError):
 class Commits:
     """The committed rounds of a run on disk."""
 
-    def __init__(self, folder: Path, identity: Identity | None = None) -> None:
+    def __init__(self, folder: Path, identity: RunIdentity | None = None) -> None:
         """Without an `identity`, whatever run they are of: to be read only."""
         self._folder = folder
         self._identity = identity
@@ -266,8 +273,8 @@ class Commits:
     def newest(
         self, passed_over: Callable[[str], None] = lambda _: None, *, needs_states: bool = True
     ) -> Committed | None:
-        """The last committed round that is as it was saved; None before the first. `passed_over` is told why of each
-        newer one. Only who goes on from it `needs_states` of clients.
+        """The last committed round that is as it was saved; None before the first. `passed_over` gets the reason of
+        each newer one. Only who goes on from it `needs_states` of clients.
 
         UserError for a file of another run; and where none is whole, or where one that is whole needs states that may
         have been written over: to begin anew is for the user to say.
@@ -305,7 +312,7 @@ class Commits:
 
     def _check(self, path: Path, run: str) -> None:
         try:
-            saved = msgspec.json.decode(run, type=Identity)
+            saved = msgspec.json.decode(run, type=RunIdentity)
         except msgspec.MsgspecError:
             raise UserError(f"round file {path}: does not say which run it is of") from None
         if self._identity is None:

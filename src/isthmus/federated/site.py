@@ -17,11 +17,11 @@ from isthmus.data.augmented import batch_of_round
 from isthmus.data.clients import ClientData
 from isthmus.data.dataset import ColumnSpec, Dataset, joined
 from isthmus.errors import UserError
-from isthmus.federated.algorithms import Update
+from isthmus.federated.algorithms import ClientUpdate
+from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import Rows, StateLost
-from isthmus.federated.worksite import Work, Worksite
-from isthmus.protocol.federated_events import Opening, Refusal, Task, Timed
+from isthmus.protocol.federated_events import ClientTask, ClientTime, PhaseSetup, RefusedUpdate
 
 
 class OwnData:
@@ -125,35 +125,41 @@ class SiteStates:
                 path.unlink()
 
 
-class Site(Worksite):
+class Site(ClientTrainer):
     """Nothing is folded here."""
 
-    update: Update | None = None
+    update: ClientUpdate | None = None
     """Of the client that was trained last."""
     _durable_round = -1
 
     def __init__(
-        self, work: Work, module: nn.Module, data: ClientData, states: SiteStates | None,
-        *, lasts: Callable[[float, int], float] = lambda seconds, _: seconds,
-        say: Callable[[str], None] = lambda _: None, accelerator: Accelerator = HOST,
-    ) -> None:  # fmt: skip
-        """As a worksite's."""
-        super().__init__(work, module, data, states, lasts=lasts, say=say, accelerator=accelerator)
+        self,
+        work: TrainingTask,
+        module: nn.Module,
+        data: ClientData,
+        states: SiteStates | None,
+        *,
+        lasts: Callable[[float, int], float] = lambda seconds, _: seconds,
+        log: Callable[[str], None] = lambda _: None,
+        accelerator: Accelerator = HOST,
+    ) -> None:
+        """As a client trainer's."""
+        super().__init__(work, module, data, states, lasts=lasts, log=log, accelerator=accelerator)
         self._own_states = states
 
-    def open(self, opening: Opening, told: Mapping[str, Tensor]) -> None:
-        super().open(opening, told)
+    def open(self, opening: PhaseSetup, broadcast: Mapping[str, Tensor]) -> None:
+        super().open(opening, broadcast)
         self._durable_round = opening.durable_round
 
-    def train(self, tasks: Sequence[Task]) -> tuple[tuple[Timed, ...], tuple[Refusal, ...]]:
+    def train(self, tasks: Sequence[ClientTask]) -> tuple[tuple[ClientTime, ...], tuple[RefusedUpdate, ...]]:
         for task in tasks:
             # A state that is on the coordinator's disk makes those before it useless, and those after it never came.
             if self._own_states is not None and task.state <= self._durable_round:
                 self._own_states.keep_only(task.state)
         return super().train(tasks)
 
-    def _take_in(self, task: Task, update: Update) -> int:
+    def _take_in(self, task: ClientTask, update: ClientUpdate) -> int:
         state = self._keep_one(task, update.state)
         values = to_host(self.resident.accelerator, update.values)
-        self.update = Update(values=values, state=update.state, weight=update.weight)
+        self.update = ClientUpdate(values=values, state=update.state, weight=update.weight)
         return state

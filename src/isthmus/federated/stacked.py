@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from isthmus.errors import UserError
-from isthmus.federated.algorithms import Update
+from isthmus.federated.algorithms import ClientUpdate
 from isthmus.federated.local import LocalConfig
-from isthmus.federated.operators import Operation, written_down
 from isthmus.federated.resident import Batch, Resident, loss_of
-from isthmus.streams import orders
+from isthmus.federated.traced_ops import Operation, written_down
+from isthmus.rng import orders
 
 TRIED = (8, 32, 128)
 """Numbers of clients that a measurement tries, in this order, until more is slower."""
@@ -110,8 +110,11 @@ def rows_for(count: int) -> int:
     return power if power <= 8 else -(-count // step) * step
 
 
-def likely_shapes(sizes: NDArray[np.int64], clients: int, together: int, batch_size: int) -> list[tuple[int, int]]:
-    """(rows, samples) of the batches that a turn of `clients` will have most often, where `sizes` (population,) are the
+def likely_shapes(
+    sizes: NDArray[np.int64], clients: int, clients_per_vmap: int, batch_size: int
+) -> list[tuple[int, int]]:
+    """(rows, samples) of the batches that a phase of `clients` will have most often, where `sizes` (population,) are
+    the
     samples of clients that are drawn evenly: within a deviation of what is expected of each size. At most `LIKELY`."""
     found: dict[tuple[int, int], float] = {}
     for size, count in zip(*np.unique_counts(sizes), strict=True):
@@ -119,7 +122,7 @@ def likely_shapes(sizes: NDArray[np.int64], clients: int, together: int, batch_s
         expected, deviation = clients * share, math.sqrt(clients * share * (1 - share))
         if expected + deviation < 2:
             continue  # of this size there is hardly ever more than one
-        least, most = (min(max(round(expected + sign * deviation), 2), together) for sign in (-1, 1))
+        least, most = (min(max(round(expected + sign * deviation), 2), clients_per_vmap) for sign in (-1, 1))
         steps = {min(size, batch_size), size % batch_size} - {0}
         for shape in {(rows_for(n), int(step)) for n in range(least, most + 1) for step in steps}:
             found[shape] = max(found.get(shape, 0.0), expected)
@@ -191,7 +194,7 @@ class StackedLocal:
         return total
 
 
-def check_alike(alone: Update, several: Update) -> None:
+def check_alike(alone: ClientUpdate, several: ClientUpdate) -> None:
     """UserError where a client that was trained by itself returned other values than as the first of several: the
     algorithm mixes clients, by a sum over all dims say. Kernels that sum in another order differ by far less."""
     for name, value in alone.values.items():
@@ -200,10 +203,12 @@ def check_alike(alone: Update, several: Update) -> None:
         norm = float(one.norm())
         if off > APART * norm + ROUNDING * math.sqrt(len(one)) and value.dtype in (torch.float32, torch.float64):
             what = f"algorithm: {name!r} of a client trained together with others is off by {off:.3g} of {norm:.3g}"
-            raise UserError(f"{what}: expected operations elementwise or over the last dim (or execution.together = 1)")
+            raise UserError(
+                f"{what}: expected operations elementwise or over the last dim (or execution.clients_per_vmap = 1)"
+            )
 
 
-def best_together(resident: Resident, columns: Batch, most: int = TRIED[-1], *, repeats: int = 5) -> int:
+def best_clients_per_vmap(resident: Resident, columns: Batch, most: int = TRIED[-1], *, repeats: int = 5) -> int:
     """How many clients are trained together fastest, by measurement on one batch, of `most` that an executor has in a
     round; 1 where the model does not allow it.
 

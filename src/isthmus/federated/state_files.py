@@ -38,7 +38,7 @@ class StateFiles:
         file = place // self.per_file
         return f"{self._folder}/{file >> 8:03x}/{file & 255:02x}.states"
 
-    def room(self, places: int) -> NDArray[np.uint8]:
+    def accumulator(self, places: int) -> NDArray[np.uint8]:
         """Memory that `read` and `write` take, uint8 [places, bytes]."""
         size_bytes = places * self.each_bytes
         memory = np.empty(size_bytes + PAGE_BYTES, dtype=np.uint8)

@@ -20,9 +20,17 @@ from torch import Tensor
 from isthmus.errors import UserError
 
 _DTYPES = {
-    torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 _CLIENT, _ROUND, _SHA256 = b"0" * 12, b"0" * 9, b"0" * 64
 """Room for these in a header: with it, headers of a form are of one length."""
 
@@ -126,8 +134,8 @@ class StateForm:
             if not isinstance(value, Tensor) or value.dtype != part.dtype or value.shape != shape:  # pyright: ignore[reportUnnecessaryIsInstance]  a user's algorithm
                 raise self._other(clients[0], states)
             if value.layout is not torch.strided:
-                told = f"state {name!r} of client {clients[0]}"
-                raise UserError(f"algorithm: {told}: got {value.layout}, expected strided")
+                text = f"state {name!r} of client {clients[0]}"
+                raise UserError(f"algorithm: {text}: got {value.layout}, expected strided")
             views[name][rows].copy_(value.detach())
 
     def sign(self, memory: NDArray[np.uint8], clients: Sequence[int], round_: int) -> None:
@@ -144,11 +152,11 @@ class StateForm:
                 what = f"state {name!r} of client {client}: got {type(value).__name__}"
                 return UserError(f"algorithm: {what}, expected a tensor")
         got = {name: _Part(value.dtype, tuple(value.shape[1:]), 0) for name, value in states.items()}
-        told, expected = (
+        text, expected = (
             ", ".join(f"{name} {part}" for name, part in sorted(parts.items())) or "nothing"
             for parts in (got, self._parts)
         )
-        what = f"state of client {client}: got {told}, expected {expected}, as init_client gives"
+        what = f"state of client {client}: got {text}, expected {expected}, as init_client gives"
         return UserError(f"algorithm: {what}")
 
 

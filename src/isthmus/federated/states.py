@@ -60,7 +60,7 @@ class StateLost(UserError):
 
 
 class States(Protocol):
-    """Where a worksite keeps its clients' states."""
+    """Where a client trainer keeps its clients' states."""
 
     def expect(self, places: Iterable[int]) -> None:
         """These are read next, in this order. Nothing happens on errors: `read` will tell."""
@@ -80,7 +80,7 @@ class States(Protocol):
         ...
 
     def free(self, places: Iterable[int]) -> None:
-        """Nobody will read these any more. To be called for every turn: it may be another executor that frees one."""
+        """Nobody will read these any more. To be called for every phase: it may be another executor that frees one."""
         ...
 
 
@@ -127,7 +127,7 @@ class StateStore:
         self._ahead: dict[int, tuple[Future[_Batch], int]] = {}
         """Read before they are asked for: where, and the row there."""
         self._several = False
-        """The last ones that were read were asked for together: what comes next cannot be told from tasks."""
+        """The last ones that were read were asked for together: what comes next cannot be distinguished from tasks."""
 
     def _unused(self, taken: NDArray[np.int64], part: int, parts: int) -> Iterator[int]:
         """In this executor's files, ascending."""
@@ -151,9 +151,9 @@ class StateStore:
                 if place not in self._ahead:
                     self._ahead[place] = self._fetch([place]), 0
         elif (first := next(rest := iter(places), None)) is not None and first not in self._ahead:
-            together = [first, *rest]
-            fetched = self._fetch(together)
-            self._ahead = {place: (fetched, row) for row, place in enumerate(together)}
+            wanted = [first, *rest]
+            fetched = self._fetch(wanted)
+            self._ahead = {place: (fetched, row) for row, place in enumerate(wanted)}
 
     def read(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
         self._several = len(places) > 1
@@ -241,7 +241,7 @@ class StateStore:
         self._settle()
 
     def _room(self, states: int) -> _Batch:
-        memory = self._files.room(states)
+        memory = self._files.accumulator(states)
         return _Batch(memory, self._form.views(torch.from_numpy(memory)))
 
     def _take(self, count: int) -> list[int]:

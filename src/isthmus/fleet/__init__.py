@@ -1,22 +1,22 @@
 """Where a model can be trained: devices, the links between them, and the built-in topologies."""
 
-from isthmus.fleet.changes import Change, changed, corrected, in_half, with_memory
+from isthmus.fleet.changes import FleetChange, changed, corrected, in_half, with_memory
 from isthmus.fleet.fleet import Device, Fleet, Measurement
-from isthmus.fleet.links import Link, Links, LinkTrace, Route, Site
+from isthmus.fleet.links import Link, Links, LinkTrace, Region, Route
 from isthmus.fleet.toml import dump_fleet, load_fleet, parse_fleet
 from isthmus.fleet.topologies import RANDOM, describe, resolve_fleet, topology, topology_names
 
 __all__ = [
     "RANDOM",
-    "Change",
     "Device",
     "Fleet",
+    "FleetChange",
     "Link",
     "LinkTrace",
     "Links",
     "Measurement",
+    "Region",
     "Route",
-    "Site",
     "changed",
     "corrected",
     "describe",

@@ -11,7 +11,7 @@ from isthmus.fleet.fleet import Fleet
 from isthmus.fleet.links import Link, Route
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FleetChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """From a step on, one device or one directed link of an emulated fleet is `factor` times as fast as stated.
 
     Raises `ValueError`, which a job file's reader turns into a `UserError` with its place, where it names both or
@@ -50,11 +50,11 @@ def corrected(
         for d in fleet.devices
     )
     kept = [r for r in fleet.links.devices if (r.source, r.target) not in bandwidth_bytes_per_s]
-    told = [
+    restated = [
         Route(source, target, Link(fleet.link(source, target).latency_s, bandwidth))
         for (source, target), bandwidth in bandwidth_bytes_per_s.items()
     ]
-    links = msgspec.structs.replace(fleet.links, devices=(*kept, *told))
+    links = msgspec.structs.replace(fleet.links, devices=(*kept, *restated))
     return msgspec.structs.replace(fleet, devices=devices, links=links)
 
 
@@ -62,9 +62,10 @@ def in_half(fleet: Fleet) -> Fleet:
     """The fleet as it is for a job that computes in bf16 or fp16: devices whose speed in these is known have it."""
     devices = tuple(
         msgspec.structs.replace(d, scale=d.half_flops_per_s / d.flops_per_s, half_flops_per_s=0.0)
-        if d.half_flops_per_s else d
+        if d.half_flops_per_s
+        else d
         for d in fleet.devices
-    )  # fmt: skip
+    )
     return msgspec.structs.replace(fleet, devices=devices)
 
 
@@ -78,7 +79,7 @@ def with_memory(fleet: Fleet, memory_bytes: Mapping[str, int]) -> Fleet:
     return msgspec.structs.replace(fleet, devices=devices)
 
 
-def changed(fleet: Fleet, changes: Iterable[Change], step: int) -> Fleet:
+def changed(fleet: Fleet, changes: Iterable[FleetChange], step: int) -> Fleet:
     """The fleet as it is in a step. Of several changes to one thing the latest counts."""
     speeds: dict[str, float] = {}
     bandwidths: dict[tuple[str, str], float] = {}

@@ -11,7 +11,7 @@ from isthmus.fleet.links import Link
 
 LEAST_LATENCY_S = 1e-6
 MOST_BANDWIDTH = 1e12
-"""Bytes per second: what cannot be told from no time at all."""
+"""Bytes per second: what cannot be distinguished from no time at all."""
 
 
 def fit_link(times: Sequence[tuple[int, float]]) -> Link:

@@ -16,7 +16,7 @@ import msgspec
 
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet.checks import check_label, check_number
-from isthmus.fleet.links import Link, Links, Route, Site
+from isthmus.fleet.links import Link, Links, Region, Route
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -85,7 +85,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     name: str
     devices: tuple[Device, ...]
     links: Links
-    sites: tuple[Site, ...] = ()
+    region_info: tuple[Region, ...] = ()
     """Regions whose uplink is shared, or whose outgoing bytes cost money."""
     description: str = ""
 
@@ -137,21 +137,21 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise UserError(f"fleet {self.name!r}: got a link from {source!r} to itself, expected two devices")
             link = self._region_link(self.device(source).region, self.device(target).region)
             assert link is not None, "every pair was checked when the fleet was made"
-        site = self.uplink(source, target) if self.sites else None
+        site = self.uplink(source, target) if self.region_info else None
         if site is None or site.uplink_bytes_per_s is None or link.bandwidth_bytes_per_s <= site.uplink_bytes_per_s:
             return link
         return msgspec.structs.replace(link, bandwidth_bytes_per_s=site.uplink_bytes_per_s)
 
-    def site(self, region: str) -> Site:
+    def region_info_of(self, region: str) -> Region:
         """What the devices of a region share; nothing, where the fleet does not say."""
-        return self._by_region.get(region) or Site(region=region)
+        return self._by_region.get(region) or Region(region=region)
 
-    def uplink(self, source: str, target: str) -> Site | None:
+    def uplink(self, source: str, target: str) -> Region | None:
         """The site whose uplink a message between two devices takes; None inside a site or where it is not limited."""
         home = self.device(source).region
         if home == self.device(target).region:
             return None
-        site = self.site(home)
+        site = self.region_info_of(home)
         return site if site.uplink_bytes_per_s is not None else None
 
     def thin(self, count: int) -> Fleet:
@@ -176,8 +176,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             regions=tuple(r for r in self.links.regions if r.source in regions and r.target in regions),
             devices=tuple(r for r in self.links.devices if r.source in kept and r.target in kept),
         )
-        sites = tuple(site for site in self.sites if site.region in regions)
-        return msgspec.structs.replace(self, devices=devices, links=links, sites=sites)
+        sites = tuple(site for site in self.region_info if site.region in regions)
+        return msgspec.structs.replace(self, devices=devices, links=links, region_info=sites)
 
     def symmetrised(self) -> Fleet:
         """The fleet with both directions of every pair replaced by their mean latency and bandwidth (DT-FM, sec. 3)."""
@@ -197,8 +197,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return {device.name: device for device in self.devices}
 
     @cached_property
-    def _by_region(self) -> dict[str, Site]:
-        return {site.region: site for site in self.sites}
+    def _by_region(self) -> dict[str, Region]:
+        return {site.region: site for site in self.region_info}
 
     @cached_property
     def _device_routes(self) -> dict[tuple[str, str], Link]:
@@ -241,7 +241,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             seen.add(pair)
 
     def _check_sites(self) -> None:
-        for region, uses in Counter(site.region for site in self.sites).items():
+        for region, uses in Counter(site.region for site in self.region_info).items():
             if region not in self.regions:
                 raise unknown_name(f"region in the sites of fleet {self.name!r}:", region, self.regions)
             if uses > 1:

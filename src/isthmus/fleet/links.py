@@ -102,7 +102,7 @@ class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     devices: tuple[Route, ...] = ()
 
 
-class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What all devices of one region have in common towards the other regions."""
 
     region: str

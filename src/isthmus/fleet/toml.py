@@ -31,7 +31,7 @@
     to = "home"
     trace = "office-home.csv"
 
-    [[site]]                                # what the devices of a region share towards the others
+    [[region]]                                # what the devices of a region share towards the others
     region = "office"
     uplink = "200 Mbit/s"                   # taken together by all links that leave it
     egress_price_per_gb = 0.09
@@ -51,7 +51,7 @@ import msgspec
 from isthmus.documents import convert, parse_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet.fleet import Device, Fleet, Measurement
-from isthmus.fleet.links import Link, Links, Route, Site
+from isthmus.fleet.links import Link, Links, Region, Route
 from isthmus.fleet.traces import read_link_trace
 from isthmus.units import (
     format_bandwidth,
@@ -123,7 +123,7 @@ class _RouteTable(msgspec.Struct, frozen=True, kw_only=True, rename={"source": "
     """Whether the way back is the same."""
 
 
-class _SiteTable(msgspec.Struct, frozen=True, kw_only=True):
+class _RegionTable(msgspec.Struct, frozen=True, kw_only=True):
     """What the devices of a region share towards other regions."""
 
     region: str
@@ -156,8 +156,8 @@ class _FleetTable(msgspec.Struct, frozen=True, kw_only=True):
     """Links that no [[link]] names."""
     link: list[object] = []
     """Links between two devices or two regions: one table [[link]] each."""
-    site: list[object] = []
-    """What the devices of a region share: one table [[site]] each."""
+    region: list[object] = []
+    """What the devices of a region share: one table [[region]] each."""
 
 
 TABLES: Mapping[str, type[msgspec.Struct]] = {
@@ -165,11 +165,11 @@ TABLES: Mapping[str, type[msgspec.Struct]] = {
     "[[device]]": _DeviceTable,
     "[links]": _LinksTable,
     "[[link]]": _RouteTable,
-    "[[site]]": _SiteTable,
+    "[[region]]": _RegionTable,
 }
 """Of a fleet file, by heading."""
 
-Table = TypeVar("Table", _DeviceTable, _LinkTable, _RouteTable, _LinksTable, _SiteTable, _FleetTable)
+Table = TypeVar("Table", _DeviceTable, _LinkTable, _RouteTable, _LinksTable, _RegionTable, _FleetTable)
 
 
 def load_fleet(path: str | Path) -> Fleet:
@@ -193,7 +193,7 @@ def parse_fleet(text: str, source: str) -> Fleet:
             name=Path(source).stem if fleet.name is None else fleet.name,
             devices=devices,
             links=links,
-            sites=tuple(_sites(fleet.site, source)),
+            region_info=tuple(_regions(fleet.region, source)),
             description=fleet.description,
         )
     except UserError as error:
@@ -211,7 +211,7 @@ def dump_fleet(fleet: Fleet) -> str:
     if lines:
         blocks.append("\n".join(["[links]", *lines]))
     blocks += [*_dump_routes(fleet.links.regions), *_dump_routes(fleet.links.devices)]
-    blocks += [_dump_site(site) for site in fleet.sites]
+    blocks += [_dump_region(site) for site in fleet.region_info]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -281,13 +281,13 @@ def _links(fleet: _FleetTable, devices: tuple[Device, ...], source: str) -> Link
     )
 
 
-def _sites(tables: list[object], source: str) -> Iterator[Site]:
+def _regions(tables: list[object], source: str) -> Iterator[Region]:
     for number, raw in enumerate(tables, 1):
-        where = f"{source}: [[site]] {number}"
-        table = _table(raw, _SiteTable, where)
+        where = f"{source}: [[region]] {number}"
+        table = _table(raw, _RegionTable, where)
         uplink = None if table.uplink is None else parse_bandwidth(table.uplink, f"{where}: uplink")
         try:
-            yield Site(region=table.region, uplink_bytes_per_s=uplink, egress_price_per_gb=table.egress_price_per_gb)
+            yield Region(region=table.region, uplink_bytes_per_s=uplink, egress_price_per_gb=table.egress_price_per_gb)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
 
@@ -332,8 +332,8 @@ def _dump_device(device: Device) -> str:
     if device.host_bytes_per_s:
         lines.append(f"host_bandwidth = {_quoted(format_bandwidth(device.host_bytes_per_s, exact=True))}")
     if device.measured:
-        told = (f"{_quoted(m.what)} = {_quoted(format_compute(m.flops_per_s, exact=True))}" for m in device.measured)
-        lines.append(f"measured = {{ {', '.join(told)} }}")
+        entries = (f"{_quoted(m.what)} = {_quoted(format_compute(m.flops_per_s, exact=True))}" for m in device.measured)
+        lines.append(f"measured = {{ {', '.join(entries)} }}")
     if device.scale != 1:
         lines.append(f"scale = {float(device.scale)!r}")
     if device.price_per_hour:
@@ -367,8 +367,8 @@ def _dump_link(link: Link) -> tuple[str, ...]:
     )
 
 
-def _dump_site(site: Site) -> str:
-    lines = ["[[site]]", f"region = {_quoted(site.region)}"]
+def _dump_region(site: Region) -> str:
+    lines = ["[[region]]", f"region = {_quoted(site.region)}"]
     if site.uplink_bytes_per_s is not None:
         lines.append(f"uplink = {_quoted(format_bandwidth(site.uplink_bytes_per_s, exact=True))}")
     if site.egress_price_per_gb:

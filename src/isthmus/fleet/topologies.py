@@ -11,8 +11,8 @@ from functools import cache, partial
 from importlib import resources
 
 from isthmus.errors import UserError, unknown_name
-from isthmus.fleet.drawn import MOST_DEVICES, fusionllm_testbed, random_fleet, sky
 from isthmus.fleet.fleet import Fleet
+from isthmus.fleet.random_fleets import MOST_DEVICES, fusionllm_testbed, random_fleet, sky
 from isthmus.fleet.toml import load_fleet, parse_fleet
 
 _FOLDER = resources.files("isthmus.fleet").joinpath("builtin")

@@ -55,10 +55,13 @@ def _trace(rows: Sequence[object], where: str) -> LinkTrace:
         if not isinstance(row, list) or len(cells := cast("list[object]", row)) != len(COLUMNS):
             raise UserError(f"{at}: got {row!r}, expected [time, latency, bandwidth]")
         time, latency, bandwidth = map(_number, cells)
-        samples.append((
-            parse_duration(time, f"{at}: time"), parse_duration(latency, f"{at}: latency"),
-            parse_bandwidth(bandwidth, f"{at}: bandwidth"),
-        ))  # fmt: skip
+        samples.append(
+            (
+                parse_duration(time, f"{at}: time"),
+                parse_duration(latency, f"{at}: latency"),
+                parse_bandwidth(bandwidth, f"{at}: bandwidth"),
+            )
+        )
     if not samples:
         raise UserError(f"{where}: got no row, expected at least one")
     try:

@@ -9,6 +9,18 @@ from isthmus.graph.opgraph import Affine, Op, OpGraph, Ref, TensorSpec, decode, 
 from isthmus.graph.partition import Crossing, StageGraph, assign, partition
 
 __all__ = [
-    "Affine", "Crossing", "Cut", "Flow", "Op", "OpGraph", "Ref", "StageGraph", "TensorSpec",
-    "assign", "cuts", "decode", "encode", "partition",
-]  # fmt: skip
+    "Affine",
+    "Crossing",
+    "Cut",
+    "Flow",
+    "Op",
+    "OpGraph",
+    "Ref",
+    "StageGraph",
+    "TensorSpec",
+    "assign",
+    "cuts",
+    "decode",
+    "encode",
+    "partition",
+]

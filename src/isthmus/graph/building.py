@@ -43,7 +43,7 @@ def _trunc_normal_of(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return trunc_normal
 
 
-class Held(NamedTuple):
+class HeldTensors(NamedTuple):
     """Tensors that a module holds: each of their names -> the first name of the same tensor."""
 
     names: Mapping[str, str]
@@ -131,7 +131,7 @@ def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def held_by(module: nn.Module, made: Sequence[Tensor]) -> Held:
+def held_by(module: nn.Module, made: Sequence[Tensor]) -> HeldTensors:
     """The names of all parameters, buffers and tensor attributes of a module from `build_fake`."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
@@ -144,4 +144,4 @@ def held_by(module: nn.Module, made: Sequence[Tensor]) -> Held:
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     for name, tensor in (*named, *attributes):
         names[name] = first.setdefault(id(tensor), name)
-    return Held(names, frozenset(storage_of(t) for t in made))
+    return HeldTensors(names, frozenset(storage_of(t) for t in made))

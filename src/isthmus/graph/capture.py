@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram, export
 
 from isthmus.errors import IsthmusError, UserError
-from isthmus.graph.building import Held, build_fake, held_by
+from isthmus.graph.building import HeldTensors, build_fake, held_by
 from isthmus.graph.capture_checks import check_columns, check_gradients, check_parts, check_unchanged, plain_state
 from isthmus.graph.capture_errors import ModulePath, explain, quiet, refuse_hooks
 from isthmus.graph.captured import Captured, Column
@@ -84,7 +84,7 @@ def capture(
 
 
 def _capture_mode(
-    module: nn.Module, columns: Mapping[str, Column], batch: int, dtype: torch.dtype, name: str, held: Held
+    module: nn.Module, columns: Mapping[str, Column], batch: int, dtype: torch.dtype, name: str, held: HeldTensors
 ) -> tuple[OpGraph, dict[str, Tensor]]:
     mode: Literal["train", "eval"] = "train" if module.training else "eval"
     example = _example(columns, max(batch, 2), dtype)

@@ -35,9 +35,14 @@ class Capture(Protocol):
     """What `isthmus.graph.capture` does."""
 
     def __call__(
-        self, build: Callable[[], nn.Module], columns: Mapping[str, Column], *, name: str = ..., batch: int = ...,
+        self,
+        build: Callable[[], nn.Module],
+        columns: Mapping[str, Column],
+        *,
+        name: str = ...,
+        batch: int = ...,
         dtype: torch.dtype = ...,
-    ) -> Captured: ...  # fmt: skip
+    ) -> Captured: ...
 
 
 def write_captured(path: Path, captured: Captured, about: str) -> None:

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from isthmus.errors import UserError
-from isthmus.graph.building import Held
+from isthmus.graph.building import HeldTensors
 from isthmus.graph.capture_errors import WITHOUT_DATA, module_path, source_of, where_in
 from isthmus.graph.operators import is_callable
 from isthmus.graph.opgraph import Arg, ArgList, Named, Op, OpGraph, OpKind, Ref
@@ -35,16 +35,18 @@ from isthmus.graph.schema import (
     storage_of,
     without_out,
     written,
-)  # fmt: skip
-from isthmus.graph.sizes import NotAffine, Unknown, affine, affine_or_unknown, spec_of
+)
+from isthmus.graph.sizes import NotAffine, UnknownSize, affine, affine_or_unknown, spec_of
 from isthmus.graph.tidy import count_beside_loss, reachable
 from isthmus.graph.writes import CannotWrite, Writes
 
 DROPPED = ("_assert", "sym_constrain", "sym_size", "sym_numel")
 KINDS: dict[InputKind, OpKind] = {
-    InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer",
-    InputKind.CONSTANT_TENSOR: "constant", InputKind.USER_INPUT: "placeholder",
-}  # fmt: skip
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+    InputKind.USER_INPUT: "placeholder",
+}
 
 
 def convert(
@@ -53,7 +55,7 @@ def convert(
     name: str,
     mode: Literal["train", "eval"],
     batch: int | None,
-    held: Held,
+    held: HeldTensors,
 ) -> tuple[OpGraph, dict[str, Tensor]]:
     """The graph, and the real values of the constants that the forward makes itself.
 
@@ -67,14 +69,14 @@ def convert(
 
 class _Converter:
     def __init__(
-        self, program: ExportedProgram, mode: Literal["train", "eval"], batch: int | None, held: Held
+        self, program: ExportedProgram, mode: Literal["train", "eval"], batch: int | None, held: HeldTensors
     ) -> None:
         self.program = program
         self.mode: Literal["train", "eval"] = mode
         self.batch = batch
         self.held = held
         self.ops: dict[str, Op] = {}
-        self.values: dict[fx.Node, Arg | Unknown] = {}
+        self.values: dict[fx.Node, Arg | UnknownSize] = {}
         self.writes = Writes(self.ops, batch)
         self.constants: dict[str, Tensor] = {}
         self.gradients_on = True
@@ -86,9 +88,14 @@ class _Converter:
         results = tuple(self._latest(a) for a in self._body(self.program.graph_module))
         loss, count, outputs = self._outputs(results)
         return OpGraph(
-            name=name, mode=self.mode, ops=tuple(self.ops.values()), loss=loss, count=count,
-            outputs=outputs if self.mode == "eval" else {}, batch=self.batch,
-        )  # fmt: skip
+            name=name,
+            mode=self.mode,
+            ops=tuple(self.ops.values()),
+            loss=loss,
+            count=count,
+            outputs=outputs if self.mode == "eval" else {},
+            batch=self.batch,
+        )
 
     def _inputs(self) -> None:
         nodes = {node.name: node for node in self.program.graph.find_nodes(op="placeholder")}
@@ -162,7 +169,7 @@ class _Converter:
         if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
             self.values[node] = affine_or_unknown(value)
         elif isinstance(value, (torch.SymFloat, torch.SymBool)):
-            self.values[node] = Unknown(label)
+            self.values[node] = UnknownSize(label)
         elif node.target is operator.getitem:
             source, index = cast("tuple[fx.Node, int]", node.args)
             held = self.values[source]
@@ -207,10 +214,18 @@ class _Converter:
         self._check_labels(node, label, args)
         retaken = base_name(label) in IN_PLACE_VIEWS
         op = Op(
-            name=node.name, kind="operator", target=out_of_place(label) if retaken else label, args=args, kwargs=kwargs,
-            outputs=tuple(spec_of(t) for t in tensors), requires_grad=quiet, module=module_path(node),
-            source=source_of(node), random=is_random(overload, args, kwargs), mutates=hidden_writes(label, args),
-        )  # fmt: skip
+            name=node.name,
+            kind="operator",
+            target=out_of_place(label) if retaken else label,
+            args=args,
+            kwargs=kwargs,
+            outputs=tuple(spec_of(t) for t in tensors),
+            requires_grad=quiet,
+            module=module_path(node),
+            source=source_of(node),
+            random=is_random(overload, args, kwargs),
+            mutates=hidden_writes(label, args),
+        )
         by_position = written(overload, names)
         if by_position and not retaken:
             self.values[node] = self._write(node, op, names, by_position)
@@ -231,20 +246,31 @@ class _Converter:
         fake = cast(Tensor, fake_result(returning, names, given))
         refs = tuple(self._arg(a) for a in names)
         result = Op(
-            name=node.name, kind="operator", target=str(returning), args=tuple(self._latest(a) for a in refs),
-            kwargs={k: self._latest(self._arg(v)) for k, v in given.items()}, outputs=(spec_of(fake),),
-            requires_grad=() if self.gradients_on else (False,), module=module_path(node), source=source_of(node),
+            name=node.name,
+            kind="operator",
+            target=str(returning),
+            args=tuple(self._latest(a) for a in refs),
+            kwargs={k: self._latest(self._arg(v)) for k, v in given.items()},
+            outputs=(spec_of(fake),),
+            requires_grad=() if self.gradients_on else (False,),
+            module=module_path(node),
+            source=source_of(node),
             random=is_random(returning, refs, {}),
-        )  # fmt: skip
+        )
         shape = self.ops[target.op].outputs[target.index].shape
         if self._passes_gradients(result, refs) or shape != result.outputs[0].shape:
             raise UserError(f"{where} writes to an out= argument: use its result instead")
         self.ops[result.name] = result
         copy = Op(
-            name=self.writes.new_name(node.name), kind="operator", target="aten.copy_.default",
-            args=(self._latest(target), Ref(result.name)), outputs=(spec_of(node.meta["val"]),),
-            requires_grad=result.requires_grad, module=result.module, source=result.source,
-        )  # fmt: skip
+            name=self.writes.new_name(node.name),
+            kind="operator",
+            target="aten.copy_.default",
+            args=(self._latest(target), Ref(result.name)),
+            outputs=(spec_of(node.meta["val"]),),
+            requires_grad=result.requires_grad,
+            module=result.module,
+            source=result.source,
+        )
         self.values[node] = self._write(node, copy, copy.args, [target])
 
     def _check_labels(self, node: fx.Node, label: str, args: Sequence[Arg]) -> None:
@@ -292,12 +318,10 @@ class _Converter:
     def _arg(self, value: object) -> Arg:
         if isinstance(value, fx.Node):
             known = self.values[value]
-            if isinstance(known, Unknown):
+            if isinstance(known, UnknownSize):
                 if self.batch is None:
                     raise NotAffine(known.what)
-                raise UserError(
-                    f"{where_in(value)}: a Python number is read from the data of a tensor: {WITHOUT_DATA}"
-                )
+                raise UserError(f"{where_in(value)}: a Python number is read from the data of a tensor: {WITHOUT_DATA}")
             return known
         if isinstance(value, (list, tuple)):
             return ArgList(tuple(self._arg(v) for v in cast("list[object]", value)))

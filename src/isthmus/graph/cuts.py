@@ -44,7 +44,8 @@ def cuts(flow: Flow) -> tuple[Cut, ...]:
     shared = {
         op.target: (min(uses), max(uses))
         for op in flow.graph.ops
-        if op.kind == "parameter" and any(op.requires_grad)
+        if op.kind == "parameter"
+        and any(op.requires_grad)
         and (uses := [position[c] for c in _assigned_users(flow, op.name, position)])
     }
     last_return = {ref: max(position[c] for c in names) for ref, names in flow.returning.items() if names}

@@ -35,8 +35,10 @@ class Flow:
         written = {name for op in self.graph.ops for name in op.mutates}
         free: set[str] = set()
         for op in self.graph.ops:
-            if op.kind == "operator" and not op.mutates and all(
-                ref.op in free or self._constant(self.by_name[ref.op], written) for ref in op.refs()
+            if (
+                op.kind == "operator"
+                and not op.mutates
+                and all(ref.op in free or self._constant(self.by_name[ref.op], written) for ref in op.refs())
             ):
                 free.add(op.name)
         return frozenset(free)

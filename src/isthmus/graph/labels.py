@@ -30,8 +30,9 @@ def _is_label(flow: Flow, column: str) -> bool:
     reached = _downstream(flow, column)
     return bool(reached) and not any(
         flow.by_name[ref.op].kind == "parameter" and flow.by_name[ref.op].learns
-        for name in reached for ref in flow.by_name[name].refs()
-    )  # fmt: skip
+        for name in reached
+        for ref in flow.by_name[name].refs()
+    )
 
 
 def _downstream(flow: Flow, name: str) -> set[str]:

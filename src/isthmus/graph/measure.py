@@ -59,10 +59,13 @@ def _annotate(op: Op, ledgers: list[_Ledger], batches: tuple[int, ...]) -> Op:
     forward, backward, saved = (_fit([row[i] for row in rows], batches) for i in range(3))
     made = [[ledger.specs[Ref(op.name, i)] for ledger in ledgers] for i in range(len(op.outputs))]
     return msgspec.structs.replace(
-        op, flops_forward=forward, flops_backward=backward, saved_bytes=saved,
+        op,
+        flops_forward=forward,
+        flops_backward=backward,
+        saved_bytes=saved,
         requires_grad=ledgers[0].flags[op.name],
         outputs=tuple(_with_layout(op, s, m, batches) for s, m in zip(op.outputs, made, strict=True)),
-    )  # fmt: skip
+    )
 
 
 def _with_layout(op: Op, spec: TensorSpec, made: list[TensorSpec], batches: tuple[int, ...]) -> TensorSpec:

@@ -226,19 +226,27 @@ def _reach(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 _WINDOWED = ("conv", "conv_transpose", "max_pool", "avg_pool")
 CHECKS: Mapping[str, Callable[[Arguments], None]] = {
-    "as_strided": _strided_view, "as_strided_scatter": _strided_view,
-    "lstm": _recurrent(4), "gru": _recurrent(3), "rnn_tanh": _recurrent(1), "rnn_relu": _recurrent(1),
+    "as_strided": _strided_view,
+    "as_strided_scatter": _strided_view,
+    "lstm": _recurrent(4),
+    "gru": _recurrent(3),
+    "rnn_tanh": _recurrent(1),
+    "rnn_relu": _recurrent(1),
     "_weight_norm": _weight_norm,
     **{f"{name}{n}d": _windows(n) for name in _WINDOWED for n in (1, 2, 3)},
     **{f"max_pool{n}d_with_indices": _windows(n) for n in (2, 3)},
-    "im2col": _windows(2), "col2im": _windows(2),
+    "im2col": _windows(2),
+    "col2im": _windows(2),
     **dict.fromkeys(("div", "div_", "divide", "floor_divide", "fmod", "remainder"), _division),
-    "_conj": _complex, "embedding_bag": _embedding_bag,
+    "_conj": _complex,
+    "embedding_bag": _embedding_bag,
     "binary_cross_entropy": _one_shape,
-    "multi_margin_loss": _not_empty, "multilabel_margin_loss": _labels_of_many,
-    "ctc_loss": _ctc_loss, "grid_sampler": _grid_sampler,
+    "multi_margin_loss": _not_empty,
+    "multilabel_margin_loss": _labels_of_many,
+    "ctc_loss": _ctc_loss,
+    "grid_sampler": _grid_sampler,
     "scaled_dot_product_attention": _attention,
     "pad": _padding,
     **dict.fromkeys((f"{how}_pad{n}d" for how in ("reflection", "replication") for n in (1, 2, 3)), _padding),
-}  # fmt: skip
+}
 """By name; they raise ValueError, which says what was expected."""

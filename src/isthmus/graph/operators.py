@@ -18,8 +18,17 @@ from isthmus.graph.allowlist import is_allowed
 from isthmus.graph.operator_checks import CHECKS
 
 IN_PLACE = {
-    "add_", "addcdiv_", "addcmul_", "copy_", "div_", "fill_", "lerp_", "mul_", "sub_", "zero_",
-}  # fmt: skip
+    "add_",
+    "addcdiv_",
+    "addcmul_",
+    "copy_",
+    "div_",
+    "fill_",
+    "lerp_",
+    "mul_",
+    "sub_",
+    "zero_",
+}
 """What a forward may do to a buffer; everything else is computed out of place."""
 
 UNWRITTEN = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}

@@ -36,9 +36,9 @@ class StageGraph(msgspec.Struct, frozen=True, kw_only=True):
     """Batch columns that this stage reads from its own data."""
     receives: tuple[Crossing, ...]
     sends: tuple[Crossing, ...]
-    borrows: dict[str, int]
+    shared_from: dict[str, int]
     """Trainable parameters that another stage owns: parameter -> owner. Values come once per step."""
-    lends: dict[str, tuple[int, ...]]
+    shared_with: dict[str, tuple[int, ...]]
     """Trainable parameters that this stage owns and others use too: parameter -> users."""
     loss: Ref | None = None
     count: Ref | None = None
@@ -63,11 +63,7 @@ def assign(flow: Flow, boundaries: Sequence[int]) -> dict[str, int]:
         raise UserError(
             f"cut positions: got {list(boundaries)}, expected strictly increasing within 1..{bounds[-1] - 1}"
         )
-    return {
-        op.name: stage
-        for stage, (a, b) in enumerate(itertools.pairwise(bounds))
-        for op in flow.operators[a:b]
-    }
+    return {op.name: stage for stage, (a, b) in enumerate(itertools.pairwise(bounds)) for op in flow.operators[a:b]}
 
 
 def partition(flow: Flow, stage_of: Mapping[str, int]) -> tuple[StageGraph, ...]:
@@ -78,9 +74,7 @@ def partition(flow: Flow, stage_of: Mapping[str, int]) -> tuple[StageGraph, ...]
     users = _users(flow, stage_of)
     home = _homes(flow, stage_of, users)
     crossings = _crossings(flow, users, home)
-    return tuple(
-        _stage(flow, index, users, home, crossings) for index in range(max(stage_of.values()) + 1)
-    )
+    return tuple(_stage(flow, index, users, home, crossings) for index in range(max(stage_of.values()) + 1))
 
 
 def _users(flow: Flow, stage_of: Mapping[str, int]) -> dict[str, list[int]]:
@@ -137,8 +131,8 @@ def _stage(
     graph = flow.graph
     held: list[Op] = []
     columns: list[str] = []
-    borrows: dict[str, int] = {}
-    lends: dict[str, tuple[int, ...]] = {}
+    shared_from: dict[str, int] = {}
+    shared_with: dict[str, tuple[int, ...]] = {}
     for op in graph.ops:
         if op.kind == "placeholder":
             if users[op.name] and home[op.name] == index:
@@ -150,17 +144,17 @@ def _stage(
         held.append(op)
         if op.kind == "parameter" and any(op.requires_grad) and len(users[op.name]) > 1:
             if home[op.name] == index:
-                lends[op.name] = tuple(u for u in users[op.name] if u != index)
+                shared_with[op.name] = tuple(u for u in users[op.name] if u != index)
             else:
-                borrows[op.name] = home[op.name]
+                shared_from[op.name] = home[op.name]
     return StageGraph(
         index=index,
         ops=tuple(held),
         columns=tuple(columns),
         receives=tuple(c for c in crossings if c.target == index),
         sends=tuple(c for c in crossings if c.source == index),
-        borrows=borrows,
-        lends=lends,
+        shared_from=shared_from,
+        shared_with=shared_with,
         loss=graph.loss if home[graph.loss.op] == index else None,
         count=graph.count if home[graph.loss.op] == index else None,
         outputs={k: r for k, r in graph.outputs.items() if home[r.op] == index},

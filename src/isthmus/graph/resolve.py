@@ -16,8 +16,11 @@ Argument = None | bool | int | float | str | torch.dtype | torch.device | Tensor
 
 MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 NAMED_TYPES = {
-    "ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format, "Device": torch.device,
-}  # fmt: skip
+    "ScalarType": torch.dtype,
+    "Layout": torch.layout,
+    "MemoryFormat": torch.memory_format,
+    "Device": torch.device,
+}
 """By what a schema calls them. It takes plain numbers for them, too, of kinds that a graph may not name."""
 CODES = ("reduction", "interpolation_mode", "padding_mode")
 """Arguments that number one of three ways; kernels return unwritten memory for a fourth."""

@@ -15,9 +15,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from isthmus.graph.opgraph import Arg, Ref
 
 SILENT_ALIASES = {
-    "dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "type_as", "sum_to_size",
-    "atleast_1d", "atleast_2d", "atleast_3d",
-}  # fmt: skip
+    "dropout",
+    "feature_dropout",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+    "type_as",
+    "sum_to_size",
+    "atleast_1d",
+    "atleast_2d",
+    "atleast_3d",
+}
 """Operators that may return their input itself, which their schema does not say."""
 
 IN_PLACE_VIEWS = {"squeeze_", "unsqueeze_", "transpose_", "swapaxes_", "swapdims_", "t_", "detach_"}

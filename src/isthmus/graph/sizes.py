@@ -18,7 +18,7 @@ class NotAffine(Exception):
     """A size depends on the batch in a way that is not affine."""
 
 
-class Unknown(NamedTuple):
+class UnknownSize(NamedTuple):
     """A number that is no affine function of the batch: harmless unless an operator takes it."""
 
     what: str
@@ -73,9 +73,9 @@ def _never_negative(expr: sympy.Expr) -> bool:
     return bool(slope.is_nonnegative and at_one.is_nonnegative)
 
 
-def affine_or_unknown(value: int | torch.SymInt) -> Size | Unknown:
+def affine_or_unknown(value: int | torch.SymInt) -> Size | UnknownSize:
     """The same, where it may be that no operator takes the number."""
     try:
         return affine(value)
     except NotAffine as e:
-        return Unknown(str(e))
+        return UnknownSize(str(e))

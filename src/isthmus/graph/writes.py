@@ -25,9 +25,11 @@ from isthmus.graph.schema import base_name, out_of_place, shares_storage
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as"}
 IDENTITIES = {"alias", "contiguous", "detach", "to", "type_as", "lift_fresh", "positive", "dropout"}
 SCATTERS = {
-    "select": "aten.select_scatter.default", "slice": "aten.slice_scatter.default",
-    "diagonal": "aten.diagonal_scatter.default", "as_strided": "aten.as_strided_scatter.default",
-}  # fmt: skip
+    "select": "aten.select_scatter.default",
+    "slice": "aten.slice_scatter.default",
+    "diagonal": "aten.diagonal_scatter.default",
+    "as_strided": "aten.as_strided_scatter.default",
+}
 LISTS = {"split", "split_with_sizes", "chunk", "tensor_split"}
 FUNCTIONAL = {"aten.normal_.default": "aten.normal_functional.default", "aten.bernoulli_.float": "aten.bernoulli.p"}
 PROBE_BATCH = 2
@@ -219,9 +221,16 @@ class Writes:
         if dtype is not None:
             spec = msgspec.structs.replace(spec, dtype=dtype)
         op = Op(
-            name=self.new_name(cause.name), kind="operator", target=target, args=args, outputs=(spec,),
-            requires_grad=cause.requires_grad[:1], module=cause.module, source=cause.source, mutates=mutates,
-        )  # fmt: skip
+            name=self.new_name(cause.name),
+            kind="operator",
+            target=target,
+            args=args,
+            outputs=(spec,),
+            requires_grad=cause.requires_grad[:1],
+            module=cause.module,
+            source=cause.source,
+            mutates=mutates,
+        )
         self._ops[op.name] = op
         return Ref(op.name)
 

@@ -1,7 +1,7 @@
 """A job: which model, which data, how to train it, on which fleet. One TOML file."""
 
 from isthmus.job.hooks import Hooks, load_hook, load_hooks
-from isthmus.job.loading import checked, fleet_of, load_job, terms_of
+from isthmus.job.loading import checked, constraints_of, fleet_of, load_job
 from isthmus.job.prepared import Prepared, described_here, described_in, keep_prepared, kept_prepared, prepare
 from isthmus.job.settings import Job, PlanConfig, PrivacyConfig, RuntimeConfig, TrainingConfig
 
@@ -14,6 +14,7 @@ __all__ = [
     "RuntimeConfig",
     "TrainingConfig",
     "checked",
+    "constraints_of",
     "described_here",
     "described_in",
     "fleet_of",
@@ -23,5 +24,4 @@ __all__ = [
     "load_hooks",
     "load_job",
     "prepare",
-    "terms_of",
 ]

@@ -13,7 +13,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet, changed, in_half, resolve_fleet
 from isthmus.job.settings import Job
 from isthmus.overrides import overridden
-from isthmus.plans import SCHEDULES, OwnSamples, Terms
+from isthmus.plans import SCHEDULES, Constraints, OwnSamples
 from isthmus.units import parse_duration
 
 
@@ -34,9 +34,7 @@ def checked(job: Job) -> Job:
     if job.schedule not in SCHEDULES:
         raise UserError(f"schedule: {unknown_name('schedule', job.schedule, SCHEDULES)}")
     if job.compression is not None and job.compression.method not in ratio_planner_names():
-        raise UserError(
-            f"compression.method: {unknown_name('method', job.compression.method, ratio_planner_names())}"
-        )
+        raise UserError(f"compression.method: {unknown_name('method', job.compression.method, ratio_planner_names())}")
     if job.runtime.compile and job.runtime.deterministic:
         raise UserError(
             "runtime.compile: got true with runtime.deterministic, expected one of the two: a time that is measured "
@@ -44,8 +42,8 @@ def checked(job: Job) -> Job:
         )
     if job.runtime.changes and not job.runtime.emulate:
         raise UserError("runtime.changes: only an emulated fleet can be changed, and runtime.emulate is false")
-    if not 1 <= job.patience_s < math.inf:
-        raise UserError(f"runtime.patience: got {job.runtime.patience!r}, expected at least 1 s")
+    if not 1 <= job.timeout_s < math.inf:
+        raise UserError(f"runtime.timeout: got {job.runtime.timeout!r}, expected at least 1 s")
     return job.cut_into(job.counts[0])
 
 
@@ -109,7 +107,7 @@ def fleet_of(job: Job) -> Fleet:
     return fleet
 
 
-def terms_of(job: Job, fleet: Fleet, own_samples: Mapping[str, OwnSamples] = {}) -> Terms:
+def constraints_of(job: Job, fleet: Fleet, own_samples: Mapping[str, OwnSamples] = {}) -> Constraints:
     """What the job asks of a plan on this fleet, of which devices may have been lost; `own_samples` are those of
     holders whose data are their own, once they are known. UserError where no data holder is left, or one with data of
     its own is not."""
@@ -126,11 +124,13 @@ def terms_of(job: Job, fleet: Fleet, own_samples: Mapping[str, OwnSamples] = {})
             what = f"got region {name!r}, expected devices" if region else f"device {name!r} is not there"
             raise UserError(f"plan.data_holder: {what}: each has data of its own")
     holders = feeders or tuple(name for name in fleet.names if name in found)
-    return Terms(
-        objective=job.plan.objective, data_holders=holders,
+    return Constraints(
+        objective=job.plan.objective,
+        data_holders=holders,
         own_samples=tuple(own_samples[name] for name in feeders) if own_samples else (),
         labels_stay=job.plan.labels_stay,
         max_step_s=parse_duration(job.plan.max_step, "plan.max_step") if job.plan.max_step else None,
-        max_price=job.plan.max_price, compression=job.compression,
+        max_price=job.plan.max_price,
+        compression=job.compression,
         memory_headroom=job.plan.memory_headroom,
-    )  # fmt: skip
+    )

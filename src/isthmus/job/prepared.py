@@ -22,7 +22,7 @@ from isthmus.fleet import Device, Fleet, Links
 from isthmus.graph import Flow
 from isthmus.graph.captured import Capture, Captured, Column, read_captured, write_captured
 from isthmus.job.hooks import load_hooks
-from isthmus.job.loading import terms_of
+from isthmus.job.loading import constraints_of
 from isthmus.job.settings import Job
 from isthmus.models import as_eager, build_model
 from isthmus.training.preflight import check_limits, check_optimizers, check_types
@@ -53,18 +53,27 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         """What stages are made of, whatever devices there are: on one that nothing is known of, and without terms."""
         anything = Device(name="any", region="anywhere", flops_per_s=1.0, memory_bytes=1)
         return Problem(
-            flow=Flow(self.captured.train), fleet=Fleet(name="any", devices=(anything,), links=Links()),
-            micro_batch_size=self.job.micro_batch_size, micro_batches=1, state=_state(self.job),
-        )  # fmt: skip
+            flow=Flow(self.captured.train),
+            fleet=Fleet(name="any", devices=(anything,), links=Links()),
+            micro_batch_size=self.job.micro_batch_size,
+            micro_batches=1,
+            state=_state(self.job),
+        )
 
     def problem(self, fleet: Fleet) -> Problem:
         """What a planner is asked."""
         t = self.job.training
         return Problem(
-            flow=self.flow, fleet=fleet, micro_batch_size=self.job.micro_batch_size, micro_batches=t.micro_batches,
-            schedule=self.job.schedule, sync=self.job.sync, state=_state(self.job),
-            terms=terms_of(self.job, fleet, self.samples.holders), recompute=self.job.plan.recompute,
-        )  # fmt: skip
+            flow=self.flow,
+            fleet=fleet,
+            micro_batch_size=self.job.micro_batch_size,
+            micro_batches=t.micro_batches,
+            schedule=self.job.schedule,
+            sync=self.job.sync,
+            state=_state(self.job),
+            constraints=constraints_of(self.job, fleet, self.samples.holders),
+            recompute=self.job.plan.recompute,
+        )
 
 
 class _About(msgspec.Struct, frozen=True):
@@ -109,9 +118,7 @@ def described_here(job: Job) -> DataDescription:
     """What this machine's own data are like: opens them. UserError."""
     if not job.plan.feeders:
         return describe(job.data, heldout=job.evaluates)
-    return joined_descriptions(
-        {name: describe(job.data.at(name), heldout=job.evaluates) for name in job.plan.feeders}
-    )
+    return joined_descriptions({name: describe(job.data.at(name), heldout=job.evaluates) for name in job.plan.feeders})
 
 
 def described_in(job: Job) -> DataDescription:
@@ -150,11 +157,16 @@ def kept_prepared(job: Job, path: Path) -> Prepared | None:
 
 
 def _origin(job: Job) -> str:
-    told = (
-        job.model, job.data, job.plan.feeders, job.evaluates, job.micro_batch_size, job.training.precision,
+    document = (
+        job.model,
+        job.data,
+        job.plan.feeders,
+        job.evaluates,
+        job.micro_batch_size,
+        job.training.precision,
         str(torch.__version__),
-    )  # fmt: skip
-    return hashlib.sha256(msgspec.json.encode(told)).hexdigest()
+    )
+    return hashlib.sha256(msgspec.json.encode(document)).hexdigest()
 
 
 def _state(job: Job) -> ParameterState:

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from isthmus.cost import SyncPolicy
 from isthmus.data import DataSpec
-from isthmus.fleet import Change
+from isthmus.fleet import FleetChange
 from isthmus.job.hooks import Hooks
 from isthmus.models import ModelSpec
 from isthmus.plans import ActivationNoise, CompressionConfig, Objective
@@ -143,10 +143,10 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     compile: bool = False
     """Whether a stage's operators are joined by torch.compile, where a measurement on its device says that it pays.
     Rounding then differs, from device to device and from run to run."""
-    patience: str = "60 s"
+    timeout: str = "60 s"
     """Silence after which a party counts as lost."""
     lease_ahead: Positive = 3
-    """Steps that a device is told of before it needs them."""
+    """Steps that a device is notified of before it needs them."""
     recovery_attempts: Positive = 3
     """Attempts to go on after losses, with no step done in between, after which the run ends. The first loss of each
     device since the last step ends none."""
@@ -157,7 +157,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Steps between snapshots; 0: as the links have room for them."""
     adapt: bool = True
     """Measure devices and links from the work itself, and change the plan where that pays."""
-    changes: tuple[Change, ...] = ()
+    changes: tuple[FleetChange, ...] = ()
     """Of the emulated fleet, along the run: to see what becomes of it."""
 
 
@@ -225,14 +225,20 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.training.eval_every > 0
 
     @property
-    def patience_s(self) -> float:
-        return parse_duration(self.runtime.patience, "runtime.patience")
+    def timeout_s(self) -> float:
+        return parse_duration(self.runtime.timeout, "runtime.timeout")
 
     def engine(self) -> EngineConfig:
         t, r = self.training, self.runtime
         return EngineConfig(
-            optimizers=self.optimizer, learning_rate=self.learning_rate, clip_norm=t.clip_norm, steps=t.steps,
-            micro_batches=t.micro_batches, micro_batch_size=self.micro_batch_size, seed=t.seed,
-            non_finite=t.non_finite, loss_scaling=t.loss_scaling,
+            optimizers=self.optimizer,
+            learning_rate=self.learning_rate,
+            clip_norm=t.clip_norm,
+            steps=t.steps,
+            micro_batches=t.micro_batches,
+            micro_batch_size=self.micro_batch_size,
+            seed=t.seed,
+            non_finite=t.non_finite,
+            loss_scaling=t.loss_scaling,
             kernels=Kernels(tf32=r.tf32, deterministic=r.deterministic, compile=r.compile),
-        )  # fmt: skip
+        )

@@ -38,7 +38,7 @@ class GPTConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Whether the output layer is the token embedding."""
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
@@ -68,11 +68,11 @@ class MLPBlock(nn.Module):
         return self.residual_dropout(self.project(F.gelu(self.expand(hidden))))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width)
-        self.attention = Attention(config)
+        self.attention = SelfAttention(config)
         self.mlp_norm = nn.LayerNorm(config.width)
         self.mlp = MLPBlock(config)
 
@@ -92,7 +92,7 @@ class GPT(nn.Module):
         self.token = nn.Embedding(config.vocab_size, config.width)
         self.position = nn.Embedding(config.sequence_length, config.width)
         self.embedding_dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self._initialise()

@@ -1,24 +1,42 @@
 """Who computes what, in which order: planners, one algorithm per file, and their registry."""
 
 from isthmus.planners.blocks import legal_places
-from isthmus.planners.least import Least, least
+from isthmus.planners.least import LeastBound, least
 from isthmus.planners.micro_batches import INTERRUPTED, over_counts
+from isthmus.planners.observer import Observer, SearchStopped, cut_short, keep, looked_at, observed_by
 from isthmus.planners.registry import (
     ENTRY_POINTS,
     Planner,
     can_price,
-    check_honoured,
+    check_constraints,
     check_planner,
     describe,
     plan,
     planner_names,
     scheduled,
 )
-from isthmus.planners.watching import Observer, SearchStopped, cut_short, keep, looked_at, observed_by
 from isthmus.planners.whole_replicas import whole_replicas
 
 __all__ = [
-    "ENTRY_POINTS", "INTERRUPTED", "Least", "Observer", "Planner", "SearchStopped", "can_price", "check_honoured",
-    "check_planner", "cut_short", "describe", "keep", "least", "legal_places", "looked_at", "observed_by",
-    "over_counts", "plan", "planner_names", "scheduled", "whole_replicas",
-]  # fmt: skip
+    "ENTRY_POINTS",
+    "INTERRUPTED",
+    "LeastBound",
+    "Observer",
+    "Planner",
+    "SearchStopped",
+    "can_price",
+    "check_constraints",
+    "check_planner",
+    "cut_short",
+    "describe",
+    "keep",
+    "least",
+    "legal_places",
+    "looked_at",
+    "observed_by",
+    "over_counts",
+    "plan",
+    "planner_names",
+    "scheduled",
+    "whole_replicas",
+]

@@ -23,15 +23,15 @@ from isthmus.planners.chain import chain
 from isthmus.planners.cheapest import unpriced
 from isthmus.planners.even import even
 from isthmus.planners.feeding import fed
-from isthmus.planners.joint import Descent, every_plan
-from isthmus.planners.least import Least, of_fed, relaxed, settles, with_certificate
-from isthmus.planners.narrowing import narrowed
-from isthmus.planners.network import Network, network_of
+from isthmus.planners.joint import Descent, exhaustive_plan
+from isthmus.planners.least import LeastBound, of_fed, relaxed, settles, with_certificate
+from isthmus.planners.network import FleetNetwork, network_of
+from isthmus.planners.observer import keep, part
 from isthmus.planners.op_fence import op_fence
 from isthmus.planners.placement.on_fleet import islands, random
+from isthmus.planners.prune_fleet import pruned_fleet
 from isthmus.planners.replica_search import PROMISING, ReplicaSearch
 from isthmus.planners.surrogates import over_surrogates, rebuilt, surrogates
-from isthmus.planners.watching import keep, part
 from isthmus.plans import Plan
 
 MOST_STARTS = 4
@@ -56,13 +56,13 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
 
     Raises FleetTooSmall with the device that is short, and by how much.
     """
-    if problem.terms.copied:
+    if problem.constraints.copied:
         plan = fed(problem)
         return msgspec.structs.replace(with_certificate(problem, plan, of_fed(plan)), planner="auto")
-    if problem.terms.objective == "cost" and not is_priced(problem.fleet) and not problem.terms.limited:
+    if problem.constraints.objective == "cost" and not is_priced(problem.fleet) and not problem.constraints.limited:
         return unpriced(problem, auto(problem.timed(), score))
     network, blocks = network_of(problem), Blocks(problem)
-    near = narrowed(problem, network, blocks)
+    near = pruned_fleet(problem, network, blocks)
     if near is not problem:
         found = list(_wide(problem))
         part(f"{len(near.fleet.names)} of {len(problem.fleet.names)} devices")
@@ -84,12 +84,12 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     least = relaxed(problem, network, blocks, plans[0] if plans else None)
     alike = packs_alike(problem)
     plans += () if alike else _of_surrogates(problem)
-    plans += _extremes(problem) if problem.terms.limited else ()
+    plans += _extremes(problem) if problem.constraints.limited else ()
     part("every plan" if settles(problem) else "several pipelines")
     if not settles(problem):
         plans += [*search.replicated(plans[0]), *_others(problem)] if plans else []
-    elif (settled := every_plan(problem, network, blocks, _best_s(plans))) is not None:
-        least = Least(settled.step_s, exact=alike)
+    elif (settled := exhaustive_plan(problem, network, blocks, _best_s(plans))) is not None:
+        least = LeastBound(settled.step_s, exact=alike)
         plans += [settled.plan] if settled.plan else []
         plans += _others(problem) if score is not None or not alike else ()
     else:
@@ -112,14 +112,14 @@ def _wide(problem: Problem) -> Iterator[Plan]:
     """What quick planners make of a fleet that was narrowed."""
     with contextlib.suppress(FleetTooSmall):
         yield chain(problem)
-    if len(problem.fleet.names) <= MOST_WHOLE and not problem.terms.data_holders:
+    if len(problem.fleet.names) <= MOST_WHOLE and not problem.constraints.data_holders:
         with contextlib.suppress(UserError):
             yield keep(op_fence(problem))
 
 
 def _others(problem: Problem) -> Iterator[Plan]:
     """What the other planners make of it, as far as they are quick: they put any part of the model anywhere."""
-    if problem.terms.data_holders:
+    if problem.constraints.data_holders:
         return
     small = len(problem.fleet.names) <= MOST_PLACED
     for planner in (*OTHERS, *((islands,) if small else ())):
@@ -132,7 +132,7 @@ def _extremes(problem: Problem) -> Iterator[Plan]:
     """Under a limit: the fastest and the cheapest plan without one."""
     for other in (problem.unlimited("time"), problem.unlimited("cost")):
         with contextlib.suppress(FleetTooSmall):
-            yield msgspec.structs.replace(auto(other), terms=problem.terms)
+            yield msgspec.structs.replace(auto(other), constraints=problem.constraints)
 
 
 def _of_surrogates(problem: Problem) -> Iterator[Plan]:
@@ -150,7 +150,7 @@ def _best_s(plans: Sequence[Plan]) -> float:
     return min(map(_step_s, plans), default=float("inf"))
 
 
-def _descended(problem: Problem, network: Network, plans: Sequence[Plan]) -> Iterator[Plan]:
+def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -> Iterator[Plan]:
     """What the descent makes of the best plans of one replica and of several."""
     best, rough = sorted(plans, key=_step_s), coarse(Blocks(problem), DESCENT_BLOCKS)
     starts = [*best[:MOST_STARTS], *[p for p in best[MOST_STARTS:] if len(p.replicas) > 1][:1]]
@@ -165,9 +165,9 @@ def _descended(problem: Problem, network: Network, plans: Sequence[Plan]) -> Ite
             yield keep(build_replicas(problem, better, planner="auto"))
 
 
-def _certified(problem: Problem, plan: Plan, least: Least, looked_at: Sequence[str]) -> Plan:
+def _certified(problem: Problem, plan: Plan, least: LeastBound, looked_at: Sequence[str]) -> Plan:
     """The plan under this planner's name and with its certificate, and why each device that it leaves out is."""
-    used, known, priced = set(plan.devices), set(looked_at), problem.terms.objective == "cost"
+    used, known, priced = set(plan.devices), set(looked_at), problem.constraints.objective == "cost"
     made = with_certificate(problem, plan, least)
     found = "" if made.certificate is not None and not made.certificate.gap else " that was found"
     alone = f"; several replicas are not possible: {problem.not_summed}" if problem.not_summed is not None else ""
@@ -178,6 +178,4 @@ def _certified(problem: Problem, plan: Plan, least: Least, looked_at: Sequence[s
         note if name in used else f"{name} is left out: {near if name in known else far}"
         for name, note in zip(names, plan.notes, strict=False)
     ]
-    return msgspec.structs.replace(
-        made, planner="auto", notes=(*notes, *plan.notes[len(names) :])
-    )
+    return msgspec.structs.replace(made, planner="auto", notes=(*notes, *plan.notes[len(names) :]))

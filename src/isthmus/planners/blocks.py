@@ -22,12 +22,12 @@ from isthmus.planners.network import Floats
 from isthmus.plans import StageMemory
 
 
-class Item(NamedTuple):
-    """Something made in block `birth` that other stages may need: a value, or a shared parameter (once per step)."""
+class BlockItem(NamedTuple):
+    """Something made in block `made_in` that other stages may need: a value, or a shared parameter (once per step)."""
 
-    birth: int
+    made_in: int
     uses: tuple[int, ...]
-    """Blocks after `birth` that take it, ascending."""
+    """Blocks after `made_in` that take it, ascending."""
     held_bytes: int
     """In the memory of whoever received it."""
     forward_bytes: int
@@ -36,12 +36,12 @@ class Item(NamedTuple):
     per_step: bool
 
 
-class Variable(NamedTuple):
+class BlockVariable(NamedTuple):
     """A parameter, buffer or constant: its bytes in the first stage that uses it, and in every later one."""
 
     uses: tuple[int, ...]
     owned_bytes: int
-    borrowed_bytes: int
+    user_bytes: int
     gradient_bytes: int
     """What replicas average: float32, 0 where nothing is trained."""
 
@@ -87,9 +87,9 @@ class Blocks:
         return [self.places[b] for b in cut]
 
     @cached_property
-    def items(self) -> tuple[Item, ...]:
+    def items(self) -> tuple[BlockItem, ...]:
         flow, batch, least = self.problem.flow, self.problem.micro_batch_size, least_bytes(self.problem)
-        found: list[Item] = []
+        found: list[BlockItem] = []
         for op in flow.graph.ops:
             if op.kind not in ("placeholder", "operator") or op.name in flow.free:
                 continue
@@ -117,25 +117,25 @@ class Blocks:
                 found[self.block_of(min(uses)) + 1] += self.problem.column_bytes[op.target]
         return found.cumsum()
 
-    def _item(self, made: int | None, uses: list[int], held: int, forward: int, backward: int) -> Item | None:
+    def _item(self, made: int | None, uses: list[int], held: int, forward: int, backward: int) -> BlockItem | None:
         """None where no cut can separate the uses. What no operator makes is held by its first user."""
         if not uses:
             return None
-        birth = self.block_of(min(uses) if made is None else made)
-        later = tuple(sorted({self.block_of(u) for u in uses} - {birth}))
-        return Item(birth, later, held, forward, backward, False) if later else None
+        made_in = self.block_of(min(uses) if made is None else made)
+        later = tuple(sorted({self.block_of(u) for u in uses} - {made_in}))
+        return BlockItem(made_in, later, held, forward, backward, False) if later else None
 
     @cached_property
-    def variables(self) -> tuple[Variable, ...]:
-        found: list[Variable] = []
+    def variables(self) -> tuple[BlockVariable, ...]:
+        found: list[BlockVariable] = []
         for op in self.problem.flow.graph.ops:
             if op.kind in ("parameter", "buffer", "constant"):
                 # The last stage holds what nothing uses.
                 uses = self._users(op) or [len(self.problem.flow.operators) - 1]
                 blocks = tuple(sorted({self.block_of(u) for u in uses}))
-                owned, borrowed = (_fixed(variable_bytes(self.problem, op, borrowed=b)) for b in (False, True))
+                owned, shared_copy = (_fixed(variable_bytes(self.problem, op, shared_copy=b)) for b in (False, True))
                 gradient = FLOAT32_BYTES * elements(op) if trainable(op) else 0
-                found.append(Variable(blocks, owned, borrowed, gradient))
+                found.append(BlockVariable(blocks, owned, shared_copy, gradient))
         return tuple(found)
 
     def _users(self, variable: Op) -> list[int]:
@@ -156,7 +156,7 @@ class Blocks:
         """For each boundary 0..count: (item number, the next block that takes it) of what may cross there."""
         found: list[list[tuple[int, int]]] = [[] for _ in range(self.count + 1)]
         for number, item in enumerate(self.items):
-            start = item.birth + 1
+            start = item.made_in + 1
             for use in item.uses:
                 for boundary in range(start, use + 1):
                     found[boundary].append((number, use))

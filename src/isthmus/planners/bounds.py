@@ -11,13 +11,13 @@ from __future__ import annotations
 import numpy as np
 
 from isthmus.planners.blocks import Blocks
-from isthmus.planners.network import Floats, Network
+from isthmus.planners.network import FleetNetwork, Floats
 from isthmus.planners.spanning import Spanning
 from isthmus.planners.threshold_search import TOLERANCE
 from isthmus.plans import Certificate
 
 
-def pooled_bound_s(network: Network, blocks: Blocks, micro_batches: int) -> float:
+def pooled_bound_s(network: FleetNetwork, blocks: Blocks, micro_batches: int) -> float:
     """min over S of compute(S) + links(S) + shared, in seconds; 0 if nothing fits.
 
     compute(S) = min over j <= S of (j + n - 1) * work / (j fastest speeds): with few micro-batches it is best to give
@@ -51,13 +51,13 @@ def step_certificate(bound_s: float, step_s: float, question: str, *, exact: boo
     return Certificate(lower_bound=bound_s, gap=0.0 if none else gap, question=question, exact=exact or none)
 
 
-def fewest_stages(network: Network, blocks: Blocks) -> int:
+def fewest_stages(network: FleetNetwork, blocks: Blocks) -> int:
     """So many of the largest devices hold the model's state and one micro-batch."""
     need = sum(v.owned_bytes for v in blocks.variables) + float(blocks.saved[-1])
     return 1 + int(np.searchsorted(np.cumsum(np.sort(network.memory)[::-1]), need))
 
 
-def _sent_s(network: Network, blocks: Blocks) -> float:
+def _sent_s(network: FleetNetwork, blocks: Blocks) -> float:
     """Every shared parameter there and back once, over the best link."""
     if len(network.names) == 1:
         return 0.0
@@ -66,16 +66,16 @@ def _sent_s(network: Network, blocks: Blocks) -> float:
     return sum(float((latency + i.forward_bytes * byte_s).min()) for i in blocks.items if i.per_step)
 
 
-def _kept_together_s(network: Network, blocks: Blocks, micro_batches: int) -> float:
+def _kept_together_s(network: FleetNetwork, blocks: Blocks, micro_batches: int) -> float:
     """n times the least work between the first and last use of a shared parameter, on the fastest device."""
-    spans = [blocks.work[i.uses[-1] + 1] - blocks.work[i.birth] for i in blocks.items if i.per_step]
+    spans = [blocks.work[i.uses[-1] + 1] - blocks.work[i.made_in] for i in blocks.items if i.per_step]
     return micro_batches * float(min(spans, default=np.inf)) / float(network.speed.max())
 
 
 class LinkBounds:
     """What one micro-batch spends on links at least, by the number of stages."""
 
-    def __init__(self, network: Network, blocks: Blocks) -> None:
+    def __init__(self, network: FleetNetwork, blocks: Blocks) -> None:
         self._most = min(len(network.names), blocks.count)
         if self._most == 1:
             return

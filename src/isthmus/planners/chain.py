@@ -14,7 +14,7 @@ def chain(problem: Problem) -> Plan:
 
     Raises FleetTooSmall with the device that is short, and by how much.
     """
-    if problem.terms.copied:
+    if problem.constraints.copied:
         return fed(problem)
-    money = problem.terms.objective == "cost" or problem.terms.limited
+    money = problem.constraints.objective == "cost" or problem.constraints.limited
     return cheapest(problem) if money else fastest(problem)

@@ -19,12 +19,12 @@ from isthmus.cost.price import SECONDS_PER_HOUR
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import pooled_bound_s, step_certificate
-from isthmus.planners.every_pipeline import every_pipeline
+from isthmus.planners.exhaustive_pipelines import exhaustive_pipeline
 from isthmus.planners.fastest import fastest
-from isthmus.planners.network import Network, network_of
+from isthmus.planners.network import FleetNetwork, network_of
+from isthmus.planners.observer import looked_at
 from isthmus.planners.price_bound import cheapest_pipeline_bound, price_certificate
 from isthmus.planners.threshold_search import TOLERANCE
-from isthmus.planners.watching import looked_at
 from isthmus.plans import Plan
 
 MOST_EXHAUSTIVE = 5
@@ -40,7 +40,7 @@ def cheapest(problem: Problem) -> Plan:
 
     Raises FleetTooSmall with the device that is short, and by how much.
     """
-    if not is_priced(problem.fleet) and problem.terms.max_step_s is None:
+    if not is_priced(problem.fleet) and problem.constraints.max_step_s is None:
         return unpriced(problem, fastest(problem))
     network, blocks = network_of(problem), Blocks(problem)
     best = _best_of(problem, blocks)
@@ -51,7 +51,7 @@ def cheapest(problem: Problem) -> Plan:
     price, bound = preference(problem, best)[0], _bound(problem, network, blocks)
     # Where the simple bound is reached nothing is left to try.
     small = len(problem.fleet.names) <= MOST_EXHAUSTIVE and bound < price * (1 - TOLERANCE)
-    proven = every_pipeline(problem, network, blocks, price * (1 + 1e-9)) if small else None
+    proven = exhaustive_pipeline(problem, network, blocks, price * (1 + 1e-9)) if small else None
     if proven is not None:
         if proven.plan is not None:
             best = min(best, proven.plan, key=lambda plan: preference(problem, plan))
@@ -59,16 +59,16 @@ def cheapest(problem: Problem) -> Plan:
     return _certified(problem, best, bound)
 
 
-def _bound(problem: Problem, network: Network, blocks: Blocks) -> float:
+def _bound(problem: Problem, network: FleetNetwork, blocks: Blocks) -> float:
     """Of what is minimised; a limit on the other can only add."""
-    if problem.terms.objective == "time":
+    if problem.constraints.objective == "time":
         return pooled_bound_s(network, blocks, problem.micro_batches)
     return cheapest_pipeline_bound(problem, network, blocks)
 
 
 def unpriced(problem: Problem, plan: Plan) -> Plan:
     """The plan for a fleet in which nothing costs anything: its certificate is one of time."""
-    return msgspec.structs.replace(plan, terms=problem.terms, notes=(UNPRICED, *plan.notes))
+    return msgspec.structs.replace(plan, constraints=problem.constraints, notes=(UNPRICED, *plan.notes))
 
 
 def device_sets(problem: Problem) -> Iterator[tuple[str, ...]]:
@@ -80,7 +80,7 @@ def device_sets(problem: Problem) -> Iterator[tuple[str, ...]]:
         )
     else:
         sets = _cheap_first(problem)
-    holders = set(problem.terms.data_holders)
+    holders = set(problem.constraints.data_holders)
     return (chosen for chosen in dict.fromkeys(sets) if not holders or holders & set(chosen))
 
 
@@ -89,7 +89,7 @@ def _cheap_first(problem: Problem) -> Iterator[tuple[str, ...]]:
     fleet = problem.fleet
     by_price = sorted(fleet.devices, key=lambda d: (d.price_per_flop, -d.sustained_flops_per_s))
     ranked = [d.name for d in by_price]
-    holder = [name for name in ranked if name in problem.terms.data_holders][:1]
+    holder = [name for name in ranked if name in problem.constraints.data_holders][:1]
     for region in (None, *fleet.regions):
         members = [d.name for d in by_price if region in (None, d.region) and d.name not in holder]
         size = 1
@@ -110,7 +110,7 @@ def _best_of(problem: Problem, blocks: Blocks) -> Plan | None:
         looked_at(0)
         part = problem.timed().on(problem.fleet.subset(names))
         hour = sum(device.price_per_hour for device in part.fleet.devices)
-        second = hour / SECONDS_PER_HOUR if problem.terms.objective == "cost" else 1.0
+        second = hour / SECONDS_PER_HOUR if problem.constraints.objective == "cost" else 1.0
         bounds.append((second * pooled_bound_s(network_of(part), blocks, problem.micro_batches), names))
     best: Plan | None = None
     for bound, names in sorted(bounds, key=lambda pair: pair[0]):
@@ -141,7 +141,7 @@ def _with_fewer(problem: Problem, plan: Plan) -> Plan:
         by_price = sorted(plan.used, key=lambda name: -problem.fleet.device(name).price_per_hour)
         for name in by_price:
             left = tuple(other for other in plan.used if other != name)
-            holders = problem.terms.data_holders
+            holders = problem.constraints.data_holders
             if not left or (holders and not set(holders) & set(left)) or tried >= MOST_DROPPED:
                 continue
             tried += 1
@@ -154,12 +154,16 @@ def _with_fewer(problem: Problem, plan: Plan) -> Plan:
 
 def _certified(problem: Problem, plan: Plan, bound: float) -> Plan:
     certify, question = price_certificate, QUESTION
-    if problem.terms.objective == "time":
+    if problem.constraints.objective == "time":
         certify, question = step_certificate, QUESTION.replace("price", "time")
     certificate = certify(bound, preference(problem, plan)[0], question)
     proven = certificate is not None and not certificate.gap
     reason = "no plan is cheaper with it" if proven else "no plan that was found is cheaper with it"
     return build_plan(
-        problem, [stage.device for stage in plan.stages], plan.boundaries(), planner="chain", certificate=certificate,
+        problem,
+        [stage.device for stage in plan.stages],
+        plan.boundaries(),
+        planner="chain",
+        certificate=certificate,
         notes={name: reason for name in problem.fleet.names if name not in plan.devices},
-    )  # fmt: skip
+    )

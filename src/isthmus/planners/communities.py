@@ -17,14 +17,14 @@ import numpy as np
 from networkx.algorithms.community import louvain_communities
 
 from isthmus.planners.local_search import nearest_tour
-from isthmus.planners.network import Floats, Network
+from isthmus.planners.network import FleetNetwork, Floats
 
 Community = tuple[int, ...]
 SEED = 0
 """Louvain visits devices in random order."""
 
 
-def communities(network: Network) -> list[Community]:
+def communities(network: FleetNetwork) -> list[Community]:
     """Louvain communities of the graph whose weights are the mean bandwidth of both directions, in fleet order."""
     bandwidth = np.divide(1.0, network.byte_s, out=np.zeros_like(network.byte_s), where=network.byte_s > 0)
     graph = nx.from_numpy_array((bandwidth + bandwidth.T) / 2)

@@ -18,11 +18,13 @@ def even(problem: Problem) -> Plan:
     """
     names: tuple[str, ...] = problem.fleet.names
     places = legal_places(problem)
-    holders, last_start = problem.terms.data_holders, problem.last_start
-    first = problem.terms.feeders[0] if problem.terms.feeders else next(
-        name for name in names if not holders or name in holders
+    holders, last_start = problem.constraints.data_holders, problem.last_start
+    first = (
+        problem.constraints.feeders[0]
+        if problem.constraints.feeders
+        else next(name for name in names if not holders or name in holders)
     )
-    feeders = problem.terms.feeders  # all of them run what the first does
+    feeders = problem.constraints.feeders  # all of them run what the first does
     names = (first, *(name for name in names if name != first and name not in feeders))
     if last_start is not None and len(names) > 1:  # a data holder comes again at the end
         names, places = (*names, first), [place for place in places if place <= last_start]

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from isthmus.planners.blocks import Blocks
-from isthmus.planners.network import Network
+from isthmus.planners.network import FleetNetwork
+from isthmus.planners.observer import looked_at
 from isthmus.planners.relaxation import Path, Relaxation
-from isthmus.planners.watching import looked_at
 
 Label = tuple[int, ...]
 """The device that holds each item of `Blocks.live[boundary]`, in that order."""
@@ -39,7 +39,7 @@ class Best(NamedTuple):
     path: Path
 
 
-def stage_cost(blocks: Blocks, network: Network, label: Label, start: int, end: int, device: int) -> Cost:
+def stage_cost(blocks: Blocks, network: FleetNetwork, label: Label, start: int, end: int, device: int) -> Cost:
     """What the stage [start, end) on `device` adds to the sum, and the longest it keeps itself or a link busy."""
     total = bottleneck = float(blocks.work[end] - blocks.work[start]) / float(network.speed[device])
     messages, shared = received(blocks, network, label, start, end, device)
@@ -51,7 +51,7 @@ def stage_cost(blocks: Blocks, network: Network, label: Label, start: int, end: 
 
 
 def received(
-    blocks: Blocks, network: Network, label: Label, start: int, end: int, device: int
+    blocks: Blocks, network: FleetNetwork, label: Label, start: int, end: int, device: int
 ) -> tuple[dict[int, list[int]], float]:
     """Bytes that a stage exchanges with each holder, forward and backward, and the seconds of shared parameters."""
     messages: dict[int, list[int]] = {}
@@ -75,7 +75,7 @@ def next_label(blocks: Blocks, label: Label, start: int, end: int, device: int) 
     return tuple(held.get(number, device) for number, _ in blocks.live[end])
 
 
-def path_cost(blocks: Blocks, network: Network, path: Path) -> Cost:
+def path_cost(blocks: Blocks, network: FleetNetwork, path: Path) -> Cost:
     """The closed form of a whole pipeline: (fill + shared, period, shared)."""
     stages = stage_costs(blocks, network, path)
     slowest_s = max(c.bottleneck_s for c in stages)
@@ -84,7 +84,7 @@ def path_cost(blocks: Blocks, network: Network, path: Path) -> Cost:
     return Cost(sum(c.sum_s for c in stages), slowest_s, sum(c.shared_s for c in stages))
 
 
-def _twice_used_s(blocks: Blocks, network: Network, path: Path) -> float:
+def _twice_used_s(blocks: Blocks, network: FleetNetwork, path: Path) -> float:
     """The longest that a device or a directed link is busy, where two stages may share it."""
     busy: dict[tuple[int, int], float] = {}
 
@@ -102,7 +102,7 @@ def _twice_used_s(blocks: Blocks, network: Network, path: Path) -> float:
     return max(busy.values())
 
 
-def stage_costs(blocks: Blocks, network: Network, path: Path) -> list[Cost]:
+def stage_costs(blocks: Blocks, network: FleetNetwork, path: Path) -> list[Cost]:
     label: Label = ()
     found: list[Cost] = []
     for device, (start, end) in _stages(blocks, path):
@@ -137,9 +137,7 @@ class _Reached(NamedTuple):
     boundary: int
 
 
-def least_sum(
-    relaxation: Relaxation, threshold_s: float, cutoff_s: float, most_states: int
-) -> tuple[Best | None, int]:
+def least_sum(relaxation: Relaxation, threshold_s: float, cutoff_s: float, most_states: int) -> tuple[Best | None, int]:
     """The least sum below `cutoff_s` with a bottleneck up to `threshold_s`, and how many states were expanded.
 
     None where no pipeline is below. The relaxation must hold the bounds of this threshold or of a larger one.

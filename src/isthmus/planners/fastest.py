@@ -17,14 +17,14 @@ from isthmus.errors import FleetTooSmall
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import pooled_bound_s, step_certificate
 from isthmus.planners.even import even
-from isthmus.planners.every_pipeline import every_pipeline
+from isthmus.planners.exhaustive_pipelines import exhaustive_pipeline
 from isthmus.planners.greedy_fill import greedy_fill, stage_bytes
-from isthmus.planners.narrowing import narrowed
-from isthmus.planners.network import Network, network_of
-from isthmus.planners.order_search import Found, OrderSearch
+from isthmus.planners.network import FleetNetwork, network_of
+from isthmus.planners.observer import keep, looked_at
+from isthmus.planners.order_search import FoundOrder, OrderSearch
+from isthmus.planners.prune_fleet import pruned_fleet
 from isthmus.planners.surrogates import over_surrogates
 from isthmus.planners.threshold_search import TOLERANCE
-from isthmus.planners.watching import keep, looked_at
 from isthmus.plans import Plan
 
 QUESTION = "the time of a step of any plan of one replica: any devices in any order, any cuts, by the closed form"
@@ -41,7 +41,7 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
     network, blocks = network_of(problem), Blocks(problem)
     if not packs_alike(problem):
         return _packed(problem, network, blocks, settle)
-    near = narrowed(problem, network, blocks)
+    near = pruned_fleet(problem, network, blocks)
     if near is not problem:
         plan = fastest(near, settle=False)
         moved = build_plan(problem, [s.device for s in plan.stages], plan.boundaries(), planner="chain")
@@ -61,41 +61,41 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
         plans += _plans(problem, [OrderSearch(problem, network, blocks.recomputing()).run()])
     plans += _baseline(problem)
     tight = throttled or _memory_binds(problem, network, blocks)
-    if classic.exhaustive and ((tight and settle) or problem.terms.labels_stay):
+    if classic.exhaustive and ((tight and settle) or problem.constraints.labels_stay):
         known_s = min((p.predicted.step_s for p in plans), default=float("inf"))
-        proven = every_pipeline(problem, network, blocks, known_s)
+        proven = exhaustive_pipeline(problem, network, blocks, known_s)
         if proven is not None and (proven.plan or plans):
             chosen = proven.plan or min(plans, key=lambda p: p.predicted.step_s)
             return _certified(problem, chosen, proven.bound)
     if not plans:  # raises unless a placement was missed
         fallback = greedy_fill(problem, network, blocks)
-        plans = _plans(problem, [Found(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0, 0.0)])
+        plans = _plans(problem, [FoundOrder(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0, 0.0)])
     chosen = min(plans, key=lambda p: p.predicted.step_s)
     if best and classic.exhaustive and not tight:
         return _certified(problem, chosen, best.bound_s)
     return _certified(problem, chosen, pooled_bound_s(network, blocks, problem.micro_batches))
 
 
-def _packed(problem: Problem, network: Network, blocks: Blocks, settle: bool) -> Plan:
+def _packed(problem: Problem, network: FleetNetwork, blocks: Blocks, settle: bool) -> Plan:
     """Where what a message takes depends on the plan."""
     best = over_surrogates(problem, partial(fastest, settle=False))
     plans = [best, *_baseline(problem)]
     best = min(plans, key=lambda p: p.predicted.step_s)
     if settle and OrderSearch(problem, network, blocks).exhaustive:
-        proven = every_pipeline(problem, network, blocks, best.predicted.step_s)
+        proven = exhaustive_pipeline(problem, network, blocks, best.predicted.step_s)
         if proven is not None:
             return _certified(problem, proven.plan or best, proven.bound)
     return _certified(problem, best, pooled_bound_s(network, blocks, problem.micro_batches))
 
 
-def _memory_binds(problem: Problem, network: Network, blocks: Blocks) -> bool:
+def _memory_binds(problem: Problem, network: FleetNetwork, blocks: Blocks) -> bool:
     """Whether some device could not hold the whole model with the micro-batches of the classic schedule."""
     most = problem.micro_batches
-    held = most if problem.schedule == "gpipe" else min(most, len(network.names) + problem.terms.labels_stay)
+    held = most if problem.schedule == "gpipe" else min(most, len(network.names) + problem.constraints.labels_stay)
     return stage_bytes(blocks, 0, blocks.count, held) > float(network.memory.min())
 
 
-def _plans(problem: Problem, found: Sequence[Found | None]) -> list[Plan]:
+def _plans(problem: Problem, found: Sequence[FoundOrder | None]) -> list[Plan]:
     names = problem.fleet.names
     plans: list[Plan] = []
     for f in filter(None, found):
@@ -119,7 +119,10 @@ def _certified(problem: Problem, plan: Plan, bound_s: float) -> Plan:
     proven = certificate is not None and not certificate.gap
     reason = "no plan is faster with it" if proven else "no plan that was found is faster with it"
     return build_plan(
-        problem, order, plan.boundaries(), planner="chain",
+        problem,
+        order,
+        plan.boundaries(),
+        planner="chain",
         certificate=certificate,
         notes={name: reason for name in problem.fleet.names if name not in order},
-    )  # fmt: skip
+    )

@@ -15,7 +15,7 @@ from dataclasses import replace
 import msgspec
 
 from isthmus.cost import Problem, build_plan, preference
-from isthmus.cost.respect import broken_term
+from isthmus.cost.constraints import broken_constraint
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link
 from isthmus.fleet.links import Links, Route
@@ -23,13 +23,13 @@ from isthmus.planners.blocks import Blocks, legal_places
 from isthmus.planners.bounds import pooled_bound_s, step_certificate
 from isthmus.planners.cheapest import cheapest
 from isthmus.planners.even import even
-from isthmus.planners.every_pipeline import every_pipeline
+from isthmus.planners.exhaustive_pipelines import exhaustive_pipeline
 from isthmus.planners.fastest import fastest
 from isthmus.planners.local_search import first_improvement
 from isthmus.planners.network import network_of
+from isthmus.planners.observer import keep
 from isthmus.planners.price_bound import cheapest_pipeline_bound, price_certificate
 from isthmus.planners.threshold_search import TOLERANCE
-from isthmus.planners.watching import keep
 from isthmus.plans import Plan
 
 MOST_EXHAUSTIVE = 6
@@ -51,14 +51,14 @@ def fed(problem: Problem) -> Plan:
     """
     one = as_one(problem)
     network, blocks = network_of(one), Blocks(one)
-    priced = problem.terms.objective == "cost"
+    priced = problem.constraints.objective == "cost"
     best = _improved(problem, _best_start(problem, one))
     reached = preference(problem, best)[0]
     bound = pooled_bound_s(network, blocks, one.micro_batches)
     if priced:
         bound = cheapest_pipeline_bound(one, network, blocks)
     if len(one.fleet.names) <= MOST_EXHAUSTIVE and reached > bound * (1 + TOLERANCE):
-        proven = every_pipeline(one, network, blocks, reached, judged=problem)
+        proven = exhaustive_pipeline(one, network, blocks, reached, judged=problem)
         if proven is not None:
             best, bound = proven.plan or best, proven.bound
     return _certified(problem, best, bound, priced=priced)
@@ -69,8 +69,8 @@ def as_one(problem: Problem) -> Problem:
     together. What it takes no chain that they feed undercuts: a link of it has the least latency of theirs, and nothing
     that leaves it costs money. That is so of what it computes and sends, and of what fits into the tightest holder's
     memory. How long that memory holds up a stage is not: of a copy only its part of a round trip counts."""
-    fleet, terms = problem.fleet, problem.terms
-    feeders, shares = terms.feeders, terms.shares
+    fleet, constraints = problem.fleet, problem.constraints
+    feeders, shares = constraints.feeders, constraints.shares
     first, others = feeders[0], [name for name in fleet.names if name not in feeders]
     speed = min(fleet.device(name).sustained_flops_per_s / share for name, share in zip(feeders, shares, strict=True))
     memory = fleet.device(problem.tightest(first)).memory_bytes
@@ -87,12 +87,14 @@ def as_one(problem: Problem) -> Problem:
     routes += [Route(a, first, link([(a, name) for name in feeders])) for a in others]
     kept = [msgspec.structs.replace(fleet.device(name), region=f"at {name}") for name in others]
     together = Fleet(name=fleet.name, devices=(device, *kept), links=Links(devices=tuple(routes)))
-    return replace(problem, fleet=together, terms=msgspec.structs.replace(terms, data_holders=(first,), own_samples=()))
+    return replace(
+        problem, fleet=together, constraints=msgspec.structs.replace(constraints, data_holders=(first,), own_samples=())
+    )
 
 
 def _best_start(problem: Problem, one: Problem) -> Plan:
     """What the planners of one pipeline make of it. Raises what the first of them did where none finds a plan."""
-    searches = (cheapest if problem.terms.objective == "cost" or problem.terms.limited else fastest, even)
+    searches = (cheapest if problem.constraints.objective == "cost" or problem.constraints.limited else fastest, even)
     plans: list[Plan] = []
     refused: list[UserError] = []
     for search in searches:
@@ -111,7 +113,10 @@ def _best_start(problem: Problem, one: Problem) -> Plan:
 
 def _shortest(problem: Problem) -> Iterator[Chain]:
     """The holders and one device, the first stage as short as can be: where written buffers or memory bind."""
-    first, others = problem.terms.feeders[0], [n for n in problem.fleet.names if n not in problem.terms.feeders]
+    first, others = (
+        problem.constraints.feeders[0],
+        [n for n in problem.fleet.names if n not in problem.constraints.feeders],
+    )
     places = legal_places(problem)
     last_start = problem.last_start
     for name in others:
@@ -131,7 +136,7 @@ def _improved(problem: Problem, plan: Plan) -> Plan:
 
     def scored(now: Plan) -> Iterator[Plan]:
         for chain in _near(problem, now):
-            if broken_term(problem, *chain) is None:
+            if broken_constraint(problem, *chain) is None:
                 with contextlib.suppress(FleetTooSmall):
                     yield _built(problem, chain)
 
@@ -149,24 +154,28 @@ def _near(problem: Problem, plan: Plan) -> Iterator[Chain]:
         free = [place for place in places if low < place < high and place != at]
         for place in sorted(free, key=lambda place: abs(place - at))[:4]:
             yield order, (*boundaries[:k], place, *boundaries[k + 1 :])
-    inner = range(1, len(order) - problem.terms.labels_stay)
-    idle = [n for n in problem.fleet.names if n not in order and n not in problem.terms.feeders]
+    inner = range(1, len(order) - problem.constraints.labels_stay)
+    idle = [n for n in problem.fleet.names if n not in order and n not in problem.constraints.feeders]
     for k in inner:
         yield from (((*order[:k], name, *order[k + 1 :]), boundaries) for name in idle)
         for j in inner:
             if k < j:
                 yield tuple(order[{k: j, j: k}.get(i, i)] for i in range(len(order))), boundaries
-        if len(order) > 2 + problem.terms.labels_stay:
+        if len(order) > 2 + problem.constraints.labels_stay:
             yield (*order[:k], *order[k + 1 :]), (*boundaries[: k - 1], *boundaries[k:])
 
 
 def _certified(problem: Problem, plan: Plan, bound: float, *, priced: bool) -> Plan:
     certify, what = (price_certificate, "price") if priced else (step_certificate, "time")
-    question = f"the {what} of a step {QUESTION.format(' and '.join(problem.terms.feeders))}"
+    question = f"the {what} of a step {QUESTION.format(' and '.join(problem.constraints.feeders))}"
     certificate = certify(bound, preference(problem, plan)[0], question)
     found = "" if certificate is not None and not certificate.gap else " that was found"
     reason = f"no plan{found} is {'cheaper' if priced else 'faster'} with it"
     return build_plan(
-        problem, [stage.device for stage in plan.stages], plan.boundaries(), planner="chain", certificate=certificate,
+        problem,
+        [stage.device for stage in plan.stages],
+        plan.boundaries(),
+        planner="chain",
+        certificate=certificate,
         notes={name: reason for name in problem.fleet.names if name not in plan.devices},
-    )  # fmt: skip
+    )

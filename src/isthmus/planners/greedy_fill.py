@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from isthmus.cost import Problem
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.blocks import Blocks, alternatives
-from isthmus.planners.network import Network
-from isthmus.planners.pins import pins_of
+from isthmus.planners.fixed_placement import fixed_placement_of
+from isthmus.planners.network import FleetNetwork
 from isthmus.planners.relaxation import Path
 from isthmus.units import format_size
 
 
-def greedy_fill(problem: Problem, network: Network, blocks: Blocks) -> Path:
+def greedy_fill(problem: Problem, network: FleetNetwork, blocks: Blocks) -> Path:
     """A placement that fits with the fewest micro-batches in flight (GPipe: all).
 
     Raises FleetTooSmall, which names the device that is left with more than it holds, and by how many bytes; and the
@@ -32,7 +32,7 @@ def greedy_fill(problem: Problem, network: Network, blocks: Blocks) -> Path:
     raise refused
 
 
-def _fits(problem: Problem, network: Network, blocks: Blocks) -> bool:
+def _fits(problem: Problem, network: FleetNetwork, blocks: Blocks) -> bool:
     try:
         _greedy(problem, network, blocks)
     except FleetTooSmall:
@@ -40,17 +40,17 @@ def _fits(problem: Problem, network: Network, blocks: Blocks) -> bool:
     return True
 
 
-def _greedy(problem: Problem, network: Network, blocks: Blocks) -> Path:
-    pins = pins_of(problem, network)
+def _greedy(problem: Problem, network: FleetNetwork, blocks: Blocks) -> Path:
+    fixed_placement = fixed_placement_of(problem, network)
     order = sorted(range(len(network.names)), key=lambda d: -float(network.memory[d]))
     filling = _Filling(problem, network, blocks, problem.micro_batches if problem.schedule == "gpipe" else 1)
-    if not problem.terms.data_holders:
+    if not problem.constraints.data_holders:
         return filling.in_order(order)
-    holders = [d for d in order if d in pins.holders]
+    holders = [d for d in order if d in fixed_placement.holders]
     refused: FleetTooSmall | None = None
     for first in holders:
         rest = [d for d in order if d != first]
-        for last in [first, *(d for d in holders if d != first)] if pins.labels_stay else [None]:
+        for last in [first, *(d for d in holders if d != first)] if fixed_placement.labels_stay else [None]:
             try:
                 return filling.in_order([first, *rest], last)
             except FleetTooSmall as error:
@@ -60,12 +60,12 @@ def _greedy(problem: Problem, network: Network, blocks: Blocks) -> Path:
         filling.in_order(order)
     except FleetTooSmall:
         raise refused from None
-    field = "labels_stay" if pins.labels_stay else "data_holder"
+    field = "labels_stay" if fixed_placement.labels_stay else "data_holder"
     raise FleetTooSmall(f"{refused}; what binds is plan.{field}: without it there is room")
 
 
 class _Filling:
-    def __init__(self, problem: Problem, network: Network, blocks: Blocks, held: int) -> None:
+    def __init__(self, problem: Problem, network: FleetNetwork, blocks: Blocks, held: int) -> None:
         self.problem, self.network, self.blocks, self.held = problem, network, blocks, held
 
     def in_order(self, order: Sequence[int], last: int | None = None) -> Path:
@@ -77,7 +77,7 @@ class _Filling:
         kept = stage_bytes(self.blocks, start, self.blocks.count, self.held)
         rooms = [
             (d, int(self.network.memory[d]) - (kept if d == last else 0)) for d in order if d == order[0] or d != last
-        ]  # fmt: skip
+        ]
         if last != order[0] and kept > self.network.memory[last]:
             raise self._too_small(last, start, self.blocks.count, int(self.network.memory[last]))
         if not start:
@@ -108,7 +108,7 @@ class _Filling:
         blocks, network, problem = self.blocks, self.network, self.problem
         whole, stage = (stage_bytes(blocks, a, b, self.held) for a, b in ((0, blocks.count), (start, end)))
         hint = f" with {self.held} micro-batches in flight, as gpipe holds them" if problem.schedule == "gpipe" else ""
-        total, after = format_size(int(network.memory.sum())), problem.terms.after_headroom
+        total, after = format_size(int(network.memory.sum())), problem.constraints.after_headroom
         return FleetTooSmall(
             f"model {problem.flow.graph.name!r} does not fit fleet {problem.fleet.name!r}: filled one after another, "
             f"device {network.names[device]}{_why(problem, network.names[device])} would have to hold "
@@ -118,9 +118,9 @@ class _Filling:
 
 
 def _why(problem: Problem, name: str) -> str:
-    if name not in problem.terms.data_holders:
+    if name not in problem.constraints.data_holders:
         return ""
-    return " (the data_holder, where labels_stay)" if problem.terms.labels_stay else " (the data_holder)"
+    return " (the data_holder, where labels_stay)" if problem.constraints.labels_stay else " (the data_holder)"
 
 
 def stage_bytes(blocks: Blocks, start: int, end: int, in_flight: int) -> int:
@@ -129,7 +129,7 @@ def stage_bytes(blocks: Blocks, start: int, end: int, in_flight: int) -> int:
     for variable in blocks.variables:
         at = bisect.bisect_left(variable.uses, start)
         if at < len(variable.uses) and variable.uses[at] < end:
-            fixed += variable.borrowed_bytes if at else variable.owned_bytes
+            fixed += variable.user_bytes if at else variable.owned_bytes
     kept = int(blocks.saved[end] - blocks.saved[start])
     for number, use in blocks.live[start]:
         item = blocks.items[number]

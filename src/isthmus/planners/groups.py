@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from isthmus.planners.local_search import first_improvement, nearest_tour
-from isthmus.planners.network import Floats, Network
+from isthmus.planners.network import FleetNetwork, Floats
 from isthmus.planners.orders import ROUNDING, Order, Scorer, improve, nearest_neighbour
 
 MOST_MOVES = 600
@@ -24,7 +24,7 @@ MOST_MOVES = 600
 SCORES_PER_ORDER = 200
 
 
-class Grouping(NamedTuple):
+class ReplicaGrouping(NamedTuple):
     """Replicas as orders of devices, the micro-batches of each, and the score in seconds per step."""
 
     orders: tuple[Order, ...]
@@ -37,17 +37,17 @@ class GroupScorer:
     """`gradient_bytes` are those of the whole model, in float32."""
 
     pipeline: Scorer
-    network: Network
+    network: FleetNetwork
     gradient_bytes: float
     _times: dict[Order, tuple[float, float]] = field(default_factory=dict[Order, tuple[float, float]])
 
-    def grouping(self, orders: Sequence[Order], worth_s: float = float("inf")) -> Grouping:
+    def grouping(self, orders: Sequence[Order], worth_s: float = float("inf")) -> ReplicaGrouping:
         """Averaging is left out where the pipelines alone take `worth_s`."""
         times = [self._fill_and_period(order) for order in orders]
         shares = share_out(times, self.pipeline.micro_batches)
         slowest_s = max(fill + (m - 1) * period for (fill, period), m in zip(times, shares, strict=True))
         sync_s = self.averaging_s(orders) if slowest_s < worth_s else 0.0
-        return Grouping(tuple(orders), shares, slowest_s + sync_s)
+        return ReplicaGrouping(tuple(orders), shares, slowest_s + sync_s)
 
     def shares_within(self, orders: Sequence[Order], most: Sequence[int]) -> tuple[int, ...]:
         """The micro-batches of each where memory holds no more than `most`."""
@@ -115,7 +115,7 @@ def every_grouping(devices: int) -> Iterator[tuple[Order, ...]]:
             yield (*orders[:k], (*order, devices - 1), *orders[k + 1 :])
 
 
-def groupings(scorer: GroupScorer, regions: Sequence[int], count: int, worth_s: float) -> list[Grouping]:
+def groupings(scorer: GroupScorer, regions: Sequence[int], count: int, worth_s: float) -> list[ReplicaGrouping]:
     """Good groupings into `count` replicas, the best first. `regions` has the region's number per device.
 
     Those that begin with a score above `worth_s` are not improved.
@@ -125,7 +125,7 @@ def groupings(scorer: GroupScorer, regions: Sequence[int], count: int, worth_s: 
     return sorted({_canonical(g): g for g in better}.values(), key=lambda g: g.step_s)
 
 
-def _canonical(grouping: Grouping) -> tuple[Order, ...]:
+def _canonical(grouping: ReplicaGrouping) -> tuple[Order, ...]:
     return tuple(sorted(grouping.orders))
 
 
@@ -172,13 +172,15 @@ def _order(scorer: GroupScorer, group: Sequence[int]) -> Order:
     return improve(scorer.pipeline, tuple(nearest_tour(scorer.pipeline.pair_s, fastest, group)), SCORES_PER_ORDER)
 
 
-def improved(scorer: GroupScorer, grouping: Grouping) -> Grouping:
+def improved(scorer: GroupScorer, grouping: ReplicaGrouping) -> ReplicaGrouping:
     """First improvement over swaps and moves of devices between replicas, or out of all, until none helps."""
     return first_improvement(
-        grouping, lambda now: (scorer.grouping(other, now.step_s) for other in _neighbours(now.orders)),
+        grouping,
+        lambda now: (scorer.grouping(other, now.step_s) for other in _neighbours(now.orders)),
         lambda now: now.step_s,
-        most=MOST_MOVES, tolerance=ROUNDING,
-    )  # fmt: skip
+        most=MOST_MOVES,
+        tolerance=ROUNDING,
+    )
 
 
 def _neighbours(orders: tuple[Order, ...]) -> Iterator[tuple[Order, ...]]:

@@ -25,16 +25,14 @@ MOST_WORK = 20_000_000
 
 def integer_programme(
     cost: Floats, constraints: tuple[csr_matrix, Floats, Floats], integrality: Ints
-) -> OptimizeResult:  # fmt: skip
+) -> OptimizeResult:
     """Of `scipy.optimize.milp`, after so many nodes as `MOST_WORK` allows, one at least."""
     nodes = max(1, MOST_WORK // max(1, int(constraints[0].nnz)))
     with stdout_to_stderr():
         return milp(cost, constraints=constraints, integrality=integrality, options={"node_limit": nodes})
 
 
-def linear_programme(
-    cost: Floats, *, above: csr_matrix, bounds: Floats
-) -> OptimizeResult:  # fmt: skip
+def linear_programme(cost: Floats, *, above: csr_matrix, bounds: Floats) -> OptimizeResult:
     """The least cost where `above @ x <= 0`, by the interior-point method."""
     options: Mapping[str, Any] = {"maxiter": MOST_ITERATIONS}
     with stdout_to_stderr():

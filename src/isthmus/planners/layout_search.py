@@ -11,11 +11,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from isthmus.cost import Layout, Problem, broken_term, build_replicas, preference
+from isthmus.cost import PlanLayout, Problem, broken_constraint, build_replicas, preference
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.local_search import first_improvement
+from isthmus.planners.observer import keep
 from isthmus.planners.threshold_search import TOLERANCE
-from isthmus.planners.watching import keep
 from isthmus.plans import Plan
 
 MOST_PLACES = 64
@@ -23,23 +23,25 @@ MOST_PLACES = 64
 MOST_TRIALS = 400
 """Plans times operators, in thousands: bounds the time, the same on every machine."""
 
-Layouts = tuple[Layout, ...]
+Layouts = tuple[PlanLayout, ...]
 
 
-class Trial(NamedTuple):
+class LayoutTrial(NamedTuple):
     layouts: Layouts
     plan: Plan | None
     """None where it does not fit."""
 
 
-def shifted(problem: Problem, layouts: Sequence[Layout], places: Sequence[int]) -> Plan:
+def shifted(problem: Problem, layouts: Sequence[PlanLayout], places: Sequence[int]) -> Plan:
     """First improvement until no move helps or the trials are spent. `places` are the legal ones, 0 and the end among
     them. FleetTooSmall where already the first layouts do not fit."""
 
-    def trials(now: Trial) -> Iterator[Trial]:
+    def trials(now: LayoutTrial) -> Iterator[LayoutTrial]:
         return (_trial(problem, other) for other in _moves(now.layouts, problem.fleet.names, places))
 
-    start = Trial(tuple(x._replace(recompute=None) for x in layouts), build_replicas(problem, layouts, planner="auto"))
+    start = LayoutTrial(
+        tuple(x._replace(recompute=None) for x in layouts), build_replicas(problem, layouts, planner="auto")
+    )
     best = first_improvement(
         start,
         trials,
@@ -51,24 +53,26 @@ def shifted(problem: Problem, layouts: Sequence[Layout], places: Sequence[int]) 
     return best.plan
 
 
-def _trial(problem: Problem, layouts: Layouts) -> Trial:
+def _trial(problem: Problem, layouts: Layouts) -> LayoutTrial:
     homes = [name for layout in layouts for name in set(layout.order)]
     if len(set(homes)) < len(homes) or any(_ill_placed(problem, layout) for layout in layouts):
-        return Trial(layouts, None)  # what is at both ends of a pipeline may have been moved from one of them only
+        return LayoutTrial(
+            layouts, None
+        )  # what is at both ends of a pipeline may have been moved from one of them only
     try:
-        return Trial(layouts, keep(build_replicas(problem, layouts, planner="auto")))
+        return LayoutTrial(layouts, keep(build_replicas(problem, layouts, planner="auto")))
     except FleetTooSmall:
-        return Trial(layouts, None)
+        return LayoutTrial(layouts, None)
 
 
-def _judged(problem: Problem, trial: Trial) -> float:
+def _judged(problem: Problem, trial: LayoutTrial) -> float:
     return preference(problem, trial.plan)[0] if trial.plan is not None else float("inf")
 
 
-def _ill_placed(problem: Problem, layout: Layout) -> bool:
+def _ill_placed(problem: Problem, layout: PlanLayout) -> bool:
     if any(a == b for a, b in itertools.pairwise(layout.order)):
         return True
-    return broken_term(problem, layout.order, layout.boundaries) is not None
+    return broken_constraint(problem, layout.order, layout.boundaries) is not None
 
 
 def _moves(layouts: Layouts, names: Sequence[str], places: Sequence[int]) -> Iterator[Layouts]:
@@ -80,8 +84,11 @@ def _moves(layouts: Layouts, names: Sequence[str], places: Sequence[int]) -> Ite
     unused = [name for name in names if all(name not in layout.order for layout in layouts)]
     for r, layout in enumerate(layouts):
         for changed in (
-            _cuts(layout, places), _orders(layout, unused), _longer(layout, unused, places), _shorter(layout)
-        ):  # fmt: skip
+            _cuts(layout, places),
+            _orders(layout, unused),
+            _longer(layout, unused, places),
+            _shorter(layout),
+        ):
             yield from (_with(layouts, r, other) for other in changed)
     yield from _exchanges(layouts)
 
@@ -109,7 +116,7 @@ def _fewer(layouts: Layouts) -> Iterator[Layouts]:
         yield (*kept[:s], *kept[s + 1 :])
 
 
-def _cuts(layout: Layout, places: Sequence[int]) -> Iterator[Layout]:
+def _cuts(layout: PlanLayout, places: Sequence[int]) -> Iterator[PlanLayout]:
     """One cut moves to the next place on either side."""
     ends = [0, *(places.index(b) for b in layout.boundaries), len(places) - 1]
     for k in range(1, len(ends) - 1):
@@ -119,7 +126,7 @@ def _cuts(layout: Layout, places: Sequence[int]) -> Iterator[Layout]:
                 yield layout._replace(boundaries=cut)
 
 
-def _orders(layout: Layout, unused: Sequence[str]) -> Iterator[Layout]:
+def _orders(layout: PlanLayout, unused: Sequence[str]) -> Iterator[PlanLayout]:
     """Two devices of the pipeline swap, or one makes room for an unused one."""
     for i, j in itertools.combinations(range(len(layout.order)), 2):
         order = list(layout.order)
@@ -129,7 +136,7 @@ def _orders(layout: Layout, unused: Sequence[str]) -> Iterator[Layout]:
         yield layout._replace(order=(*layout.order[:i], name, *layout.order[i + 1 :]))
 
 
-def _longer(layout: Layout, unused: Sequence[str], places: Sequence[int]) -> Iterator[Layout]:
+def _longer(layout: PlanLayout, unused: Sequence[str], places: Sequence[int]) -> Iterator[PlanLayout]:
     """A stage is split and one half given to an unused device."""
     ends = [0, *layout.boundaries, places[-1]]
     for k, (start, end) in enumerate(itertools.pairwise(ends)):
@@ -141,7 +148,7 @@ def _longer(layout: Layout, unused: Sequence[str], places: Sequence[int]) -> Ite
                 )
 
 
-def _shorter(layout: Layout) -> Iterator[Layout]:
+def _shorter(layout: PlanLayout) -> Iterator[PlanLayout]:
     """A stage goes to a neighbour."""
     for k, cut in itertools.product(range(len(layout.order)), range(len(layout.boundaries))):
         if cut in (k - 1, k):
@@ -161,5 +168,5 @@ def _exchanges(layouts: Layouts) -> Iterator[Layouts]:
             yield _with(swapped, s, layouts[s]._replace(order=tuple(second)))
 
 
-def _with(layouts: Layouts, number: int, layout: Layout) -> Layouts:
+def _with(layouts: Layouts, number: int, layout: PlanLayout) -> Layouts:
     return (*layouts[:number], layout, *layouts[number + 1 :])

@@ -19,73 +19,73 @@ from isthmus.errors import FleetTooSmall
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import pooled_bound_s, step_certificate
 from isthmus.planners.chain import chain
-from isthmus.planners.joint import every_plan
-from isthmus.planners.narrowing import narrowed
-from isthmus.planners.network import Network, network_of
+from isthmus.planners.joint import exhaustive_plan
+from isthmus.planners.network import FleetNetwork, network_of
+from isthmus.planners.observer import SearchStopped, part
 from isthmus.planners.order_search import MOST_EXHAUSTIVE
 from isthmus.planners.price_bound import cheapest_pipeline_bound, cheapest_replicas_bound, price_certificate
+from isthmus.planners.prune_fleet import pruned_fleet
 from isthmus.planners.replica_bound import replicas_bound_s
-from isthmus.planners.watching import SearchStopped, part
 from isthmus.plans import Certificate, Plan, question_in_words
 
 
-class Least(NamedTuple):
+class LeastBound(NamedTuple):
     bound: float
     """Seconds or money per step, by the problem's objective; infinite where no plan fits."""
     exact: bool
     """Whether some plan attains it."""
 
 
-def least(problem: Problem) -> Least:
+def least(problem: Problem) -> LeastBound:
     """The bound on any plan of the problem, with its own number of micro-batches; where planning is ended early, that
     of the relaxation."""
     problem = _as_minimised(problem)
     part("lower bound")
-    if problem.terms.copied:
+    if problem.constraints.copied:
         return of_fed(chain(problem))
     network, blocks = network_of(problem), Blocks(problem)
     try:
-        if narrowed(problem, network, blocks) is problem:
+        if pruned_fleet(problem, network, blocks) is problem:
             return _searched(problem, network, blocks)
     except SearchStopped:
         pass
     return relaxed(problem, network, blocks, None)
 
 
-def of_fed(plan: Plan) -> Least:
+def of_fed(plan: Plan) -> LeastBound:
     """What is proven where several holders feed one chain: there are no plans of several replicas."""
     proven = plan.certificate
-    return Least(proven.lower_bound, proven.exact) if proven is not None else Least(0.0, exact=False)
+    return LeastBound(proven.lower_bound, proven.exact) if proven is not None else LeastBound(0.0, exact=False)
 
 
-def _searched(problem: Problem, network: Network, blocks: Blocks) -> Least:
+def _searched(problem: Problem, network: FleetNetwork, blocks: Blocks) -> LeastBound:
     single: Plan | None = None
     if len(network.names) <= MOST_EXHAUSTIVE:  # beyond, `chain` proves no more than the relaxation
         with contextlib.suppress(FleetTooSmall):
             single = chain(problem)
     if settles(problem):
         known_s = single.predicted.step_s if single is not None else float("inf")
-        settled = every_plan(problem, network, blocks, known_s)
+        settled = exhaustive_plan(problem, network, blocks, known_s)
         if settled is not None:
-            return Least(settled.step_s, exact=packs_alike(problem))
+            return LeastBound(settled.step_s, exact=packs_alike(problem))
     return relaxed(problem, network, blocks, single)
 
 
 def settles(problem: Problem) -> bool:
     """Whether every plan may be tried: time alone counts, nothing has a limit, the data are everywhere, and gradients
     are summed in every step."""
-    terms = problem.terms
-    free = not terms.limited and not terms.data_holders
-    return terms.objective == "time" and free and problem.sync.mode == "every-step"
+    constraints = problem.constraints
+    free = not constraints.limited and not constraints.data_holders
+    return constraints.objective == "time" and free and problem.sync.mode == "every-step"
 
 
-def relaxed(problem: Problem, network: Network, blocks: Blocks, single: Plan | None) -> Least:
+def relaxed(problem: Problem, network: FleetNetwork, blocks: Blocks, single: Plan | None) -> LeastBound:
     """The lesser of a bound on one replica, for which that of `chain`'s plan counts if given, and on several."""
     proven = single.certificate if single is not None else None
     gradient_bytes = float(sum(variable.gradient_bytes for variable in blocks.variables))
     several = problem.most_replicas > 1
     count, period, replicated = problem.micro_batches, problem.sync.period, float("inf")
-    if problem.terms.objective == "cost":
+    if problem.constraints.objective == "cost":
         alone = cheapest_pipeline_bound(problem, network, blocks)
         if several:
             replicated = cheapest_replicas_bound(problem, network, blocks, gradient_bytes)
@@ -95,18 +95,21 @@ def relaxed(problem: Problem, network: Network, blocks: Blocks, single: Plan | N
             replicated = replicas_bound_s(network, blocks, count, gradient_bytes, period)
     if proven is not None:
         alone = proven.lower_bound if proven.exact else max(alone, proven.lower_bound)
-    return Least(min(alone, replicated), exact=proven is not None and proven.exact and alone <= replicated)
+    return LeastBound(min(alone, replicated), exact=proven is not None and proven.exact and alone <= replicated)
 
 
 def question(problem: Problem, counts: Sequence[int] = ()) -> str:
     """What `least` bounds, in words; over these numbers of micro-batches, by default the problem's own."""
     return question_in_words(
-        problem.terms, counts or (problem.micro_batches,), priced=_prices(problem), period=problem.sync.period,
+        problem.constraints,
+        counts or (problem.micro_batches,),
+        priced=_prices(problem),
+        period=problem.sync.period,
         recompute=problem.recompute,
-    )  # fmt: skip
+    )
 
 
-def with_certificate(problem: Problem, plan: Plan, found: Least, counts: Sequence[int] = ()) -> Plan:
+def with_certificate(problem: Problem, plan: Plan, found: LeastBound, counts: Sequence[int] = ()) -> Plan:
     """The plan with what the bound proves of it. `problem` has the plan's number of micro-batches; `counts` are those
     over which the bound ranges."""
     certify, objective = (price_certificate, "cost") if _prices(problem) else (step_certificate, "time")
@@ -115,11 +118,11 @@ def with_certificate(problem: Problem, plan: Plan, found: Least, counts: Sequenc
     return msgspec.structs.replace(plan, certificate=certificate)
 
 
-def stated(problem: Problem, certificate: Certificate | None) -> Least | None:
+def stated(problem: Problem, certificate: Certificate | None) -> LeastBound | None:
     """The bound in a certificate, if it answers the problem's question."""
     if certificate is None or certificate.question != question(problem):
         return None
-    return Least(certificate.lower_bound, certificate.exact)
+    return LeastBound(certificate.lower_bound, certificate.exact)
 
 
 def claim(plan: Plan) -> str:
@@ -132,9 +135,9 @@ def claim(plan: Plan) -> str:
 
 def _prices(problem: Problem) -> bool:
     """On a fleet where nothing has a price the fastest plan is sought, and time is bounded."""
-    return problem.terms.objective == "cost" and is_priced(problem.fleet)
+    return problem.constraints.objective == "cost" and is_priced(problem.fleet)
 
 
 def _as_minimised(problem: Problem) -> Problem:
     """On a fleet where nothing has a price the fastest plan is as cheap as any, and within a deadline if any is."""
-    return problem.timed() if problem.terms.objective == "cost" and not _prices(problem) else problem
+    return problem.timed() if problem.constraints.objective == "cost" and not _prices(problem) else problem

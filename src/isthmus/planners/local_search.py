@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from isthmus.planners.network import Floats
-from isthmus.planners.watching import looked_at
+from isthmus.planners.observer import looked_at
 
 State = TypeVar("State")
 
@@ -25,9 +25,13 @@ def nearest_tour(between: Floats, start: int, among: Iterable[int]) -> list[int]
 
 
 def first_improvement(
-    start: State, neighbours: Callable[[State], Iterator[State]], seconds: Callable[[State], float], *,
-    most: int, tolerance: float,
-) -> State:  # fmt: skip
+    start: State,
+    neighbours: Callable[[State], Iterator[State]],
+    seconds: Callable[[State], float],
+    *,
+    most: int,
+    tolerance: float,
+) -> State:
     """Go to the first neighbour that takes less by more than a relative `tolerance`, until none does or `most` were
     looked at. Neighbours are made one by one: what is behind the one taken costs nothing."""
     now, improved = start, True

@@ -12,17 +12,20 @@ import msgspec
 
 from isthmus.cost import Problem, preference
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.planners.least import Least, claim, least, stated, with_certificate
-from isthmus.planners.watching import SearchStopped, cut_short
+from isthmus.planners.least import LeastBound, claim, least, stated, with_certificate
+from isthmus.planners.observer import SearchStopped, cut_short
 from isthmus.plans import Plan
 
 INTERRUPTED = "planning was interrupted: this is the best plan that was found till then"
 
 
 def over_counts(
-    problem: Problem, counts: Sequence[int], make: Callable[[Problem], Plan], judge: Callable[[Plan], float] | None,
-    bound: Callable[[Problem], Least] | None = None,
-) -> Plan:  # fmt: skip
+    problem: Problem,
+    counts: Sequence[int],
+    make: Callable[[Problem], Plan],
+    judge: Callable[[Plan], float] | None,
+    bound: Callable[[Problem], LeastBound] | None = None,
+) -> Plan:
     """The best of the plans for these numbers of micro-batches of the problem's batch, with the certificate over all.
 
     `judge` knows seconds per step better than the closed form does, if given; `bound` is what no plan of a problem

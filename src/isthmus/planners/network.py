@@ -16,7 +16,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Network:
+class FleetNetwork:
     """Devices by number, in fleet order.
 
     Links are kept between kinds of devices: a region is one, and a device that the fleet's links name is one of its
@@ -62,15 +62,17 @@ class Network:
         return all(np.array_equal(m, m[np.ix_(swap, swap)]) for m in (self.latency, self.byte_s))
 
 
-def network_of(problem: Problem) -> Network:
+def network_of(problem: Problem) -> FleetNetwork:
     fleet = problem.fleet
     kind, latency, byte_s = _kinds(fleet)
-    return Network(
+    return FleetNetwork(
         names=fleet.names,
         speed=np.array([d.sustained_flops_per_s for d in fleet.devices]),
         memory=np.array([float(problem.offered_bytes(name)) for name in fleet.names]),
-        kind=kind, kind_latency=latency, kind_byte_s=byte_s,
-    )  # fmt: skip
+        kind=kind,
+        kind_latency=latency,
+        kind_byte_s=byte_s,
+    )
 
 
 def _kinds(fleet: Fleet) -> tuple[Ints, Floats, Floats]:

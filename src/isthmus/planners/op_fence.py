@@ -18,7 +18,7 @@ from isthmus.cost import Problem, build_plan
 from isthmus.planners.blocks import Blocks, alternatives
 from isthmus.planners.communities import communities, visiting_order
 from isthmus.planners.greedy_fill import greedy_fill, stage_bytes
-from isthmus.planners.network import Floats, Network, network_of
+from isthmus.planners.network import FleetNetwork, Floats, network_of
 from isthmus.planners.orders import scorer_of
 from isthmus.planners.relaxation import Path
 from isthmus.plans import Plan, classic_in_flight
@@ -39,12 +39,15 @@ def op_fence(problem: Problem) -> Plan:
     why = {names[d]: f"in community {k} of {len(groups)}" for k, group in enumerate(groups, 1) for d in group}
     idle = {names[d]: "no place to cut gives it a share that it holds" for d in set(fence) - set(made.devices)}
     return build_plan(
-        problem, [names[d] for d in made.devices], blocks.boundaries(made.cut), planner="op-fence",
+        problem,
+        [names[d] for d in made.devices],
+        blocks.boundaries(made.cut),
+        planner="op-fence",
         notes=why | idle,
-    )  # fmt: skip
+    )
 
 
-def _cut(problem: Problem, network: Network, blocks: Blocks, fence: Sequence[int]) -> Path:
+def _cut(problem: Problem, network: FleetNetwork, blocks: Blocks, fence: Sequence[int]) -> Path:
     """Balanced if it fits, else filled; with the micro-batches in flight of the schedule, else with the fewest."""
     speeds = [float(network.speed[d]) for d in fence]
     share = _without_idle(fence, balanced(blocks.work, speeds, _crossing_s(network, blocks, fence)), blocks.count)
@@ -96,17 +99,17 @@ def _without_idle(order: Sequence[int], boundaries: Sequence[int], count: int) -
     return Path(tuple(device for device, _ in used), tuple(end for _, end in used[:-1]))
 
 
-def _crossing_s(network: Network, blocks: Blocks, fence: Sequence[int]) -> Floats:
+def _crossing_s(network: FleetNetwork, blocks: Blocks, fence: Sequence[int]) -> Floats:
     """[k, b]: seconds of boundary b's values from device k of the fence to the next, and of their gradients back."""
     sizes = np.zeros((2, blocks.count + 1))
     for item in blocks.items:
         if not item.per_step:
-            sizes[:, item.birth + 1 : item.uses[-1] + 1] += np.array([[item.forward_bytes], [item.backward_bytes]])
+            sizes[:, item.made_in + 1 : item.uses[-1] + 1] += np.array([[item.forward_bytes], [item.backward_bytes]])
     here, after = list(fence[:-1]), list(fence[1:])
     return network.byte_s[here, after][:, None] * sizes[0] + network.byte_s[after, here][:, None] * sizes[1]
 
 
-def _fits(network: Network, blocks: Blocks, path: Path, in_flight: Sequence[int]) -> bool:
+def _fits(network: FleetNetwork, blocks: Blocks, path: Path, in_flight: Sequence[int]) -> bool:
     stages = itertools.pairwise((0, *path.cut, blocks.count))
     return all(
         stage_bytes(blocks, start, end, held) <= network.memory[device]
@@ -114,7 +117,7 @@ def _fits(network: Network, blocks: Blocks, path: Path, in_flight: Sequence[int]
     )
 
 
-def _filled(network: Network, blocks: Blocks, order: Sequence[int], in_flight: Sequence[int]) -> Path | None:
+def _filled(network: FleetNetwork, blocks: Blocks, order: Sequence[int], in_flight: Sequence[int]) -> Path | None:
     """The cut in this order whose largest compute time is least, as far as filling shows; None where none fits."""
     low, high = 0.0, float(blocks.work[-1] / network.speed[list(order)].min())
     best = _fill(network, blocks, order, in_flight, high)
@@ -126,7 +129,7 @@ def _filled(network: Network, blocks: Blocks, order: Sequence[int], in_flight: S
 
 
 def _fill(
-    network: Network, blocks: Blocks, order: Sequence[int], in_flight: Sequence[int], most_s: float
+    network: FleetNetwork, blocks: Blocks, order: Sequence[int], in_flight: Sequence[int], most_s: float
 ) -> Path | None:
     """Each device takes what it computes in `most_s` and holds, and is passed over where that is nothing."""
     devices: list[int] = []

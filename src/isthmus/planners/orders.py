@@ -14,8 +14,8 @@ import numpy as np
 from isthmus.cost import Problem
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.local_search import first_improvement, nearest_tour
-from isthmus.planners.network import Floats, Network
-from isthmus.planners.watching import looked_at
+from isthmus.planners.network import FleetNetwork, Floats
+from isthmus.planners.observer import looked_at
 
 Order = tuple[int, ...]
 
@@ -62,7 +62,7 @@ class Scorer:
         return fill_s, busy_s
 
 
-def scorer_of(problem: Problem, network: Network, blocks: Blocks) -> Scorer:
+def scorer_of(problem: Problem, network: FleetNetwork, blocks: Blocks) -> Scorer:
     """The typical message is the first quartile over the places of `blocks`: cuts go where little crosses."""
     sizes = [(0, 0, 0)] if blocks.count == 1 else []
     for boundary in range(1, blocks.count):

@@ -21,7 +21,7 @@ from isthmus.cost.price import SECONDS_PER_HOUR
 from isthmus.errors import UserError
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import step_certificate
-from isthmus.planners.network import Floats, Network, network_of
+from isthmus.planners.network import FleetNetwork, Floats, network_of
 from isthmus.planners.replica_bound import replicas_bound_s
 from isthmus.plans import Certificate
 
@@ -29,7 +29,7 @@ MOST_SETS = 6
 """Devices up to which the bound on several replicas looks at every set."""
 
 
-def cheapest_pipeline_bound(problem: Problem, network: Network, blocks: Blocks) -> float:
+def cheapest_pipeline_bound(problem: Problem, network: FleetNetwork, blocks: Blocks) -> float:
     """Of one replica: the least over one device that holds the model, and over several."""
     rate, work, count = _rates(problem), float(blocks.work[-1]), problem.micro_batches
     need = sum(v.owned_bytes for v in blocks.variables) + float(blocks.saved[-1])
@@ -43,7 +43,7 @@ def cheapest_pipeline_bound(problem: Problem, network: Network, blocks: Blocks) 
     return min(single, count * work * float(per_flop.min()) + waiting)
 
 
-def cheapest_replicas_bound(problem: Problem, network: Network, blocks: Blocks, gradient_bytes: float) -> float:
+def cheapest_replicas_bound(problem: Problem, network: FleetNetwork, blocks: Blocks, gradient_bytes: float) -> float:
     """Of two replicas and more; infinite where they do not fit."""
     names, rate = network.names, _rates(problem)
     if len(names) > MOST_SETS:

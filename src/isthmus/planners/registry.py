@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
-from isthmus.cost import Problem, broken_term
+from isthmus.cost import Problem, broken_constraint
 from isthmus.cost.price import beyond_limit
 from isthmus.errors import FleetTooSmall, IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
 from isthmus.planners.least import stated, with_certificate
+from isthmus.planners.observer import SearchStopped, keeping, looked_at
 from isthmus.planners.surrogates import over_surrogates
 from isthmus.planners.sync.dream import dream
 from isthmus.planners.sync.dream_dfs import dream_dfs
 from isthmus.planners.sync.registry import SyncPlanner
 from isthmus.planners.sync.replicas import dream_replicas
-from isthmus.planners.watching import SearchStopped, keeping, looked_at
-from isthmus.plans import Plan, Terms
+from isthmus.plans import Constraints, Plan
 from isthmus.units import format_duration
 
 if TYPE_CHECKING:
@@ -68,16 +68,16 @@ def can_price(name: str) -> bool:
     return name in _PRICING or name not in _OURS
 
 
-def check_honoured(name: str, terms: Terms) -> None:
+def check_constraints(name: str, constraints: Constraints) -> None:
     """UserError where one of our planners cannot do what the terms ask: names those that can."""
     if name not in _OURS:
         return  # a third party's plan is judged when it is there
-    if terms.objective == "cost" and not can_price(name):
+    if constraints.objective == "cost" and not can_price(name):
         raise UserError(f"plan.objective: got 'cost', which planner {name!r} cannot minimise: choose {_or(_PRICING)}")
-    if terms.max_price is not None and not can_price(name):
+    if constraints.max_price is not None and not can_price(name):
         raise UserError(f"plan.max_price: planner {name!r} knows no prices: choose {_or(_PRICING)}")
-    if terms.data_holders and name not in _PINNING:
-        field = "labels_stay" if terms.labels_stay else "data_holder"
+    if constraints.data_holders and name not in _PINNING:
+        field = "labels_stay" if constraints.labels_stay else "data_holder"
         raise UserError(f"plan.{field}: planner {name!r} puts any part of the model anywhere: choose {_or(_PINNING)}")
 
 
@@ -113,7 +113,7 @@ def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
     planner = _planner(name)
     if name == "auto":
         planner = partial(cast("Callable[..., Plan]", planner), score=score)
-    check_honoured(name, problem.terms)
+    check_constraints(name, problem.constraints)
     with keeping(problem, name) as kept:
         try:
             return _made(name, problem, planner)
@@ -121,7 +121,7 @@ def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
             best = kept.plan(name)
             if best is None:
                 raise
-    best = _respecting(name, problem, best)
+    best = _with_constraints(name, problem, best)
     if beyond_limit(problem, best) is not None:
         raise SearchStopped("planning was interrupted before it had found a plan within the limit of table [plan]")
     return best
@@ -140,14 +140,14 @@ def _made(name: str, problem: Problem, planner: Planner) -> Plan:
         raise UserError(f"planner {name!r} failed: {error!r}") from error
     if not isinstance(made, Plan):
         raise UserError(f"planner {name!r}: got a {type(made).__name__}, expected a Plan")
-    made = _respecting(name, problem, made)
+    made = _with_constraints(name, problem, made)
     return made if beyond_limit(problem, made) is None else _nearest(problem, made, planner)
 
 
-def _respecting(name: str, problem: Problem, made: Plan) -> Plan:
+def _with_constraints(name: str, problem: Problem, made: Plan) -> Plan:
     """The plan, scheduled. UserError where it breaks the terms."""
     for replica in made.replicas:
-        broken = broken_term(problem, [s.device for s in replica.stages], [s.first for s in replica.stages[1:]])
+        broken = broken_constraint(problem, [s.device for s in replica.stages], [s.first for s in replica.stages[1:]])
         if broken is not None:
             raise UserError(f"planner {name!r}: {broken}")
     return scheduled(problem, made)
@@ -156,28 +156,28 @@ def _respecting(name: str, problem: Problem, made: Plan) -> Plan:
 def _nearest(problem: Problem, made: Plan, planner: Planner) -> Plan:
     """Of a plan beyond the terms' limit: the best that the planner makes of what is limited. FleetTooSmall where that
     is beyond the limit too."""
-    terms = problem.terms
-    other = planner(problem.unlimited("cost" if terms.max_step_s is None else "time"))
-    other = msgspec.structs.replace(scheduled(problem, other), terms=terms, certificate=None)
+    constraints = problem.constraints
+    other = planner(problem.unlimited("cost" if constraints.max_step_s is None else "time"))
+    other = msgspec.structs.replace(scheduled(problem, other), constraints=constraints, certificate=None)
     beyond = beyond_limit(problem, other)
     if beyond is None:
         return other
     reached = min(beyond, beyond_limit(problem, made) or beyond)
     where = f"which no plan that was found keeps to on fleet {problem.fleet.name!r}"
-    if terms.max_step_s is not None:
-        limit, least = format_duration(terms.max_step_s), format_duration(reached)
+    if constraints.max_step_s is not None:
+        limit, least = format_duration(constraints.max_step_s), format_duration(reached)
         raise FleetTooSmall(f"plan.max_step: got {limit}, {where}: the fastest takes {least}")
     least = f"the cheapest costs {reached:.4g} for 1,000 steps"
-    raise FleetTooSmall(f"plan.max_price: got {terms.max_price:g}, {where}: {least}")
+    raise FleetTooSmall(f"plan.max_price: got {constraints.max_price:g}, {where}: {least}")
 
 
 def scheduled(problem: Problem, made: Plan) -> Plan:
     """The plan with what its replicas sum put in the steps where it costs least, if the policy leaves a choice."""
     if problem.sync.mode not in _SCHEDULED or len(made.replicas) < 2:
         return made
-    dreamt = dream_replicas(problem, made, _SCHEDULED[problem.sync.mode])
+    dream_plans = dream_replicas(problem, made, _SCHEDULED[problem.sync.mode])
     proven = stated(problem, made.certificate)
-    return dreamt if proven is None else with_certificate(problem, dreamt, proven)
+    return dream_plans if proven is None else with_certificate(problem, dream_plans, proven)
 
 
 def _planner(name: str) -> Planner:

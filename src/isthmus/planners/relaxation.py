@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from isthmus.cost import Problem
-from isthmus.planners.network import Floats, Network
+from isthmus.planners.network import FleetNetwork, Floats
 from isthmus.planners.routes import ANY, Routes, State
 from isthmus.planners.stage_tables import Received, StageTables
 
@@ -52,7 +52,7 @@ class Relaxation:
     """
 
     def __init__(
-        self, problem: Problem, network: Network, tables: StageTables, routes: Routes, *, throttled: bool = False
+        self, problem: Problem, network: FleetNetwork, tables: StageTables, routes: Routes, *, throttled: bool = False
     ) -> None:
         self.problem = problem
         self.throttled = throttled

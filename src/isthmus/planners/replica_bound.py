@@ -18,11 +18,11 @@ import numpy as np
 
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import LinkBounds, fewest_stages
-from isthmus.planners.network import Network
+from isthmus.planners.network import FleetNetwork
 
 
 def replicas_bound_s(
-    network: Network, blocks: Blocks, micro_batches: int, gradient_bytes: float, period: int = 1
+    network: FleetNetwork, blocks: Blocks, micro_batches: int, gradient_bytes: float, period: int = 1
 ) -> float:
     """The least over all numbers of replicas, in seconds; infinite where not even two fit."""
     devices, stages = len(network.names), fewest_stages(network, blocks)
@@ -41,7 +41,7 @@ def replicas_bound_s(
     return float((fill_s + (micro_batches - count) * period_s + np.maximum(rounds_s, link_s) / period).min())
 
 
-def _most_by_memory(network: Network, blocks: Blocks) -> int:
+def _most_by_memory(network: FleetNetwork, blocks: Blocks) -> int:
     """Each replica holds the model's state and one micro-batch."""
     need = sum(v.owned_bytes for v in blocks.variables) + float(blocks.saved[-1])
     return int(network.memory.sum() // need) if need else len(network.names)

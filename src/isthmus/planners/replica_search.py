@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import combinations
 
-from isthmus.cost import Layout, Problem, build_replicas, preference
+from isthmus.cost import PlanLayout, Problem, build_replicas, preference
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.blocks import Blocks, coarse
 from isthmus.planners.fastest import fastest
-from isthmus.planners.groups import Grouping, GroupScorer, every_grouping, groupings
+from isthmus.planners.fixed_placement import fixed_placement_of
+from isthmus.planners.groups import GroupScorer, ReplicaGrouping, every_grouping, groupings
 from isthmus.planners.layout_search import shifted
-from isthmus.planners.network import Network
+from isthmus.planners.network import FleetNetwork
+from isthmus.planners.observer import keep
 from isthmus.planners.orders import scorer_of
-from isthmus.planners.pins import pins_of
-from isthmus.planners.watching import keep
 from isthmus.plans import Plan
 
 COUNTS_TRIED = 10
@@ -36,11 +36,11 @@ ROUGH_BLOCKS = 64
 class ReplicaSearch:
     """One problem, by groupings: any objective, any terms."""
 
-    def __init__(self, problem: Problem, network: Network, blocks: Blocks) -> None:
+    def __init__(self, problem: Problem, network: FleetNetwork, blocks: Blocks) -> None:
         self.problem, self.network, self.blocks = problem, network, blocks
-        self.pins = pins_of(problem, network)
+        self.fixed_placement = fixed_placement_of(problem, network)
         self._regions = [problem.fleet.regions.index(device.region) for device in problem.fleet.devices]
-        self._pipelines: dict[tuple[frozenset[int], int], Layout | None] = {}
+        self._pipelines: dict[tuple[frozenset[int], int], PlanLayout | None] = {}
         self._gradient_bytes = float(sum(variable.gradient_bytes for variable in self.blocks.variables))
 
     @cached_property
@@ -53,7 +53,7 @@ class ReplicaSearch:
         """Plans of two replicas and more, each the best of its grouping; `single` is the best pipeline."""
         if self.problem.most_replicas < 2:
             return
-        if self.problem.terms.objective == "cost":
+        if self.problem.constraints.objective == "cost":
             single_s = fastest(self.problem).predicted.step_s
             worth = PROMISING * preference(self.problem, single)[0]
         else:
@@ -70,27 +70,27 @@ class ReplicaSearch:
             if (layouts := self._cut(grouping)) is not None:
                 yield self._built(layouts)
 
-    def _judged(self, layouts: list[Layout]) -> float:
+    def _judged(self, layouts: list[PlanLayout]) -> float:
         return preference(self.problem, self._built(layouts))[0]
 
-    def _built(self, layouts: list[Layout]) -> Plan:
+    def _built(self, layouts: list[PlanLayout]) -> Plan:
         return keep(build_replicas(self.problem, layouts, planner="auto"))
 
-    def _groupings(self, single_s: float) -> list[Grouping]:
+    def _groupings(self, single_s: float) -> list[ReplicaGrouping]:
         scorer = self._scorer
         devices, most = len(self.network.names), self.problem.most_replicas
         if devices <= MOST_EXHAUSTIVE:
             # Time leaves devices out where a group is cut; for money it matters already which are in a group.
-            least = 2 if self.problem.terms.objective == "cost" else devices
+            least = 2 if self.problem.constraints.objective == "cost" else devices
             sets = [chosen for size in range(least, devices + 1) for chosen in combinations(range(devices), size)]
             every = ((chosen, g) for chosen in sets for g in every_grouping(len(chosen)) if 1 < len(g) <= most)
             return [scorer.grouping([tuple(chosen[k] for k in order) for order in g]) for chosen, g in every]
         worth_s = PROMISING * single_s
         free = [g for n in replica_counts(most) for g in groupings(scorer, self._regions, n, worth_s)]
-        pinned = [scorer.grouping(self.pins.dealt(g.orders)) for g in free]
+        pinned = [scorer.grouping(self.fixed_placement.dealt(g.orders)) for g in free]
         return sorted((g for g in pinned if g.step_s <= worth_s), key=lambda g: g.step_s)[:MOST_CUT]
 
-    def _cut(self, grouping: Grouping) -> list[Layout] | None:
+    def _cut(self, grouping: ReplicaGrouping) -> list[PlanLayout] | None:
         """Each replica cut for itself, with a share that fits; None where there is none."""
         layouts = self._cut_with(grouping, grouping.shares)
         if layouts is not None or self.problem.schedule != "gpipe":
@@ -100,7 +100,7 @@ class ReplicaSearch:
             return None
         return self._cut_with(grouping, self._scorer.shares_within(grouping.orders, most))
 
-    def _cut_with(self, grouping: Grouping, shares: Sequence[int]) -> list[Layout] | None:
+    def _cut_with(self, grouping: ReplicaGrouping, shares: Sequence[int]) -> list[PlanLayout] | None:
         layouts = [self._pipeline(frozenset(o), m) for o, m in zip(grouping.orders, shares, strict=True)]
         return [layout for layout in layouts if layout is not None] if None not in layouts else None
 
@@ -108,16 +108,16 @@ class ReplicaSearch:
         """The most micro-batches that fit under gpipe, which holds all of a replica's."""
         return bisect_left(
             range(1, self.problem.micro_batches + 1), True, key=lambda share: self._pipeline(devices, share) is None
-        )  # fmt: skip
+        )
 
-    def _pipeline(self, devices: frozenset[int], share: int) -> Layout | None:
+    def _pipeline(self, devices: frozenset[int], share: int) -> PlanLayout | None:
         if (devices, share) not in self._pipelines:
             layout = None
-            if devices & set(self.pins.holders):
+            if devices & set(self.fixed_placement.holders):
                 fleet = self.problem.fleet.subset(self.network.names[d] for d in devices)
                 with contextlib.suppress(FleetTooSmall):
                     plan = fastest(self.problem.on(fleet, share), settle=False)
-                    layout = Layout(tuple(stage.device for stage in plan.stages), tuple(plan.boundaries()), share)
+                    layout = PlanLayout(tuple(stage.device for stage in plan.stages), tuple(plan.boundaries()), share)
             self._pipelines[devices, share] = layout
         return self._pipelines[devices, share]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from isthmus.planners.network import Network
-from isthmus.planners.pins import Pins
+from isthmus.planners.fixed_placement import FixedPlacement
+from isthmus.planners.network import FleetNetwork
 
 ANY = -1
 """`remaining` where memory does not bind, so that the number of stages to come does not matter."""
@@ -29,19 +29,21 @@ class State(NamedTuple):
 class Routes:
     """States in an order in which successors come later. `steps[k]` are the (device, state number) after state k."""
 
-    def __init__(self, roots: Sequence[State], members: Iterable[int], pins: Pins | None = None) -> None:
-        """`pins` are None where the order itself keeps to them."""
+    def __init__(
+        self, roots: Sequence[State], members: Iterable[int], fixed_placement: FixedPlacement | None = None
+    ) -> None:
+        """`fixed_placement` are None where the order itself keeps to them."""
         self.members = tuple(dict.fromkeys(members))
         self.returns = False
         """Whether a last stage may be on the device of the first."""
-        self._pins = pins
+        self._fixed_placement = fixed_placement
         self.states: list[State] = list(roots)
         self.steps: list[list[tuple[int, int]]] = []
         self.roots = range(len(roots))
 
     def may_end(self, number: int) -> bool:
         state = self.states[number]
-        if self._pins is not None and not self._pins.may_end(state.last):
+        if self._fixed_placement is not None and not self._fixed_placement.may_end(state.last):
             return False
         return state.remaining == 0 or (state.remaining == ANY and state.used != 0)
 
@@ -59,17 +61,19 @@ def one_order(order: Sequence[int]) -> Routes:
     return routes
 
 
-def all_orders(network: Network, pins: Pins, *, memory_binds: bool) -> Routes:
+def all_orders(network: FleetNetwork, fixed_placement: FixedPlacement, *, memory_binds: bool) -> Routes:
     """Every order of every subset; interchangeable devices are used lowest number first."""
     devices = range(len(network.names))
-    sizes = range(1, len(devices) + 1 + pins.labels_stay) if memory_binds else [ANY]
-    routes = Routes([State(-1, -1, 0, size) for size in sizes], devices, pins)
-    routes.returns = pins.labels_stay
-    twins = [[j for j in range(i) if pins.alike(i, j) and network.interchangeable(i, j)] for i in devices]
+    sizes = range(1, len(devices) + 1 + fixed_placement.labels_stay) if memory_binds else [ANY]
+    routes = Routes([State(-1, -1, 0, size) for size in sizes], devices, fixed_placement)
+    routes.returns = fixed_placement.labels_stay
+    twins = [[j for j in range(i) if fixed_placement.alike(i, j) and network.interchangeable(i, j)] for i in devices]
     number = {state: k for k, state in enumerate(routes.states)}
     for state in routes.states:  # grows while it is read: breadth first
         routes.steps.append([])
-        for device in _next_devices(state, devices if state.used else pins.holders, twins, returns=routes.returns):
+        for device in _next_devices(
+            state, devices if state.used else fixed_placement.holders, twins, returns=routes.returns
+        ):
             first = device if state.used == 0 else state.first
             remaining = ANY if state.remaining == ANY else state.remaining - 1
             after = State(first, device, state.used | 1 << device, remaining)
@@ -82,14 +86,9 @@ def all_orders(network: Network, pins: Pins, *, memory_binds: bool) -> Routes:
     return routes
 
 
-def _next_devices(
-    state: State, devices: Iterable[int], twins: Sequence[Sequence[int]], *, returns: bool
-) -> list[int]:
+def _next_devices(state: State, devices: Iterable[int], twins: Sequence[Sequence[int]], *, returns: bool) -> list[int]:
     if state.remaining == 0:
         return []
-    found = [
-        d for d in devices
-        if not state.used >> d & 1 and all(state.used >> twin & 1 for twin in twins[d])
-    ]  # fmt: skip
+    found = [d for d in devices if not state.used >> d & 1 and all(state.used >> twin & 1 for twin in twins[d])]
     may_return = returns and state.last != state.first and state.remaining in (ANY, 1)
     return [*found, state.first] if may_return else found

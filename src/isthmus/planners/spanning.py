@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
 
-from isthmus.planners.network import Floats, Ints, Network
+from isthmus.planners.network import FleetNetwork, Floats, Ints
 
 MOST_SPANNED = 512
 """Devices up to which thresholds are looked at; beyond, each device has its nearest neighbour."""
@@ -27,7 +27,7 @@ MOST_SPANNED = 512
 class Spanning:
     """The thresholds of one symmetric weight between kinds of devices, above 0 after a shift that is taken back."""
 
-    def __init__(self, network: Network, kind_weight: Floats) -> None:
+    def __init__(self, network: FleetNetwork, kind_weight: Floats) -> None:
         either = np.minimum(kind_weight, kind_weight.T)
         self.count = len(network.names)
         if self.count > MOST_SPANNED or self.count == 1:

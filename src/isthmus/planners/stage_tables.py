@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from isthmus.planners.blocks import Blocks, Item
+from isthmus.planners.blocks import BlockItem, Blocks
 from isthmus.planners.network import Floats
 
 
@@ -41,9 +41,12 @@ class Received:
 
     def __add__(self, other: Received) -> Received:
         return Received(
-            self.held + other.held, self.forward + other.forward, self.backward + other.backward,
-            self.shared + other.shared, self.shared_count + other.shared_count,
-        )  # fmt: skip
+            self.held + other.held,
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.shared + other.shared,
+            self.shared_count + other.shared_count,
+        )
 
 
 class StageTables:
@@ -70,9 +73,10 @@ class StageTables:
         tables = [np.zeros((self.count, self.width)) for _ in range(5)]
         for item in self.blocks.items:
             amounts = (
-                (0, 0, 0, item.forward_bytes, 1) if item.per_step
+                (0, 0, 0, item.forward_bytes, 1)
+                if item.per_step
                 else (item.held_bytes, item.forward_bytes, item.backward_bytes, 0, 0)
-            )  # fmt: skip
+            )
             for first, last, use in _segments(item, kind):
                 for table, amount in zip(tables, amounts, strict=True):
                     self._charge(table, first, last, use, amount)
@@ -84,7 +88,7 @@ class StageTables:
             start, amount = 0, variable.owned_bytes
             for use in variable.uses:
                 self._charge(table, start, use, use, amount)
-                start, amount = use + 1, variable.borrowed_bytes
+                start, amount = use + 1, variable.user_bytes
         return np.cumsum(table, axis=1)
 
     def _charge(self, table: Floats, first: int, last: int, use: int, amount: int) -> None:
@@ -95,10 +99,10 @@ class StageTables:
             table[starts, use - starts] += amount
 
 
-def _segments(item: Item, kind: str) -> list[tuple[int, int, int]]:
+def _segments(item: BlockItem, kind: str) -> list[tuple[int, int, int]]:
     """(first, last, use): for stages that start in first..last, `use` is the next block that takes the item."""
     found: list[tuple[int, int, int]] = []
-    start = item.birth + 1
+    start = item.made_in + 1
     near = start - 1 if item.per_step else start  # a shared parameter has no bottleneck term to sharpen
     for use in item.uses:
         first, last = start, use
@@ -107,7 +111,7 @@ def _segments(item: Item, kind: str) -> list[tuple[int, int, int]]:
             last = min(last, near)
         else:
             first = max(first, near + 1)
-            if (item.birth == 0) != (kind == "early"):
+            if (item.made_in == 0) != (kind == "early"):
                 continue
         if first <= last:
             found.append((first, last, use))

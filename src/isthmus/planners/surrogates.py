@@ -14,7 +14,7 @@ import msgspec
 from isthmus.cost import Problem, build_replicas, layouts_of, preference
 from isthmus.cost.compression import harshest_codec, packs_alike
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.watching import keep
+from isthmus.planners.observer import keep
 from isthmus.plans import Plan
 
 
@@ -24,7 +24,9 @@ def surrogates(problem: Problem) -> Iterator[Problem]:
         yield problem
         return
     yield problem.uncompressed()
-    yield replace(problem, terms=msgspec.structs.replace(problem.terms, compression=harshest_codec(problem)))
+    yield replace(
+        problem, constraints=msgspec.structs.replace(problem.constraints, compression=harshest_codec(problem))
+    )
 
 
 def rebuilt(problem: Problem, plan: Plan) -> Plan:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from isthmus.planners.exact_cut import Best, Cost, SearchTooLarge, least_sum, objective
+from isthmus.planners.observer import looked_at
 from isthmus.planners.relaxation import Relaxation
-from isthmus.planners.watching import looked_at
 
 TOLERANCE = 1e-9
 """Relative; below it two step times are the same."""
@@ -43,7 +43,7 @@ class Interval(NamedTuple):
 
 
 @dataclass
-class Search:
+class ThresholdSearch:
     """The best pipeline of the relaxation's routes, and a proven lower bound on all of them.
 
     `upper_s` is a step time already known from elsewhere: what cannot beat it is not looked at.

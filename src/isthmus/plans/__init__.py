@@ -2,8 +2,9 @@
 
 from isthmus.plans.collective import Collective
 from isthmus.plans.compression import Compression
+from isthmus.plans.constraints import CompressionConfig, Constraints, Objective, OwnSamples
 from isthmus.plans.noise import ActivationNoise
-from isthmus.plans.outer import Outer
+from isthmus.plans.outer import OuterOptimizer
 from isthmus.plans.packing import Packing
 from isthmus.plans.period import PlanPeriod
 from isthmus.plans.plan import (
@@ -13,19 +14,18 @@ from isthmus.plans.plan import (
     Plan,
     Prediction,
     Replica,
+    ReplicaSync,
     SharedParameter,
     Stage,
     StageMemory,
-    Sync,
     SyncGroup,
     load_plan,
     save_plan,
 )
+from isthmus.plans.privacy_spent import SPENT, PrivacySpent, SampleRange, format_epsilon, read_spent
 from isthmus.plans.question import ANY_PLAN, is_of_any_plan, question_in_words
 from isthmus.plans.schedule import SCHEDULES, Schedule, Tasklet, classic_in_flight
-from isthmus.plans.spent import SPENT, Spent, Stretch, format_epsilon, read_spent
 from isthmus.plans.sync import SyncIteration, SyncPlan, SyncWorker
-from isthmus.plans.terms import CompressionConfig, Objective, OwnSamples, Terms
 
 __all__ = [
     "ANY_PLAN",
@@ -37,28 +37,28 @@ __all__ = [
     "Collective",
     "Compression",
     "CompressionConfig",
+    "Constraints",
     "Edge",
     "Objective",
-    "Outer",
+    "OuterOptimizer",
     "OwnSamples",
     "Packing",
     "Plan",
     "PlanPeriod",
     "Prediction",
+    "PrivacySpent",
     "Replica",
+    "ReplicaSync",
+    "SampleRange",
     "Schedule",
     "SharedParameter",
-    "Spent",
     "Stage",
     "StageMemory",
-    "Stretch",
-    "Sync",
     "SyncGroup",
     "SyncIteration",
     "SyncPlan",
     "SyncWorker",
     "Tasklet",
-    "Terms",
     "classic_in_flight",
     "format_epsilon",
     "is_of_any_plan",
@@ -66,4 +66,4 @@ __all__ = [
     "question_in_words",
     "read_spent",
     "save_plan",
-]  # fmt: skip
+]

@@ -46,7 +46,7 @@ class Parts(msgspec.Struct, frozen=True):
         return last - first
 
 
-class Message(msgspec.Struct, frozen=True):
+class CollectiveMessage(msgspec.Struct, frozen=True):
     other: int
     """To whom, or from whom."""
     parts: Parts
@@ -55,8 +55,8 @@ class Message(msgspec.Struct, frozen=True):
 class Round(msgspec.Struct, frozen=True, kw_only=True):
     """One round of one member."""
 
-    sends: tuple[Message, ...] = ()
-    receives: tuple[Message, ...] = ()
+    sends: tuple[CollectiveMessage, ...] = ()
+    receives: tuple[CollectiveMessage, ...] = ()
     adds: bool = False
     """What arrives is added, in the order of the senders; else it replaces."""
 
@@ -83,8 +83,8 @@ def _sharded(of: Sequence[int], members: int) -> list[tuple[Round, ...]]:
     for place, me in enumerate(of):
         mine = Parts(place, place + 1, count)
         others = [(p, m) for p, m in enumerate(of) if m != me]
-        theirs = tuple(Message(m, Parts(p, p + 1, count)) for p, m in others)
-        own = tuple(Message(m, mine) for _, m in others)
+        theirs = tuple(CollectiveMessage(m, Parts(p, p + 1, count)) for p, m in others)
+        own = tuple(CollectiveMessage(m, mine) for _, m in others)
         found[me] = (
             Round(sends=theirs, receives=own, adds=True),
             Round(sends=own, receives=theirs),
@@ -103,8 +103,8 @@ def _ring(order: Sequence[int]) -> list[tuple[Round, ...]]:
 
         found[me] = tuple(
             Round(
-                sends=(Message(after, part(place - step)),),
-                receives=(Message(before, part(place - step - 1)),),
+                sends=(CollectiveMessage(after, part(place - step)),),
+                receives=(CollectiveMessage(before, part(place - step - 1)),),
                 adds=step < count - 1,
             )
             for step in range(2 * (count - 1))
@@ -116,9 +116,9 @@ def _hierarchical(islands: Sequence[Sequence[int]], members: int) -> list[tuple[
     whole = Parts(0, 1, 1)
     found = _sharded([island[0] for island in islands], members)
     for first, *rest in islands:
-        inside = tuple(Message(m, whole) for m in rest)
+        inside = tuple(CollectiveMessage(m, whole) for m in rest)
         found[first] = (Round(receives=inside, adds=True), *found[first], Round(sends=inside))
-        up = (Message(first, whole),)
+        up = (CollectiveMessage(first, whole),)
         for member in rest:
             found[member] = (Round(sends=up), Round(), Round(), Round(receives=up))
     return found

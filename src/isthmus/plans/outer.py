@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 
-class Outer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class OuterOptimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """SGD with Nesterov momentum on the mean of what the replicas have moved since the last outer step.
 
     DiLoCo (2023, Alg. 1) has no delay and no mixing, Streaming DiLoCo (2025, Alg. 2) has both.

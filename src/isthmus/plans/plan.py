@@ -14,12 +14,12 @@ from msgspec import Meta
 from isthmus.errors import UserError
 from isthmus.plans.collective import Collective
 from isthmus.plans.compression import Compression
-from isthmus.plans.outer import Outer
+from isthmus.plans.constraints import Constraints
+from isthmus.plans.outer import OuterOptimizer
 from isthmus.plans.schedule import Schedule
-from isthmus.plans.seats import seats_of
-from isthmus.plans.terms import Terms
+from isthmus.plans.worker_ids import worker_ids_of
 
-PLAN_VERSION = 8
+PLAN_VERSION = 9
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
@@ -153,17 +153,20 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         """The edges between workers."""
         return tuple(
             msgspec.structs.replace(edge, source=a, target=b)
-            for edge in self.edges for a, b in self.joined(edge.source, edge.target)
+            for edge in self.edges
+            for a, b in self.joined(edge.source, edge.target)
         )
 
     @property
-    def lent(self) -> tuple[tuple[SharedParameter, int, int], ...]:
-        """Each shared parameter with the worker that lends it and one that borrows it: of copies that own it the first
-        lends, and all that use it borrow."""
+    def shared_uses(self) -> tuple[tuple[SharedParameter, int, int], ...]:
+        """Each shared parameter with the worker that owns it and one that uses it: of copies that own it the first
+        sends it, and all that use it receive it."""
         copied = self.copied
         return tuple(
             (shared, shared.owner, worker)
-            for shared in self.shared for user in shared.users for worker in copied.get(user, (user,))
+            for shared in self.shared
+            for user in shared.users
+            for worker in copied.get(user, (user,))
         )
 
 
@@ -189,13 +192,13 @@ Averages = Literal["gradients", "parameters", "deltas"]
 moved since the last outer step."""
 
 
-class Sync(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaSync(msgspec.Struct, frozen=True, kw_only=True):
     """What replicas average, with whom and when, or copies of one stage sum in every step."""
 
     averages: Averages = "gradients"
     period: Positive = 1
     """Steps after which the groups' iterations start again."""
-    outer: Outer | None = None
+    outer: OuterOptimizer | None = None
     """What becomes of the mean delta; None where none are summed."""
     groups: tuple[SyncGroup, ...] = ()
 
@@ -241,8 +244,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_size: Positive
     micro_batches: Positive
     replicas: tuple[Replica, ...]
-    sync: Sync = Sync()
-    terms: Terms = Terms()
+    sync: ReplicaSync = ReplicaSync()
+    constraints: Constraints = Constraints()
     """What was asked of the plan besides time."""
     predicted: Prediction
     certificate: Certificate | None = None
@@ -276,9 +279,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(self.devices))
 
     @property
-    def seats(self) -> tuple[str, ...]:
+    def worker_ids(self) -> tuple[str, ...]:
         """Of all workers: the names under which they take part in a run."""
-        return seats_of(self.devices)
+        return worker_ids_of(self.devices)
 
     def members(self, group: SyncGroup) -> tuple[int, ...]:
         """The workers that sum. UserError for a device without the stage, or without any."""
@@ -287,9 +290,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         first = {device: worker for (device, _), worker in reversed(placed.items())}
         if group.stages and len(group.stages) != len(group.devices):
             raise UserError(f"got {len(group.stages)} stages, expected one of each of the {len(group.devices)} devices")
-        found = [placed.get(place) for place in zip(group.devices, group.stages, strict=True)] if group.stages else [
-            first.get(device) for device in group.devices
-        ]
+        found = (
+            [placed.get(place) for place in zip(group.devices, group.stages, strict=True)]
+            if group.stages
+            else [first.get(device) for device in group.devices]
+        )
         if None in found:
             raise UserError(f"got device {group.devices[found.index(None)]!r}, expected one that has a stage")
         return tuple(worker for worker in found if worker is not None)

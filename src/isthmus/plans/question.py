@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isthmus.plans.terms import Terms
+from isthmus.plans.constraints import Constraints
 from isthmus.units import format_share
 
 ANY_PLAN = "of any plan"
@@ -15,7 +15,9 @@ def is_of_any_plan(question: str) -> bool:
     return f" {ANY_PLAN}:" in question
 
 
-def question_in_words(terms: Terms, counts: Sequence[int], *, priced: bool, period: int, recompute: bool) -> str:
+def question_in_words(
+    constraints: Constraints, counts: Sequence[int], *, priced: bool, period: int, recompute: bool
+) -> str:
     """Which plans a lower bound ranges over, and what it bounds.
 
     `counts` are the numbers of micro-batches that a plan may choose from; `priced` tells whether the bound is one on
@@ -24,19 +26,21 @@ def question_in_words(terms: Terms, counts: Sequence[int], *, priced: bool, peri
     conditions = [f"{_or(counts)} micro-batch{'' if tuple(counts) == (1,) else 'es'} per step"]
     if period > 1:
         conditions.append(f"every parameter averaged once in {period} steps")
-    if terms.max_step_s is not None:
-        conditions.append(f"a step of at most {terms.max_step_s:g} s")
-    if terms.max_price is not None:
-        conditions.append(f"at most {terms.max_price:g} for 1,000 steps")
-    if terms.copied:
-        labels = ", labels too" if terms.labels_stay else ""
-        conditions.append(f"{' and '.join(terms.feeders)} feeding it, each with its own data{labels}")
-    elif terms.data_holders:
-        conditions.append(f"data on {_or(terms.data_holders)} only{', labels too' if terms.labels_stay else ''}")
-    if terms.memory_headroom:
-        conditions.append(f"{format_share(terms.memory_headroom)} of each device's memory left free")
-    if terms.compression is not None:
-        conditions.append(f"messages packed by {terms.compression}")
+    if constraints.max_step_s is not None:
+        conditions.append(f"a step of at most {constraints.max_step_s:g} s")
+    if constraints.max_price is not None:
+        conditions.append(f"at most {constraints.max_price:g} for 1,000 steps")
+    if constraints.copied:
+        labels = ", labels too" if constraints.labels_stay else ""
+        conditions.append(f"{' and '.join(constraints.feeders)} feeding it, each with its own data{labels}")
+    elif constraints.data_holders:
+        conditions.append(
+            f"data on {_or(constraints.data_holders)} only{', labels too' if constraints.labels_stay else ''}"
+        )
+    if constraints.memory_headroom:
+        conditions.append(f"{format_share(constraints.memory_headroom)} of each device's memory left free")
+    if constraints.compression is not None:
+        conditions.append(f"messages packed by {constraints.compression}")
     if not recompute:
         conditions.append("no recomputing")
     return (

@@ -16,12 +16,19 @@ MODES_OF: Mapping[str, tuple[str, ...]] = {
     "bucket_bytes": ("every-step", "asc-wfbp"),
     "overlap": ("partial",),
     "forward_overlap": ("partial", *_PLANNED),
-    "spare": _PLANNED, "warm_up_steps": ("asc-wfbp", *_PLANNED), "drift": _PLANNED, "planner": _PLANNED,
+    "spare": _PLANNED,
+    "warm_up_steps": ("asc-wfbp", *_PLANNED),
+    "drift": _PLANNED,
+    "planner": _PLANNED,
     "at_once": ("asc-wfbp",),
     "plan": _PLANNED,
-    "outer_rate": _OUTER, "outer_momentum": _OUTER, "error_decay": _OUTER,
-    "fragments": ("streaming",), "delay": ("streaming",), "mixing": ("streaming",),
-}  # fmt: skip
+    "outer_rate": _OUTER,
+    "outer_momentum": _OUTER,
+    "error_decay": _OUTER,
+    "fragments": ("streaming",),
+    "delay": ("streaming",),
+    "mixing": ("streaming",),
+}
 """The modes that read an option; all read those that are not here."""
 
 

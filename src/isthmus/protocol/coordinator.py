@@ -11,8 +11,9 @@ device has reported its part.
 A lost device is fenced: a new plan epoch begins, and whatever is of an older one is dropped, from whomever. Those
 left stop, say what they hold (`recovery`), get a plan made for them, and go on from the latest step whose state is
 whole, in memory or in the last checkpoint. A plan that is changed for a better one, for one who leaves or for one who
-came goes the same way, but that all finish what is leased first: then nothing is lost. What a newcomer needs it gets
-before that, while the others train (`following`). A device may be lost at any point; all is then begun again, in one
+came goes the same way, but that all finish what is leased first: then nothing is lost. What a joining device needs it
+gets
+before that, while the others train (`transfer`). A device may be lost at any point; all is then begun again, in one
 more epoch. Where nobody is left, or too few for any plan, those are waited for whose process was lost and whose machine
 is there (`recalls`).
 """
@@ -24,49 +25,49 @@ from typing import Literal
 
 from isthmus.protocol.attempts import Attempts, StepFailure, Suspects
 from isthmus.protocol.coordinator_events import (
-    Advance,
-    Assign,
-    Begin,
-    Call,
-    Changed,
-    Commit,
+    AssignStage,
+    BeginEpoch,
+    CallDevice,
+    CommitCheckpoint,
     CoordinatorEvent,
     CoordinatorInstruction,
+    DeviceJoined,
+    DeviceLeaving,
+    DeviceLost,
+    DeviceOffered,
+    DeviceReady,
+    Disconnect,
     Ending,
-    Fence,
-    Fetch,
-    Fetched,
-    Finish,
-    Followed,
-    FollowingEnded,
-    Halt,
-    Held,
-    Hold,
-    Interrupted,
-    Joined,
-    Leaving,
-    Lost,
+    FetchState,
+    FinishRun,
+    FleetChanged,
+    HaltDevices,
+    Inventory,
+    ItemDone,
+    ItemReported,
     MakePlan,
-    Mirrored,
     NoPlan,
-    Offered,
-    Open,
-    Place,
-    Planned,
-    Ready,
-    Release,
-    Reported,
-    Retire,
+    OpenItem,
+    Pause,
+    PlaceWeights,
+    PlanMade,
+    ReleaseDevice,
+    RetireSnapshots,
+    SnapshotCopied,
+    StateFetched,
+    StateReceived,
     StepFailed,
+    StopRequested,
+    TransferEnded,
 )
 from isthmus.protocol.finite import Divergence
-from isthmus.protocol.following import Following
 from isthmus.protocol.leases import Leases
 from isthmus.protocol.members import Members
 from isthmus.protocol.phases import CoordinatorStatistics, Phase
-from isthmus.protocol.recalls import Recalls
-from isthmus.protocol.recovery import Holding, Layout, Lineage, held_at, loans, recovery_step
+from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout, holders_at, recovery_step, state_donors
 from isthmus.protocol.reports import ItemReports, mean_loss, non_finite
+from isthmus.protocol.restarts import Restarts
+from isthmus.protocol.state_transfer import StateTransfer
 from isthmus.protocol.work import RunSpec
 
 Out = list[CoordinatorInstruction]
@@ -76,14 +77,19 @@ class Coordinator:
     """The state machine of a run over the devices of one plan after another."""
 
     def __init__(
-        self, devices: Iterable[str], spec: RunSpec, epoch: int = 0, *, layout: Layout | None = None,
+        self,
+        devices: Iterable[str],
+        spec: RunSpec,
+        epoch: int = 0,
+        *,
+        layout: StateLayout | None = None,
         lineage: Lineage | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Without a layout the run ends when a device is lost. `lineage` is of a run whose coordinator was started
         again, in a new epoch: `spec` begins from its last checkpoint, and devices may hold more."""
         self.devices = tuple(devices)
         self.spec = spec
-        self.layout = layout or Layout(parts={})
+        self.layout = layout or StateLayout(parts={})
         self.survives = layout is not None
         """Whether the run goes on when a device is lost."""
         self._epoch = epoch
@@ -95,10 +101,10 @@ class Coordinator:
         """Whether there may be more than the checkpoint to go on from; whether devices may be at work for an epoch
         before."""
         self._members = Members()
-        self._next: Layout | None = None
-        self._following: Following | None = None
-        """What newcomers of the next plan get beforehand."""
-        self._followings = 0
+        self._next: StateLayout | None = None
+        self._transfer: StateTransfer | None = None
+        """What joining devices of the next plan get beforehand."""
+        self._transfers = 0
         self._done_step = spec.start_step
         self._awaited: set[str] = set()
         """Who is to be ready, or to have given what it holds."""
@@ -106,7 +112,7 @@ class Coordinator:
         self._divergence = Divergence(spec.non_finite_steps)
         self._attempts = Attempts(spec.recovery_attempts)
         self._suspects = Suspects()
-        self._recalls = Recalls()
+        self._recalls = Restarts()
         self._planned_for: frozenset[str] = frozenset()
         self._interrupted = False
         self._reason = ""
@@ -125,8 +131,8 @@ class Coordinator:
             return self._members.silent
         if self._phase == "recalling":
             return self._recalls.awaited
-        if self._phase == "settling" and self._following is not None and not self._leases.open:
-            return self._following.waited_for
+        if self._phase == "settling" and self._transfer is not None and not self._leases.open:
+            return self._transfer.waited_for
         return frozenset(self._awaited) if self._phase in ("fetching", "placing") else frozenset()
 
     @property
@@ -147,48 +153,48 @@ class Coordinator:
             self._stale += event.epoch != self._epoch
             return []
         match event:
-            case Joined(device=device, holdings=holdings):
+            case DeviceJoined(device=device, holdings=holdings):
                 return self._on_joined(device, holdings)
-            case Ready(device=device):
+            case DeviceReady(device=device):
                 return self._on_ready(device)
-            case Reported():
+            case ItemReported():
                 return self._on_reported(event)
             case StepFailed(device=device, failure=failure):
                 return self._on_step_failed(device, failure)
-            case Lost():
+            case DeviceLost():
                 return self._on_lost(event)
-            case Interrupted():
+            case StopRequested():
                 return self._on_interrupted()
-            case Held(device=device, holdings=holdings):
+            case Inventory(device=device, holdings=holdings):
                 self._members.holds(device, holdings)
                 return self._on_held()
-            case Planned(layout=layout, pays=pays):
-                return self._on_planned(layout, pays=pays)
+            case PlanMade(layout=layout, worth_it=worth_it):
+                return self._on_planned(layout, worth_it=worth_it)
             case NoPlan(reason=reason):
                 return self._on_no_plan(reason)
-            case Fetched(device=device):
+            case StateFetched(device=device):
                 return self._on_fetched(device)
-            case Mirrored(of=of, step=step):
-                return self._acknowledged(self._leases.mirrored(of, step))
-            case Followed() | FollowingEnded():
-                return self._on_followed(event)
-            case Offered(device=device):
+            case SnapshotCopied(of=of, step=step):
+                return self._acknowledged(self._leases.snapshot_sources(of, step))
+            case StateReceived() | TransferEnded():
+                return self._on_state_received(event)
+            case DeviceOffered(device=device):
                 self._members.offered(device)
                 self._recalls.back(device)
                 if self._phase == "recalling":
                     return self._begin_anew()
                 if self._phase == "joining" and device in self.awaited:
-                    return [Call(device)]  # it is here, and does not know that it is awaited
+                    return [CallDevice(device)]  # it is here, and does not know that it is awaited
                 return self._reconsider()
-            case Leaving(device=device):
+            case DeviceLeaving(device=device):
                 self._members.leaves(device)
                 return self._reconsider(must=True)
-            case Changed():
+            case FleetChanged():
                 return self._reconsider()
 
     # Joining, fetching, placing
 
-    def _on_joined(self, device: str, holdings: Sequence[Holding]) -> Out:
+    def _on_joined(self, device: str, holdings: Sequence[StateHolding]) -> Out:
         self._members.joined(device, holdings)
         self._recalls.at_work(device)
         if self._phase == "joining":
@@ -213,8 +219,8 @@ class Coordinator:
         found = recovery_step(self.layout.all_parts, held, self._lineage) if self._began else None
         from_memory = found is not None and found >= self._saved
         self._step = found if found is not None and from_memory else self._saved
-        self._own = held_at(self._step, held, self._lineage) if from_memory else {}
-        lent = loans(self.layout.parts, self._own) if from_memory else {}
+        self._own = holders_at(self._step, held, self._lineage) if from_memory else {}
+        donated = state_donors(self.layout.parts, self._own) if from_memory else {}
         self._lineage.begin(self._epoch, self._step)
         self._done_step = self._step
         self._divergence.restart()
@@ -222,11 +228,11 @@ class Coordinator:
         self._leases.begin(self._step, self.layout, due=self._began)
         out: Out = []
         if self.survives:
-            out.append(Begin(self._epoch, self._step, self._leases.leased, not from_memory))
+            out.append(BeginEpoch(self._epoch, self._step, self._leases.leased, not from_memory))
         self._phase = "fetching"
-        self._awaited = set(lent)
-        out += [Fetch(device, self._step, parts) for device, parts in sorted(lent.items())]
-        return out if lent else out + self._place()
+        self._awaited = set(donated)
+        out += [FetchState(device, self._step, parts) for device, parts in sorted(donated.items())]
+        return out if donated else out + self._place()
 
     def _on_fetched(self, device: str) -> Out:
         self._awaited.discard(device)
@@ -237,7 +243,7 @@ class Coordinator:
         self._awaited = set(self.devices)
         none = frozenset[str]()
         own = {d: self._own.get(d, none) & self.layout.parts.get(d, none) for d in self.devices}
-        return [step for d in self.devices for step in (Assign(d), Place(d, own[d]))]
+        return [step for d in self.devices for step in (AssignStage(d), PlaceWeights(d, own[d]))]
 
     def _on_ready(self, device: str) -> Out:
         self._awaited.discard(device)
@@ -255,19 +261,19 @@ class Coordinator:
 
     # Running
 
-    def _on_reported(self, report: Reported) -> Out:
+    def _on_reported(self, report: ItemReported) -> Out:
         reports = self._reports.add(report, self.devices)
         if reports is None:
             return []
         item = self._leases.finish(report.item)
-        remark, ends = non_finite(item, reports, self._divergence)
+        note_, ends = non_finite(item, reports, self._divergence)
         if ends:
             saved = f"the newest checkpoint is of step {self._saved}" if self._saved else "nothing was saved before"
-            return [Advance(item, mean_loss(reports)), *self._end("diverged", f"{remark}; {saved}")]
-        out: Out = [Advance(item, mean_loss(reports), remark)]
+            return [ItemDone(item, mean_loss(reports)), *self._end("diverged", f"{note_}; {saved}")]
+        out: Out = [ItemDone(item, mean_loss(reports), note_)]
         if item.kind == "save":
             self._saved = item.step
-            out.append(Commit(item, finite=not remark))
+            out.append(CommitCheckpoint(item, finite=not note_))
         elif item.kind == "train":
             self._done_step = item.step + 1
             self._attempts.stepped()
@@ -286,15 +292,15 @@ class Coordinator:
 
     def _acknowledged(self, step: int | None) -> Out:
         """A snapshot may be complete now."""
-        return [] if step is None else [Retire(step), *self._release()]
+        return [] if step is None else [RetireSnapshots(step), *self._release()]
 
     def _release(self) -> Out:
         gone = self._members.released(self.devices)
         self._plan_without(gone)
-        return [Release(device) for device in gone]
+        return [ReleaseDevice(device) for device in gone]
 
     def _lease(self) -> Out:
-        out: Out = [Open(item) for item in self._leases.lease()]
+        out: Out = [OpenItem(item) for item in self._leases.lease()]
         return out or ([] if self._leases.open else self._end("done"))
 
     def _on_interrupted(self) -> Out:
@@ -312,64 +318,65 @@ class Coordinator:
         last = self._leases.last_step
         if self._leases.closing or last == self._saved:
             return [] if self._leases.open else self._end("interrupted")
-        return [Open(self._leases.lease_save())]
+        return [OpenItem(self._leases.lease_save())]
 
     # Another plan, or fewer devices
 
     def _reconsider(self, *, must: bool = False) -> Out:
         """Ask whether another plan is better. Never in the middle of a change of plan: afterwards is soon enough."""
-        if self._phase != "running" or not self.survives or (self._following is not None and not must):
+        if self._phase != "running" or not self.survives or (self._transfer is not None and not must):
             return []
         return [MakePlan(tuple(sorted(self._trusted)), must=must)]
 
-    def _on_planned(self, layout: Layout, *, pays: bool) -> Out:
+    def _on_planned(self, layout: StateLayout, *, worth_it: bool) -> Out:
         if self._phase == "planning":
             return self._adopt(layout)
-        if self._phase != "running" or not pays:
+        if self._phase != "running" or not worth_it:
             return []
-        out = self._lend_no_more()
+        out = self._stop_sending_state()
         self._next = layout
         missing = self._members.missing(layout.parts)
-        return out + ([Call(d) for d in missing] if missing else self._bring())
+        return out + ([CallDevice(d) for d in missing] if missing else self._bring())
 
     def _bring(self) -> Out:
-        """Whom the better plan needs is here: bring newcomers near to the others' state, then finish what is leased."""
+        """Whom the better plan needs is here: bring joining devices near to the others' state, then finish what is
+        leased."""
         assert self._next is not None, "there is a better plan"
-        if self._following is not None:
+        if self._transfer is not None:
             return []
         needs = {d: parts for d, parts in self._next.parts.items() if parts and d not in self.devices}
         if not needs or not self.layout.repeats:
             return self._settle()
         holds = {d: self.layout.parts.get(d, frozenset[str]()) for d in self.devices}
-        self._followings += 1
-        self._following = Following(self._followings, self._leases.last_step, needs, holds)
-        return [*self._following.begins()]
+        self._transfers += 1
+        self._transfer = StateTransfer(self._transfers, self._leases.last_step, needs, holds)
+        return [*self._transfer.begins()]
 
-    def _on_followed(self, event: Followed | FollowingEnded) -> Out:
-        following = self._following
-        if following is None or event.number != following.number:
+    def _on_state_received(self, event: StateReceived | TransferEnded) -> Out:
+        transfer = self._transfer
+        if transfer is None or event.number != transfer.number:
             return []
-        if isinstance(event, FollowingEnded):
-            return self._follow_no_more()
-        following.followed(event.device, event.of, event.step)
+        if isinstance(event, TransferEnded):
+            return self._stop_receiving_state()
+        transfer.state_received(event.device, event.of, event.step)
         if self._phase == "settling":
             return [] if self._leases.open else self._move()
         if self._phase != "running":
             return []
-        if following.is_close(self._done_step):
+        if transfer.is_close(self._done_step):
             return self._settle()
-        return self._follow_no_more() if following.is_hopeless(self._done_step) else []
+        return self._stop_receiving_state() if transfer.will_not_converge(self._done_step) else []
 
-    def _follow_no_more(self) -> Out:
+    def _stop_receiving_state(self) -> Out:
         """Who follows will never be near: the state that it needs is brought while all wait."""
-        stopped = self._lend_no_more()
+        stopped = self._stop_sending_state()
         if not stopped or self._phase not in ("running", "settling"):
             return stopped
         return stopped + self._settle()
 
-    def _lend_no_more(self) -> Out:
-        following, self._following = self._following, None
-        return [] if following is None else [*following.ends()]
+    def _stop_sending_state(self) -> Out:
+        transfer, self._transfer = self._transfer, None
+        return [] if transfer is None else [*transfer.ends()]
 
     def _settle(self) -> Out:
         """Finish what is leased."""
@@ -388,14 +395,14 @@ class Coordinator:
         return []
 
     def _move(self) -> Out:
-        """All leased work is done, and all devices have the state of the same step; newcomers soon will."""
+        """All leased work is done, and all devices have the state of the same step; joining devices soon will."""
         if self._leases.exhausted:
             return self._end(self._ending)
-        following = self._following
-        return self._hold() if following is None or following.reached() == self._leases.last_step else []
+        transfer = self._transfer
+        return self._hold() if transfer is None or transfer.reached() == self._leases.last_step else []
 
-    def _on_lost(self, lost: Lost) -> Out:
-        device, reason, gone = lost.device, lost.reason, {lost.device, *lost.seats}
+    def _on_lost(self, lost: DeviceLost) -> Out:
+        device, reason, gone = lost.device, lost.reason, {lost.device, *lost.worker_ids}
         if not self.survives:
             return self._end("lost", f"device {device!r} was lost: {reason}")
         self._recalls.lost(device, reason, returns=lost.returns)
@@ -403,15 +410,15 @@ class Coordinator:
         for name in gone:
             self._members.gone(name)
         self._plan_without(gone)
-        fences: Out = [Fence(name) for name in sorted(gone)]
+        fences: Out = [Disconnect(name) for name in sorted(gone)]
         if not concerns:
             return fences
         at_work = self._phase in ("running", "settling", "closing")
         if at_work and gone.isdisjoint(self.devices):
             if self._next is not None:
                 return fences
-            asked_meanwhile = self._following is not None  # and told to come back when the change of plan is over
-            out: Out = [*fences, *self._lend_no_more()]
+            asked_meanwhile = self._transfer is not None  # and told to come back when the change of plan is over
+            out: Out = [*fences, *self._stop_sending_state()]
             if self._phase == "settling":
                 return out if self._leases.open else out + self._move()
             return out + self._reconsider() if asked_meanwhile else out
@@ -439,10 +446,10 @@ class Coordinator:
 
     def _hold(self) -> Out:
         self._epoch += 1
-        self._phase, self._restarted, self._following = "holding", False, None
+        self._phase, self._restarted, self._transfer = "holding", False, None
         self._reports.clear()
         self._members.asked()
-        return [Hold(d) for d in sorted(self._members.here)] or self._on_held()
+        return [Pause(d) for d in sorted(self._members.here)] or self._on_held()
 
     def _on_held(self) -> Out:
         if self._phase != "holding" or self._members.silent:
@@ -475,15 +482,15 @@ class Coordinator:
             return self._end("lost", f"{self._reason}; {self._recalls.vain(step)}")
         return [self._recalls.recall(self._members.available), *self._make_plan()]
 
-    def _adopt(self, layout: Layout) -> Out:
+    def _adopt(self, layout: StateLayout) -> Out:
         self.layout = layout
         self.devices = tuple(layout.parts)
         self._phase = "joining"
         missing = self._members.missing(self.devices)
-        return [Call(d) for d in missing] if missing else self._restore()
+        return [CallDevice(d) for d in missing] if missing else self._restore()
 
     def _end(self, outcome: Ending, reason: str = "") -> Out:
         if self._phase == "done":
             return []
         self._phase = "done"
-        return [Halt(), Finish(outcome, reason)]
+        return [HaltDevices(), FinishRun(outcome, reason)]

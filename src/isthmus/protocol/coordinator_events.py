@@ -10,25 +10,25 @@ import msgspec
 from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.events import Event
 from isthmus.protocol.finite import NonFinite
-from isthmus.protocol.recovery import Holding, Layout
+from isthmus.protocol.recovery import StateHolding, StateLayout
 from isthmus.protocol.work import Item
 
 # To the coordinator
 
 
-class Joined(Event, frozen=True, kw_only=True):
+class DeviceJoined(Event, frozen=True, kw_only=True):
     device: str
-    holdings: tuple[Holding, ...] = ()
+    holdings: tuple[StateHolding, ...] = ()
     """Of one that was here before: what it still has in memory."""
 
 
-class Ready(Event, frozen=True, kw_only=True):
+class DeviceReady(Event, frozen=True, kw_only=True):
     """The device holds its stage, its weights and its links."""
 
     device: str
 
 
-class Reported(Event, frozen=True, kw_only=True):
+class ItemReported(Event, frozen=True, kw_only=True):
     """A device finished an item. `loss` and `count` are sums over the item's micro-batches, from the loss's stage."""
 
     device: str
@@ -46,31 +46,31 @@ class StepFailed(Event, frozen=True, kw_only=True):
     failure: StepFailure
 
 
-class Lost(Event, frozen=True, kw_only=True):
+class DeviceLost(Event, frozen=True, kw_only=True):
     device: str
     reason: str
-    seats: tuple[str, ...] = ()
+    worker_ids: tuple[str, ...] = ()
     """Of its further stages: they are lost with it."""
     returns: bool = False
     """Whether its machine is there, so that it will be offered again."""
 
 
-class Interrupted(Event, frozen=True, kw_only=True):
+class StopRequested(Event, frozen=True, kw_only=True):
     """The user wants to stop: finish what is leased, save, leave."""
 
 
-class Held(Event, frozen=True, kw_only=True):
+class Inventory(Event, frozen=True, kw_only=True):
     """The device has stopped, and says what it holds."""
 
     device: str
-    holdings: tuple[Holding, ...]
+    holdings: tuple[StateHolding, ...]
 
 
-class Planned(Event, frozen=True, kw_only=True):
+class PlanMade(Event, frozen=True, kw_only=True):
     """The plan that was asked for. Of one that need not be: whether it is worth the change."""
 
-    layout: Layout
-    pays: bool = True
+    layout: StateLayout
+    worth_it: bool = True
 
 
 class NoPlan(Event, frozen=True, kw_only=True):
@@ -79,13 +79,13 @@ class NoPlan(Event, frozen=True, kw_only=True):
     reason: str
 
 
-class Fetched(Event, frozen=True, kw_only=True):
+class StateFetched(Event, frozen=True, kw_only=True):
     """What the device was to give is here."""
 
     device: str
 
 
-class Mirrored(Event, frozen=True, kw_only=True):
+class SnapshotCopied(Event, frozen=True, kw_only=True):
     """The device holds a copy of another one's part of a snapshot."""
 
     device: str
@@ -93,8 +93,8 @@ class Mirrored(Event, frozen=True, kw_only=True):
     step: int
 
 
-class Followed(Event, frozen=True, kw_only=True):
-    """A newcomer has what another device lends it, as it is after `step` steps."""
+class StateReceived(Event, frozen=True, kw_only=True):
+    """A joining device has what another device sends it, as it is after `step` steps."""
 
     device: str
     of: str
@@ -103,39 +103,39 @@ class Followed(Event, frozen=True, kw_only=True):
     """Of the following."""
 
 
-class FollowingEnded(Event, frozen=True, kw_only=True):
-    """The device lends no more: its steps are quicker than what it sends of them."""
+class TransferEnded(Event, frozen=True, kw_only=True):
+    """The device sends no more: its steps are quicker than what it sends of them."""
 
     device: str
     number: int
 
 
-class Offered(Event, frozen=True, kw_only=True):
+class DeviceOffered(Event, frozen=True, kw_only=True):
     """The device could work, if a plan wants it."""
 
     device: str
 
 
-class Leaving(Event, frozen=True, kw_only=True):
+class DeviceLeaving(Event, frozen=True, kw_only=True):
     """The device is to leave without loss."""
 
     device: str
 
 
-class Changed(Event, frozen=True, kw_only=True):
+class FleetChanged(Event, frozen=True, kw_only=True):
     """Devices or links are not as the plan assumed."""
 
 
 # From the coordinator
 
 
-class Assign(msgspec.Struct, frozen=True):
+class AssignStage(msgspec.Struct, frozen=True):
     """Give the device its stage."""
 
     device: str
 
 
-class Place(msgspec.Struct, frozen=True):
+class PlaceWeights(msgspec.Struct, frozen=True):
     """Give the device its weights."""
 
     device: str
@@ -143,22 +143,22 @@ class Place(msgspec.Struct, frozen=True):
     """Parts that it takes from its own memory."""
 
 
-class Open(msgspec.Struct, frozen=True):
+class OpenItem(msgspec.Struct, frozen=True):
     """Lease the item to every device."""
 
     item: Item
 
 
-class Advance(msgspec.Struct, frozen=True):
+class ItemDone(msgspec.Struct, frozen=True):
     """Every device finished the item. `loss` is its mean, if the item has one."""
 
     item: Item
     loss: float | None = None
-    remark: str = ""
+    note_: str = ""
     """What a person may want to know of it."""
 
 
-class Commit(msgspec.Struct, frozen=True):
+class CommitCheckpoint(msgspec.Struct, frozen=True):
     """All parts of the checkpoint are written: make it the latest."""
 
     item: Item
@@ -166,20 +166,20 @@ class Commit(msgspec.Struct, frozen=True):
     """Whether its weights are."""
 
 
-class Hold(msgspec.Struct, frozen=True):
+class Pause(msgspec.Struct, frozen=True):
     """Tell the device to stop where it is, to forget its stage, and to say what it holds."""
 
     device: str
 
 
-class Fence(msgspec.Struct, frozen=True):
+class Disconnect(msgspec.Struct, frozen=True):
     """Hang up on a device that was lost. Whatever it says later is of an epoch that is over."""
 
     device: str
 
 
 class MakePlan(msgspec.Struct, frozen=True):
-    """Plan for these devices, beside all else, and say `Planned` or `NoPlan`."""
+    """Plan for these devices, beside all else, and say `PlanMade` or `NoPlan`."""
 
     devices: tuple[str, ...]
     must: bool = True
@@ -188,7 +188,7 @@ class MakePlan(msgspec.Struct, frozen=True):
     """Nobody is at work until it is there."""
 
 
-class Recall(msgspec.Struct, frozen=True):
+class RestartRun(msgspec.Struct, frozen=True):
     """Too few devices were left; with these the run is begun anew from its newest state."""
 
     devices: tuple[str, ...]
@@ -198,13 +198,13 @@ class Recall(msgspec.Struct, frozen=True):
     """Why devices were lost."""
 
 
-class Call(msgspec.Struct, frozen=True):
+class CallDevice(msgspec.Struct, frozen=True):
     """The plan wants a device that was offered: have it join."""
 
     device: str
 
 
-class Begin(msgspec.Struct, frozen=True):
+class BeginEpoch(msgspec.Struct, frozen=True):
     """A new epoch goes on from the state after `step` steps. To be on record before anything of it happens."""
 
     epoch: int
@@ -215,7 +215,7 @@ class Begin(msgspec.Struct, frozen=True):
     """Nobody holds that state: it is the last checkpoint's."""
 
 
-class Fetch(msgspec.Struct, frozen=True):
+class FetchState(msgspec.Struct, frozen=True):
     """Have the device give these parts of its state after `step` steps."""
 
     device: str
@@ -223,18 +223,18 @@ class Fetch(msgspec.Struct, frozen=True):
     parts: frozenset[str]
 
 
-class Follow(msgspec.Struct, frozen=True):
-    """Have a newcomer get the state of these devices' lent parts after `step` steps, and repeat what they do then."""
+class ReceiveState(msgspec.Struct, frozen=True):
+    """Have a joining device get the state of these devices' parts after `step` steps, and repeat what they do then."""
 
     device: str
     number: int
     """Of the following, among the run's."""
     step: int
-    lent: Mapping[str, frozenset[str]]
+    donated: Mapping[str, frozenset[str]]
     """By device."""
 
 
-class Lend(msgspec.Struct, frozen=True):
+class SendState(msgspec.Struct, frozen=True):
     """Have the device give these parts of its state after `step` steps, which it has not gone beyond, and each later
     step's gradients, beside its work. No parts: give no more."""
 
@@ -244,19 +244,19 @@ class Lend(msgspec.Struct, frozen=True):
     parts: frozenset[str]
 
 
-class Retire(msgspec.Struct, frozen=True):
+class RetireSnapshots(msgspec.Struct, frozen=True):
     """A snapshot is complete, with its copies: devices may forget those before."""
 
     step: int
 
 
-class Release(msgspec.Struct, frozen=True):
+class ReleaseDevice(msgspec.Struct, frozen=True):
     """The device may leave: nothing depends on it any more."""
 
     device: str
 
 
-class Halt(msgspec.Struct, frozen=True):
+class HaltDevices(msgspec.Struct, frozen=True):
     """Tell every device that is still there to leave."""
 
 
@@ -265,16 +265,46 @@ Ending = Literal["done", "interrupted", "lost", "diverged", "failed"]
 or data raise, on whatever device."""
 
 
-class Finish(msgspec.Struct, frozen=True):
+class FinishRun(msgspec.Struct, frozen=True):
     outcome: Ending
     reason: str = ""
 
 
 CoordinatorEvent = (
-    Joined | Ready | Reported | StepFailed | Lost | Interrupted | Held | Planned | NoPlan | Fetched | Mirrored
-    | Followed | FollowingEnded | Offered | Leaving | Changed
-)  # fmt: skip
+    DeviceJoined
+    | DeviceReady
+    | ItemReported
+    | StepFailed
+    | DeviceLost
+    | StopRequested
+    | Inventory
+    | PlanMade
+    | NoPlan
+    | StateFetched
+    | SnapshotCopied
+    | StateReceived
+    | TransferEnded
+    | DeviceOffered
+    | DeviceLeaving
+    | FleetChanged
+)
 CoordinatorInstruction = (
-    Assign | Place | Open | Advance | Commit | Hold | Fence | MakePlan | Call | Recall | Begin | Fetch | Follow | Lend
-    | Retire | Release | Halt | Finish
-)  # fmt: skip
+    AssignStage
+    | PlaceWeights
+    | OpenItem
+    | ItemDone
+    | CommitCheckpoint
+    | Pause
+    | Disconnect
+    | MakePlan
+    | CallDevice
+    | RestartRun
+    | BeginEpoch
+    | FetchState
+    | ReceiveState
+    | SendState
+    | RetireSnapshots
+    | ReleaseDevice
+    | HaltDevices
+    | FinishRun
+)

@@ -44,7 +44,7 @@ Key = str | tuple[str, str]
 """A device's name, or a link's source and target."""
 
 
-class Figure(NamedTuple):
+class RateChange(NamedTuple):
     """A rate that is believed from now on, in FLOP/s or bytes/s."""
 
     key: Key
@@ -52,7 +52,7 @@ class Figure(NamedTuple):
     now: float
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         if isinstance(self.key, str):
             return f"{self.key} computes at {format_compute(self.now)}, not at {format_compute(self.before)}"
         source, target = self.key
@@ -61,29 +61,29 @@ class Figure(NamedTuple):
 
 
 FAR = 2.0
-"""People are told of a rate again when it is so many times more or less than what they were told last."""
+"""A log line reports a rate again when it is so many times more or less than what they were told last."""
 
 
 def apart(rate: float, other: float) -> bool:
     return max(rate / other, other / rate) > APART
 
 
-class News:
-    """What people are told of rates that are believed anew: rates that swing a little are told once."""
+class DriftReport:
+    """What is shown of rates that are believed anew: rates that swing a little are told once."""
 
     def __init__(self) -> None:
-        self._told: dict[Key, float] = {}
+        self._reported: dict[Key, float] = {}
 
-    def fresh(self, figure: Figure) -> str:
+    def fresh(self, figure: RateChange) -> str:
         """What to say of it; empty if that would be nothing new."""
-        last = self._told.get(figure.key)
+        last = self._reported.get(figure.key)
         if last is not None and max(figure.now / last, last / figure.now) < FAR:
             return ""
-        self._told[figure.key] = figure.now
-        return figure.told if last is None else figure._replace(before=last).told
+        self._reported[figure.key] = figure.now
+        return figure.description if last is None else figure._replace(before=last).description
 
 
-class Gauge:
+class RateEstimator:
     """One rate: what is believed, and the samples that may speak against it."""
 
     def __init__(self, stated: float) -> None:
@@ -137,7 +137,7 @@ class Gauge:
         self._window.clear()
 
 
-class _Sum:
+class _RunningSum:
     """What passed in one step, and how long it took."""
 
     def __init__(self) -> None:
@@ -154,10 +154,10 @@ class Drift:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._gauges: dict[Key, Gauge] = {}
+        self._estimators: dict[Key, RateEstimator] = {}
         self._flops: dict[str, tuple[float, float]] = {}
         """By device, of a forward and a backward: the mean of its stages, which do the same micro-batches."""
-        self._sums: dict[int, dict[Key, _Sum]] = {}
+        self._sums: dict[int, dict[Key, _RunningSum]] = {}
         self._halves: dict[int, dict[tuple[str, str, str, int], Span]] = {}
         """Of messages that one end has reported, by step: that end's span by source, target, name and micro-batch."""
         self._first = 0
@@ -176,10 +176,10 @@ class Drift:
         self._first = step + 1
         self._sums.clear()
         self._halves.clear()
-        for gauge in self._gauges.values():
-            gauge.restart()
+        for estimator in self._estimators.values():
+            estimator.restart()
 
-    def note(self, step: int, spans: Iterable[Span]) -> list[Figure]:
+    def note(self, step: int, spans: Iterable[Span]) -> list[RateChange]:
         """What was reported up to the end of a step; returns what is believed anew."""
         for span in spans:
             if span.step < self._first or span.end_s <= span.start_s:
@@ -188,7 +188,7 @@ class Drift:
                 self._computed(span)
             elif span.track in ("send", "receive"):
                 self._carried(span)
-        found: list[Figure] = []
+        found: list[RateChange] = []
         for closed in sorted(s for s in self._sums if s <= step - LAG_STEPS):
             self._halves.pop(closed, None)
             for key, total in self._sums.pop(closed).items():
@@ -197,29 +197,33 @@ class Drift:
 
     def doubtful(self) -> list[tuple[str, str]]:
         """Links that are believed to be slower than stated, and that carry nothing."""
-        links = ((key, gauge) for key, gauge in self._gauges.items() if isinstance(key, tuple))
-        return [key for key, gauge in links if gauge.believed * APART < gauge.stated and not gauge.measured]
+        links = ((key, estimator) for key, estimator in self._estimators.items() if isinstance(key, tuple))
+        return [
+            key for key, estimator in links if estimator.believed * APART < estimator.stated and not estimator.measured
+        ]
 
-    def tried(self, link: tuple[str, str], bandwidth_bytes_per_s: float) -> list[Figure]:
+    def tried(self, link: tuple[str, str], bandwidth_bytes_per_s: float) -> list[RateChange]:
         """What a probe of a doubtful link found; returns what is believed anew."""
-        gauge = self._gauges[link]
-        before = gauge.believed
-        return [Figure(link, before, gauge.believed)] if gauge.tried(bandwidth_bytes_per_s) else []
+        estimator = self._estimators[link]
+        before = estimator.believed
+        return [RateChange(link, before, estimator.believed)] if estimator.tried(bandwidth_bytes_per_s) else []
 
     def fleet(self) -> Fleet:
         """The fleet as it is believed to be. Devices that nobody has measured are as far from what was stated of them
         as is usual for those that were (FusionLLM's lambda, one for all)."""
-        firsts = [g.first / g.stated for key, g in self._gauges.items() if isinstance(key, str) and g.first is not None]
+        firsts = [
+            g.first / g.stated for key, g in self._estimators.items() if isinstance(key, str) and g.first is not None
+        ]
         usual = statistics.median_high(firsts) if firsts else 1.0  # the higher: a slow device is no rule
         usual = usual if apart(usual, 1.0) else 1.0
         speeds = {device.name: device.sustained_flops_per_s * usual for device in self._fleet.devices}
         bandwidths: dict[tuple[str, str], float] = {}
-        for key, gauge in self._gauges.items():
+        for key, estimator in self._estimators.items():
             if isinstance(key, tuple):
-                if gauge.believed != gauge.stated:
-                    bandwidths[key] = gauge.believed
-            elif gauge.first is not None:
-                speeds[key] = gauge.first if gauge.believed == gauge.stated else gauge.believed
+                if estimator.believed != estimator.stated:
+                    bandwidths[key] = estimator.believed
+            elif estimator.first is not None:
+                speeds[key] = estimator.first if estimator.believed == estimator.stated else estimator.believed
         return corrected(self._fleet, speeds, bandwidths)
 
     def fitted(self) -> Fleet | None:
@@ -228,14 +232,14 @@ class Drift:
         no device was measured."""
         speeds: dict[str, float] = {}
         bandwidths: dict[tuple[str, str], float] = {}
-        for key, gauge in self._gauges.items():
-            fit = gauge.fitted
+        for key, estimator in self._estimators.items():
+            fit = estimator.fitted
             if fit is None:
                 continue
             if isinstance(key, str):
                 stated = self._fleet.device(key).flops_per_s
                 speeds[key] = significant(fit / stated) * stated
-            elif apart(fit, gauge.stated):
+            elif apart(fit, estimator.stated):
                 bandwidths[key] = significant(8 * fit) / 8  # in bits, as fleets are written
         return corrected(self._fleet, speeds, bandwidths) if speeds else None
 
@@ -260,19 +264,19 @@ class Drift:
             seconds = max(span.end_s - span.start_s, other.end_s - other.start_s)
             self._sum(span.step, (source, target)).add(size_bytes, seconds, span.end_s)
 
-    def _sum(self, step: int, key: Key) -> _Sum:
-        return self._sums.setdefault(step, {}).setdefault(key, _Sum())
+    def _sum(self, step: int, key: Key) -> _RunningSum:
+        return self._sums.setdefault(step, {}).setdefault(key, _RunningSum())
 
-    def _judge(self, key: Key, total: _Sum) -> list[Figure]:
+    def _judge(self, key: Key, total: _RunningSum) -> list[RateChange]:
         if not total.amount:
             return []
-        gauge = self._gauges.get(key)
-        if gauge is None:
-            gauge = self._gauges[key] = Gauge(self._stated(key))
-        before, known = gauge.believed, gauge.first is not None
-        changed = gauge.add(total.end_s, total.amount / total.seconds)
-        self.fits += gauge.first is not None and not known
-        return [Figure(key, before, gauge.believed)] if changed else []
+        estimator = self._estimators.get(key)
+        if estimator is None:
+            estimator = self._estimators[key] = RateEstimator(self._stated(key))
+        before, known = estimator.believed, estimator.first is not None
+        changed = estimator.add(total.end_s, total.amount / total.seconds)
+        self.fits += estimator.first is not None and not known
+        return [RateChange(key, before, estimator.believed)] if changed else []
 
     def _stated(self, key: Key) -> float:
         if isinstance(key, str):

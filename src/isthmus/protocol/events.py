@@ -91,7 +91,7 @@ class Saved(Event, frozen=True, kw_only=True):
     item: int
 
 
-class Kept(Event, frozen=True, kw_only=True):
+class SnapshotKept(Event, frozen=True, kw_only=True):
     """A copy of the stage's state is in memory."""
 
     item: int
@@ -168,7 +168,7 @@ class Save(msgspec.Struct, frozen=True):
     item: int
 
 
-class Keep(msgspec.Struct, frozen=True):
+class KeepSnapshot(msgspec.Struct, frozen=True):
     """Copy this stage's state in memory: its part of a snapshot."""
 
     item: int
@@ -184,5 +184,9 @@ class Stop(msgspec.Struct, frozen=True):
     """Leave."""
 
 
-WorkerEvent = Opened | Arrived | PartsArrived | Computed | Filled | Taken | Collected | Updated | Saved | Kept | Halted
-WorkerInstruction = Compute | Send | SendParts | Merge | Fill | Take | Collect | Update | Save | Keep | Report | Stop
+WorkerEvent = (
+    Opened | Arrived | PartsArrived | Computed | Filled | Taken | Collected | Updated | Saved | SnapshotKept | Halted
+)
+WorkerInstruction = (
+    Compute | Send | SendParts | Merge | Fill | Take | Collect | Update | Save | KeepSnapshot | Report | Stop
+)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.protocol.federated_participation import Integers, Participation
-from isthmus.streams import stream
+from isthmus.rng import stream
 
 KEPT = 4
 """Rounds that may be asked for again without playing from the first one on."""
@@ -30,9 +30,12 @@ class Buffer:
     from earlier ones, so that the first call for round r plays them all."""
 
     def __init__(
-        self, rules: Participation, sizes: Integers, seed: int,
+        self,
+        rules: Participation,
+        sizes: Integers,
+        seed: int,
         here: Callable[[int], Integers | None] = lambda round_: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`sizes` (population,) in samples; `here` gives the clients that can begin in a round, None for all."""
         self.at_work = min(len(sizes), round(rules.needed(len(sizes)) * rules.over_select))
         self.size = min(self.at_work, rules.expected(len(sizes)))

@@ -16,29 +16,29 @@ from typing import Literal
 import msgspec
 
 from isthmus.protocol.federated_events import (
-    Begin,
-    Closed,
-    Dropped,
+    BeginPhase,
+    ClientTask,
+    ClientTime,
     ExecutorEvent,
+    ExecutorHalted,
     ExecutorInstruction,
-    Forget,
-    Granted,
-    Halted,
-    Line,
-    Opening,
-    Recalled,
-    Refusal,
-    Refused,
+    ForgetPhase,
+    LinearFit,
+    PhaseClosed,
+    PhaseDropped,
+    PhaseId,
+    PhaseOpened,
+    PhaseSetup,
+    RefusedUpdate,
+    ReportDrained,
+    ReportReturned,
     SendSums,
-    Stop,
-    Task,
-    TellDrained,
-    TellReturned,
-    Timed,
-    Train,
-    Trained,
-    Turn,
-    TurnOpened,
+    StopExecutor,
+    TasksGranted,
+    TasksRecalled,
+    TasksTrained,
+    TrainTasks,
+    UpdateRefused,
 )
 
 AHEAD = 16
@@ -53,113 +53,118 @@ class ExecutorStatistics(msgspec.Struct, frozen=True):
     stale: int
 
 
-class FederatedExecutor:
-    """The machine. `together` clients of equal numbers of samples are trained as one where the driver can do that."""
+class ExecutorMachine:
+    """The machine. `clients_per_vmap` clients of equal numbers of samples are trained as one where the driver can do
+    that."""
 
-    def __init__(self, together: int = 1) -> None:
-        self._together = together
-        self._turn: Turn | None = None
-        self._queue: deque[Task] = deque()
-        self._busy = self._holds = self._told = False
-        self._dropped: set[Turn] = set()
+    def __init__(self, clients_per_vmap: int = 1) -> None:
+        self._clients_per_vmap = clients_per_vmap
+        self._phase_id: PhaseId | None = None
+        self._queue: deque[ClientTask] = deque()
+        self._busy = self._holds = self._reported = False
+        self._dropped: set[PhaseId] = set()
         """Turns that were dropped while a client of theirs was trained."""
         self._phase: Literal["idle", "training", "drained", "stopped"] = "idle"
-        self._timed: list[Timed] = []
-        self._refused: list[Refusal] = []
+        self._timed: list[ClientTime] = []
+        self._refused: list[RefusedUpdate] = []
         self._trained = self._stale = 0
 
     def statistics(self) -> ExecutorStatistics:
         return ExecutorStatistics(self._phase, len(self._queue), self._trained, self._stale)
 
-    def works_for(self, turn: Turn) -> bool:
+    def works_for(self, phase: PhaseId) -> bool:
         """Whether what is trained for this turn still counts."""
-        return turn == self._turn
+        return phase == self._phase_id
 
     @property
-    def upcoming(self) -> tuple[Task, ...]:
+    def upcoming(self) -> tuple[ClientTask, ...]:
         """What comes after the tasks in work, the next first: their states may be read ahead."""
         return tuple(islice(self._queue, AHEAD))
 
     def handle(self, event: ExecutorEvent) -> list[ExecutorInstruction]:
         """Take one event; return what to do now, in this order."""
-        if isinstance(event, Halted):
+        if isinstance(event, ExecutorHalted):
             self._phase = "stopped"
-            return [Stop()]
-        if isinstance(event, TurnOpened):
+            return [StopExecutor()]
+        if isinstance(event, PhaseOpened):
             return self._open(event.opening, event.tasks, event.holds)
-        if event.turn != self._turn:
+        if event.phase != self._phase_id:
             self._stale += 1
-            if isinstance(event, Trained) and event.turn in self._dropped:
-                self._dropped.remove(event.turn)
-                return [TellDrained(event.turn)]  # until then this executor is waited for in no other turn
-            return [TellReturned(event.turn, ())] if isinstance(event, Recalled) else []
+            if isinstance(event, TasksTrained) and event.phase in self._dropped:
+                self._dropped.remove(event.phase)
+                return [ReportDrained(event.phase)]  # until then this executor is waited for in no other turn
+            return [ReportReturned(event.phase, ())] if isinstance(event, TasksRecalled) else []
         match event:
-            case Granted(tasks=tasks, holds=holds):
+            case TasksGranted(tasks=tasks, holds=holds):
                 self._queue.extend(tasks)
                 self._holds = holds
                 return self._next()
-            case Recalled(own=own, thief=thief):
-                return [TellReturned(event.turn, self._give(own, thief))]
-            case Closed():
+            case TasksRecalled(own=own, thief=thief):
+                return [ReportReturned(event.phase, self._give(own, thief))]
+            case PhaseClosed():
                 self._holds = False
                 return self._next()
-            case Refused():
+            case UpdateRefused():
                 return []
-            case Dropped(turn=turn, kept=kept):
+            case PhaseDropped(phase=phase, kept=kept):
                 if self._busy:
-                    self._dropped.add(turn)
-                self._turn = None
+                    self._dropped.add(phase)
+                self._phase_id = None
                 self._clear()
-                return [Forget(turn, kept)]
-            case Trained():
+                return [ForgetPhase(phase, kept)]
+            case TasksTrained():
                 self._busy = False
                 self._trained += len(event.timed)
                 self._timed += event.timed
                 self._refused += event.refused
                 return self._next()
 
-    def _open(self, opening: Opening, tasks: tuple[Task, ...], holds: bool) -> list[ExecutorInstruction]:
+    def _open(self, opening: PhaseSetup, tasks: tuple[ClientTask, ...], holds: bool) -> list[ExecutorInstruction]:
         self._clear()
-        self._turn, self._holds = opening.turn, holds
-        # What still trains belongs to the turn before: its `Trained` is stale, and must not hold this one up.
+        self._phase_id, self._holds = opening.phase, holds
+        # What still trains belongs to the phase before: its `Trained` is stale, and must not hold this one up.
         self._busy = False
         self._queue.extend(tasks)
-        return [Begin(opening), *self._next()]
+        return [BeginPhase(opening), *self._next()]
 
     def _clear(self) -> None:
         self._queue.clear()
         self._timed, self._refused = [], []
-        self._told = False
+        self._reported = False
         self._phase = "idle"
 
     def _next(self) -> list[ExecutorInstruction]:
-        assert self._turn is not None
+        assert self._phase_id is not None
         if self._busy:
             return []
         if self._queue:
-            self._busy, self._told, self._phase = True, False, "training"
-            return [Train(self._turn, self._take())]
+            self._busy, self._reported, self._phase = True, False, "training"
+            return [TrainTasks(self._phase_id, self._take())]
         if self._holds:
-            if self._told:
+            if self._reported:
                 return []
-            self._told, self._phase = True, "drained"
-            return [TellDrained(self._turn)]
+            self._reported, self._phase = True, "drained"
+            return [ReportDrained(self._phase_id)]
         timed, refused = tuple(self._timed), tuple(self._refused)
-        turn = self._turn
+        phase = self._phase_id
         self._clear()
-        return [SendSums(turn, timed, refused)]
+        return [SendSums(phase, timed, refused)]
 
-    def _take(self) -> tuple[Task, ...]:
+    def _take(self) -> tuple[ClientTask, ...]:
         tasks = [self._queue.popleft()]
         alike = tasks[0].samples, tasks[0].late
-        while self._queue and len(tasks) < self._together and (self._queue[0].samples, self._queue[0].late) == alike:
+        while (
+            self._queue
+            and len(tasks) < self._clients_per_vmap
+            and (self._queue[0].samples, self._queue[0].late) == alike
+        ):
             tasks.append(self._queue.popleft())
         return tuple(tasks)
 
-    def _give(self, own: Line, thief: Line) -> tuple[Task, ...]:
+    def _give(self, own: LinearFit, thief: LinearFit) -> tuple[ClientTask, ...]:
         """From the tail, as long as the other ends no later with it than this executor would."""
         left_s = sum(own.seconds(t.samples) for t in self._queue)
-        given: deque[Task] = deque()
+        given: deque[ClientTask] = deque()
         given_s = 0.0
         while self._queue and given_s + thief.seconds(self._queue[-1].samples) <= left_s:
             task = self._queue.pop()

@@ -10,7 +10,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from isthmus.errors import UserError
-from isthmus.streams import stream
+from isthmus.rng import stream
 from isthmus.units import parse_duration
 
 Integers = NDArray[np.int64]

@@ -9,8 +9,8 @@ import msgspec
 Why = Literal["all", "quorum", "deadline"]
 
 
-class Gathering(msgspec.Struct, frozen=True, kw_only=True):
-    """Executors that come and go, as sites do: who is lost may come back, and takes part from the next turn on."""
+class ExecutorChurn(msgspec.Struct, frozen=True, kw_only=True):
+    """Executors that come and go, as sites do: who is lost may come back, and takes part from the next phase on."""
 
     start: int
     """The run begins when so many are here."""
@@ -42,7 +42,7 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
     """Rounds that an update may be late and count still, for less (FedBuff); 0: late ones count nowhere."""
     at_work: int = 0
     """Of a simulation with late updates: clients at work at any time, of whom a round is the next `needed` that end."""
-    gathering: Gathering | None = None
+    gathering: ExecutorChurn | None = None
     """None: a run begins when all are here, and whoever is lost stays lost."""
 
     def enough(self, needed: int) -> int:
@@ -50,7 +50,7 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.minimum, round(self.quorum * needed))
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The closing rules in words."""
         if self.at_work:
             share = f"the next {self.needed} of {self.at_work} at work"
@@ -61,7 +61,7 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
         return f"{share}, at least {self.minimum}, deadline {self.deadline_s:g} s{late}"
 
     def why_over(self, outstanding: int, done: int, needed: int, open_s: float, behind: int = 0) -> Why | None:
-        """Why a turn is over with `done` clients in and others `outstanding`; None while it is not. Of these `behind`
+        """Why a phase is over with `done` clients in and others `outstanding`; None while it is not. Of these `behind`
         are with executors that work for an earlier turn still: a round that has its `minimum` goes on without them."""
         waiting = outstanding - behind
         if not outstanding or (not waiting and done >= self.minimum):

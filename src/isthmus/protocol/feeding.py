@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.plans.turns import turn
+from isthmus.plans.feeder_order import feeder_slot
 from isthmus.protocol.work import Item
 
 
@@ -27,7 +27,7 @@ class Feeding(msgspec.Struct, frozen=True, kw_only=True):
     def holder(self, item: Item, micro_batch: int) -> int:
         """Whose micro-batch of an item it is: the number of the holder."""
         number = item.first_sample // self.micro_batch_size + micro_batch
-        return turn(self.train if item.kind == "train" else self.heldout, number).holder
+        return feeder_slot(self.train if item.kind == "train" else self.heldout, number).holder
 
     def present(self, workers: tuple[int, ...], item: Item, micro_batch: int) -> tuple[int, ...]:
         """Those of some workers that have to do with a micro-batch."""

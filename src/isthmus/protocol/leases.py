@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from isthmus.protocol.recovery import Layout
+from isthmus.protocol.recovery import StateLayout
 from isthmus.protocol.work import Item, RunSpec, items
 
 
@@ -21,7 +21,7 @@ class Leases:
     at most.
     """
 
-    def __init__(self, spec: RunSpec, layout: Layout) -> None:
+    def __init__(self, spec: RunSpec, layout: StateLayout) -> None:
         self._spec = spec
         self._layout = layout
         self._rest: Iterator[Item] = iter(())
@@ -38,7 +38,7 @@ class Leases:
         self.leased = self.finished = 0
         self.begin(spec.start_step, layout, due=False)
 
-    def begin(self, step: int, layout: Layout, *, due: bool) -> None:
+    def begin(self, step: int, layout: StateLayout, *, due: bool) -> None:
         """Go on from the state after `step` steps; whatever was open is void."""
         self._layout = layout
         self._rest = items(msgspec.structs.replace(self._spec, start_step=step), due=due)
@@ -93,7 +93,7 @@ class Leases:
             self._keep_next = self._keep_due()
         elif item.kind == "keep":
             self._keep_next, self._keep_step = False, item.step
-            self._waits = {"", *self._layout.mirrors}
+            self._waits = {"", *self._layout.snapshot_copies}
         return item
 
     def _keep_due(self) -> bool:
@@ -126,9 +126,9 @@ class Leases:
 
     def kept(self, step: int) -> int | None:
         """All devices have made their part of the snapshot. Its step, if it is complete now."""
-        return self.mirrored("", step)
+        return self.snapshot_sources("", step)
 
-    def mirrored(self, of: str, step: int) -> int | None:
+    def snapshot_sources(self, of: str, step: int) -> int | None:
         """A device's part has its copy. The snapshot's step, if it is complete now."""
         if self._waits is None or step != self._keep_step:
             return None

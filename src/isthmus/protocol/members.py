@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from isthmus.protocol.recovery import Holding
+from isthmus.protocol.recovery import StateHolding
 
 
 class Members:
@@ -14,7 +14,7 @@ class Members:
         self._offered: set[str] = set()
         """Devices that could be called."""
         self._leaving: set[str] = set()
-        self._held: dict[str, Sequence[Holding]] = {}
+        self._held: dict[str, Sequence[StateHolding]] = {}
 
     @property
     def available(self) -> frozenset[str]:
@@ -22,7 +22,7 @@ class Members:
         return frozenset((self.here | self._offered) - self._leaving)
 
     @property
-    def holdings(self) -> Mapping[str, Sequence[Holding]]:
+    def holdings(self) -> Mapping[str, Sequence[StateHolding]]:
         """By device that is here."""
         return {device: held for device, held in self._held.items() if device in self.here}
 
@@ -34,12 +34,12 @@ class Members:
     def missing(self, devices: Iterable[str]) -> list[str]:
         return [device for device in devices if device not in self.here]
 
-    def joined(self, device: str, holdings: Sequence[Holding]) -> None:
+    def joined(self, device: str, holdings: Sequence[StateHolding]) -> None:
         self.here.add(device)
         self._offered.discard(device)
         self._held[device] = holdings
 
-    def holds(self, device: str, holdings: Sequence[Holding]) -> None:
+    def holds(self, device: str, holdings: Sequence[StateHolding]) -> None:
         self._held[device] = holdings
 
     def asked(self) -> None:

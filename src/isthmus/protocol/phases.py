@@ -8,7 +8,7 @@ import msgspec
 
 Phase = Literal[
     "joining", "holding", "recalling", "planning", "fetching", "placing", "running", "settling", "closing", "done"
-]  # fmt: skip
+]
 
 
 class CoordinatorStatistics(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import msgspec
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True):
+class StateHolding(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of the state after `step` steps, as plan epoch `epoch` made it, in a device's memory."""
 
     epoch: int
@@ -26,12 +26,12 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     parts: frozenset[str]
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Who holds what under a plan."""
 
     parts: Mapping[str, frozenset[str]]
     """Per device, what its stage changes in training. Replicas hold the same parts."""
-    mirrors: Mapping[str, str] = {}
+    snapshot_copies: Mapping[str, str] = {}
     """Per device, which other one keeps a copy of its snapshots."""
     keep_every: int = 0
     """Steps between snapshots in memory, at least; 0 for none."""
@@ -40,8 +40,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     period: int = 1
     """Steps after which replicas are equal: snapshots and changes of plan wait for it."""
     repeats: bool = False
-    """Whether who has a state and each step's gradients can do the steps again: so newcomers get theirs, while the
-    others train."""
+    """Whether who has a state and each step's gradients can do the steps again: so joining devices get theirs, while
+    the others train."""
 
     @property
     def all_parts(self) -> frozenset[str]:
@@ -67,11 +67,11 @@ class Lineage:
         return own is not None and own <= step <= min((s for e, s in self._began.items() if e > epoch), default=step)
 
 
-Held = Mapping[str, Sequence[Holding]]
+Held = Mapping[str, Sequence[StateHolding]]
 """By device, what it says it holds."""
 
 
-def held_at(step: int, held: Held, lineage: Lineage) -> dict[str, frozenset[str]]:
+def holders_at(step: int, held: Held, lineage: Lineage) -> dict[str, frozenset[str]]:
     """By device, the parts of the state after `step` that it holds."""
     return {
         device: frozenset[str]().union(*(h.parts for h in holdings if h.step == step and lineage.counts(h.epoch, step)))
@@ -82,18 +82,18 @@ def held_at(step: int, held: Held, lineage: Lineage) -> dict[str, frozenset[str]
 def recovery_step(parts: Set[str], held: Held, lineage: Lineage) -> int | None:
     """The latest step whose whole state is in somebody's memory; None when there is none."""
     steps = {h.step for holdings in held.values() for h in holdings}
-    whole = (s for s in steps if parts <= frozenset[str]().union(*held_at(s, held, lineage).values()))
+    whole = (s for s in steps if parts <= frozenset[str]().union(*holders_at(s, held, lineage).values()))
     return max(whole, default=None)
 
 
-def loans(needs: Mapping[str, Set[str]], holds: Mapping[str, Set[str]]) -> dict[str, frozenset[str]]:
+def state_donors(needs: Mapping[str, Set[str]], holds: Mapping[str, Set[str]]) -> dict[str, frozenset[str]]:
     """By device, what it gives for others to have what they need and do not hold. Each part is asked for once, of
     whoever holds it and gives least so far."""
     missing = sorted({part for device, wanted in needs.items() for part in wanted - holds.get(device, frozenset())})
     given: Counter[str] = Counter()
     found: dict[str, set[str]] = {}
     for part in missing:
-        lender = min((d for d, parts in holds.items() if part in parts), key=lambda d: (given[d], d))
-        given[lender] += 1
-        found.setdefault(lender, set()).add(part)
+        donor = min((d for d, parts in holds.items() if part in parts), key=lambda d: (given[d], d))
+        given[donor] += 1
+        found.setdefault(donor, set()).add(part)
     return {device: frozenset(parts) for device, parts in found.items()}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from isthmus.protocol.coordinator_events import Reported
+from isthmus.protocol.coordinator_events import ItemReported
 from isthmus.protocol.finite import Divergence
 from isthmus.protocol.work import Item
 
-Reports = Mapping[str, Reported]
+Reports = Mapping[str, ItemReported]
 """By device."""
 
 
@@ -16,9 +16,9 @@ class ItemReports:
     """Those of items that not all devices have reported yet."""
 
     def __init__(self) -> None:
-        self._reports: dict[int, dict[str, Reported]] = {}
+        self._reports: dict[int, dict[str, ItemReported]] = {}
 
-    def add(self, report: Reported, devices: Collection[str]) -> Reports | None:
+    def add(self, report: ItemReported, devices: Collection[str]) -> Reports | None:
         """All reports of the item once every device's is here, which are then forgotten; None before."""
         found = self._reports.setdefault(report.item, {})
         found[report.device] = report
@@ -35,9 +35,9 @@ class ItemReports:
 
 def mean_loss(reports: Reports) -> float | None:
     """Sum of losses over sum of counts; None when no stage of the item has the loss, or nothing was counted."""
-    told = [r for r in reports.values() if r.loss is not None]
-    count = sum(r.count or 0.0 for r in told)
-    return sum(r.loss or 0.0 for r in told) / count if count else None
+    with_loss = [r for r in reports.values() if r.loss is not None]
+    count = sum(r.count or 0.0 for r in with_loss)
+    return sum(r.loss or 0.0 for r in with_loss) / count if count else None
 
 
 def non_finite(item: Item, reports: Reports, divergence: Divergence) -> tuple[str, bool]:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from isthmus.errors import UserError
-from isthmus.plans.collective import Message, Round, rounds
+from isthmus.plans.collective import CollectiveMessage, Round, rounds
+from isthmus.plans.feeder_order import whole
 from isthmus.plans.plan import Plan, Replica
-from isthmus.plans.turns import whole
 from isthmus.protocol.exchange import GroupView
 from isthmus.protocol.feeding import Feeding
 from isthmus.protocol.worker import StageView
@@ -39,39 +39,52 @@ def plan_views(
     groups = _groups(plan)
     return tuple(
         msgspec.structs.replace(
-            view, skips=skips, groups=groups.get(view.stage, ()), averages=plan.sync.averages, period=plan.sync.period,
+            view,
+            skips=skips,
+            groups=groups.get(view.stage, ()),
+            averages=plan.sync.averages,
+            period=plan.sync.period,
             delay=plan.sync.outer.delay if plan.sync.outer else 0,
         )
         for view in found
-    )  # fmt: skip
+    )
 
 
 def feeding_of(plan: Plan) -> Feeding | None:
     """Who does which micro-batches, where several holders feed a plan's chain. UserError where its copies are not
     theirs."""
-    own_samples, devices = plan.terms.own_samples, plan.devices
+    own_samples, devices = plan.constraints.own_samples, plan.devices
     copied = [copies for replica in plan.replicas for copies in replica.copied.values()]
     for copies in copied:
         held = tuple(devices[worker] for worker in copies)
-        if held != plan.terms.feeders:
-            expected = ", ".join(plan.terms.feeders) or "none: no holder has data of its own"
+        if held != plan.constraints.feeders:
+            expected = ", ".join(plan.constraints.feeders) or "none: no holder has data of its own"
             raise UserError(f"plan: copies: got copies of a stage on {', '.join(held)}, expected {expected}")
-    if len(plan.terms.feeders) < 2:
+    if len(plan.constraints.feeders) < 2:
         return None
     if len(plan.replicas) > 1 or not copied:
         raise UserError(f"plan: replicas: got {len(plan.replicas)}, expected one, whose first stage has copies")
     size = plan.micro_batch_size
     return Feeding(
-        train=tuple(h.train for h in own_samples), heldout=whole(tuple(h.heldout for h in own_samples), size),
-        micro_batch_size=size, copies=tuple(copied),
-    )  # fmt: skip
+        train=tuple(h.train for h in own_samples),
+        heldout=whole(tuple(h.heldout for h in own_samples), size),
+        micro_batch_size=size,
+        copies=tuple(copied),
+    )
 
 
 def _shifted(view: StageView, first: int) -> StageView:
     """The view with workers' numbers in place of its replica's stages."""
     neighbours = (
-        "forward_from", "forward_to", "backward_from", "backward_to", "eval_from", "eval_to", "lends_to", "borrows_from"
-    )  # fmt: skip
+        "forward_from",
+        "forward_to",
+        "backward_from",
+        "backward_to",
+        "eval_from",
+        "eval_to",
+        "parameter_users",
+        "parameter_owners",
+    )
     moved = {name: tuple(first + s for s in getattr(view, name)) for name in neighbours}
     return msgspec.structs.replace(view, stage=first + view.stage, first=first, **moved)
 
@@ -90,29 +103,31 @@ def _groups(plan: Plan) -> dict[int, tuple[GroupView, ...]]:
                 f"expected some of 0..{plan.sync.period - 1}"
             )
         for member, its in zip(members, rounds(group.collective, len(members)), strict=True):
-            view = GroupView(
-                group=number, rounds=tuple(_among(r, members) for r in its), iterations=group.iterations
-            )
+            view = GroupView(group=number, rounds=tuple(_among(r, members) for r in its), iterations=group.iterations)
             found[member] = (*found.get(member, ()), view)
     return found
 
 
 def _among(r: Round, members: Sequence[int]) -> Round:
-    def named(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        return tuple(Message(members[m.other], m.parts) for m in messages)
+    def named(messages: tuple[CollectiveMessage, ...]) -> tuple[CollectiveMessage, ...]:
+        return tuple(CollectiveMessage(members[m.other], m.parts) for m in messages)
 
     return Round(sends=named(r.sends), receives=named(r.receives), adds=r.adds)
 
 
 def stage_views(
-    replica: Replica, *, clips: bool, counts: bool, eval_edges: Iterable[Pair] | None = None,
+    replica: Replica,
+    *,
+    clips: bool,
+    counts: bool,
+    eval_edges: Iterable[Pair] | None = None,
     feeding: Feeding | None = None,
-) -> tuple[StageView, ...]:  # fmt: skip
+) -> tuple[StageView, ...]:
     """The views of one replica's stages and their copies, as workers are counted. See `plan_views`."""
     _check_limits(replica)
     _check_pairs("edge", [(e.source, e.target) for e in replica.edges], len(replica.stages), onward=True)
-    lent = [(p.owner, user) for p in replica.shared for user in p.users if user != p.owner]
-    _check_pairs("shared parameter", lent, len(replica.stages))
+    shared_uses = [(p.owner, user) for p in replica.shared for user in p.users if user != p.owner]
+    _check_pairs("shared parameter", shared_uses, len(replica.stages))
     edges = replica.worker_edges
     forward = [(e.source, e.target) for e in edges]
     evaluation = forward if eval_edges is None else list(eval_edges)
@@ -121,12 +136,15 @@ def stage_views(
     forward_from, forward_to = _neighbours(forward)
     backward_from, backward_to = _neighbours((e.target, e.source) for e in edges if e.gradients)
     eval_from, eval_to = _neighbours(evaluation)
-    borrows_from, lends_to = _neighbours((a, b) for _, a, b in replica.lent if a != b)
+    parameter_owners, parameter_users = _neighbours((a, b) for _, a, b in replica.shared_uses if a != b)
     chain, loss_stage = replica.stage_of, _loss_stage(replica)
     has_backward = {
         *(number for number, stage in enumerate(replica.workers) if stage.flops_backward),
-        *backward_from, *backward_to, *borrows_from, *lends_to,
-    }  # fmt: skip
+        *backward_from,
+        *backward_to,
+        *parameter_owners,
+        *parameter_users,
+    }
     return tuple(
         StageView(
             stage=s,
@@ -138,8 +156,8 @@ def stage_views(
             backward_to=backward_to.get(s, ()),
             eval_from=eval_from.get(s, ()),
             eval_to=eval_to.get(s, ()),
-            lends_to=lends_to.get(s, ()),
-            borrows_from=borrows_from.get(s, ()),
+            parameter_users=parameter_users.get(s, ()),
+            parameter_owners=parameter_owners.get(s, ()),
             trains=s in has_backward,
             has_loss=chain[s] == loss_stage,
             losses=chain.count(loss_stage),

@@ -40,9 +40,11 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
         first = self.first * item.micro_batches // self.of
         last = (self.first + self.count) * item.micro_batches // self.of
         return msgspec.structs.replace(
-            item, first_sample=item.first_sample + first * self.micro_batch_size,
-            micro_batches=last - first, first_micro_batch=first,
-        )  # fmt: skip
+            item,
+            first_sample=item.first_sample + first * self.micro_batch_size,
+            micro_batches=last - first,
+            first_micro_batch=first,
+        )
 
 
 def shares(counts: Sequence[int], micro_batch_size: int) -> tuple[Share, ...]:
@@ -94,8 +96,11 @@ def _after(done: int, spec: RunSpec, count: Iterator[int]) -> Iterator[Item]:
     if spec.eval_every and (done % spec.eval_every == 0 or last):
         for start in range(0, spec.eval_micro_batches, spec.micro_batches):
             yield Item(
-                index=next(count), kind="eval", step=done, first_sample=start * spec.micro_batch_size,
+                index=next(count),
+                kind="eval",
+                step=done,
+                first_sample=start * spec.micro_batch_size,
                 micro_batches=min(spec.micro_batches, spec.eval_micro_batches - start),
-            )  # fmt: skip
+            )
     if last or (spec.save_every and done % spec.save_every == 0):
         yield Item(index=next(count), kind="save", step=done)

@@ -2,10 +2,10 @@
 
 The life of a training item on one stage, with what must have arrived before each step:
 
-    shared values of borrowed parameters ─┐
+    shared values of shared parameters of other stages ─┐
     activations of micro-batch m ─────────┴─► F(m) ─► send activations
     gradients of micro-batch m ─────────────► B(m) ─► send gradients
-    all B done ─► send gradients of borrowed parameters
+    all B done ─► send gradients of shared parameters of other stages
     their users' gradients, the loss count ─► (sum gradients with other replicas) ─► collect ─► send norms
     everyone's norms ─► update ─► (or average parameters with other replicas) ─► report ─► next item
 
@@ -38,8 +38,7 @@ from isthmus.protocol.events import (
     Fill,
     Filled,
     Halted,
-    Keep,
-    Kept,
+    KeepSnapshot,
     Opened,
     Parcel,
     PartsArrived,
@@ -47,6 +46,7 @@ from isthmus.protocol.events import (
     Save,
     Saved,
     Send,
+    SnapshotKept,
     Stop,
     Take,
     Taken,
@@ -80,9 +80,9 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     backward_to: tuple[int, ...]
     eval_from: tuple[int, ...] = ()
     eval_to: tuple[int, ...] = ()
-    lends_to: tuple[int, ...] = ()
+    parameter_users: tuple[int, ...] = ()
     """Stages that use parameters that this one owns."""
-    borrows_from: tuple[int, ...] = ()
+    parameter_owners: tuple[int, ...] = ()
     trains: bool = True
     """Whether this stage has a backward pass at all."""
     has_loss: bool = False
@@ -131,9 +131,20 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Phase = Literal[
-    "idle", "tasklets", "gathering", "filling", "averaging", "taking", "collecting", "clipping", "updating", "settling",
-    "saving", "keeping", "halted",
-]  # fmt: skip
+    "idle",
+    "tasklets",
+    "gathering",
+    "filling",
+    "averaging",
+    "taking",
+    "collecting",
+    "clipping",
+    "updating",
+    "settling",
+    "saving",
+    "keeping",
+    "halted",
+]
 
 
 class WorkerStatistics(msgspec.Struct, frozen=True):
@@ -215,7 +226,7 @@ class Worker:
             case Saved(item=item):
                 self._expect("saving", "idle", item)
                 self._finish(item, out)
-            case Kept(item=item):
+            case SnapshotKept(item=item):
                 self._expect("keeping", "idle", item)
                 self._finish(item, out)
             case Halted():
@@ -311,7 +322,7 @@ class Worker:
         if self._item.kind == "save":
             self._start("saving", Save(self._index), out)
         else:
-            self._start("keeping", Keep(self._index), out)
+            self._start("keeping", KeepSnapshot(self._index), out)
 
     @property
     def settled(self) -> bool:
@@ -332,7 +343,7 @@ class Worker:
             return
         self._phase = "tasklets"
         self._own = self.view.own(item)
-        out += [Send("shared", s, item.index) for s in self.view.lends_to]
+        out += [Send("shared", s, item.index) for s in self.view.parameter_users]
         if item.kind == "train" and not self._own:
             self._counted(out)
 
@@ -351,7 +362,7 @@ class Worker:
             self._advance(out)
         elif item.kind == "train" and self._backwards == len(self._own):
             self._phase = "gathering"
-            out += [Send("shared_gradient", s, item.index) for s in self.view.borrows_from]
+            out += [Send("shared_gradient", s, item.index) for s in self.view.parameter_owners]
         elif (micro_batch := self._ready_backward(item.index)) is not None:
             self._waiting_backward.remove(micro_batch)
             self._busy = True
@@ -375,14 +386,14 @@ class Worker:
             return False
         micro_batch = self._own[self._next_forward]
         sources = self._of(self.view.forward_from if train else self.view.eval_from, micro_batch)
-        return self._has("shared", item.index, self.view.borrows_from) and self._has(
+        return self._has("shared", item.index, self.view.parameter_owners) and self._has(
             "forward", item.index, sources, micro_batch
         )
 
     def _gathered(self) -> bool:
         due = self.view.losses - self.view.has_loss if self.view.counts else 0
         count_here = len(self._arrived.get(("count", self._index, -1), ())) >= due
-        return count_here and self._has("shared_gradient", self._index, self.view.lends_to)
+        return count_here and self._has("shared_gradient", self._index, self.view.parameter_users)
 
     def _has(self, parcel: Parcel, item: int, sources: tuple[int, ...], micro_batch: int = -1) -> bool:
         return self._arrived.get((parcel, item, micro_batch), set()).issuperset(sources)

@@ -1,6 +1,6 @@
 """Reports: terminal tables, live progress, pictures, and the summaries that machines read."""
 
-from isthmus.report.compared import ComparedPlan, Comparison, Headroom, compared_table, least_headroom, ranked
+from isthmus.report.comparison import ComparedPlan, Comparison, Headroom, compared_table, least_headroom, ranked
 from isthmus.report.explanation import Explanation, explain, explanation_text
 from isthmus.report.fleet_tables import fleet_table, planners_table, topologies_table
 from isthmus.report.memory import memory_table, memory_use
@@ -24,10 +24,9 @@ from isthmus.report.summary import (
 )
 from isthmus.report.tables import comparison_table, plan_table
 from isthmus.report.verdict_table import verdict_table
-from isthmus.report.what_if import Change, improvements
+from isthmus.report.what_if import Improvement, improvements
 
 __all__ = [
-    "Change",
     "ComparedPlan",
     "Comparison",
     "ComparisonSummary",
@@ -35,6 +34,7 @@ __all__ = [
     "DeviceUse",
     "Explanation",
     "Headroom",
+    "Improvement",
     "LinkUse",
     "PlanComparison",
     "PlanSummary",

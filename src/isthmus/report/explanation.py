@@ -11,9 +11,9 @@ from rich.text import Text
 
 from isthmus.cost import Placement, Problem, is_priced, step_price
 from isthmus.cost.compute import compute_s
-from isthmus.plans import Plan, Replica, Sync, SyncGroup
+from isthmus.plans import Plan, Replica, ReplicaSync, SyncGroup
 from isthmus.report.certificates import certificate_text
-from isthmus.report.what_if import Change, improvements, placements, with_device
+from isthmus.report.what_if import Improvement, improvements, placements, with_device
 from isthmus.units import format_bandwidth, format_duration, format_size
 
 MOST_CHANGES = 5
@@ -31,7 +31,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[str, ...]
     links: tuple[str, ...]
     left_out: tuple[str, ...]
-    helps: tuple[Change, ...]
+    helps: tuple[Improvement, ...]
 
 
 def explain(problem: Problem, plan: Plan) -> Explanation:
@@ -100,29 +100,29 @@ def _step(problem: Problem, plan: Plan, slowest: Placement, steps_s: Sequence[fl
     busy = plan.micro_batches * work / speed / said.step_s if said.step_s else 0.0
     used = f"{len(plan.used)} of {len(problem.fleet.names)}"
     yield f"Devices in use: {used}; weighted by their speeds they compute {busy:.1%} of the time."
-    yield from _terms(problem, plan)
+    yield from _constraints(problem, plan)
     if plan.certificate is not None:
         yield f"Certificate: {certificate_text(plan.certificate)}."
 
 
-def _terms(problem: Problem, plan: Plan) -> Iterator[str]:
+def _constraints(problem: Problem, plan: Plan) -> Iterator[str]:
     """What was asked besides time, and what the plan costs where anything has a price."""
-    terms = problem.terms
+    constraints = problem.constraints
     if is_priced(problem.fleet):
         price = step_price(plan, problem.fleet)
         yield (
             f"1,000 steps cost {1000 * price.total:.4g} in the fleet's unit: {1000 * price.devices:.4g} for devices, "
             f"{1000 * price.egress:.4g} for bytes that leave priced sites"
-            f"{'; the plan was made to cost little' if terms.objective == 'cost' else ''}."
+            f"{'; the plan was made to cost little' if constraints.objective == 'cost' else ''}."
         )
-    if terms.copied:
-        parts = zip(terms.feeders, terms.shares, strict=True)
-        told = " and ".join(f"{name} {share:.1%} of the micro-batches" for name, share in parts)
-        yield f"Each holder feeds the chain with its own data, by a copy of the first stage: {told}."
-    elif terms.data_holders:
-        yield f"Only {', '.join(terms.data_holders)} may read the data: the first stage runs there."
-    if terms.data_holders:
-        if terms.labels_stay:
+    if constraints.copied:
+        parts = zip(constraints.feeders, constraints.shares, strict=True)
+        text = " and ".join(f"{name} {share:.1%} of the micro-batches" for name, share in parts)
+        yield f"Each holder feeds the chain with its own data, by a copy of the first stage: {text}."
+    elif constraints.data_holders:
+        yield f"Only {', '.join(constraints.data_holders)} may read the data: the first stage runs there."
+    if constraints.data_holders:
+        if constraints.labels_stay:
             yield "Labels stay there too: so does the last stage, with every operator that takes labels."
         else:
             yield "Labels, and other columns that later stages take, are sent on from the first stage."
@@ -166,7 +166,10 @@ def _stages(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterat
                 f"Replica {number} takes {replica.micro_batches} of {plan.micro_batches} micro-batches, "
                 f"{format_duration(_step_s(p, replica))}:"
             )
-        period_s, parts = _period_s(p, replica), dict(zip(plan.terms.feeders, plan.terms.shares, strict=True))
+        period_s, parts = (
+            _period_s(p, replica),
+            dict(zip(plan.constraints.feeders, plan.constraints.shares, strict=True)),
+        )
         for k, stage in zip(replica.stage_of, replica.workers, strict=True):
             flops = (stage.flops_forward + stage.flops_backward) * parts.get(stage.device, 1.0)
             busy_s = compute_s(problem, stage.device, flops)
@@ -175,7 +178,7 @@ def _stages(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterat
             yield (
                 f"{stage.device}: operators {stage.first}..{stage.last}, {share:.1%} of the FLOPs, computes "
                 f"{busy_s / period_s if period_s else 0:.0%} of each period; "
-                f"{format_size(stage.memory.total)} of {format_size(room)}{problem.terms.after_headroom}, "
+                f"{format_size(stage.memory.total)} of {format_size(room)}{problem.constraints.after_headroom}, "
                 f"{replica.schedule.in_flight[k]} micro-batches in flight"
             )
             if stage.recompute:
@@ -206,13 +209,13 @@ def _links(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterato
         yield f"... and {len(lines) - MOST_CROSSINGS} more"
 
 
-def _often(sync: Sync, group: SyncGroup) -> str:
+def _often(sync: ReplicaSync, group: SyncGroup) -> str:
     return "once per step" if sync.period == 1 else f"in {len(group.iterations)} of {sync.period} steps"
 
 
 def _crossings(problem: Problem, placed: Placement, replica: Replica) -> Iterator[str]:
     names, fleet, period_s = placed.order, problem.fleet, _period_s(placed, replica)
-    parts = dict(zip(problem.terms.feeders, problem.terms.shares, strict=True))
+    parts = dict(zip(problem.constraints.feeders, problem.constraints.shares, strict=True))
     for edge, time in zip(placed.edges, placed.times.edges, strict=True):
         a, b = names[edge.source], names[edge.target]
         if a == b:

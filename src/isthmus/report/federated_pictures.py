@@ -36,8 +36,15 @@ def draw_rounds(lines: Sequence[RoundLine], path: Path) -> bool:
         numbers = [number for number, _ in each]
         mean = np.array([c.mean for _, c in each])
         spread = np.array([c.deviation for _, c in each])
-        axes.fill_between(numbers, np.clip(mean - spread, 0, 1), np.clip(mean + spread, 0, 1), color=_COLOURS[2],
-                          alpha=0.15, linewidth=0, label="one standard deviation")  # fmt: skip
+        axes.fill_between(
+            numbers,
+            np.clip(mean - spread, 0, 1),
+            np.clip(mean + spread, 0, 1),
+            color=_COLOURS[2],
+            alpha=0.15,
+            linewidth=0,
+            label="one standard deviation",
+        )
         axes.plot(numbers, mean, color=_COLOURS[2], linewidth=1.4, label="mean of clients, each on its own data")
         worst = [c.worst_decile for _, c in each]
         axes.plot(numbers, worst, color=_COLOURS[1], linewidth=1.4, label="mean of the worst tenth of clients")
@@ -59,8 +66,9 @@ def draw_round_timeline(line: RoundLine, path: Path) -> None:
         seconds = np.array([timed.seconds for timed in line.record.trained[name]])
         bars = list(zip(np.cumsum(seconds) - seconds, seconds, strict=True))
         edge = 0.4 if len(bars) <= MOST_EDGED else 0.0  # of many, edges would be all that is seen
-        axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=(_COLOURS[0], _COLOURS[5]), edgecolor="white",
-                         linewidth=edge)  # fmt: skip
+        axes.broken_barh(
+            bars, (row - 0.35, 0.7), facecolors=(_COLOURS[0], _COLOURS[5]), edgecolor="white", linewidth=edge
+        )
     if line.record.predicted_s is not None:
         axes.axvline(line.record.predicted_s, color=_INK, linewidth=1, linestyle=(0, (5, 3)), label="planned makespan")
         _legend_above(axes)
@@ -73,7 +81,7 @@ def draw_round_timeline(line: RoundLine, path: Path) -> None:
     _save(figure, path)
 
 
-def draw_paces(lines: Sequence[RoundLine], path: Path) -> bool:
+def draw_throughput(lines: Sequence[RoundLine], path: Path) -> bool:
     """Every client's time over its samples, by executor, and the lines that the last round was planned with."""
     planned = [line for line in lines if line.record.lines]
     if not planned:

@@ -14,15 +14,29 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.federated.history import RoundLine
-from isthmus.plain import plain
-from isthmus.protocol.federated_events import Line
+from isthmus.protocol.federated_events import LinearFit
 from isthmus.report.live import still_live
 from isthmus.report.tables import new_table, titled
+from isthmus.sanitize import sanitize
 from isthmus.simulator.federated import SimulatedRound
 from isthmus.units import format_duration, format_size
 
-COLUMNS = ("round", "clients", "loss", "accuracy", "worst\ndecile", "round\ntime", "makespan", "planned", "bound",
-           "time\nerror", "stolen", "busy", "bytes", "closed\nby")  # fmt: skip
+COLUMNS = (
+    "round",
+    "clients",
+    "loss",
+    "accuracy",
+    "worst\ndecile",
+    "round\ntime",
+    "makespan",
+    "planned",
+    "bound",
+    "time\nerror",
+    "stolen",
+    "busy",
+    "bytes",
+    "closed\nby",
+)
 WIDE, SPARED = 116, {"worst\ndecile", "planned", "bound", "time\nerror", "stolen"}
 """In a window of fewer columns than that these are left out: cut numbers say nothing."""
 SHOWN_ROUNDS = 12
@@ -33,7 +47,7 @@ MOST_EXECUTORS = 8
 
 
 class FederatedProgress:
-    """A context manager that is told of every committed round."""
+    """A context manager that gets every committed round."""
 
     def __init__(self, console: Console, rounds: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -41,7 +55,7 @@ class FederatedProgress:
         self._clock = clock
         self._recent: deque[RoundLine] = deque(maxlen=SHOWN_ROUNDS)
         self._live = still_live(console)
-        self._said_s, self._said_round = float("-inf"), 0
+        self._logged_s, self._logged_round = float("-inf"), 0
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -58,18 +72,18 @@ class FederatedProgress:
         self._recent.append(line)
         done, now_s = line.record.round + 1, self._clock()
         if self._live is not None:
-            if now_s - self._said_s >= REFRESH_S or done == self._rounds:
-                self._said_s = now_s
+            if now_s - self._logged_s >= REFRESH_S or done == self._rounds:
+                self._logged_s = now_s
                 self._live.update(_table(self._recent, self._rounds, self._console.width), refresh=True)
             return
-        due = now_s - self._said_s >= PLAIN_EVERY_S or done - self._said_round >= PLAIN_SHARE * self._rounds
+        due = now_s - self._logged_s >= PLAIN_EVERY_S or done - self._logged_round >= PLAIN_SHARE * self._rounds
         if due or done == self._rounds:
-            self._said_s, self._said_round = now_s, done
+            self._logged_s, self._logged_round = now_s, done
             self.note(_sentence(line, self._rounds))
 
     def note(self, text: str) -> None:
         """Say something now."""
-        self._console.print(Text(plain(text)), soft_wrap=True, highlight=False)
+        self._console.print(Text(sanitize(text)), soft_wrap=True, highlight=False)
 
 
 def _sentence(line: RoundLine, rounds: int) -> str:
@@ -126,8 +140,8 @@ def _busy(line: RoundLine, executors: Sequence[str]) -> str:
     """Percent per executor, of the round's time, as far as its sums came."""
     busy_s = line.busy_s() if line.seconds else {}
     shown = executors[:MOST_EXECUTORS]
-    told = " ".join(f"{min(1.0, busy_s[name] / line.seconds):.0%}" if name in busy_s else "-" for name in shown)
-    return told if len(executors) <= MOST_EXECUTORS else f"{told} ..."
+    text = " ".join(f"{min(1.0, busy_s[name] / line.seconds):.0%}" if name in busy_s else "-" for name in shown)
+    return text if len(executors) <= MOST_EXECUTORS else f"{text} ..."
 
 
 def rounds_table(lines: Sequence[RoundLine]) -> RenderableType:
@@ -151,7 +165,7 @@ def rounds_table(lines: Sequence[RoundLine]) -> RenderableType:
     return titled(f"{len(lines)} rounds, the first left out", table)
 
 
-def simulated_table(rounds: Sequence[SimulatedRound], line: Line) -> RenderableType:
+def simulated_table(rounds: Sequence[SimulatedRound], line: LinearFit) -> RenderableType:
     """What the virtual clock said: one row per figure."""
     table: Table = new_table(("", "median", "least", "most"), ("median", "least", "most"))
     steady = rounds[1:] or rounds
@@ -168,6 +182,6 @@ def simulated_table(rounds: Sequence[SimulatedRound], line: Line) -> RenderableT
         known = [v for v in values if v is not None]
         if known:
             table.add_row(Text(name), *(Text(shown(f(known))) for f in (statistics.median, min, max)))
-    pace = f"{format_duration(line.seconds_per_sample)} a sample and {format_duration(line.fixed_s)} a client"
+    throughput = f"{format_duration(line.seconds_per_sample)} a sample and {format_duration(line.fixed_s)} a client"
     total = format_duration(sum(r.seconds for r in rounds))
-    return titled(f"{len(rounds)} simulated rounds, {total} in all; on this machine {pace}", table)
+    return titled(f"{len(rounds)} simulated rounds, {total} in all; on this machine {throughput}", table)

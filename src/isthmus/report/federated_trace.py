@@ -26,9 +26,14 @@ def _spans(lines: Sequence[RoundLine]) -> Iterator[Span]:
         record, end_s = line.record, begin_s + line.seconds
         number = record.round + 1
         yield Span(
-            device=COORDINATOR, track="control", name=f"round {number}", start_s=begin_s, end_s=end_s, step=number,
+            device=COORDINATOR,
+            track="control",
+            name=f"round {number}",
+            start_s=begin_s,
+            end_s=end_s,
+            step=number,
             size_bytes=line.sent_bytes + line.received_bytes,
-        )  # fmt: skip
+        )
         for name in sorted(line.busy_s(), key=lambda name: (len(name), name)):
             at_s = begin_s
             if earlier_s := record.earlier_s.get(name, 0.0):

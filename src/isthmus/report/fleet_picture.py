@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan
-from isthmus.report.seats import RECOMPUTES, Seat, Use, seats_of, uses_of
+from isthmus.report.picture_layout import RECOMPUTES, LinkUse, PictureSlot, link_uses_of, slots_of
 from isthmus.units import format_bandwidth, format_duration, format_size
 
 MOST_MARKED = 5
@@ -42,7 +42,7 @@ _HEAT = LinearSegmentedColormap.from_list("heat", ["#F7F4EC", "#C9D3DC", "#8AA4B
 _DPI = 160
 
 
-class _Shape(NamedTuple):
+class _FleetShape(NamedTuple):
     """Inches."""
 
     cell: float
@@ -54,11 +54,11 @@ class _Shape(NamedTuple):
 
 def draw_plan(plan: Plan, fleet: Fleet, path: Path) -> None:
     """Write a PNG. UserError when the plan names a device that is not in the fleet; OSError where the disk refuses."""
-    seats, undrawn = seats_of(plan, fleet)
-    uses = uses_of(plan, fleet, {seat.device: number for number, seat in enumerate(seats)})
+    slots, undrawn = slots_of(plan, fleet)
+    uses = link_uses_of(plan, fleet, {slot.device: number for number, slot in enumerate(slots)})
     slowest = sorted(uses, key=lambda use: -use.seconds)[:MOST_MARKED]
     hardware = _hardware(plan, fleet)
-    shape = _shape(seats, len(slowest))
+    shape = _shape(slots, len(slowest))
     if hardware:
         shape = shape._replace(height=shape.height + 0.2)
     figure = Figure(figsize=(shape.width, shape.height), dpi=_DPI)
@@ -67,41 +67,41 @@ def draw_plan(plan: Plan, fleet: Fleet, path: Path) -> None:
     axes = figure.add_axes(
         (shape.names / shape.width, bottom / shape.height, shape.side / shape.width, shape.side / shape.height)
     )
-    matrix, norm = _matrix(fleet, seats)
+    matrix, norm = _matrix(fleet, slots)
     axes.imshow(matrix, cmap=_HEAT, norm=norm, interpolation="nearest", zorder=1)
     _frame(axes, uses, slowest, shape)
-    if len(seats) <= MOST_WRITTEN:
-        _write_cells(axes, fleet, seats, norm, shape)
-    _draw_seats(axes, seats, shape)
+    if len(slots) <= MOST_WRITTEN:
+        _write_cells(axes, fleet, slots, norm, shape)
+    _draw_slots(axes, slots, shape)
     if np.isfinite(matrix).any():
         _draw_bar(figure, norm, shape, bottom)
-    _draw_words(figure, plan, shape, undrawn, [(use, seats) for use in slowest])
+    _draw_words(figure, plan, shape, undrawn, [(use, slots) for use in slowest])
     if hardware:
         _draw_faint(figure, 0.12 / shape.width, 1 - 0.54 / shape.height, hardware, "top", 8.5)
     figure.savefig(path, format="png", metadata={"Software": "isthmus"})
 
 
-def _shape(seats: Sequence[Seat], marked: int) -> _Shape:
-    count = len(seats)
+def _shape(slots: Sequence[PictureSlot], marked: int) -> _FleetShape:
+    count = len(slots)
     cell = 0.92 if count <= 4 else 0.8 if count <= MOST_WRITTEN else max(0.115, min(0.42, 9.0 / count))
     side = cell * count
-    names = 0.55 + 0.075 * max(len(_short(seat.device)) for seat in seats)
-    return _Shape(cell, side, names, max(6.4, names + side + 1.5), side + names + 1.2 + 0.2 * marked)
+    names = 0.55 + 0.075 * max(len(_short(slot.device)) for slot in slots)
+    return _FleetShape(cell, side, names, max(6.4, names + side + 1.5), side + names + 1.2 + 0.2 * marked)
 
 
-def _matrix(fleet: Fleet, seats: Sequence[Seat]) -> tuple[NDArray[np.float64], LogNorm]:
+def _matrix(fleet: Fleet, slots: Sequence[PictureSlot]) -> tuple[NDArray[np.float64], LogNorm]:
     """[source, target] bits per second; NaN where source is target."""
-    matrix = np.full((len(seats), len(seats)), np.nan)
-    for i, a in enumerate(seats):
-        for j, b in enumerate(seats):
+    matrix = np.full((len(slots), len(slots)), np.nan)
+    for i, a in enumerate(slots):
+        for j, b in enumerate(slots):
             if i != j:
                 matrix[i, j] = 8 * fleet.link(a.device, b.device).bandwidth_bytes_per_s
-    low, high = (np.nanmin(matrix), np.nanmax(matrix)) if len(seats) > 1 else (1.0, 1.0)
+    low, high = (np.nanmin(matrix), np.nanmax(matrix)) if len(slots) > 1 else (1.0, 1.0)
     # One bandwidth only is drawn in the middle of the scale.
     return matrix, LogNorm(low / 2, high * 2) if low == high else LogNorm(low, high)
 
 
-def _frame(axes: Axes, uses: Sequence[Use], slowest: Sequence[Use], shape: _Shape) -> None:
+def _frame(axes: Axes, uses: Sequence[LinkUse], slowest: Sequence[LinkUse], shape: _FleetShape) -> None:
     thin = min(1.8, max(0.8, 5 * shape.cell))
     frames = [_inside(use) for use in uses if use not in slowest]
     halo = [withStroke(linewidth=thin + 1.4, foreground="white")]  # or it is lost on the darkest cells
@@ -114,35 +114,59 @@ def _frame(axes: Axes, uses: Sequence[Use], slowest: Sequence[Use], shape: _Shap
         axes.add_patch(frame)
         if shape.cell >= 0.25:
             axes.annotate(
-                str(rank), (use.target - 0.5, use.source - 0.5), (3, -3), textcoords="offset points", ha="left",
-                va="top", fontsize=8, fontweight="bold", color=_INK, zorder=6,
+                str(rank),
+                (use.target - 0.5, use.source - 0.5),
+                (3, -3),
+                textcoords="offset points",
+                ha="left",
+                va="top",
+                fontsize=8,
+                fontweight="bold",
+                color=_INK,
+                zorder=6,
                 bbox={"boxstyle": "circle,pad=0.15", "facecolor": "white", "edgecolor": _SLOW, "linewidth": 0.8},
-            )  # fmt: skip
+            )
         else:  # the number stands beside a small cell, on the side away from the diagonal
             side = 1 if use.target > use.source else -1
             axes.annotate(
-                str(rank), (use.target, use.source), (side * 9, side * 9), textcoords="offset points", ha="center",
-                va="center", fontsize=8, fontweight="bold", color=_INK, zorder=6, annotation_clip=False,
+                str(rank),
+                (use.target, use.source),
+                (side * 9, side * 9),
+                textcoords="offset points",
+                ha="center",
+                va="center",
+                fontsize=8,
+                fontweight="bold",
+                color=_INK,
+                zorder=6,
+                annotation_clip=False,
                 bbox={"boxstyle": "circle,pad=0.12", "facecolor": "white", "edgecolor": _SLOW, "linewidth": 0.8},
-            )  # fmt: skip
+            )
 
 
-def _inside(use: Use) -> Rectangle:
+def _inside(use: LinkUse) -> Rectangle:
     """A frame within the cell, so that neighbours do not share a side."""
     return Rectangle((use.target - 0.44, use.source - 0.44), 0.88, 0.88)
 
 
-def _write_cells(axes: Axes, fleet: Fleet, seats: Sequence[Seat], norm: LogNorm, shape: _Shape) -> None:
-    for i, a in enumerate(seats):
-        for j, b in enumerate(seats):
+def _write_cells(axes: Axes, fleet: Fleet, slots: Sequence[PictureSlot], norm: LogNorm, shape: _FleetShape) -> None:
+    for i, a in enumerate(slots):
+        for j, b in enumerate(slots):
             if i != j:
                 link = fleet.link(a.device, b.device)
                 text = f"{format_bandwidth(link.bandwidth_bytes_per_s)}\n{format_duration(link.latency_s)}"
                 ground = to_rgb(_HEAT(norm(8 * link.bandwidth_bytes_per_s)))
                 axes.text(
-                    j, i + 0.12, text, ha="center", va="center", fontsize=6.5 if shape.cell < 0.9 else 7.5,
-                    color=_ink_on(ground), zorder=3, linespacing=1.35,
-                )  # fmt: skip
+                    j,
+                    i + 0.12,
+                    text,
+                    ha="center",
+                    va="center",
+                    fontsize=6.5 if shape.cell < 0.9 else 7.5,
+                    color=_ink_on(ground),
+                    zorder=3,
+                    linespacing=1.35,
+                )
 
 
 def _ink_on(ground: str | tuple[float, float, float]) -> str:
@@ -150,32 +174,47 @@ def _ink_on(ground: str | tuple[float, float, float]) -> str:
     return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else _INK
 
 
-def _draw_seats(axes: Axes, seats: Sequence[Seat], shape: _Shape) -> None:
+def _draw_slots(axes: Axes, slots: Sequence[PictureSlot], shape: _FleetShape) -> None:
     """Names and stage colours along the left and above; every name where there is room for it."""
-    count, strip = len(seats), 0.2 / shape.cell
+    count, strip = len(slots), 0.2 / shape.cell
     gap = 0.05 / shape.cell
     size = min(9.0, max(4.5, 52 * shape.cell))
-    for k, seat in enumerate(seats):
+    for k, slot in enumerate(slots):
         for corner, width, height in (
-            ((-0.5 - gap - strip, k - 0.5), strip, 1.0), ((k - 0.5, -0.5 - gap - strip), 1.0, strip),
-        ):  # fmt: skip
+            ((-0.5 - gap - strip, k - 0.5), strip, 1.0),
+            ((k - 0.5, -0.5 - gap - strip), 1.0, strip),
+        ):
             axes.add_patch(
-                Rectangle(corner, width, height, facecolor=seat.colour, edgecolor="white", linewidth=0.5, clip_on=False)
+                Rectangle(corner, width, height, facecolor=slot.colour, edgecolor="white", linewidth=0.5, clip_on=False)
             )
-        if seat.label and shape.cell >= 0.2:
+        if slot.label and shape.cell >= 0.2:
             middle = -0.5 - gap - strip / 2
             for x, y in ((middle, k), (k, middle)):
                 axes.text(
-                    x, y, seat.label, ha="center", va="center", fontsize=min(8.0, size), color=_ink_on(seat.colour),
+                    x,
+                    y,
+                    slot.label,
+                    ha="center",
+                    va="center",
+                    fontsize=min(8.0, size),
+                    color=_ink_on(slot.colour),
                     clip_on=False,
-                )  # fmt: skip
+                )
         away = -0.5 - 2 * gap - strip
-        colour = _INK if seat.label else _FAINT
+        colour = _INK if slot.label else _FAINT
         for x, y, across, along, turned in ((away, k, "right", "center", 0), (k, away, "center", "bottom", 90)):
             axes.text(
-                x, y, _short(seat.device), ha=across, va=along, rotation=turned, fontsize=size, color=colour,
-                clip_on=False, parse_math=False,
-            )  # fmt: skip
+                x,
+                y,
+                _short(slot.device),
+                ha=across,
+                va=along,
+                rotation=turned,
+                fontsize=size,
+                color=colour,
+                clip_on=False,
+                parse_math=False,
+            )
     axes.set_xlim(-0.5, count - 0.5)
     axes.set_ylim(count - 0.5, -0.5)
     axes.xaxis.set_major_locator(NullLocator())
@@ -186,12 +225,16 @@ def _draw_seats(axes: Axes, seats: Sequence[Seat], shape: _Shape) -> None:
     axes.set_facecolor("white")
 
 
-def _draw_bar(figure: Figure, norm: LogNorm, shape: _Shape, bottom: float) -> None:
+def _draw_bar(figure: Figure, norm: LogNorm, shape: _FleetShape, bottom: float) -> None:
     tall = max(1.2, min(shape.side, 4.0))
     axes = figure.add_axes(
-        ((shape.names + shape.side + 0.25) / shape.width, (bottom + shape.side - tall) / shape.height,
-         0.16 / shape.width, tall / shape.height)
-    )  # fmt: skip
+        (
+            (shape.names + shape.side + 0.25) / shape.width,
+            (bottom + shape.side - tall) / shape.height,
+            0.16 / shape.width,
+            tall / shape.height,
+        )
+    )
     bar = figure.colorbar(ScalarMappable(norm, _HEAT), cax=axes)
     bar.outline.set_linewidth(0.5)  # type: ignore[operator]
     low, high = norm.vmin or 1.0, norm.vmax or 1.0
@@ -204,14 +247,20 @@ def _draw_bar(figure: Figure, norm: LogNorm, shape: _Shape, bottom: float) -> No
 
 
 def _draw_words(
-    figure: Figure, plan: Plan, shape: _Shape, undrawn: int, slowest: Sequence[tuple[Use, Sequence[Seat]]]
+    figure: Figure,
+    plan: Plan,
+    shape: _FleetShape,
+    undrawn: int,
+    slowest: Sequence[tuple[LinkUse, Sequence[PictureSlot]]],
 ) -> None:
     left, top = 0.12 / shape.width, 1 - 0.1 / shape.height
     title = f"{plan.model} on {plan.fleet}: a step of {format_duration(plan.predicted.step_s)}"
     figure.text(left, top, title, ha="left", va="top", fontsize=11, fontweight="bold", color=_INK, parse_math=False)
-    devices = f"{len(plan.used)} devices in {len(plan.replicas)} replicas" if len(plan.replicas) > 1 else (
-        "one stage" if len(plan.devices) == 1 else f"{len(plan.devices)} stages"
-    )  # fmt: skip
+    devices = (
+        f"{len(plan.used)} devices in {len(plan.replicas)} replicas"
+        if len(plan.replicas) > 1
+        else ("one stage" if len(plan.devices) == 1 else f"{len(plan.devices)} stages")
+    )
     lines = f"planner {plan.planner}, {devices}; {plan.predicted.bottleneck} sets the period"
     if any(stage.recompute for replica in plan.replicas for stage in replica.stages):
         lines += f"; {RECOMPUTES}: computes its forward twice"
@@ -219,13 +268,17 @@ def _draw_words(
         lines += f"; {undrawn} devices not drawn"
     _draw_faint(figure, left, 1 - 0.34 / shape.height, lines, "top", 8.5)
     figure.text(
-        left, (0.3 + 0.2 * len(slowest)) / shape.height,
+        left,
+        (0.3 + 0.2 * len(slowest)) / shape.height,
         "Links from row to column; framed: used by the plan" + ("; the slowest of these:" if slowest else ""),
-        ha="left", va="center", fontsize=8.5, color=_INK,
-    )  # fmt: skip
-    for rank, (use, seats) in enumerate(slowest):
+        ha="left",
+        va="center",
+        fontsize=8.5,
+        color=_INK,
+    )
+    for rank, (use, slots) in enumerate(slowest):
         text = (
-            f"{rank + 1}  {seats[use.source].device} to {seats[use.target].device}: {format_size(use.size_bytes)} of "
+            f"{rank + 1}  {slots[use.source].device} to {slots[use.target].device}: {format_size(use.size_bytes)} of "
             f"{use.what} in {format_duration(use.seconds)}"
         )
         _draw_faint(figure, left, (0.22 + 0.2 * (len(slowest) - 1 - rank)) / shape.height, text, "center", 8)

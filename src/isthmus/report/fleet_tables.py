@@ -148,7 +148,7 @@ def device_text(device: Device) -> str:
     """What it is, for people."""
     copies = f", {format_bandwidth(device.host_bytes_per_s)} to and from the host" if device.host_bytes_per_s else ""
     speeds = "".join(f", {m.what} {format_compute(m.flops_per_s)}" for m in device.measured)
-    return f"{device.hardware or 'hardware not told'}, {format_size(device.memory_bytes)} of memory{copies}{speeds}"
+    return f"{device.hardware or 'hardware unknown'}, {format_size(device.memory_bytes)} of memory{copies}{speeds}"
 
 
 def _link_text(link: Link) -> str:

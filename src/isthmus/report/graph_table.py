@@ -44,19 +44,23 @@ def graph_weights(flow: Flow, micro_batch_size: int) -> GraphWeights:
         used = [flow.by_name[ref.op] for ref in op.refs() if flow.by_name[ref.op].kind == "parameter"]
         fresh = {p.name: p for p in used if p.name not in counted}
         counted |= set(fresh)
-        operators.append(Weight(
-            name=op.name, layer=op.module, operator=op.target,
-            flops_forward=op.flops_forward.at(size), flops_backward=op.flops_backward.at(size),
-            saved_bytes=op.saved_bytes.at(size), output_bytes=_output_bytes(op, size),
-            parameter_bytes=sum(_output_bytes(p, 1) for p in fresh.values()),
-        ))  # fmt: skip
+        operators.append(
+            Weight(
+                name=op.name,
+                layer=op.module,
+                operator=op.target,
+                flops_forward=op.flops_forward.at(size),
+                flops_backward=op.flops_backward.at(size),
+                saved_bytes=op.saved_bytes.at(size),
+                output_bytes=_output_bytes(op, size),
+                parameter_bytes=sum(_output_bytes(p, 1) for p in fresh.values()),
+            )
+        )
     by_layer: dict[str, list[Weight]] = {}
     for weight in operators:
         by_layer.setdefault(weight.layer, []).append(weight)
     layers = tuple(_layer(name, held) for name, held in by_layer.items())
-    return GraphWeights(
-        model=flow.graph.name, micro_batch_size=size, layers=layers, operators=tuple(operators)
-    )
+    return GraphWeights(model=flow.graph.name, micro_batch_size=size, layers=layers, operators=tuple(operators))
 
 
 def _output_bytes(op: Op, size: int) -> int:
@@ -65,11 +69,15 @@ def _output_bytes(op: Op, size: int) -> int:
 
 def _layer(name: str, held: list[Weight]) -> Weight:
     return Weight(
-        name=name, layer=name, operators=len(held),
-        flops_forward=sum(w.flops_forward for w in held), flops_backward=sum(w.flops_backward for w in held),
-        saved_bytes=sum(w.saved_bytes for w in held), output_bytes=sum(w.output_bytes for w in held),
+        name=name,
+        layer=name,
+        operators=len(held),
+        flops_forward=sum(w.flops_forward for w in held),
+        flops_backward=sum(w.flops_backward for w in held),
+        saved_bytes=sum(w.saved_bytes for w in held),
+        output_bytes=sum(w.output_bytes for w in held),
         parameter_bytes=sum(w.parameter_bytes for w in held),
-    )  # fmt: skip
+    )
 
 
 def graph_table(weights: GraphWeights, *, operators: bool) -> RenderableType:
@@ -80,8 +88,12 @@ def graph_table(weights: GraphWeights, *, operators: bool) -> RenderableType:
     rows = weights.operators if operators else weights.layers
     for w in (*rows, msgspec.structs.replace(_layer("all", list(weights.operators)), operator="")):
         table.add_row(
-            w.name or "-", w.operator if operators else str(w.operators), f"{w.flops_forward / 1e6:.4g}",
-            f"{w.flops_backward / 1e6:.4g}", format_size(w.saved_bytes), format_size(w.output_bytes),
+            w.name or "-",
+            w.operator if operators else str(w.operators),
+            f"{w.flops_forward / 1e6:.4g}",
+            f"{w.flops_backward / 1e6:.4g}",
+            format_size(w.saved_bytes),
+            format_size(w.output_bytes),
             format_size(w.parameter_bytes),
-        )  # fmt: skip
+        )
     return titled(f"{weights.model}: one micro-batch of {weights.micro_batch_size}", table)

@@ -44,13 +44,28 @@ def draw_loss(
     _draw_train(axes, train)
     if len(held):
         axes.plot(
-            held[:, 0], held[:, 1], color=_HELD_OUT, marker="o", markersize=5, markeredgecolor="white",
-            linewidth=1.2, label="held out", zorder=4,
-        )  # fmt: skip
+            held[:, 0],
+            held[:, 1],
+            color=_HELD_OUT,
+            marker="o",
+            markersize=5,
+            markeredgecolor="white",
+            linewidth=1.2,
+            label="held out",
+            zorder=4,
+        )
         axes.annotate(
-            f"{held[-1, 1]:.3g}", (held[-1, 0], held[-1, 1]), (0, 7), textcoords="offset points",
-            ha="right", va="bottom", fontsize=9, color=_HELD_OUT, fontweight="bold", zorder=5,
-        )  # fmt: skip
+            f"{held[-1, 1]:.3g}",
+            (held[-1, 0], held[-1, 1]),
+            (0, 7),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            fontsize=9,
+            color=_HELD_OUT,
+            fontweight="bold",
+            zorder=5,
+        )
     drawn = {name: value for name, value in references.items() if math.isfinite(value)}
     everything = np.concatenate([losses, np.array(list(drawn.values()), dtype=float)])
     _draw_references(axes, drawn)
@@ -89,9 +104,17 @@ def _draw_references(axes: Axes, references: Mapping[str, float]) -> None:
     for name, value in references.items():
         axes.axhline(value, color=_FAINT, linewidth=1, linestyle=(0, (5, 3)), zorder=1)
         axes.annotate(
-            f"{name} {value:.3g}", (1, value), (-4, 2), xycoords=("axes fraction", "data"),
-            textcoords="offset points", ha="right", va="bottom", fontsize=8, color=_FAINT, parse_math=False,
-        )  # fmt: skip
+            f"{name} {value:.3g}",
+            (1, value),
+            (-4, 2),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            fontsize=8,
+            color=_FAINT,
+            parse_math=False,
+        )
 
 
 def _draw_axes(axes: Axes, losses: NDArray[np.float64], unit: str) -> None:

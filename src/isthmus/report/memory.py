@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from isthmus.plans import Plan, Stage
-from isthmus.protocol.shortage import MemoryPeak
+from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.report.summary import DeviceMemoryUse
 from isthmus.report.tables import new_table, titled
 from isthmus.units import format_size
@@ -23,12 +23,16 @@ def memory_use(plan: Plan, peaks: Mapping[str, MemoryPeak]) -> tuple[DeviceMemor
             found.setdefault(stage.device, []).append((name, stage))
     return tuple(
         DeviceMemoryUse(
-            device=device, stages=tuple(name for name, _ in held),
-            predicted_bytes=sum(stage.memory.total for _, stage in held), peak_bytes=peaks[device].size_bytes,
-            reserved_bytes=peaks[device].reserved_bytes, resident=peaks[device].resident,
+            device=device,
+            stages=tuple(name for name, _ in held),
+            predicted_bytes=sum(stage.memory.total for _, stage in held),
+            peak_bytes=peaks[device].size_bytes,
+            reserved_bytes=peaks[device].reserved_bytes,
+            resident=peaks[device].resident,
         )
-        for device, held in found.items() if device in peaks
-    )  # fmt: skip
+        for device, held in found.items()
+        if device in peaks
+    )
 
 
 def memory_table(uses: Sequence[DeviceMemoryUse]) -> RenderableType:
@@ -37,9 +41,12 @@ def memory_table(uses: Sequence[DeviceMemoryUse]) -> RenderableType:
     for use in uses:
         measured = (f"{use.excess:+.1%}", format_size(use.reserved_bytes))
         table.add_row(
-            Text(use.device), Text(", ".join(use.stages)), Text(format_size(use.predicted_bytes)),
-            Text(format_size(use.peak_bytes) + "*" * use.resident), *([""] * 2 if use.resident else measured),
-        )  # fmt: skip
+            Text(use.device),
+            Text(", ".join(use.stages)),
+            Text(format_size(use.predicted_bytes)),
+            Text(format_size(use.peak_bytes) + "*" * use.resident),
+            *([""] * 2 if use.resident else measured),
+        )
     captions = ["peak: in tensors; reserved: taken of the accelerator by torch's allocator"]
     if any(use.resident for use in uses):
         captions = captions * any(not use.resident for use in uses) + [

@@ -1,4 +1,4 @@
-"""A plan as a newcomer needs it: which device has which layers, how long a step takes, how good the plan is. Nothing is
+"""A plan for a first look: which device has which layers, how long a step takes, how good the plan is. Nothing is
 printed here: the caller has the console."""
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ def during(trace: Trace, periods: Sequence[PlanPeriod], number: int) -> Trace:
     period = periods[number]
     end = min((later.first_step for later in periods[number + 1 :]), default=None)
     spans = tuple(
-        span for span in trace.spans
+        span
+        for span in trace.spans
         if span.step >= period.first_step and (end is None or span.step < end) and span.start_s >= period.since_s
-    )  # fmt: skip
+    )
     return msgspec.structs.replace(trace, spans=spans, period=period.plan.sync.period)
 
 
@@ -37,11 +38,17 @@ def compared_periods(predicted: Trace, measured: Trace, periods: Sequence[PlanPe
         real, simulated = max(done, key=lambda part: len(step_times(part[0])))
         steps = [step for part in done for step in step_times(part[0])]
         measured_s, predicted_s = steady_step_s(real), steady_step_s(simulated)
-        found.append(PlanComparison(
-            devices=plan.devices, first_step=min(steps) + 1, last_step=max(steps) + 1, measured_step_s=measured_s,
-            predicted_step_s=predicted_s, error=prediction_error(predicted_s, measured_s),
-            closed_form_step_s=plan.predicted.step_s,
-        ))  # fmt: skip
+        found.append(
+            PlanComparison(
+                devices=plan.devices,
+                first_step=min(steps) + 1,
+                last_step=max(steps) + 1,
+                measured_step_s=measured_s,
+                predicted_step_s=predicted_s,
+                error=prediction_error(predicted_s, measured_s),
+                closed_form_step_s=plan.predicted.step_s,
+            )
+        )
     return tuple(found)
 
 

@@ -17,9 +17,12 @@ def draw_plan(plan: Plan, fleet: Fleet, path: Path) -> None:
 
 
 def draw_loss(
-    points: Sequence[tuple[int, float]], heldout: Sequence[tuple[int, float]], path: Path,
-    unit: str = "nats per token", references: Mapping[str, float] = {},
-) -> None:  # fmt: skip
+    points: Sequence[tuple[int, float]],
+    heldout: Sequence[tuple[int, float]],
+    path: Path,
+    unit: str = "nats per token",
+    references: Mapping[str, float] = {},
+) -> None:
     """`loss.draw_loss`: training loss and held-out loss, both (step, loss), over the steps."""
     importlib.import_module("isthmus.report.loss").draw_loss(points, heldout, path, unit, references)
 

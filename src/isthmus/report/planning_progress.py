@@ -10,8 +10,8 @@ from typing import Self
 from rich.console import Console
 from rich.text import Text
 
-from isthmus.plain import plain
 from isthmus.report.live import still_live
+from isthmus.sanitize import sanitize
 from isthmus.units import format_duration
 
 QUIET_S = 2.0
@@ -72,16 +72,16 @@ class PlanningProgress:
         now_s = self._clock()
         if now_s >= self._due_s:
             self._due_s = now_s + (PLAIN_EVERY_S if self._live is None else REFRESH_S)
-            self._say(now_s)
+            self._log(now_s)
 
-    def _say(self, now_s: float) -> None:
+    def _log(self, now_s: float) -> None:
         best = "no plan yet" if self._best_s is None else f"best step so far {format_duration(self._best_s)}"
         what = [part for part in (self._planner, self._part) if part]
         took = format_duration(now_s - self._began_s)
         facts = [f"planning: {', '.join(what)}", f"{self._candidates:,} looked at", best, took]
         if self._ending:
             facts.append("ending")
-        text = Text(plain(", ".join(facts)))
+        text = Text(sanitize(", ".join(facts)))
         if self._live is None:
             self._console.print(text, soft_wrap=True, highlight=False)
             return

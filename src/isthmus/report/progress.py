@@ -14,9 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.plain import plain
 from isthmus.plans import Plan
 from isthmus.report.live import is_watched
+from isthmus.sanitize import sanitize
 from isthmus.units import format_duration, format_size
 
 MOST_ROWS = 8
@@ -25,7 +25,7 @@ PLAIN_SHARE = 0.1
 
 
 class Progress:
-    """A context manager that is told of every step; it decides what of that is worth showing, and when.
+    """A context manager that gets every step; it decides what of that is worth showing, and when.
 
     On a terminal the view stays in place at the bottom, and notes scroll past above it. Elsewhere a line is written
     for the first and the last step, and between them whenever 5 s or a tenth of the steps went by: no escape
@@ -38,8 +38,8 @@ class Progress:
         self._live = _View(console, plan) if is_watched(console) else None
         self._started_s = clock()
         self._first_step: int | None = None
-        self._said_s = float("-inf")
-        self._said_step = 0
+        self._logged_s = float("-inf")
+        self._logged_step = 0
 
     def __enter__(self) -> Self:
         self._started_s = self._clock()
@@ -75,10 +75,10 @@ class Progress:
         now_s = self._clock()
         if self._first_step is None:
             self._first_step = step
-        due = now_s - self._said_s >= PLAIN_EVERY_S or step - self._said_step >= PLAIN_SHARE * steps
+        due = now_s - self._logged_s >= PLAIN_EVERY_S or step - self._logged_step >= PLAIN_SHARE * steps
         if not due and step < steps:
             return
-        self._said_s, self._said_step = now_s, step
+        self._logged_s, self._logged_step = now_s, step
         parts = [f"step {step}/{steps}", f"loss {_loss(loss)}", speed]
         if link_bytes:
             parts.append(f"{format_size(sum(link_bytes.values()))} sent")
@@ -101,7 +101,7 @@ class Progress:
         self._line(text)
 
     def _line(self, text: str) -> None:
-        self._console.print(Text(plain(text)), soft_wrap=True, highlight=False)
+        self._console.print(Text(sanitize(text)), soft_wrap=True, highlight=False)
 
 
 class _View:

@@ -13,7 +13,7 @@ from isthmus.data import dataset_kinds, describe_dataset
 from isthmus.errors import UserError, unknown_name
 from isthmus.federated import algorithm_names, describe_algorithm
 from isthmus.federated.job import FederatedJob
-from isthmus.federated.offer import SiteConfig
+from isthmus.federated.task_spec import SiteConfig
 from isthmus.fleet.toml import TABLES as FLEET_TABLES
 from isthmus.job import Job
 from isthmus.models import describe_model, model_names
@@ -37,7 +37,7 @@ FILES: Mapping[str, type[msgspec.Struct]] = {
 
 
 def tables_of(struct: type[msgspec.Struct], path: str = "", heading: str = "") -> Iterator[TableDoc]:
-    """The tables of a file, outer ones first. A table that is named in several places is told of at each."""
+    """The tables of a file, outer ones first. A table that is named in several places is notified of at each."""
     options = option_docs(struct)
     yield TableDoc(heading=heading, summary=_summary(struct), options=options)
     for option in options:
@@ -59,8 +59,8 @@ def reference_page() -> str:
     parts = [
         "# Files",
         "Every key of every file that you write. This page is made from the structs that read the files "
-        "(`make reference`); a test compares the two. Quantities are texts with a unit: `\"20 ms\"`, `\"100 Mbit/s\"`, "
-        "`\"16 GiB\"`, `\"10 GFLOPS\"`.",
+        '(`make reference`); a test compares the two. Quantities are texts with a unit: `"20 ms"`, `"100 Mbit/s"`, '
+        '`"16 GiB"`, `"10 GFLOPS"`.',
     ]
     for title, tables in tables_by_file().items():
         parts += _page_part(title, tables)
@@ -106,8 +106,10 @@ def described(name: str) -> list[Described]:
     """
     found = [
         Described(kind="table", name=table.heading, where=file, summary=table.summary, options=table.options)
-        for file, tables in tables_by_file().items() for table in tables if table.heading.strip("[]") == name
-    ]  # fmt: skip
+        for file, tables in tables_by_file().items()
+        for table in tables
+        if table.heading.strip("[]") == name
+    ]
     for kind, (where, names, describe) in KINDS.items():
         # a callable is shown by its arguments, whatever it is for
         if name in names() or (":" in name and kind == "model"):

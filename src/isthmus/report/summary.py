@@ -9,7 +9,7 @@ import msgspec
 
 from isthmus.cost import step_price
 from isthmus.fleet import Fleet
-from isthmus.plans import Certificate, Plan, Prediction, Replica, Stage, Terms
+from isthmus.plans import Certificate, Constraints, Plan, Prediction, Replica, Stage
 from isthmus.trace import Span, Trace, busy_share, hidden_share, in_periods, link_bytes, steady_step_s
 
 
@@ -68,7 +68,7 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The same with T of Eq. 3, as the paper has it."""
     flops_per_s: float
     """The model's FLOPs in a step over T, without what is computed twice."""
-    terms: Terms
+    constraints: Constraints
     certificate: Certificate | None
     notes: tuple[str, ...]
 
@@ -189,7 +189,7 @@ def plan_summary(plan: Plan, fleet: Fleet) -> PlanSummary:
         eq4_samples_per_s=_rate(plan.batch, predicted.eq3_step_s),
         flops_per_s=_rate(flops, predicted.step_s),
         price_per_1000_steps=1000 * step_price(plan, fleet).total,
-        terms=plan.terms,
+        constraints=plan.constraints,
         certificate=plan.certificate,
         notes=plan.notes,
     )
@@ -278,8 +278,11 @@ def _devices(predicted: Trace, measured: Trace, plan: Plan) -> tuple[DeviceUse, 
     names = sorted({*order, *before, *after}, key=lambda name: order.get(name, len(order)))
     return tuple(
         DeviceUse(
-            device=name, predicted_busy=before.get(name, 0.0), measured_busy=after.get(name, 0.0),
-            sends_hidden=sends.get(name), copies_hidden=copies.get(name),
+            device=name,
+            predicted_busy=before.get(name, 0.0),
+            measured_busy=after.get(name, 0.0),
+            sends_hidden=sends.get(name),
+            copies_hidden=copies.get(name),
         )
         for name in names
     )

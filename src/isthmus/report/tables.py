@@ -112,7 +112,7 @@ def _plan_caption(plan: PlanSummary) -> str:
     later = predicted.micro_batches - 1
     rest_s = predicted.step_s - predicted.sync_s - predicted.fill_s - later * predicted.period_s
     shared = f" + shared parameters {format_duration(rest_s)}" if rest_s > 0.0005 * predicted.step_s else ""
-    whose = "copies" if plan.terms.copied else "replicas"
+    whose = "copies" if plan.constraints.copied else "replicas"
     summed = f" + sums of {whose} {format_duration(predicted.sync_s)}" if predicted.sync_s else ""
     lines = [
         f"step {format_duration(predicted.step_s)} = fill {format_duration(predicted.fill_s)} "
@@ -123,10 +123,10 @@ def _plan_caption(plan: PlanSummary) -> str:
         f"bottleneck: {predicted.bottleneck}",
     ]
     if plan.price_per_1000_steps:
-        minimised = ", which was minimised" if plan.terms.objective == "cost" else ""
+        minimised = ", which was minimised" if plan.constraints.objective == "cost" else ""
         lines.append(f"price of 1,000 steps: {plan.price_per_1000_steps:.4g}{minimised}")
-    if plan.terms.memory_headroom:
-        lines.append(f"memory left free: at least {format_share(plan.terms.memory_headroom)} of each device's")
+    if plan.constraints.memory_headroom:
+        lines.append(f"memory left free: at least {format_share(plan.constraints.memory_headroom)} of each device's")
     if plan.certificate is not None:
         lines.append(f"certificate: {certificate_text(plan.certificate)}")
     return "\n".join([*lines, *_notes(plan)])
@@ -139,9 +139,11 @@ def _notes(plan: PlanSummary) -> list[str]:
     left_out = [note for note in plan.notes if " is left out" in note]
     more = len(left_out) - MOST_LEFT_OUT
     return [
-        *reasons, *(note for note in noted(plan) if note not in left_out), *left_out[:MOST_LEFT_OUT],
+        *reasons,
+        *(note for note in noted(plan) if note not in left_out),
+        *left_out[:MOST_LEFT_OUT],
         *([f"... and {more} more are left out"] if more > 0 else []),
-    ]  # fmt: skip
+    ]
 
 
 def noted(plan: PlanSummary) -> list[str]:
@@ -163,9 +165,12 @@ def _plans_table(summary: ComparisonSummary) -> RenderableType:
     table = new_table(("steps", "devices", *numbers), numbers)
     for plan in summary.plans:
         table.add_row(
-            Text(f"{plan.first_step} to {plan.last_step}"), Text(", ".join(plan.devices)),
-            Text(_seconds(plan.predicted_step_s)), Text(_seconds(plan.measured_step_s)), Text(f"{plan.error:+.1%}"),
-        )  # fmt: skip
+            Text(f"{plan.first_step} to {plan.last_step}"),
+            Text(", ".join(plan.devices)),
+            Text(_seconds(plan.predicted_step_s)),
+            Text(_seconds(plan.measured_step_s)),
+            Text(f"{plan.error:+.1%}"),
+        )
     caption = "each plan with the fleet that it was made for, and the steps under it; below, the last one"
     return titled("Step time of each of the run's plans", table, caption)
 

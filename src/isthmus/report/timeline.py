@@ -75,7 +75,7 @@ class _Bar(NamedTuple):
     height: float
 
 
-class _Shape(NamedTuple):
+class _TimelineShape(NamedTuple):
     """Sizes in inches, from the number of devices and panels."""
 
     width: float
@@ -133,9 +133,7 @@ def _window(trace: Trace, steps: int) -> _Window:
     own = range(first, first + steps)
     # The tails of these steps stay, wherever they end; of other work (evaluations, say) only what runs in between.
     chosen = tuple(
-        span
-        for span in trace.spans
-        if span.end_s > origin and (span.step in own or span.start_s < origin + starts[-1])
+        span for span in trace.spans if span.end_s > origin and (span.step in own or span.start_s < origin + starts[-1])
     )
     end = max(starts[-1], *(span.end_s - origin for span in chosen if span.step in own))
     title = "predicted (simulator)" if trace.source == "simulator" else "measured (real run)"
@@ -157,10 +155,10 @@ def _devices(traces: Iterable[Trace]) -> list[str]:
     return sorted(first, key=first.__getitem__)
 
 
-def _shape(devices: list[str], windows: list[_Window], steps: int) -> _Shape:
+def _shape(devices: list[str], windows: list[_Window], steps: int) -> _TimelineShape:
     tasklets = sum(1 for s in windows[0].spans if s.device == devices[0] and s.track == "compute")
     name = max(_text_width_in(_short(device), 9) for device in devices)
-    return _Shape(
+    return _TimelineShape(
         width=min(18.0, max(11.0, 2.5 + name + 0.24 * tasklets)),
         left=0.2 + name + 0.42,
         right=0.62,
@@ -172,7 +170,7 @@ def _shape(devices: list[str], windows: list[_Window], steps: int) -> _Shape:
 
 
 def _draw_panel(
-    axes: Axes, window: _Window, devices: list[str], end_s: float, shape: _Shape, number_size: float
+    axes: Axes, window: _Window, devices: list[str], end_s: float, shape: _TimelineShape, number_size: float
 ) -> None:
     points_per_s = shape.plot_width * 72 / end_s
     bars: dict[str, list[_Bar]] = {_GROUND: []}
@@ -191,9 +189,16 @@ def _draw_panel(
                 busy_s += span.end_s - span.start_s
                 if bar.left >= 0 and _fits(span, number_size, points_per_s):
                     axes.text(
-                        bar.left + bar.width / 2, bar.top + bar.height / 2, str(span.micro_batch), color=_INK,
-                        ha="center", va="center_baseline", fontsize=number_size, zorder=3, clip_on=True,
-                    )  # fmt: skip
+                        bar.left + bar.width / 2,
+                        bar.top + bar.height / 2,
+                        str(span.micro_batch),
+                        color=_INK,
+                        ha="center",
+                        va="center_baseline",
+                        fontsize=number_size,
+                        zorder=3,
+                        clip_on=True,
+                    )
         _draw_names(axes, row, device, busy_s / window.end_s, shape)
     for colour, group in bars.items():
         _draw_bars(axes, colour, group, points_per_s)
@@ -214,7 +219,7 @@ def _draw_bars(axes: Axes, colour: str, bars: list[_Bar], points_per_s: float) -
     )
 
 
-def _draw_steps(axes: Axes, window: _Window, shape: _Shape, points_per_s: float) -> None:
+def _draw_steps(axes: Axes, window: _Window, shape: _TimelineShape, points_per_s: float) -> None:
     """Labels over their steps, moved to the right where they would touch what is written before them."""
     for start in window.starts_s:
         axes.axvline(start, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=4)
@@ -226,18 +231,40 @@ def _draw_steps(axes: Axes, window: _Window, shape: _Shape, points_per_s: float)
         if left + width > shape.plot_width * 72:  # steps that are short beside their tails: no room for all labels
             break
         axes.annotate(
-            label, (0, 1), (left, 3), xycoords="axes fraction", textcoords="offset points",
-            ha="left", va="bottom", fontsize=8, color=_FAINT,
-        )  # fmt: skip
+            label,
+            (0, 1),
+            (left, 3),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            ha="left",
+            va="bottom",
+            fontsize=8,
+            color=_FAINT,
+        )
         taken = left + width
     axes.annotate(
-        window.title, (0, 1), (_MARGIN - shape.left * 72, 4), xycoords="axes fraction", textcoords="offset points",
-        ha="left", va="bottom", fontsize=10, fontweight="bold", color=_INK,
-    )  # fmt: skip
+        window.title,
+        (0, 1),
+        (_MARGIN - shape.left * 72, 4),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        ha="left",
+        va="bottom",
+        fontsize=10,
+        fontweight="bold",
+        color=_INK,
+    )
     axes.annotate(
-        "busy", (1, 1), (5, 3), xycoords="axes fraction", textcoords="offset points",
-        ha="left", va="bottom", fontsize=8, color=_FAINT,
-    )  # fmt: skip
+        "busy",
+        (1, 1),
+        (5, 3),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        ha="left",
+        va="bottom",
+        fontsize=8,
+        color=_FAINT,
+    )
 
 
 def _lane(span: Span) -> tuple[float, float]:
@@ -253,7 +280,7 @@ def _lane(span: Span) -> tuple[float, float]:
     return top, height
 
 
-def _number_size(windows: list[_Window], points_per_s: float, shape: _Shape) -> float:
+def _number_size(windows: list[_Window], points_per_s: float, shape: _TimelineShape) -> float:
     """One font size for all micro-batch numbers: the largest at which nine bars in ten hold theirs."""
     numbered = [span for w in windows for span in w.spans if span.track == "compute" and span.micro_batch >= 0]
     tallest = shape.row * _COMPUTE[1] * 72 * 0.75
@@ -270,24 +297,48 @@ def _fits(span: Span, size: float, points_per_s: float) -> bool:
     return span.micro_batch >= 0 and width <= (span.end_s - span.start_s) * points_per_s
 
 
-def _draw_names(axes: Axes, row: int, device: str, busy: float, shape: _Shape) -> None:
+def _draw_names(axes: Axes, row: int, device: str, busy: float, shape: _TimelineShape) -> None:
     middle = row + 0.5
     if shape.row >= 0.5:
         for (top, height), label in ((_SEND, "send"), (_RECEIVE, "receive")):
             axes.annotate(
-                label, (0, row + top + height / 2), (-4, 0), xycoords=("axes fraction", "data"),
-                textcoords="offset points", ha="right", va="center", fontsize=6, color=_FAINT, annotation_clip=False,
-            )  # fmt: skip
+                label,
+                (0, row + top + height / 2),
+                (-4, 0),
+                xycoords=("axes fraction", "data"),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                fontsize=6,
+                color=_FAINT,
+                annotation_clip=False,
+            )
         middle = row + _COMPUTE[0] + _COMPUTE[1] / 2
     axes.annotate(
-        _short(device), (0, middle), (_MARGIN - shape.left * 72, 0), xycoords=("axes fraction", "data"),
-        textcoords="offset points", ha="left", va="center", fontsize=9, color=_INK, annotation_clip=False,
+        _short(device),
+        (0, middle),
+        (_MARGIN - shape.left * 72, 0),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        ha="left",
+        va="center",
+        fontsize=9,
+        color=_INK,
+        annotation_clip=False,
         parse_math=False,
-    )  # fmt: skip
+    )
     axes.annotate(
-        f"{busy:.0%}", (1, middle), (5, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
-        ha="left", va="center", fontsize=8, color=_FAINT, annotation_clip=False,
-    )  # fmt: skip
+        f"{busy:.0%}",
+        (1, middle),
+        (5, 0),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        ha="left",
+        va="center",
+        fontsize=8,
+        color=_FAINT,
+        annotation_clip=False,
+    )
 
 
 def _draw_axis(axes: Axes, labelled: bool, end_s: float) -> None:
@@ -306,7 +357,12 @@ def _draw_axis(axes: Axes, labelled: bool, end_s: float) -> None:
 
 
 def _draw_heading(
-    figure: Figure, predicted: Trace | None, measured: Trace, shape: _Shape, height: float, windows: list[_Window]
+    figure: Figure,
+    predicted: Trace | None,
+    measured: Trace,
+    shape: _TimelineShape,
+    height: float,
+    windows: list[_Window],
 ) -> None:
     step_s = steady_step_s(measured)
     title = f"Step time: measured {_time(step_s)}"
@@ -320,9 +376,18 @@ def _draw_heading(
     drawn = {_colour(span) for window in windows for span in window.spans}
     entries = [Patch(color=colour, label=label) for label, colour in _LEGEND if colour in drawn]
     figure.legend(
-        handles=entries, loc="upper left", bbox_to_anchor=(left, 1 - 0.45 / height), ncols=len(entries), frameon=False,
-        fontsize=9, handlelength=1.2, handleheight=1.0, columnspacing=1.6, borderaxespad=0, borderpad=0,
-    )  # fmt: skip
+        handles=entries,
+        loc="upper left",
+        bbox_to_anchor=(left, 1 - 0.45 / height),
+        ncols=len(entries),
+        frameon=False,
+        fontsize=9,
+        handlelength=1.2,
+        handleheight=1.0,
+        columnspacing=1.6,
+        borderaxespad=0,
+        borderpad=0,
+    )
 
 
 def _colour(span: Span) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from isthmus.cost import Layout, Placement, Problem, build_replicas, in_flight_limits, layouts_of, place
+from isthmus.cost import Placement, PlanLayout, Problem, build_replicas, in_flight_limits, layouts_of, place
 from isthmus.cost.placement import rooms
 from isthmus.cost.steptime import pipeline
 from isthmus.cost.sync import sync_s
@@ -24,7 +24,7 @@ ABREAST = 0.9
 """Share of the period from which on a device counts as being as slow as the slowest."""
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class Improvement(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that could be better, and the step that the same plan would then take."""
 
     what: str
@@ -41,7 +41,7 @@ def placements(problem: Problem, plan: Plan) -> list[Placement]:
     ]
 
 
-def improvements(problem: Problem, plan: Plan) -> list[Change]:
+def improvements(problem: Problem, plan: Plan) -> list[Improvement]:
     """Each device, link and uplink that the plan uses made twice as good, one at a time; the best first."""
     placed = placements(problem, plan)
     now_s = _step_s(problem, plan, placed)
@@ -50,10 +50,10 @@ def improvements(problem: Problem, plan: Plan) -> list[Change]:
     return sorted(found, key=lambda change: change.step_s)
 
 
-def with_device(problem: Problem, plan: Plan, name: str) -> Change | None:
+def with_device(problem: Problem, plan: Plan, name: str) -> Improvement | None:
     """The best of the plans tried that use a device which this one leaves out: in place of another, or sharing the
     slowest stage with its device. None where it fits nowhere."""
-    found: list[Change] = []
+    found: list[Improvement] = []
     for what, layouts in _alternatives(problem, plan, name):
         try:
             tried = build_replicas(problem, layouts, planner="tried").predicted.step_s
@@ -63,8 +63,8 @@ def with_device(problem: Problem, plan: Plan, name: str) -> Change | None:
     return min(found, key=lambda change: change.step_s, default=None)
 
 
-def _change(what: str, now_s: float, then_s: float) -> Change:
-    return Change(what=what, step_s=then_s, saved=1 - then_s / now_s if now_s else 0.0)
+def _change(what: str, now_s: float, then_s: float) -> Improvement:
+    return Improvement(what=what, step_s=then_s, saved=1 - then_s / now_s if now_s else 0.0)
 
 
 def _step_s(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> float:
@@ -96,11 +96,11 @@ def _better(problem: Problem, plan: Plan) -> Iterator[tuple[str, Problem]]:
     for a, b in _pairs(plan):
         yield f"twice the bandwidth between {a} and {b}", replace(problem, fleet=_relinked(fleet, a, b, 1.0, 2.0))
         yield f"half the latency between {a} and {b}", replace(problem, fleet=_relinked(fleet, a, b, 0.5, 1.0))
-    for number, site in enumerate(fleet.sites):
+    for number, site in enumerate(fleet.region_info):
         if site.uplink_bytes_per_s is not None:
             wider = msgspec.structs.replace(site, uplink_bytes_per_s=2 * site.uplink_bytes_per_s)
-            sites = (*fleet.sites[:number], wider, *fleet.sites[number + 1 :])
-            yield f"twice the uplink of {site.region}", replace(problem, fleet=_with(fleet, sites=sites))
+            sites = (*fleet.region_info[:number], wider, *fleet.region_info[number + 1 :])
+            yield f"twice the uplink of {site.region}", replace(problem, fleet=_with(fleet, region_info=sites))
 
 
 def _with(fleet: Fleet, **fields: object) -> Fleet:
@@ -120,13 +120,18 @@ def _roomier(fleet: Fleet, name: str) -> Fleet:
 
 def _relinked(fleet: Fleet, a: str, b: str, latency: float, bandwidth: float) -> Fleet:
     """Both directions of a pair, scaled; the link as stated, without the uplink of its site."""
-    bare = _with(fleet, sites=())
+    bare = _with(fleet, region_info=())
     changed = [
-        Route(x, y, msgspec.structs.replace(
-            link, latency_s=latency * link.latency_s, bandwidth_bytes_per_s=bandwidth * link.bandwidth_bytes_per_s
-        ))
-        for x, y in ((a, b), (b, a)) for link in (bare.link(x, y),)
-    ]  # fmt: skip
+        Route(
+            x,
+            y,
+            msgspec.structs.replace(
+                link, latency_s=latency * link.latency_s, bandwidth_bytes_per_s=bandwidth * link.bandwidth_bytes_per_s
+            ),
+        )
+        for x, y in ((a, b), (b, a))
+        for link in (bare.link(x, y),)
+    ]
     kept = tuple(route for route in fleet.links.devices if {route.source, route.target} != {a, b})
     return _with(fleet, links=msgspec.structs.replace(fleet.links, devices=(*kept, *changed)))
 
@@ -145,13 +150,18 @@ def _pairs(plan: Plan) -> list[tuple[str, str]]:
     return list(found)
 
 
-def _alternatives(problem: Problem, plan: Plan, name: str) -> Iterator[tuple[str, list[Layout]]]:
+def _alternatives(problem: Problem, plan: Plan, name: str) -> Iterator[tuple[str, list[PlanLayout]]]:
     layouts = [layout._replace(recompute=None) for layout in layouts_of(plan)]
     busiest = sorted(
-        ((problem.cumulative_flops[s.last + 1] - problem.cumulative_flops[s.first])
-         / problem.fleet.device(s.device).sustained_flops_per_s, r, k)
-        for r, replica in enumerate(plan.replicas) for k, s in enumerate(replica.stages)
-    )[::-1]  # fmt: skip
+        (
+            (problem.cumulative_flops[s.last + 1] - problem.cumulative_flops[s.first])
+            / problem.fleet.device(s.device).sustained_flops_per_s,
+            r,
+            k,
+        )
+        for r, replica in enumerate(plan.replicas)
+        for k, s in enumerate(replica.stages)
+    )[::-1]
     for _, r, k in busiest[:MOST_SWAPS]:
         order = layouts[r].order
         swapped = layouts[r]._replace(order=(*order[:k], name, *order[k + 1 :]))

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Hashable
 
 
-class Clock:
+class VirtualClock:
     """Runs actions in order of time. `now_s` is the time of the action that runs.
 
     Which of two actions due at the same instant goes first is drawn from the seed, because in a real run either may.

@@ -67,9 +67,9 @@ def _parcel_sizes(plan: Plan) -> dict[tuple[Parcel, int, int], int]:
         for edge in replica.worker_edges:
             sizes["forward", first + edge.source, first + edge.target] += edge.forward_wire_bytes
             sizes["backward", first + edge.target, first + edge.source] += edge.backward_wire_bytes
-        for parameter, lender, borrower in replica.lent:
-            sizes["shared", first + lender, first + borrower] += parameter.size_bytes
-            sizes["shared_gradient", first + borrower, first + lender] += parameter.size_bytes
+        for parameter, owner, user in replica.shared_uses:
+            sizes["shared", first + owner, first + user] += parameter.size_bytes
+            sizes["shared_gradient", first + user, first + owner] += parameter.size_bytes
         first += len(replica.workers)
     return dict(sizes)
 

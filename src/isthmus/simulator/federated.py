@@ -13,36 +13,36 @@ from numpy.typing import NDArray
 from isthmus.errors import InternalError, PeerError
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
-    Begin,
-    Commit,
+    BeginPhase,
+    ClientTask,
+    ClientTime,
+    CommitRound,
     CoordinatorEvent,
-    Drained,
+    ExecutorDrained,
     ExecutorEvent,
-    Finish,
-    Joined,
-    Line,
-    Lost,
-    Open,
-    Record,
-    Returned,
+    ExecutorJoined,
+    ExecutorLost,
+    FinishRounds,
+    LinearFit,
+    Notify,
+    ReportDrained,
+    ReportReturned,
+    RoundRecord,
     SendSums,
-    Summed,
-    Task,
-    Tell,
-    TellDrained,
-    TellReturned,
-    Timed,
-    Train,
-    Trained,
+    StartPhase,
+    SumsSent,
+    TasksReturned,
+    TasksTrained,
+    TrainTasks,
 )
-from isthmus.protocol.federated_executor import FederatedExecutor
-from isthmus.simulator.clock import Clock
+from isthmus.protocol.federated_executor import ExecutorMachine
+from isthmus.simulator.clock import VirtualClock
 
 
 class FederatedCosts(msgspec.Struct, frozen=True, kw_only=True):
     """What things take. Times of clients are lines times log-normal noise of mean 1."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[LinearFit, ...]
     """Of every executor in truth; what the coordinator believes of them it must find out."""
     noise: float = 0.0
     """The noise's sigma."""
@@ -54,7 +54,7 @@ class FederatedCosts(msgspec.Struct, frozen=True, kw_only=True):
     """From a turn's opening until an executor has the model."""
     sums_s: float = 0.0
     """Until the coordinator has an executor's sums."""
-    together: int = 1
+    clients_per_vmap: int = 1
     """Clients of equal numbers of samples that are trained as one."""
     factor: Callable[[int, int], float] = lambda executor, round_: 1.0
     """(executor, round) -> how much slower it is then."""
@@ -63,7 +63,7 @@ class FederatedCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulatedRound(msgspec.Struct, frozen=True, kw_only=True):
-    record: Record
+    record: RoundRecord
     seconds: float
     """From its opening to its commit."""
     busy_s: NDArray[np.float64]
@@ -74,27 +74,27 @@ def simulate_federated(
     machine: FederatedCoordinator, costs: FederatedCosts, seed: int = 0
 ) -> tuple[SimulatedRound, ...]:
     """Every committed round. The same seed gives the same run. PeerError when the run cannot go on."""
-    return _Simulation(machine, costs, seed).run()
+    return _RoundsSimulation(machine, costs, seed).run()
 
 
-class _Simulation:
+class _RoundsSimulation:
     def __init__(self, machine: FederatedCoordinator, costs: FederatedCosts, seed: int) -> None:
         self._machine = machine
         self._costs = costs
-        self._clock = Clock(seed)
+        self._clock = VirtualClock(seed)
         self._draws = np.random.default_rng(seed)
         self._noise: deque[float] = deque()
         self._names = machine.executors
-        self._executors = [FederatedExecutor(costs.together) for _ in self._names]
+        self._executors = [ExecutorMachine(costs.clients_per_vmap) for _ in self._names]
         self._number = {name: number for number, name in enumerate(self._names)}
         self._lost: set[int] = set()
-        self._finish: Finish | None = None
+        self._finish: FinishRounds | None = None
         self._opened_s = 0.0
         self._rounds: list[SimulatedRound] = []
 
     def run(self) -> tuple[SimulatedRound, ...]:
         for name in self._names:
-            self._clock.at(0.0, name, partial(self._decide, Joined(executor=name)))
+            self._clock.at(0.0, name, partial(self._decide, ExecutorJoined(executor=name)))
         for number, time_s in self._costs.losses:
             self._clock.at(time_s, "losses", partial(self._lose, number))
         self._clock.run()
@@ -106,28 +106,28 @@ class _Simulation:
 
     def _lose(self, number: int) -> None:
         self._lost.add(number)
-        self._decide(Lost(executor=self._names[number], reason="lost in the simulation"))
+        self._decide(ExecutorLost(executor=self._names[number], reason="lost in the simulation"))
 
     def _decide(self, event: CoordinatorEvent) -> None:
         opened = False
         for instruction in self._machine.handle(event):
             match instruction:
-                case Open(executor=executor, event=told):
+                case StartPhase(executor=executor, event=notice):
                     opened = True
-                    self._later(self._costs.broadcast_s, executor, told)
-                case Tell(executor=executor, event=told):
-                    self._later(0.0, executor, told)
-                case Commit(record=record):
+                    self._later(self._costs.broadcast_s, executor, notice)
+                case Notify(executor=executor, event=notice):
+                    self._later(0.0, executor, notice)
+                case CommitRound(record=record):
                     self._rounds.append(self._measured(record))
                     self._opened_s = self._clock.now_s
-                case Finish():
+                case FinishRounds():
                     self._finish = instruction
                 case _:
                     pass
         if opened:
             self._machine.look_ahead()
 
-    def _measured(self, record: Record) -> SimulatedRound:
+    def _measured(self, record: RoundRecord) -> SimulatedRound:
         busy_s = np.zeros(len(self._names))
         for name, timed in record.trained.items():
             busy_s[self._number[name]] = sum(t.seconds for t in timed)
@@ -146,30 +146,28 @@ class _Simulation:
         name, now_s = self._names[number], self._clock.now_s
         for instruction in self._executors[number].handle(event):
             match instruction:
-                case Train(turn=turn, tasks=tasks):
-                    timed = self._train(number, turn.round, tasks)
-                    done = Trained(turn=turn, timed=timed)
+                case TrainTasks(phase=phase, tasks=tasks):
+                    timed = self._train(number, phase.round, tasks)
+                    done = TasksTrained(phase=phase, timed=timed)
                     over_s = now_s + sum(t.seconds for t in timed) + self._costs.between_s
                     self._clock.at(over_s, name, partial(self._act, number, done))
-                case TellDrained(turn=turn):
-                    self._tell(0.0, Drained(executor=name, turn=turn))
-                case TellReturned(turn=turn, tasks=tasks):
-                    self._tell(0.0, Returned(executor=name, turn=turn, tasks=tasks))
-                case SendSums(turn=turn, timed=timed, refused=refused):
-                    sums = Summed(executor=name, turn=turn, timed=timed, refused=refused)
+                case ReportDrained(phase=phase):
+                    self._tell(0.0, ExecutorDrained(executor=name, phase=phase))
+                case ReportReturned(phase=phase, tasks=tasks):
+                    self._tell(0.0, TasksReturned(executor=name, phase=phase, tasks=tasks))
+                case SendSums(phase=phase, timed=timed, refused=refused):
+                    sums = SumsSent(executor=name, phase=phase, timed=timed, refused=refused)
                     self._tell(self._costs.sums_s, sums)
-                case Begin() | _:
+                case BeginPhase() | _:
                     pass
 
-    def _tell(self, seconds: float, event: Drained | Returned | Summed) -> None:
+    def _tell(self, seconds: float, event: ExecutorDrained | TasksReturned | SumsSent) -> None:
         due_s = self._clock.now_s + self._costs.latency_s + seconds
         self._clock.at(due_s, f"from {event.executor}", partial(self._decide, event))
 
-    def _train(self, number: int, round_: int, tasks: Sequence[Task]) -> tuple[Timed, ...]:
+    def _train(self, number: int, round_: int, tasks: Sequence[ClientTask]) -> tuple[ClientTime, ...]:
         line, factor = self._costs.lines[number], self._costs.factor(number, round_)
-        return tuple(
-            Timed(t.client, t.samples, line.seconds(t.samples) * factor * self._jitter()) for t in tasks
-        )  # fmt: skip
+        return tuple(ClientTime(t.client, t.samples, line.seconds(t.samples) * factor * self._jitter()) for t in tasks)
 
     def _jitter(self) -> float:
         sigma = self._costs.noise

@@ -65,9 +65,12 @@ class Wire:
     """
 
     def __init__(
-        self, link: Link, message_s: float = 0.0, factor: Callable[[], float] = lambda: 1.0,
+        self,
+        link: Link,
+        message_s: float = 0.0,
+        factor: Callable[[], float] = lambda: 1.0,
         uplink: Uplink | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._link = link
         self._message_s = message_s
         self._factor = factor

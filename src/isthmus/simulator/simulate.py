@@ -20,14 +20,14 @@ from isthmus.protocol.compute_lane import ComputeLane
 from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.coordinator_events import (
     CoordinatorEvent,
-    Finish,
-    Halt,
-    Joined,
-    Lost,
-    Open,
-    Place,
-    Ready,
-    Reported,
+    DeviceJoined,
+    DeviceLost,
+    DeviceReady,
+    FinishRun,
+    HaltDevices,
+    ItemReported,
+    OpenItem,
+    PlaceWeights,
 )
 from isthmus.protocol.events import (
     Arrived,
@@ -38,8 +38,7 @@ from isthmus.protocol.events import (
     Fill,
     Filled,
     Halted,
-    Keep,
-    Kept,
+    KeepSnapshot,
     Merge,
     Opened,
     PartsArrived,
@@ -48,6 +47,7 @@ from isthmus.protocol.events import (
     Saved,
     Send,
     SendParts,
+    SnapshotKept,
     Stop,
     Take,
     Taken,
@@ -60,7 +60,7 @@ from isthmus.protocol.phases import CoordinatorStatistics
 from isthmus.protocol.views import plan_views
 from isthmus.protocol.work import Item, RunSpec, Share, shares
 from isthmus.protocol.worker import Worker, WorkerStatistics
-from isthmus.simulator.clock import Clock
+from isthmus.simulator.clock import VirtualClock
 from isthmus.simulator.costs import Costs
 from isthmus.simulator.jitter import Jitter
 from isthmus.simulator.network import Network, Transmission
@@ -72,7 +72,7 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
     """What a simulated run left: its trace, how it ended, and the machines' last state."""
 
     trace: Trace
-    finish: Finish
+    finish: FinishRun
     coordinator: CoordinatorStatistics
     workers: tuple[WorkerStatistics, ...]
 
@@ -94,10 +94,10 @@ def simulate_run(plan: Plan, fleet: Fleet, spec: RunSpec, options: SimulationOpt
             f"simulation: micro_batches: got {spec.micro_batches}, expected {plan.micro_batches}, "
             f"which the plan shares out to its {len(plan.replicas)} replicas"
         )
-    return _Simulation(plan, fleet, spec, options or SimulationOptions()).run()
+    return _RunSimulation(plan, fleet, spec, options or SimulationOptions()).run()
 
 
-class _Simulation:
+class _RunSimulation:
     def __init__(self, plan: Plan, fleet: Fleet, spec: RunSpec, options: SimulationOptions) -> None:
         self._options = options
         self._devices = plan.devices
@@ -110,13 +110,13 @@ class _Simulation:
         views = plan_views(plan, clips=options.clips, counts=options.counts, eval_edges=options.eval_edges)
         self._workers = [Worker(view) for view in views]
         self._coordinator = Coordinator(self._workers_of, spec)
-        self._clock = Clock(options.seed)
+        self._clock = VirtualClock(options.seed)
         self._factor = Jitter(options.jitter, options.seed)
         self._network = Network(fleet, options.overheads.message_s, self._factor)
         self._costs = Costs(plan, fleet, options)
         self._items: dict[int, Item] = {}
         self._gone: dict[int, float] = {}
-        self._finish: Finish | None = None
+        self._finish: FinishRun | None = None
         self._spans: list[Span] = []
 
     def run(self) -> SimulatedRun:
@@ -125,32 +125,30 @@ class _Simulation:
                 raise unknown_name("device in the faults", fault.device, self._devices)
             self._clock.at(fault.time_s, ("fault", fault.device), partial(self._lose, fault))
         for device in self._workers_of:
-            self._coordinate(Joined(device=device))
+            self._coordinate(DeviceJoined(device=device))
         self._clock.run()
         workers = tuple(worker.statistics() for worker in self._workers)
         if self._finish is None:
             waits = ", ".join(f"stage {s}: {w.phase} after item {w.item}" for s, w in enumerate(workers))
             raise InternalError(f"simulation: no machine has anything left to do, but the run is not over ({waits})")
-        trace = Trace(
-            source="simulator", run=self._options.run, spans=tuple(self._spans), period=self._period
-        )  # fmt: skip
+        trace = Trace(source="simulator", run=self._options.run, spans=tuple(self._spans), period=self._period)
         coordinator = self._coordinator.statistics()
         return SimulatedRun(trace=trace, finish=self._finish, coordinator=coordinator, workers=workers)
 
     def _coordinate(self, event: CoordinatorEvent) -> None:
         for instruction in self._coordinator.handle(event):
             match instruction:
-                case Place(device=device):
-                    ready = partial(self._coordinate, Ready(device=device))
+                case PlaceWeights(device=device):
+                    ready = partial(self._coordinate, DeviceReady(device=device))
                     self._clock.at(self._clock.now_s, ("coordinator", device), ready)
-                case Open(item=item):
+                case OpenItem(item=item):
                     self._items[item.index] = item
                     for worker, share in enumerate(self._shares):
                         self._tell_later(worker, Opened(item=share.part(item)))
-                case Halt():
+                case HaltDevices():
                     for worker in range(len(self._workers)):
                         self._tell_later(worker, Halted())
-                case Finish():
+                case FinishRun():
                     self._finish = instruction
                 case _:  # Assign, Advance and Commit cost nothing
                     pass
@@ -193,8 +191,8 @@ class _Simulation:
                 self._occupy(worker, "update", self._costs.update_s(worker), Updated(item=item))
             case Save(item=item):
                 self._occupy(worker, "save", self._options.save_s, Saved(item=item))
-            case Keep(item=item):
-                self._tell_now(worker, Kept(item=item))
+            case KeepSnapshot(item=item):
+                self._tell_now(worker, SnapshotKept(item=item))
             case Report(item=item):
                 self._report(self._devices[worker], item)
             case Stop():
@@ -204,7 +202,7 @@ class _Simulation:
         """A device reports once all its stages have."""
         count = self._reports.pop((device, item), 0) + 1
         if count == len(self._workers_of[device]):
-            self._tell_coordinator(Reported(device=device, item=item), device)
+            self._tell_coordinator(ItemReported(device=device, item=item), device)
         else:
             self._reports[device, item] = count
 
@@ -237,29 +235,31 @@ class _Simulation:
 
     def _send(self, worker: int, send: Send) -> None:
         size_bytes = self._costs.parcel_bytes(send, worker, self._items[send.item].kind)
-        message = _Message(worker, send.target, send.parcel, send.item, size_bytes, send.micro_batch)
+        message = _MessageOnLink(worker, send.target, send.parcel, send.item, size_bytes, send.micro_batch)
         arrived = Arrived(parcel=send.parcel, source=worker, item=send.item, micro_batch=send.micro_batch)
         self._transmit(message, lambda: self._tell(message.target, arrived))
 
     def _send_parts(self, worker: int, send: SendParts) -> None:
-        message = _Message(worker, send.target, "average", send.item, self._costs.part_bytes(send, worker))
+        message = _MessageOnLink(worker, send.target, "average", send.item, self._costs.part_bytes(send, worker))
         arrived = PartsArrived(group=send.group, round=send.round, source=worker, item=send.item)
         self._transmit(message, lambda: self._tell(send.target, arrived))
 
-    def _transmit(self, message: _Message, then: Callable[[], None]) -> None:
+    def _transmit(self, message: _MessageOnLink, then: Callable[[], None]) -> None:
         """Put a message on its link; `then` is what its arrival means."""
         handover_s = self._options.overheads.handover_s
         if self._devices[message.source] == self._devices[message.target]:  # it never leaves the device
             self._clock.at(self._clock.now_s + handover_s, ("link", message.source, message.target), then)
             return
         times = self._network.send(
-            self._clock.now_s + handover_s, self._devices[message.source], self._devices[message.target],
+            self._clock.now_s + handover_s,
+            self._devices[message.source],
+            self._devices[message.target],
             message.size_bytes + self._options.header_bytes,
-        )  # fmt: skip
+        )
         arrive = partial(self._arrive, message, times, then)
         self._clock.at(times.arrived_s + handover_s, ("link", message.source, message.target), arrive)
 
-    def _arrive(self, message: _Message, times: Transmission, then: Callable[[], None]) -> None:
+    def _arrive(self, message: _MessageOnLink, times: Transmission, then: Callable[[], None]) -> None:
         if self._gone.get(message.source, times.sent_s) < times.sent_s:
             return
         span = Span(
@@ -286,10 +286,10 @@ class _Simulation:
     def _lose(self, fault: Fault) -> None:
         for worker in self._workers_of[fault.device]:
             self._gone.setdefault(worker, self._clock.now_s)
-        self._tell_coordinator(Lost(device=fault.device, reason="simulated"), fault.device, fault.noticed_after_s)
+        self._tell_coordinator(DeviceLost(device=fault.device, reason="simulated"), fault.device, fault.noticed_after_s)
 
 
-class _Message(NamedTuple):
+class _MessageOnLink(NamedTuple):
     """What crosses a link. Ends are numbers of workers."""
 
     source: int

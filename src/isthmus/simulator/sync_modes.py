@@ -96,12 +96,12 @@ class _Run:
         return self._free_s
 
     def compute(
-        self, after: Callable[[SyncedLayer], None] | None = None, gates: Mapping[str, float] | None = None
+        self, after: Callable[[SyncedLayer], None] | None = None, barriers: Mapping[str, float] | None = None
     ) -> None:
         """Forward, each layer when its gate opens, and backward."""
         self.now_s += self.model.forward_s
         for layer in reversed(self.model.layers):
-            self.wait((gates or {}).get(layer.name, 0.0))
+            self.wait((barriers or {}).get(layer.name, 0.0))
             self.now_s += layer.forward_s
         for layer in self.model.layers:
             self.now_s += layer.backward_s
@@ -154,7 +154,7 @@ def _local(run: _Run, choices: SyncChoices, steps: int) -> None:
 
 
 def _scheduled(run: _Run, choices: SyncChoices, steps: int) -> None:
-    gates: dict[str, float] = {}
+    barriers: dict[str, float] = {}
     for step in range(steps):
         due = choices.schedule[step % len(choices.schedule)]
         through: dict[str, float] = {}
@@ -163,12 +163,12 @@ def _scheduled(run: _Run, choices: SyncChoices, steps: int) -> None:
             if layer.name in due and layer.average_s > 0:
                 through[layer.name] = run.send([layer])
 
-        run.compute(ready if choices.in_backward else None, gates)
+        run.compute(ready if choices.in_backward else None, barriers)
         if not choices.in_backward:
             for layer in run.model.layers:
                 ready(layer)
         if choices.forward_overlap:
-            gates = through
+            barriers = through
         else:
             run.wait(max(through.values(), default=0.0))
 
@@ -190,9 +190,16 @@ def _streaming(run: _Run, choices: SyncChoices, steps: int) -> None:
 
 
 _MODES: Mapping[str, Callable[[_Run, SyncChoices, int], None]] = {
-    "s-sgd": _s_sgd, "asc-wfbp": _asc_wfbp, "every-step": _every_step, "local": _local, "outer": _local,
-    "partial": _scheduled, "dream": _scheduled, "dreamddp": _scheduled, "streaming": _streaming,
-}  # fmt: skip
+    "s-sgd": _s_sgd,
+    "asc-wfbp": _asc_wfbp,
+    "every-step": _every_step,
+    "local": _local,
+    "outer": _local,
+    "partial": _scheduled,
+    "dream": _scheduled,
+    "dreamddp": _scheduled,
+    "streaming": _streaming,
+}
 
 
 def simulate_sync(mode: str, model: SyncedModel, choices: SyncChoices) -> float:

@@ -1,9 +1,9 @@
 """Replicas over slow links, for scripts that torchrun starts.
 
-    sync = isthmus.sync.attach(model, optimizer, mode="dream", period=5)
-    ...
-    loss.backward()
-    sync.step()
+sync = isthmus.sync.attach(model, optimizer, mode="dream", period=5)
+...
+loss.backward()
+sync.step()
 """
 
 from isthmus.extensions import what_is_missing

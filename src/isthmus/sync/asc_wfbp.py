@@ -23,7 +23,7 @@ from isthmus.sync.link import probe
 from isthmus.sync.mode import Setting, restored_document
 
 
-class _Saved(msgspec.Struct, frozen=True):
+class _AscWfbpState(msgspec.Struct, frozen=True):
     buckets: list[list[int]] | None
 
 
@@ -69,10 +69,10 @@ class AscWfbp(EveryStep):
         s.monitor.restart()
 
     def state(self) -> dict[str, Tensor]:
-        return {"asc-wfbp": to_bytes(_Saved(self.buckets if self._planned else None))}
+        return {"asc-wfbp": to_bytes(_AscWfbpState(self.buckets if self._planned else None))}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        buckets = restored_document(state, "asc-wfbp", _Saved).buckets
+        buckets = restored_document(state, "asc-wfbp", _AscWfbpState).buckets
         if buckets is None:
             return
         held = sorted(number for bucket in buckets for number in bucket)

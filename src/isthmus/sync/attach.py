@@ -23,12 +23,12 @@ from isthmus.sync.dream import OURS, PAPER, Dream
 from isthmus.sync.every_step import EveryStep
 from isthmus.sync.exchange import gather
 from isthmus.sync.layers import flatten
-from isthmus.sync.local import Local
+from isthmus.sync.local import LocalSGD
 from isthmus.sync.mode import Mode, Setting
 from isthmus.sync.monitor import Monitor
 from isthmus.sync.options import Options
-from isthmus.sync.outer import Outer
-from isthmus.sync.partial import OverlappedPartial, Partial
+from isthmus.sync.outer import DiLoCo
+from isthmus.sync.partial import OverlappedPartialSync, PartialSync
 from isthmus.sync.s_sgd import SSgd
 from isthmus.sync.streaming import Streaming
 from isthmus.sync.sync import Sync
@@ -38,11 +38,11 @@ _MODES: Mapping[str, Callable[[Setting, nn.Module], Mode]] = {
     "s-sgd": lambda setting, _: SSgd(setting),
     "asc-wfbp": lambda setting, _: AscWfbp(setting),
     "every-step": lambda setting, _: EveryStep(setting),
-    "local": lambda setting, _: Local(setting),
-    "outer": lambda setting, _: Outer(setting),
+    "local": lambda setting, _: LocalSGD(setting),
+    "outer": lambda setting, _: DiLoCo(setting),
     "streaming": lambda setting, _: Streaming(setting),
     "partial": lambda setting, module: (
-        OverlappedPartial(setting, module) if setting.options.overlap else Partial(setting)
+        OverlappedPartialSync(setting, module) if setting.options.overlap else PartialSync(setting)
     ),
     "dream": lambda setting, module: Dream(setting, module, OURS),
     "dreamddp": lambda setting, module: Dream(setting, module, PAPER),
@@ -77,8 +77,10 @@ def attach(
     read, a model that differs between workers, or an optimizer that does not fit.
     """
     kinds: list[tuple[str, object, type]] = [
-        ("model", model, nn.Module), ("optimizer", optimizer, Optimizer), ("options", options, Options)
-    ]  # fmt: skip
+        ("model", model, nn.Module),
+        ("optimizer", optimizer, Optimizer),
+        ("options", options, Options),
+    ]
     for name, given, kind in kinds:
         if not isinstance(given, kind):
             raise UserError(f"{name}: got {type(given).__name__}, expected {kind.__module__}.{kind.__qualname__}")
@@ -114,9 +116,14 @@ def attach(
     updates = Updates(optimizer, flat)
     averager = Averager(private, options.weight, options.at_once if mode == "asc-wfbp" else 1)
     setting = Setting(
-        model=flat, updates=updates, averager=averager, monitor=Monitor(averager, workers), period=period,
-        options=options, codec=codec,
-    )  # fmt: skip
+        model=flat,
+        updates=updates,
+        averager=averager,
+        monitor=Monitor(averager, workers),
+        period=period,
+        options=options,
+        codec=codec,
+    )
     try:
         return Sync(mode, _MODES[mode](setting, model), setting, model)
     except UserError:
@@ -150,9 +157,11 @@ def _private(group: dist.ProcessGroup | None, model: nn.Module) -> dist.ProcessG
         ranks = dist.get_process_group_ranks(group)
         # Among some, torch names a group by how many each of them has: where all take part nobody has to have as many.
         made = dist.new_group(
-            ranks, backend=_backend(group, model), timeout=_timeout(group, model),
+            ranks,
+            backend=_backend(group, model),
+            timeout=_timeout(group, model),
             use_local_synchronization=len(ranks) < dist.get_world_size(),
-        )  # fmt: skip
+        )
     if not isinstance(made, dist.ProcessGroup):
         # torch.distributed.new_group gives a number to those who are not in what it has made.
         raise UserError(
@@ -207,7 +216,7 @@ def _check_alike(model: nn.Module, settings: _Settings, group: dist.ProcessGroup
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     described = [
         (name, list(t.shape), f"{t.dtype}{'' if t.requires_grad else ', not trainable'}") for name, t in tensors
-    ]  # fmt: skip
+    ]
     workers = gather(_Worker(socket.gethostname(), settings, described), _Worker, group)
     for rank, worker in enumerate(workers):
         _compare(workers[0], worker, rank)
@@ -218,7 +227,7 @@ def _compare(first: _Worker, other: _Worker, rank: int) -> None:
     for one, two in itertools.zip_longest(first.parameters, other.parameters):
         if one != two:
             raise UserError(
-                f"the models differ: worker 0 has {_told(one)} where worker {rank} has {_told(two)}. Expected the same "
+                f"the models differ: worker 0 has {_text(one)} where worker {rank} has {_text(two)}. Expected the same "
                 "model on every worker"
             )
     mine, theirs = (msgspec.to_builtins(worker.settings) for worker in (first, other))
@@ -233,7 +242,7 @@ def _compare(first: _Worker, other: _Worker, rank: int) -> None:
             )
 
 
-def _told(described: tuple[str, list[int], str] | None) -> str:
+def _text(described: tuple[str, list[int], str] | None) -> str:
     if described is None:
         return "nothing more"
     name, shape, kind = described

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isthmus.sync.direct import DirectSum, DirectSums
 from isthmus.sync.exchange import gather
-from isthmus.sync.leaving import PATIENCE_S, closed, opened
+from isthmus.sync.exit_cleanup import TIMEOUT_S, closed, opened
 
 _BROKEN_OFF_S = 5.0
 """Until what was broken off has ended: no more than a wake-up, on a machine that may be busy."""
@@ -51,16 +51,16 @@ class Averager:
         self.shares = [part / sum(parts) for part in parts]
 
     @torch.no_grad()
-    def start(self, tensors: Sequence[Tensor], lane: int = 0) -> Pending:
-        """Begin to average contiguous tensors in place: they may not be touched before `Pending.wait`."""
+    def start(self, tensors: Sequence[Tensor], lane: int = 0) -> PendingAverage:
+        """Begin to average contiguous tensors in place: they may not be touched before `PendingAverage.wait`."""
         if self.workers > 1:
             self.sent_bytes += sum(2 * (self.workers - 1) * tensor.nbytes // self.workers for tensor in tensors)
         return self.sum(tensors, self.shares[self._rank], lane)
 
     @torch.no_grad()
-    def sum(self, tensors: Sequence[Tensor], share: float = 1.0, lane: int = 0) -> Pending:
+    def sum(self, tensors: Sequence[Tensor], share: float = 1.0, lane: int = 0) -> PendingAverage:
         """As `start`, but scaled by `share`, and not counted as sent."""
-        pending = Pending(self)
+        pending = PendingAverage(self)
         for tensor in tensors:
             if self._lanes and tensor.device.type == "cpu":
                 pending.add(*self._lanes[lane].start(tensor, share))
@@ -81,14 +81,14 @@ class Averager:
 
     def close(self) -> None:
         """When nothing is on the way any more, and nothing will be."""
-        self.leave(PATIENCE_S)
+        self.leave(TIMEOUT_S)
 
-    def leave(self, patience_s: float) -> None:
+    def leave(self, timeout_s: float) -> None:
         """Send and receive no more. What is on the way has so long to arrive, and is broken off then."""
         closed(self)
         for lane in self._lanes:
             lane.end()
-        if self._lanes and not self._ended(patience_s):
+        if self._lanes and not self._ended(timeout_s):
             self._lanes[0].break_off()
             self._ended(_BROKEN_OFF_S)
         self._lanes = []
@@ -108,7 +108,7 @@ class Averager:
         self._through_s = max(self._through_s, ended_s)
 
 
-class Pending:
+class PendingAverage:
     """Averages on their way."""
 
     def __init__(self, averager: Averager) -> None:

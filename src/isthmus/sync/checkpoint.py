@@ -38,7 +38,7 @@ def save_worker(path: Path | str, model: nn.Module, optimizer: Optimizer, sync: 
     path.parent.mkdir(parents=True, exist_ok=True)
     # Workers on several hosts may share a folder and a process id, but not a name.
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    # Parameters are views of one memory, which safetensors refuses: it is told of copies.
+    # Parameters are views of one memory, which safetensors refuses: it is notified of copies.
     save_file({name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, partial)
     follow_umask(partial)
     os.replace(partial, path)
@@ -73,10 +73,13 @@ def load_worker(path: Path | str, model: nn.Module, optimizer: Optimizer, sync: 
         if kept:
             # Counters stay on the host, as torch's optimizers make them.
             optimizer.state[parameter] = {
-                key.removesuffix(NUMBER): value.item() if key.endswith(NUMBER)
-                else value.to(parameter.device) if value.shape == parameter.shape else value
+                key.removesuffix(NUMBER): value.item()
+                if key.endswith(NUMBER)
+                else value.to(parameter.device)
+                if value.shape == parameter.shape
+                else value
                 for key, value in kept.items()
-            }  # fmt: skip
+            }
     sync.load_state_dict({name.removeprefix("sync."): t for name, t in state.items() if name.startswith("sync.")})
 
 

@@ -48,7 +48,7 @@ class CompressedAverager:
         self._errors: list[Tensor] = []
 
     @torch.no_grad()
-    def start(self, tensors: Sequence[Tensor]) -> CompressedPending:
+    def start(self, tensors: Sequence[Tensor]) -> CompressedPendingAverage:
         """Begin to average; the tensors get their averages in `wait`."""
         if not self._errors:
             self._errors = [torch.zeros_like(tensor) for tensor in tensors]
@@ -63,7 +63,7 @@ class CompressedAverager:
             self._averager.watch(work)
             gathered.append((tensor, everyone, work))
             self._averager.sent_bytes += (self._averager.workers - 1) * payload.nbytes
-        return CompressedPending(self._averager.shares, self._codec, gathered)
+        return CompressedPendingAverage(self._averager.shares, self._codec, gathered)
 
     def state(self, prefix: str) -> dict[str, Tensor]:
         return {f"{prefix}.error.{number}": error for number, error in enumerate(self._errors)}
@@ -73,7 +73,7 @@ class CompressedAverager:
         self._errors = [state[f"{prefix}.error.{number}"].clone() for number in range(count)]
 
 
-class CompressedPending:
+class CompressedPendingAverage:
     """Payloads on their way."""
 
     def __init__(

@@ -53,7 +53,7 @@ PAPER = Method(planner="dream-dfs", spare=0.0, drift=math.inf, least_latencies=(
 """Algorithm 2 on single layers, with the fillings of Eq. 12, for times that are profiled once."""
 
 
-class _Saved(msgspec.Struct, frozen=True, kw_only=True):
+class _DreamState(msgspec.Struct, frozen=True, kw_only=True):
     plan: SyncPlan | None
     origin: int
     busy_s: float | None
@@ -103,24 +103,25 @@ class Dream(Scheduled):
             self._make_plan()
         super().stepped()
 
-    def period_ended(self, told: PeriodReport | None) -> None:
+    def period_ended(self, report: PeriodReport | None) -> None:
         s = self.setting
         # A period told of here began and ended under this plan only if it is a whole period younger.
-        if s.options.plan is not None or self.plan is None or told is None or told.steps - s.period < self.origin:
+        if s.options.plan is not None or self.plan is None or report is None or report.steps - s.period < self.origin:
             return
-        self._newest_s.append(told.link_busy_s)
+        self._newest_s.append(report.link_busy_s)
         if len(self._newest_s) < _WATCHED_PERIODS:
             return
         busy_s = statistics.median(self._newest_s)
         if self._busy_s is None:
             self._busy_s = busy_s
         change_s = abs(busy_s - self._busy_s)
-        if change_s > max(self._method.drift * self._busy_s, _NOTICEABLE * s.period * max(told.compute_s)):
+        if change_s > max(self._method.drift * self._busy_s, _NOTICEABLE * s.period * max(report.compute_s)):
             if dist.get_rank(s.averager.group) == 0:
                 LOG.info(
                     "averages take %.0f ms of a period, %.0f when the plan was made: planning again",
-                    1e3 * busy_s, 1e3 * self._busy_s,
-                )  # fmt: skip
+                    1e3 * busy_s,
+                    1e3 * self._busy_s,
+                )
             self._make_plan()
 
     def times(self) -> WorkerTimes | None:
@@ -152,19 +153,22 @@ class Dream(Scheduled):
                 worker_profile(name, of, units, average_s) for name, of in zip(s.monitor.workers, times, strict=True)
             )
             problem = SyncProblem(
-                layers=tuple(JOINED.join(unit) for unit in reversed(units)), workers=workers, iterations=s.period,
-                forward_overlap=self.overlaps_forward, spare=self._method.spare,
-            )  # fmt: skip
+                layers=tuple(JOINED.join(unit) for unit in reversed(units)),
+                workers=workers,
+                iterations=s.period,
+                forward_overlap=self.overlaps_forward,
+                spare=self._method.spare,
+            )
             plans.append(plan_sync(self._method.planner, problem))
         least_s = min(plan.period_s for plan in plans)
         return next(plan for plan in plans if plan.period_s <= _AS_GOOD * least_s)
 
     def state(self) -> dict[str, Tensor]:
-        saved = _Saved(plan=self.plan, origin=self.origin, busy_s=self._busy_s)
+        saved = _DreamState(plan=self.plan, origin=self.origin, busy_s=self._busy_s)
         return {"dream": to_bytes(saved)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        saved = restored_document(state, "dream", _Saved)
+        saved = restored_document(state, "dream", _DreamState)
         self._busy_s = saved.busy_s
         if saved.plan is not None:
             self.follow(_checked(saved.plan, self.setting))
@@ -178,7 +182,7 @@ class Dream(Scheduled):
 
 def joined(
     layers: Sequence[str], size_bytes: Mapping[str, int], link: LinkModel, least_latencies: float
-) -> list[tuple[str, ...]]:  # fmt: skip
+) -> list[tuple[str, ...]]:
     """Layers in the order given, in runs whose bytes take at least so many latencies of a message; the last may be
     shorter: nothing is left to hide it behind, so it should not be long."""
     found: list[tuple[str, ...]] = []

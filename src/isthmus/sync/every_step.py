@@ -1,7 +1,7 @@
 """S-SGD: gradients are averaged in every step, on the way while backward goes on (WFBP, Poseidon 2017, section 3).
 
-    backward   |-- layer 4 --|-- layer 3 --|-- layer 2 --|-- layer 1 --|
-    wire                     |....4....|   |.....3 + 2.....|           |...1...|  buckets, in this order
+backward   |-- layer 4 --|-- layer 3 --|-- layer 2 --|-- layer 1 --|
+wire                     |....4....|   |.....3 + 2.....|           |...1...|  buckets, in this order
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from isthmus.errors import UserError
-from isthmus.sync.averaging import Pending
+from isthmus.sync.averaging import PendingAverage
 from isthmus.sync.hooks import gradients
 from isthmus.sync.mode import Mode, Setting
-from isthmus.sync.packing import Packed, pack
+from isthmus.sync.packing import PackedTensors, pack
 from isthmus.sync.updates import Closure
 
 
@@ -31,7 +31,7 @@ class EveryStep(Mode):
         self.buckets = _buckets([layer.size_bytes for layer in setting.model.layers], setting.options.bucket_bytes)
         """Layers by number that travel together, in the order in which they leave."""
         self._ready: set[int] = set()
-        self._sent: list[tuple[list[nn.Parameter], Packed, Pending]] = []
+        self._sent: list[tuple[list[nn.Parameter], PackedTensors, PendingAverage]] = []
         self._averaged = False
 
     def ready(self, number: int) -> None:

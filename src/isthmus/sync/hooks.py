@@ -16,12 +16,10 @@ class GradientHooks:
     """Post-accumulate-grad hooks on every parameter.
 
     `ready(number)` is called inside backward, as soon as the last gradient of a layer is complete, and `ended()` at
-    the end of each backward pass. While `accumulating`, nobody is told anything.
+    the end of each backward pass. While `accumulating`, nobody is notified.
     """
 
-    def __init__(
-        self, layers: Sequence[Layer], ready: Callable[[int], None], ended: Callable[[], None]
-    ) -> None:  # fmt: skip
+    def __init__(self, layers: Sequence[Layer], ready: Callable[[int], None], ended: Callable[[], None]) -> None:
         self.accumulating = False
         self._layers = layers
         self._ready, self._ended = ready, ended

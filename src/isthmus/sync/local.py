@@ -28,10 +28,10 @@ class LocalSteps(Mode):
         self._balanced: list[int] = []
         self._compute_s: deque[tuple[float, ...]] = deque(maxlen=BALANCED_OVER)
 
-    def period_ended(self, told: PeriodReport | None) -> None:
-        if not self.setting.options.balance or told is None:
+    def period_ended(self, report: PeriodReport | None) -> None:
+        if not self.setting.options.balance or report is None:
             return
-        self._compute_s.append(told.compute_s)
+        self._compute_s.append(report.compute_s)
         usual_s = [statistics.median(of_worker) for of_worker in zip(*self._compute_s, strict=True)]
         self._balance(balanced_steps(self.setting.period, usual_s))
 
@@ -48,7 +48,7 @@ class LocalSteps(Mode):
             self._balance(state["balanced"].tolist())
 
 
-class Local(LocalSteps):
+class LocalSGD(LocalSteps):
     """The whole model is averaged after the last step of each period, in the open."""
 
     def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:

@@ -98,8 +98,8 @@ class Mode:
     def detach(self) -> None:
         """Take away what was put on the model."""
 
-    def period_ended(self, told: PeriodReport | None) -> None:
-        """All workers are at the end of a period; `told` is what they said of the one before."""
+    def period_ended(self, report: PeriodReport | None) -> None:
+        """All workers are at the end of a period; `report` is what they said of the one before."""
 
     def state(self) -> dict[str, Tensor]:
         """What is lost with the process: tensors by name."""

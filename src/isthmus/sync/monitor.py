@@ -56,7 +56,7 @@ class Monitor:
     def __init__(self, averager: Averager, workers: tuple[str, ...]) -> None:
         self.workers = workers
         self.last: PeriodReport | None = None
-        """The newest period that all have told of."""
+        """The newest period that all have reported."""
         self._averager = averager
         self._on_the_way: tuple[torch.Tensor, dist.Work, int] | None = None
         self._named = self._seen = -1
@@ -98,9 +98,13 @@ class Monitor:
 
     def period_ended(self, steps: int) -> PeriodReport | None:
         """Tell the others of this period, and return what all told of the one before; None the first time."""
-        told = self._read()
-        own = [self._compute_s / self._steps, self._wait_s / self._steps, self._divergence,
-               self._averager.busy_s - self._busy_before_s]  # fmt: skip
+        report = self._read()
+        own = [
+            self._compute_s / self._steps,
+            self._wait_s / self._steps,
+            self._divergence,
+            self._averager.busy_s - self._busy_before_s,
+        ]
         group = self._averager.group
         table = torch.zeros(len(self.workers), len(own), dtype=torch.float64)
         table[dist.get_rank(group)] = torch.tensor(own, dtype=torch.float64)
@@ -110,7 +114,7 @@ class Monitor:
         self._averager.watch(work)
         self._on_the_way = (table, work, steps)
         self._clear()
-        return told
+        return report
 
     def restart(self) -> None:
         """Leave out the time since the last step: it was spent on something else."""
@@ -128,9 +132,12 @@ class Monitor:
         self._on_the_way = None
         compute_s, wait_s, divergence, busy_s = (column.tolist() for column in table.unbind(1))
         self.last = PeriodReport(
-            steps=steps, compute_s=tuple(compute_s), wait_s=tuple(wait_s), divergence=statistics.fmean(divergence),
+            steps=steps,
+            compute_s=tuple(compute_s),
+            wait_s=tuple(wait_s),
+            divergence=statistics.fmean(divergence),
             link_busy_s=min(busy_s),
-        )  # fmt: skip
+        )
         self._name_slowest(self.last)
         return self.last
 
@@ -144,6 +151,9 @@ class Monitor:
         if slowest not in (self._named, -1) and dist.get_rank(self._averager.group) == 0:
             LOG.warning(
                 "%s computes %.0f ms a step, the others %.0f: every averaging waits for it, %.0f ms a step",
-                self.workers[slowest], 1e3 * most_s, 1e3 * usual_s, 1e3 * report.behind_s,
-            )  # fmt: skip
+                self.workers[slowest],
+                1e3 * most_s,
+                1e3 * usual_s,
+                1e3 * report.behind_s,
+            )
         self._named = slowest

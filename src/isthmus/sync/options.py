@@ -74,9 +74,19 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"sync option {field.name!r}: got {value}, expected a finite number")
         at_least: dict[str, float] = {
-            "smallest_layer_bytes": 0, "bucket_bytes": 1, "warm_up_steps": 2, "drift": 0, "outer_rate": 0,
-            "outer_momentum": 0, "error_decay": 0, "fragments": 0, "delay": 0, "mixing": 0, "spare": 0, "at_once": 1,
-        }  # fmt: skip
+            "smallest_layer_bytes": 0,
+            "bucket_bytes": 1,
+            "warm_up_steps": 2,
+            "drift": 0,
+            "outer_rate": 0,
+            "outer_momentum": 0,
+            "error_decay": 0,
+            "fragments": 0,
+            "delay": 0,
+            "mixing": 0,
+            "spare": 0,
+            "at_once": 1,
+        }
         for field, least in at_least.items():
             if (value := getattr(self, field)) is not None and not value >= least:
                 raise UserError(f"sync option {field!r}: got {getattr(self, field)}, expected at least {least}")
@@ -91,11 +101,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def check_read(self, mode: str, *, codec: bool) -> None:
         """UserError for an option that is set and that this mode does not read. `codec`: whether there is one."""
-        told = {f.name: repr(getattr(self, f.name)) for f in msgspec.structs.fields(self)
-                if getattr(self, f.name) != f.default}  # fmt: skip
-        if "plan" in told:
-            told["plan"] = "a plan"
-        for field, value in told.items():
+        given = {
+            f.name: repr(getattr(self, f.name))
+            for f in msgspec.structs.fields(self)
+            if getattr(self, f.name) != f.default
+        }
+        if "plan" in given:
+            given["plan"] = "a plan"
+        for field, value in given.items():
             modes = MODES_OF.get(field, (mode,))
             if mode not in modes:
                 raise UserError(
@@ -109,5 +122,5 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             *((field, "no plan", self.plan is None) for field in ("spare", "warm_up_steps", "drift", "planner")),
         ]
         for field, what, there in needed:
-            if field in told and not there:
-                raise UserError(f"sync option {field!r}: got {told[field]}, expected {what} with it")
+            if field in given and not there:
+                raise UserError(f"sync option {field!r}: got {given[field]}, expected {what} with it")

@@ -21,7 +21,7 @@ from isthmus.sync.options import Options
 from isthmus.sync.updates import Closure, average_with_state
 
 
-class Outer(LocalSteps):
+class DiLoCo(LocalSteps):
     """The outer step is torch's own SGD, on one flat parameter per dtype and device."""
 
     def __init__(self, setting: Setting) -> None:
@@ -70,9 +70,7 @@ class OuterStep:
     def __init__(self, values: list[Tensor], options: Options) -> None:
         self.values = [nn.Parameter(value, requires_grad=False) for value in values]
         momentum = options.outer_momentum
-        self._optimizer = torch.optim.SGD(
-            self.values, lr=options.outer_rate, momentum=momentum, nesterov=momentum > 0
-        )  # fmt: skip
+        self._optimizer = torch.optim.SGD(self.values, lr=options.outer_rate, momentum=momentum, nesterov=momentum > 0)
 
     def apply(self, deltas: list[Tensor]) -> None:
         """`deltas`: what to go down by, of the shapes of `values`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedTensors:
     """Copies of tensors, side by side."""
 
     flats: tuple[Tensor, ...]
@@ -24,7 +24,7 @@ class Packed:
 
 
 @torch.no_grad()
-def pack(tensors: Sequence[Tensor]) -> Packed:
+def pack(tensors: Sequence[Tensor]) -> PackedTensors:
     """Copy dense tensors into one flat tensor per dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for number, tensor in enumerate(tensors):
@@ -34,4 +34,4 @@ def pack(tensors: Sequence[Tensor]) -> Packed:
     for flat, numbers in zip(flats, kinds.values(), strict=True):
         parts = flat.split([tensors[n].numel() for n in numbers])
         views.update((n, part.view(tensors[n].shape)) for n, part in zip(numbers, parts, strict=True))
-    return Packed(flats, tuple(views[n] for n in range(len(tensors))))
+    return PackedTensors(flats, tuple(views[n] for n in range(len(tensors))))

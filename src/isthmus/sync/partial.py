@@ -13,7 +13,7 @@ from isthmus.sync.scheduled import Scheduled
 from isthmus.sync.updates import Closure, average_with_state
 
 
-class Partial(Mode):
+class PartialSync(Mode):
     """Averages after the update, in the open. Any optimizer, clipping and scaling work as ever."""
 
     def __init__(self, setting: Setting) -> None:
@@ -35,7 +35,7 @@ class Partial(Mode):
         return loss
 
 
-class OverlappedPartial(Scheduled):
+class OverlappedPartialSync(Scheduled):
     """The same schedule inside backward, as the paper runs it."""
 
     def __init__(self, setting: Setting, module: nn.Module) -> None:
@@ -50,5 +50,5 @@ def equal_plan(model: FlatModel, period: int) -> SyncPlan:
     # Averages far longer than computation leave no bubble to fill.
     profile = WorkerProfile(
         worker="any", forward_s=(0.0,) * count, backward_s=(1e-3,) * count, average_s=(1.0,) * count
-    )  # fmt: skip
+    )
     return plan_sync("equal-number", SyncProblem(layers=names, workers=(profile,), iterations=period))

@@ -13,8 +13,8 @@ from torch import nn
 
 from isthmus.errors import InternalError
 from isthmus.planners.sync import WorkerProfile
-from isthmus.sync.gates import uncompiled
-from isthmus.sync.stopwatch import Moment, between_s, now
+from isthmus.sync.device_time import Moment, between_s, now
+from isthmus.sync.forward_barriers import uncompiled
 
 KEPT_STEPS = 16
 
@@ -37,7 +37,7 @@ class _Mark(NamedTuple):
     """Waiting for averages in this step so far: it is left out."""
 
 
-class _Step:
+class _ProfiledStep:
     def __init__(self) -> None:
         self.start: _Mark | None = None
         self.begins: dict[str, _Mark] = {}
@@ -56,8 +56,8 @@ class Profiler:
         """`waited_s` says how long averages were waited for in this step."""
         self._device = device
         self._waited_s = waited_s
-        self._now = _Step()
-        self._steps: deque[_Step] = deque(maxlen=KEPT_STEPS)
+        self._now = _ProfiledStep()
+        self._steps: deque[_ProfiledStep] = deque(maxlen=KEPT_STEPS)
         self._handles = [
             model.register_forward_pre_hook(uncompiled(self._forward_begins)),
             model.register_forward_hook(uncompiled(self._forward_ended)),
@@ -73,7 +73,7 @@ class Profiler:
 
     def stepped(self) -> None:
         self._steps.append(self._now)
-        self._now = _Step()
+        self._now = _ProfiledStep()
 
     @property
     def steps(self) -> int:
@@ -105,9 +105,11 @@ class Profiler:
             begins_s.append([_between_s(start, step.begins.get(layer, start)) for layer in layers])
             ready_s.append([_between_s(end, step.ready[layer]) for layer in layers])
         return WorkerTimes(
-            layers=layers, forward_s=statistics.median(forward_s), begins_s=_medians(begins_s),
+            layers=layers,
+            forward_s=statistics.median(forward_s),
+            begins_s=_medians(begins_s),
             ready_s=_medians(ready_s),
-        )  # fmt: skip
+        )
 
     def _mark(self) -> _Mark:
         return _Mark(now(self._device), self._waited_s())
@@ -126,7 +128,7 @@ def _medians(rows: list[list[float]]) -> tuple[float, ...]:
 
 def worker_profile(
     worker: str, times: WorkerTimes, units: Sequence[Sequence[str]], average_s: Sequence[float]
-) -> WorkerProfile:  # fmt: skip
+) -> WorkerProfile:
     """What the planner wants, in forward order, given how long averaging each of `units` (backward order) takes.
 
     A unit is one layer or several that are averaged together: ready when the last of them is. A worker whose layers
@@ -147,6 +149,8 @@ def worker_profile(
         forward_s.append(tail_s - waiting_s)
         through_s, waiting_s = unit_s, tail_s
     return WorkerProfile(
-        worker=worker, forward_s=tuple(forward_s[::-1]), backward_s=tuple(backward_s[::-1]),
+        worker=worker,
+        forward_s=tuple(forward_s[::-1]),
+        backward_s=tuple(backward_s[::-1]),
         average_s=tuple(average_s[::-1]),
-    )  # fmt: skip
+    )

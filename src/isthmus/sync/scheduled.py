@@ -6,7 +6,7 @@
 Averages are launched in the plan's order on every worker, whatever order gradients come in. Nothing is copied: the
 parameters of a layer are not read again in this step once its gradients are complete, so they are averaged in place.
 What is still on the way at the step's end is waited for there, or, with `forward_overlap`, where the next forward needs
-it (`gates`).
+it (`barriers`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.amp.grad_scaler import GradScaler
 from isthmus.errors import UserError
 from isthmus.plans.sync import SyncPlan
 from isthmus.sync.divergence import MeasuredAverage
-from isthmus.sync.gates import ForwardGates
+from isthmus.sync.forward_barriers import ForwardBarriers
 from isthmus.sync.hooks import GONE, gradients, versions
 from isthmus.sync.layers import Layer, spans
 from isthmus.sync.mode import Mode, Setting
-from isthmus.sync.packing import Packed, pack
+from isthmus.sync.packing import PackedTensors, pack
 from isthmus.sync.updates import Closure, average_with_state, per_parameter
 
 
@@ -35,12 +35,12 @@ class _Due(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _SentLayers:
     """An average on its way."""
 
     layers: frozenset[int]
     average: MeasuredAverage
-    packed: Packed | None
+    packed: PackedTensors | None
     counts: bool
     """Whether its divergence is reported: once a period for each layer."""
 
@@ -70,9 +70,11 @@ class Scheduled(Mode):
             )
         self.origin = 0
         """The step at which the plan's first iteration was."""
-        self._on_the_way: dict[int, _Sent] = {}
+        self._on_the_way: dict[int, _SentLayers] = {}
         """By layer, in the order in which they were sent."""
-        self.gates = ForwardGates(module, setting.model.layers, self.entered, lambda number: self.finish([number]))
+        self.barriers = ForwardBarriers(
+            module, setting.model.layers, self.entered, lambda number: self.finish([number])
+        )
         self._begin()
 
     def follow(self, plan: SyncPlan) -> None:
@@ -121,7 +123,7 @@ class Scheduled(Mode):
             s.updates.only(layers)
         packed = pack(self._loose(layers)) if s.options.average_state else None
         average = MeasuredAverage(s.averager, [*spans(layers), *(packed.flats if packed is not None else ())])
-        sent = _Sent(due.layers, average, packed, due.name in self._scheduled)
+        sent = _SentLayers(due.layers, average, packed, due.name in self._scheduled)
         self._on_the_way.update(dict.fromkeys(sorted(due.layers), sent))
 
     def _layers(self, numbers: frozenset[int]) -> list[Layer]:
@@ -150,7 +152,7 @@ class Scheduled(Mode):
     def overlaps_forward(self) -> bool:
         """Whether averages may be on the way between steps."""
         options = self.setting.options
-        return options.forward_overlap and not options.average_state and self.gates.proven
+        return options.forward_overlap and not options.average_state and self.barriers.proven
 
     def entered(self, number: int) -> None:
         """A forward is about to read a layer."""
@@ -165,7 +167,7 @@ class Scheduled(Mode):
             if (sent := self._on_the_way.get(number)) is not None:
                 self._finish(sent)
 
-    def _finish(self, sent: _Sent) -> None:
+    def _finish(self, sent: _SentLayers) -> None:
         s = self.setting
         with s.monitor.waiting():
             distance = sent.average.wait()
@@ -182,7 +184,7 @@ class Scheduled(Mode):
         try:
             self.wait()
         finally:
-            self.gates.detach()
+            self.barriers.detach()
 
     def _average_all(self) -> None:
         s = self.setting

@@ -19,9 +19,9 @@ class SyncStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """By this worker, for averages: 2 (K - 1) / K of what was averaged, as in a ring."""
     workers: tuple[str, ...]
     last_period: PeriodReport | None
-    """The newest that all workers have told of: one period late."""
+    """The newest that all workers have reported: one period late."""
     slowest: str | None
-    """The worker that the others wait for, and what it costs them per step; None until a period was told of."""
+    """The worker that the others wait for, and what it costs them per step; None until a period was notified of."""
     behind_s: float
     plan: SyncPlan | None
     plans: int

@@ -11,13 +11,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from isthmus.errors import UserError
-from isthmus.sync.averaging import Pending
+from isthmus.sync.averaging import PendingAverage
 from isthmus.sync.compressed import codec_name
 from isthmus.sync.dream import Dream
 from isthmus.sync.exchange import gather, to_bytes
 from isthmus.sync.hooks import GradientHooks
 from isthmus.sync.mode import Mode, Setting, restored_document
-from isthmus.sync.packing import Packed, pack
+from isthmus.sync.packing import PackedTensors, pack
 from isthmus.sync.statistics import SyncStatistics
 from isthmus.sync.updates import Closure
 
@@ -34,7 +34,7 @@ class Sync:
             self._hooks = GradientHooks(setting.model.layers, self._ready, self._backward_ended)
         self._module = module
         self._held = {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
-        self._buffers_sent: tuple[Packed, Pending] | None = None
+        self._buffers_sent: tuple[PackedTensors, PendingAverage] | None = None
         self._closed = False
 
     def step(self, closure: Closure | None = None, *, scaler: GradScaler | None = None) -> Tensor | None:
@@ -102,13 +102,19 @@ class Sync:
         last = setting.monitor.last
         dream = mode if isinstance(mode, Dream) else None
         return SyncStatistics(
-            mode=self.mode_name, steps=mode.steps, sent_bytes=setting.averager.sent_bytes,
-            workers=setting.monitor.workers, last_period=last,
+            mode=self.mode_name,
+            steps=mode.steps,
+            sent_bytes=setting.averager.sent_bytes,
+            workers=setting.monitor.workers,
+            last_period=last,
             slowest=None if last is None else setting.monitor.workers[last.compute_s.index(max(last.compute_s))],
-            behind_s=0.0 if last is None else last.behind_s, plan=mode.plan, plans=dream.plans if dream else 0,
-            link=dream.link if dream else None, times=dream.times() if dream else None,
+            behind_s=0.0 if last is None else last.behind_s,
+            plan=mode.plan,
+            plans=dream.plans if dream else 0,
+            link=dream.link if dream else None,
+            times=dream.times() if dream else None,
             layer_bytes={layer.name: layer.size_bytes for layer in setting.model.layers},
-        )  # fmt: skip
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this worker must keep besides its own model and optimizer, in the middle of a period too."""

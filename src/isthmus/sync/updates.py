@@ -18,9 +18,16 @@ from isthmus.sync.layers import FlatModel, Layer, spans
 from isthmus.sync.packing import pack
 
 PER_PARAMETER: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
-    torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
-)  # fmt: skip
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+)
 """Optimizers whose update of a parameter depends on that parameter alone."""
 
 Closure = Callable[[], Tensor]
@@ -157,9 +164,12 @@ def _is_plain(p: nn.Parameter) -> bool:
     """On a CPU, of floats, with a gradient that lies in memory as it does."""
     grad = p.grad
     return (
-        p.device.type == "cpu" and p.is_floating_point()
-        and grad is not None and grad.layout == torch.strided and grad.stride() == p.stride()
-    )  # fmt: skip
+        p.device.type == "cpu"
+        and p.is_floating_point()
+        and grad is not None
+        and grad.layout == torch.strided
+        and grad.stride() == p.stride()
+    )
 
 
 def attached(optimizer: Optimizer) -> bool:

@@ -3,9 +3,18 @@
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_tensors
 from isthmus.training.engine import Engine, EngineConfig, TorchEngine
 from isthmus.training.optim import LearningRate, OptimizerConfig
-from isthmus.training.plain import plain_loss, plain_step, plain_update
+from isthmus.training.reference import reference_loss, reference_step, reference_update
 
 __all__ = [
-    "Engine", "EngineConfig", "LearningRate", "OptimizerConfig", "TorchEngine",
-    "latest_checkpoint", "load_checkpoint", "plain_loss", "plain_step", "plain_update", "read_tensors",
-]  # fmt: skip
+    "Engine",
+    "EngineConfig",
+    "LearningRate",
+    "OptimizerConfig",
+    "TorchEngine",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "read_tensors",
+    "reference_loss",
+    "reference_step",
+    "reference_update",
+]

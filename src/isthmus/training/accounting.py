@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 
 from isthmus.extensions import import_extra
-from isthmus.plans import Stretch
+from isthmus.plans import SampleRange
 
 OWNER = "[privacy] activations"
 
@@ -45,7 +45,7 @@ def noise_multiplier_for(epsilon: float, delta: float, releases: int) -> float:
     return 2 * float(dp.get_sigma_gaussian(epsilon, delta)) * math.sqrt(releases)
 
 
-def spent_by_epoch(stretches: Sequence[Stretch], size: int) -> list[float]:
+def spent_by_epoch(stretches: Sequence[SampleRange], size: int) -> list[float]:
     """After each pass over `size` samples, the largest sum of mu^2 that any of them has: that of each pass added up.
 
     A pass uses each sample once, in an order of its own. Exact where all of a pass is sent equally often, else an upper
@@ -56,14 +56,12 @@ def spent_by_epoch(stretches: Sequence[Stretch], size: int) -> list[float]:
     return list(itertools.accumulate(each))
 
 
-def _within(stretches: Iterable[Stretch], first: int, end: int) -> list[Stretch]:
-    clipped = (
-        Stretch(first=max(s.first, first), end=min(s.end, end), mu_squared=s.mu_squared) for s in stretches
-    )
+def _within(stretches: Iterable[SampleRange], first: int, end: int) -> list[SampleRange]:
+    clipped = (SampleRange(first=max(s.first, first), end=min(s.end, end), mu_squared=s.mu_squared) for s in stretches)
     return [s for s in clipped if s.first < s.end]
 
 
-def _deepest(stretches: Sequence[Stretch]) -> float:
+def _deepest(stretches: Sequence[SampleRange]) -> float:
     """The largest sum over the stretches that share a position."""
     starts = {s.first for s in stretches}
     return max((math.fsum(s.mu_squared for s in stretches if s.first <= at < s.end) for at in starts), default=0.0)

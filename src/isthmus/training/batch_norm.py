@@ -20,7 +20,7 @@ from isthmus.training.collectives import Collectives
 BATCH_NORM = "aten.batch_norm.default"
 
 
-class _Sum(torch.autograd.Function):
+class _BatchNormSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, ranks: Collectives) -> Tensor:
         ctx.ranks = ranks
@@ -36,9 +36,15 @@ def batch_norm_of(ranks: Collectives) -> Callable[..., Tensor]:
     alone = cast("Callable[..., Tensor]", operator_of(BATCH_NORM))
 
     def batch_norm(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None,
-        training: bool, momentum: float, *options: object,
-    ) -> Tensor:  # fmt: skip
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        variance: Tensor | None,
+        training: bool,
+        momentum: float,
+        *options: object,
+    ) -> Tensor:
         if not training:
             return alone(x, weight, bias, mean, variance, training, momentum, *options)
         return _normalised(x, (weight, bias), (mean, variance), momentum, cast(float, options[0]), ranks)
@@ -47,16 +53,20 @@ def batch_norm_of(ranks: Collectives) -> Callable[..., Tensor]:
 
 
 def _normalised(
-    x: Tensor, affine: tuple[Tensor | None, Tensor | None], kept: tuple[Tensor | None, Tensor | None],
-    momentum: float, eps: float, ranks: Collectives,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    affine: tuple[Tensor | None, Tensor | None],
+    kept: tuple[Tensor | None, Tensor | None],
+    momentum: float,
+    eps: float,
+    ranks: Collectives,
+) -> Tensor:
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     others = [dim for dim in range(x.dim()) if dim != 1]
     along = [1, -1, *[1] * (x.dim() - 2)]
     count = ranks.count * x.numel() // x.shape[1]
 
     def over_all(values: Tensor) -> Tensor:
-        return cast(Tensor, _Sum.apply(values.sum(others), ranks)) / count
+        return cast(Tensor, _BatchNormSum.apply(values.sum(others), ranks)) / count
 
     mean = over_all(wide)
     centred = wide - mean.view(along)

@@ -38,7 +38,7 @@ from isthmus.training.scaling import LOSS_SCALE
 MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer."
 _REPLICA = re.compile(r"replica\.(\d+)\.")
-"""A module's own name cannot begin so: `replica_prefix` is told apart by a number in second place."""
+"""A module's own name cannot begin so: `replica_prefix` is distinguished by a number in second place."""
 
 
 def replica_prefix(replica: int) -> str:
@@ -71,7 +71,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     batch: int
     shuffle: bool = True
     data: dict[str, dict[str, str]] = {}
-    """What devices told of their samples, each under its own key: by device and split."""
+    """What devices reported of their samples, each under its own key: by device and split."""
     finite: bool = True
     """Whether its weights are."""
     files: dict[str, SavedFile] = {}
@@ -185,14 +185,12 @@ def newest_checkpoint(directory: Path) -> Path | None:
     return complete[-1][1] if complete else None
 
 
-def newest_whole_checkpoint(
-    directory: Path, passed_over: Callable[[str], None], *, finite: bool = True
-) -> Path | None:
+def newest_whole_checkpoint(directory: Path, passed_over: Callable[[str], None], *, finite: bool = True) -> Path | None:
     """The newest checkpoint whose every byte is as it was saved, and whose weights are `finite` if that matters; None
     when nothing was ever saved.
 
-    `passed_over` is told why of each newer one. UserError when none of those that are there is whole: to begin anew is
-    for the user to say.
+    `passed_over` gets the reason of each newer one. UserError when none of those that are there is whole: to begin
+    anew is for the user to say.
     """
     refused: UserError | None = None
     for _, checkpoint in reversed(_complete(directory)):

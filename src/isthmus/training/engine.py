@@ -20,10 +20,10 @@ from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.faults import raise_if_jobs
 from isthmus.training.finite import HALF_TYPES
 from isthmus.training.kernels import Kernels
+from isthmus.training.loss_accumulator import LossAccumulator
 from isthmus.training.optim import LearningRate, OptimizerConfig, Optimizers, clip, gradient_norms
 from isthmus.training.program import Program, RunsOperators
 from isthmus.training.scaling import LOSS_SCALE, LossScale, LossScaling
-from isthmus.training.tally import Tally
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,15 +85,16 @@ class Engine(Protocol):
         ...
 
     def shared_values(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Compute-type values of parameters (op names) that other stages borrow."""
+        """Compute-type values of parameters (op names) that other stages own."""
         ...
 
     def set_shared(self, values: Mapping[str, Tensor]) -> None:
-        """Take this step's values of borrowed parameters."""
+        """Take this step's values of shared parameters of other stages."""
         ...
 
     def take_shared_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Gradients of borrowed parameters, summed over the step's micro-batches, of type `gradient_dtype`."""
+        """Gradients of shared parameters of other stages, summed over the step's micro-batches, of type
+        `gradient_dtype`."""
         ...
 
     def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
@@ -207,7 +208,7 @@ class TorchEngine:
         self._master: dict[str, nn.Parameter] = {}
         """Trainable parameters that this stage owns, of type `gradient_dtype`, under their own names."""
         self.trainable: dict[str, str] = {}
-        """Trainable parameters used here, owned or borrowed: op name -> own name, in the graph's order."""
+        """Trainable parameters used here, owned here or by another stage: op name -> own name, in the graph's order."""
         self._written = tuple(dict.fromkeys(name for op in train.ops for name in op.mutates))
         trains = {o.name for o in train.variables() if any(o.requires_grad)}
         for op in {o.name: o for o in (*evaluation.variables(), *train.variables())}.values():
@@ -219,11 +220,9 @@ class TorchEngine:
         self.loss_scale = LossScale(scaling, weights.get(LOSS_SCALE)) if scaling is not None else None
         self._gradients: dict[str, Tensor] = {}
         self._flights: dict[int, _Flight | _Again] = {}
-        self._tallies = {"train": Tally(accelerator), "eval": Tally(accelerator)}
+        self._tallies = {"train": LossAccumulator(accelerator), "eval": LossAccumulator(accelerator)}
         size = config.micro_batch_size
-        self.eager = Program(
-            train, "train", batch=size, accelerator=accelerator, seed=config.seed, replaced=replaced
-        )
+        self.eager = Program(train, "train", batch=size, accelerator=accelerator, seed=config.seed, replaced=replaced)
         self.program: RunsOperators = self.eager
         """What training runs."""
         self._eval_program = Program(evaluation, "eval", batch=size, accelerator=accelerator, seed=config.seed)
@@ -239,7 +238,7 @@ class TorchEngine:
             self._variables[op.name] = value.to(dtype).clone()
             return
         self.trainable[op.name] = op.target
-        if op.name in self.train.borrows:
+        if op.name in self.train.shared_from:
             self._variables[op.name] = value.to(dtype).clone().requires_grad_()
             return
         master = nn.Parameter(value.to(gradient_dtype(dtype)).clone())
@@ -255,9 +254,7 @@ class TorchEngine:
             self._flights[micro_batch] = before if self.recompute or self.frozen else flight
         return {c.value: values[c.value].detach() for c in self.train.sends}
 
-    def _run(
-        self, program: RunsOperators, micro_batch: int, start: _Again
-    ) -> tuple[_Flight, dict[Ref, Tensor]]:
+    def _run(self, program: RunsOperators, micro_batch: int, start: _Again) -> tuple[_Flight, dict[Ref, Tensor]]:
         due = {c.value for c in self.train.receives if c.gradient}
         leaves = {ref: t.detach().requires_grad_() for ref, t in start.inputs.items() if ref in due}
         values = self._values("train")
@@ -411,9 +408,7 @@ class TorchEngine:
                 self._variables[name].copy_(value)
 
     def take_shared_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {
-            n: self._gradients.pop(n) if n in self._gradients else _no_gradient(self._variables[n]) for n in names
-        }
+        return {n: self._gradients.pop(n) if n in self._gradients else _no_gradient(self._variables[n]) for n in names}
 
     def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         for name, gradient in gradients.items():
@@ -435,7 +430,7 @@ class TorchEngine:
     def collect(self, count: float | None) -> Tensor:
         self._tallies["train"].begin()  # on its way while the update runs
         for name, own in self.trainable.items():
-            if name in self.train.borrows or name not in self._gradients:
+            if name in self.train.shared_from or name not in self._gradients:
                 continue
             gradient = self._gradients.pop(name)
             if self.loss_scale is not None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from isthmus.accelerators import Accelerator
 from isthmus.errors import IsthmusError, StepError
-from isthmus.protocol.shortage import Shortage
+from isthmus.protocol.memory_shortage import MemoryShortage
 from isthmus.units import parse_size
 
 _NO_MEMORY = "can't allocate memory"
@@ -48,12 +48,12 @@ def is_drivers(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and _LIBRARY_FAILED.search(str(error)) is not None
 
 
-def shortage(accelerator: Accelerator, error: Exception, before: int) -> Shortage:
+def shortage(accelerator: Accelerator, error: Exception, before: int) -> MemoryShortage:
     """The figures of an error of memory, while what raised it is still held; `before` is what the process had reserved
     before it got its stage."""
     found = accelerator.memory()
-    told = _ASKED.search(str(error))
+    match = _ASKED.search(str(error))
     asked = 0
-    if told is not None:
-        asked = int(told[1]) if told[1].isdecimal() else parse_size(told[1], "what was asked for")
-    return Shortage(asked=asked, free=found.free, total=found.total, reserved=found.reserved, before=before)
+    if match is not None:
+        asked = int(match[1]) if match[1].isdecimal() else parse_size(match[1], "what was asked for")
+    return MemoryShortage(asked=asked, free=found.free, total=found.total, reserved=found.reserved, before=before)

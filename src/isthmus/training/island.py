@@ -88,14 +88,21 @@ class _Share:
 
     def __init__(self, made: StageSetUp, weights: Mapping[str, Tensor], ranks: Ranks) -> None:
         config = msgspec.structs.replace(
-            made.config, micro_batch_size=made.config.micro_batch_size // ranks.count,
+            made.config,
+            micro_batch_size=made.config.micro_batch_size // ranks.count,
             micro_batches=made.config.micro_batches * ranks.count,  # a mean over its samples counts as so much less
-        )  # fmt: skip
+        )
         kind = ShardedEngine if made.sharded else TorchEngine
         self.engine = kind(
-            made.train, made.evaluation, config, weights, accelerator=ranks.accelerator, recompute=made.recompute,
-            frozen=made.frozen, replaced={BATCH_NORM: batch_norm_of(ranks.collectives)},
-        )  # fmt: skip
+            made.train,
+            made.evaluation,
+            config,
+            weights,
+            accelerator=ranks.accelerator,
+            recompute=made.recompute,
+            frozen=made.frozen,
+            replaced={BATCH_NORM: batch_norm_of(ranks.collectives)},
+        )
         self.meets = made.sharded or any(op.target == BATCH_NORM for op in made.train.ops)
         """Whether ranks wait for each other in a forward or a backward."""
         self._ranks = ranks
@@ -161,7 +168,7 @@ def serve(ranks: Ranks) -> None:
 
 def _obey(ranks: Ranks) -> None:
     share: _Share | None = None
-    while (heard := ranks.hear(0))[0].kind != "end":
+    while (heard := ranks.receive(0))[0].kind != "end":
         command, groups = heard
         if command.stage is not None:
             torch.set_num_threads(command.stage.threads)
@@ -176,13 +183,13 @@ def _obey(ranks: Ranks) -> None:
                 share.engine.set_shared(all_to_device(ranks.accelerator, groups[0]))
             case "forward" | "backward" | "evaluate":
                 try:
-                    values, told = share.run(command, groups)
+                    values, loss_count = share.run(command, groups)
                 except StepError as e:  # every island would say the same: it is no reason to end this one
                     if share.meets:
                         raise  # but the others may be waiting for this rank
-                    ranks.say(0, Command(kind="answer", failed=(e.what, e.reason)), [{}])
+                    ranks.send(0, Command(kind="answer", failed=(e.what, e.reason)), [{}])
                 else:
-                    ranks.say(0, Command(kind="answer", told=told), [values])
+                    ranks.send(0, Command(kind="answer", loss_count=loss_count), [values])
             case _:
                 share.keep(command, groups)
 
@@ -204,13 +211,13 @@ class IslandEngine:
         self.loss_scale = self._engine.loss_scale
         self.owned = self._engine.owned
         self._counts = {"forward": made.train.count is not None, "evaluate": made.evaluation.count is not None}
-        self._told: dict[str, list[tuple[float, float]]] = {"forward": [], "evaluate": []}
+        self._loss_counts: dict[str, list[tuple[float, float]]] = {"forward": [], "evaluate": []}
         self._summed = True
         """Whether what the ranks have added up is at rank 0."""
 
     def _tell(self, command: Command, tensors: Tensors = ()) -> None:
         for rank in range(1, self._ranks.count):
-            self._ranks.say(rank, command, tensors)
+            self._ranks.send(rank, command, tensors)
 
     def forward(self, step: int, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
         return self._on_all(Command(kind="forward", step=step, micro_batch=micro_batch), [inputs])
@@ -227,7 +234,7 @@ class IslandEngine:
         backward = command.kind == "backward"
         groups = [self._shares(_labelled(group), once=backward) for group in given]
         for rank in range(1, self._ranks.count):
-            self._ranks.say(rank, command, [group[rank] for group in groups])
+            self._ranks.send(rank, command, [group[rank] for group in groups])
         failed: StepError | None = None
         results: list[Result] = []
         try:
@@ -238,16 +245,18 @@ class IslandEngine:
                 raise
             failed = e
         for rank in range(1, self._ranks.count):  # all answers, so that none is taken for that of a later command
-            answer, (values,) = self._ranks.hear(rank)
+            answer, (values,) = self._ranks.receive(rank)
             failed = failed or (StepError(*answer.failed) if answer.failed else None)
-            results.append((all_to_device(self.accelerator, values), answer.told))
+            results.append((all_to_device(self.accelerator, values), answer.loss_count))
         if failed is not None:
             raise failed
-        told = [one for _, one in results if one is not None]
-        if told:
-            loss, count = (sum(column) for column in zip(*told, strict=True))
+        loss_count = [one for _, one in results if one is not None]
+        if loss_count:
+            loss, count = (sum(column) for column in zip(*loss_count, strict=True))
             counts = self._counts[command.kind]
-            self._told[command.kind].append((loss, count) if counts else (loss / len(told), count / len(told)))
+            self._loss_counts[command.kind].append(
+                (loss, count) if counts else (loss / len(loss_count), count / len(loss_count))
+            )
         return _by_ref(self._together([values for values, _ in results], adds=backward))
 
     def _shares(self, values: Mapping[str, Tensor], *, once: bool) -> list[dict[str, Tensor]]:
@@ -293,15 +302,15 @@ class IslandEngine:
 
     @property
     def count(self) -> float:
-        return sum(count for _, count in self._told["forward"])
+        return sum(count for _, count in self._loss_counts["forward"])
 
     @property
     def loss(self) -> float:
-        return sum(loss for loss, _ in self._told["forward"])
+        return sum(loss for loss, _ in self._loss_counts["forward"])
 
     @property
     def last_loss(self) -> Tensor:
-        return torch.full((), self._told["forward"][-1][0], device=self.accelerator.device)
+        return torch.full((), self._loss_counts["forward"][-1][0], device=self.accelerator.device)
 
     def take_loss(self) -> tuple[float, float] | None:
         return self._take("forward") if self._engine.train.loss is not None else None
@@ -310,8 +319,8 @@ class IslandEngine:
         return self._take("evaluate") if self._engine.evaluation.loss is not None else None
 
     def _take(self, kind: Literal["forward", "evaluate"]) -> tuple[float, float]:
-        told, self._told[kind] = self._told[kind], []
-        return sum(loss for loss, _ in told), sum(count for _, count in told)
+        loss_count, self._loss_counts[kind] = self._loss_counts[kind], []
+        return sum(loss for loss, _ in loss_count), sum(count for _, count in loss_count)
 
     def shared_values(self, names: Sequence[str]) -> dict[str, Tensor]:
         return self._engine.shared_values(names)
@@ -348,7 +357,7 @@ class IslandEngine:
 
     def update(self, step: int, norms: Tensor | None) -> None:
         self._engine.update(step, norms)
-        self._spread([name for name in self._engine.trainable if name not in self._engine.train.borrows])
+        self._spread([name for name in self._engine.trainable if name not in self._engine.train.shared_from])
 
     def skip_update(self) -> None:
         self._engine.skip_update()

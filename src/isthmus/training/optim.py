@@ -158,13 +158,21 @@ def _make(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.opti
     # None: torch chooses between a loop and kernels for many tensors, by device
     if config.name == "sgd":
         return torch.optim.SGD(
-            parameters, lr=config.lr, momentum=config.momentum,
-            nesterov=config.nesterov, weight_decay=config.weight_decay, fused=fused or None,
-        )  # fmt: skip
+            parameters,
+            lr=config.lr,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            weight_decay=config.weight_decay,
+            fused=fused or None,
+        )
     return torch.optim.AdamW(
-        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
+        parameters,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
         fused=fused or None,
-    )  # fmt: skip
+    )
 
 
 NO_GRADIENT = -1.0

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from isthmus.plans import Outer
+from isthmus.plans import OuterOptimizer
 
 VALUE, MOMENTUM, DELTA = "outer", "outer_momentum", "outer_delta"
 OUTER_KEYS = frozenset({VALUE, MOMENTUM, DELTA})
@@ -22,7 +22,7 @@ OUTER_KEYS = frozenset({VALUE, MOMENTUM, DELTA})
 class OuterParameters:
     """Those of one group, flat, and the step that torch's SGD makes with them."""
 
-    def __init__(self, start: Tensor, config: Outer) -> None:
+    def __init__(self, start: Tensor, config: OuterOptimizer) -> None:
         self._values = nn.Parameter(start.clone(), requires_grad=False)
         nesterov = config.momentum > 0
         self._sgd = torch.optim.SGD([self._values], config.rate, momentum=config.momentum, nesterov=nesterov)

@@ -9,9 +9,29 @@ from isthmus.graph import Op, OpGraph, Ref
 from isthmus.training.optim import OptimizerConfig, choose
 
 REARRANGING = {
-    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "slice", "select", "narrow", "expand", "repeat",
-    "transpose", "permute", "t", "contiguous", "clone", "to", "_to_copy", "detach", "alias", "pad", "constant_pad_nd",
-}  # fmt: skip
+    "view",
+    "reshape",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "slice",
+    "select",
+    "narrow",
+    "expand",
+    "repeat",
+    "transpose",
+    "permute",
+    "t",
+    "contiguous",
+    "clone",
+    "to",
+    "_to_copy",
+    "detach",
+    "alias",
+    "pad",
+    "constant_pad_nd",
+}
 """Operators whose result holds elements of their first argument, and padding."""
 
 

@@ -50,9 +50,15 @@ class Program:
     """The operators of one stage graph, bound to a micro-batch size and a device."""
 
     def __init__(
-        self, stage: StageGraph, mode: Literal["train", "eval"], *, batch: int, accelerator: Accelerator = HOST,
-        seed: int = 0, replaced: Mapping[str, Callable[..., object]] = {},
-    ) -> None:  # fmt: skip
+        self,
+        stage: StageGraph,
+        mode: Literal["train", "eval"],
+        *,
+        batch: int,
+        accelerator: Accelerator = HOST,
+        seed: int = 0,
+        replaced: Mapping[str, Callable[..., object]] = {},
+    ) -> None:
         """`seed` is the job's: random operators draw from (seed, step, micro-batch, op), whatever the cut. `replaced`
         says by target what runs in place of an operator."""
         self.batch = batch
@@ -86,11 +92,16 @@ class Program:
         own, received = flags
         needs = [received[r] if r in received else bool(own.get(r.op) and own[r.op][r.index]) for r in op.refs()]
         return Step(
-            op.name, _described(op), self._replaced.get(op.target) or operator_of(op.target),
-            cast("list[object]", args), cast("dict[str, object]", kwargs),
-            len(op.outputs), no_gradient(op, needs, mode), op.random,
+            op.name,
+            _described(op),
+            self._replaced.get(op.target) or operator_of(op.target),
+            cast("list[object]", args),
+            cast("dict[str, object]", kwargs),
+            len(op.outputs),
+            no_gradient(op, needs, mode),
+            op.random,
             tuple(ending),
-        )  # fmt: skip
+        )
 
     def run(self, values: dict[Ref, Tensor], step: int, micro_batch: int) -> dict[Ref, Tensor]:
         """Run every operator; `values` holds variables and inputs and gains the results that outlive the run.

@@ -52,8 +52,21 @@ class _Piece(msgspec.Struct, frozen=True):
 
 
 Kind = Literal[
-    "stage", "forward", "backward", "evaluate", "sum", "values", "answer", "end",
-    "collect", "update", "skip", "state", "whole", "add", "put",
+    "stage",
+    "forward",
+    "backward",
+    "evaluate",
+    "sum",
+    "values",
+    "answer",
+    "end",
+    "collect",
+    "update",
+    "skip",
+    "state",
+    "whole",
+    "add",
+    "put",
 ]
 
 
@@ -72,7 +85,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     loss_scale: float = 1.0
     """Of a backward, where the loss has one."""
     stage: StageSetUp | None = None
-    told: tuple[float, float] | None = None
+    loss_count: tuple[float, float] | None = None
     """Of an answer: loss and count of the share."""
     failed: tuple[str, str] | None = None
     """Of an answer: what raised, and why."""
@@ -105,9 +118,11 @@ class Ranks:
         """Before this rank leaves the group for an error of its own: the first that does so is heard."""
         step = isinstance(error, StepError)
         failure = _Failure(
-            rank=self.rank, what=error.what if step else "", memory=is_short_of_memory(error),
+            rank=self.rank,
+            what=error.what if step else "",
+            memory=is_short_of_memory(error),
             reason=error.reason if step else f"{type(error).__name__}: {' '.join(str(error).split())[:500]}",
-        )  # fmt: skip
+        )
         self._store.compare_set(_FAILURE, "", msgspec.json.encode(failure).decode())
 
     def cause(self, lost: RankLost) -> Exception:
@@ -118,10 +133,10 @@ class Ranks:
         failure = msgspec.json.decode(self._store.get(_FAILURE), type=_Failure)
         if failure.what:
             return StepError(failure.what, failure.reason)
-        told = f"rank {failure.rank} of this device: {failure.reason}"
-        return torch.OutOfMemoryError(told) if failure.memory else RankLost(told)
+        loss_count = f"rank {failure.rank} of this device: {failure.reason}"
+        return torch.OutOfMemoryError(loss_count) if failure.memory else RankLost(loss_count)
 
-    def say(self, to: int, command: Command, tensors: Tensors = ()) -> None:
+    def send(self, to: int, command: Command, tensors: Tensors = ()) -> None:
         pieces = tuple(
             tuple(_Piece(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in group.items())
             for group in tensors
@@ -134,7 +149,7 @@ class Ranks:
             for bucket in _buckets(held):
                 dist.send(bucket[0].contiguous() if len(bucket) == 1 else _packed(bucket), to)
 
-    def hear(self, source: int) -> tuple[Command, list[dict[str, Tensor]]]:
+    def receive(self, source: int) -> tuple[Command, list[dict[str, Tensor]]]:
         """Its tensors are in host memory."""
         length = torch.zeros(1, dtype=torch.int64)
         _receive(length, source)
@@ -158,7 +173,7 @@ class Ranks:
     def end(self) -> None:
         """From rank 0: the others are done."""
         for rank in range(1, self.count):
-            self.say(rank, Command(kind="end"))
+            self.send(rank, Command(kind="end"))
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -77,13 +77,20 @@ class _Values(dict[Ref, Tensor]):
 
 
 class ShardedEngine(TorchEngine):
-    """As `TorchEngine`, on each rank. Those parameters that are borrowed are whole on all of them."""
+    """As `TorchEngine`, on each rank. Those parameters that another stage owns are whole on all of them."""
 
     def __init__(
-        self, train: StageGraph, evaluation: StageGraph, config: EngineConfig, weights: Mapping[str, Tensor], *,
-        accelerator: Accelerator, recompute: bool = False, frozen: bool = False,
+        self,
+        train: StageGraph,
+        evaluation: StageGraph,
+        config: EngineConfig,
+        weights: Mapping[str, Tensor],
+        *,
+        accelerator: Accelerator,
+        recompute: bool = False,
+        frozen: bool = False,
         replaced: Mapping[str, Callable[..., object]] = {},
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`weights` are whole, in host memory."""
         self._ranks = Collectives(accelerator)
         self._parts: dict[str, torch.dtype] = {}
@@ -95,15 +102,21 @@ class ShardedEngine(TorchEngine):
         self._again: dict[str, Tensor] = {}
         """Parameters that a backward has put together and still needs."""
         for op in train.variables():
-            if op.kind == "parameter" and op.name not in train.borrows:
+            if op.kind == "parameter" and op.name not in train.shared_from:
                 self._shapes[op.target] = weights[op.target].shape
         parts = {
             name: self._ranks.part(value) if self._is_shaped(name, value) else value for name, value in weights.items()
         }
         super().__init__(
-            train, evaluation, config, parts, accelerator=accelerator, recompute=recompute, frozen=frozen,
+            train,
+            evaluation,
+            config,
+            parts,
+            accelerator=accelerator,
+            recompute=recompute,
+            frozen=frozen,
             replaced=replaced,
-        )  # fmt: skip
+        )
         self._uses = {mode: self._count(graph) for mode, graph in (("train", train), ("eval", evaluation))}
 
     def _is_shaped(self, name: str, value: Tensor) -> bool:
@@ -116,7 +129,7 @@ class ShardedEngine(TorchEngine):
         return dict(taken)
 
     def _hold(self, op: Op, weights: Mapping[str, Tensor], *, trains: bool) -> None:
-        if not trains or op.name in self.train.borrows:
+        if not trains or op.name in self.train.shared_from:
             super()._hold(op, weights, trains=trains)
             return
         dtype = cast(torch.dtype, getattr(torch, op.outputs[0].dtype))

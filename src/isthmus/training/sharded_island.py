@@ -38,7 +38,7 @@ class ShardedIsland(IslandEngine):
         """Each rank's parts of these values."""
         for rank in range(1, self._ranks.count):
             parts = {name: self._parts.part_of(value, rank) for name, value in values.items()}
-            self._ranks.say(rank, command, [parts])
+            self._ranks.send(rank, command, [parts])
         own({name: self._parts.part_of(value, 0) for name, value in values.items()})
 
     def _spread(self, names: Sequence[str]) -> None:

@@ -12,13 +12,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from isthmus.accelerators import Event
-from isthmus.accelerators.staging import Cargo, Way
+from isthmus.accelerators import DeviceEvent
+from isthmus.accelerators.staging import CopyLabel, CopyStream
 from isthmus.errors import PeerError
 from isthmus.training.checkpoint import OPTIMIZER
 from isthmus.training.layout import TensorHeader, check_header, header_of, in_a_row, unpack
 
-SNAPSHOT = Cargo("snapshot")
+SNAPSHOT = CopyLabel("snapshot")
 """How its copy is called in a trace."""
 ALIGNED_BYTES = 64
 """Where tensors begin in the buffer: any type can be viewed there."""
@@ -33,7 +33,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     headers: tuple[TensorHeader, ...]
     flat: Tensor
     """uint8; each tensor's elements as they would travel, from an aligned place on."""
-    copied: Event | None = None
+    copied: DeviceEvent | None = None
     """What is read before it is not the state; None where all of it is here."""
 
     @property
@@ -54,12 +54,12 @@ class Snapshot(msgspec.Struct, frozen=True):
         return found
 
 
-def snapshot(state: Mapping[str, Tensor], way: Way | None = None) -> Snapshot:
+def snapshot(state: Mapping[str, Tensor], way: CopyStream | None = None) -> Snapshot:
     """A copy of the state, in host memory.
 
     From an accelerator it goes `way`, behind what the current stream has been given so far: neither the host nor the
-    stream waits. What overwrites the state must, by `Way.hold`: a step rarely comes to its update before the copy is
-    done. (Rejected: a copy on the accelerator first, since memory for a second state is what it has least of.)
+    stream waits. What overwrites the state must, by `CopyStream.hold`: a step rarely comes to its update before the
+    copy is done. (Rejected: a copy on the accelerator first, since memory for a second state is what it has least of.)
     """
     headers = tuple(header_of(name, t) for name, t in state.items())
     if way is None:

@@ -15,14 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from isthmus.accelerators.copies import Reading, to_device
+from isthmus.accelerators.copies import PendingRead, to_device
 from isthmus.errors import UserError
-from isthmus.plans import Outer
+from isthmus.plans import OuterOptimizer
 from isthmus.training.engine import Engine
 from isthmus.training.outer import DELTA, OuterParameters, joined
 
 
-class Summed(Protocol):
+class GroupBuffer(Protocol):
     """One group's buffer."""
 
     flat: Tensor
@@ -79,8 +79,10 @@ class GradientSum:
         found = self._parameters.engine.take_gradients(names)
         flags = tuple(0.0 if found[name] is None else 1.0 for name in names)
         device = self._parameters.device
-        pieces = [torch.zeros(shape.numel(), device=device) if (g := found[name]) is None else g.reshape(-1)
-                  for name, shape in zip(names, shapes, strict=True)]  # fmt: skip
+        pieces = [
+            torch.zeros(shape.numel(), device=device) if (g := found[name]) is None else g.reshape(-1)
+            for name, shape in zip(names, shapes, strict=True)
+        ]
         counted = torch.full((1,), count, device=device)
         self.flat = torch.cat([*pieces, self._flags(flags), counted])
 
@@ -91,10 +93,10 @@ class GradientSum:
 
     def take(self) -> float:
         row, rest = self.flat.split([self._parameters.elements, len(self._parameters.names) + 1])
-        told = Reading(self._parameters.engine.accelerator, rest).values().tolist()
-        summed = zip(self._parameters.names, self._parameters.apart(row), told[:-1], strict=True)
+        read = PendingRead(self._parameters.engine.accelerator, rest).values().tolist()
+        summed = zip(self._parameters.names, self._parameters.apart(row), read[:-1], strict=True)
         self._parameters.engine.add_gradients({name: value for name, value, present in summed if present})
-        return float(told[-1])
+        return float(read[-1])
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -119,7 +121,9 @@ class ParameterSum:
 class DeltaSum:
     """Goes on from a checkpoint's outer parameters where it has them all, else from the parameters as they are."""
 
-    def __init__(self, parameters: Parameters, share: float, outer: Outer, saved: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, parameters: Parameters, share: float, outer: OuterOptimizer, saved: Mapping[str, Tensor]
+    ) -> None:
         self._parameters, self._share, self._mixing = parameters, share, outer.mixing
         self._outer = OuterParameters(parameters.row(), outer)
         self.flat = torch.empty(0)
@@ -151,7 +155,9 @@ class DeltaSum:
         }
 
 
-def summed(parameters: Parameters, share: float | None, outer: Outer | None, saved: Mapping[str, Tensor]) -> Summed:
+def summed(
+    parameters: Parameters, share: float | None, outer: OuterOptimizer | None, saved: Mapping[str, Tensor]
+) -> GroupBuffer:
     """The buffer of a group: of gradients without `share`, the replica's part of each step's micro-batches; of deltas
     with an outer step, which goes on from what `saved` holds of it."""
     if share is None:

@@ -15,10 +15,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from isthmus.fleet import Fleet
-from isthmus.verification.joining import Joining, kinds_of
+from isthmus.verification.joining import DeviceMerging, kinds_of
 from isthmus.verification.packing import wire_bytes
 from isthmus.verification.question import FLOAT32_BYTES
-from isthmus.verification.reading import Reading
+from isthmus.verification.reading import GraphReading
 
 NEVER = float("inf")
 
@@ -33,7 +33,7 @@ class BlockSpan(NamedTuple):
 class Bounds:
     """Of one problem, by default on its whole fleet. Seconds per step; infinite where nothing fits."""
 
-    def __init__(self, reading: Reading, fleet: Fleet | None = None) -> None:
+    def __init__(self, reading: GraphReading, fleet: Fleet | None = None) -> None:
         self.reading, self._question = reading, reading.question
         self._fleet = fleet = fleet or self._question.fleet
         self._rooms = [self._question.room_bytes(name) for name in fleet.names]
@@ -61,19 +61,20 @@ class Bounds:
         return 1 + sum(1 for held in room if held < self.need_bytes)
 
     @cached_property
-    def _links(self) -> tuple[Joining, Joining, float, float]:
+    def _links(self) -> tuple[DeviceMerging, DeviceMerging, float, float]:
         """Latency and seconds per byte of joined devices; the best of each link on its own."""
         fleet, kinds = self._fleet, kinds_of(self._fleet)
         ends = {
             (a, b): (kinds[a][0], kinds[b][-1])
-            for a, b in itertools.product(range(len(kinds)), repeat=2) if a != b or len(kinds[a]) > 1
-        }  # fmt: skip
+            for a, b in itertools.product(range(len(kinds)), repeat=2)
+            if a != b or len(kinds[a]) > 1
+        }
         links = {pair: fleet.link(*names) for pair, names in ends.items()}
         latency = {pair: link.latency_s for pair, link in links.items()}
         byte_s = {pair: 1 / link.bandwidth_bytes_per_s for pair, link in links.items()}
         sizes, most = [len(names) for names in kinds], min(len(fleet.names), self.blocks)
         either = [{(a, b): min(w[a, b], w[b, a]) for a, b in w} for w in (latency, byte_s)]
-        joined = [Joining(sizes, weights, most) for weights in either]
+        joined = [DeviceMerging(sizes, weights, most) for weights in either]
         return joined[0], joined[1], min(latency.values()), min(byte_s.values())
 
     @cached_property
@@ -136,8 +137,9 @@ class Bounds:
         fleet, kinds = self._fleet, kinds_of(self._fleet)
         ways = [
             (fleet.link(kinds[a][0], kinds[b][-1]), fleet.link(kinds[b][-1], kinds[a][0]))
-            for a, b in itertools.combinations_with_replacement(range(len(kinds)), 2) if a != b or len(kinds[a]) > 1
-        ]  # fmt: skip
+            for a, b in itertools.combinations_with_replacement(range(len(kinds)), 2)
+            if a != b or len(kinds[a]) > 1
+        ]
         return sum(
             min(sum(x.latency_s + span.size_bytes / x.bandwidth_bytes_per_s for x in way) for way in ways)
             for span in self._spans

@@ -16,9 +16,9 @@ from isthmus.verification.feeding import relaxed
 from isthmus.verification.near import near
 from isthmus.verification.price_bound import several_price, single_price
 from isthmus.verification.question import Question
-from isthmus.verification.reading import Reading
-from isthmus.verification.search import Least, OutOfWork, Search
-from isthmus.verification.verdict import CLOSE, BoundCheck, Ledger
+from isthmus.verification.reading import GraphReading
+from isthmus.verification.search import OutOfWork, PlanSearch, SearchResult
+from isthmus.verification.verdict import CLOSE, BoundCheck, DifferenceList
 
 GAP_ROUNDING = 1e-7
 """Absolute: planners call a gap of rounding errors none."""
@@ -26,7 +26,7 @@ ROUNDING = 1e-7
 """Relative: between a bound and the plan that attains it."""
 
 
-class Found(NamedTuple):
+class PlanCost(NamedTuple):
     """What a plan takes per step, as computed here: seconds, and money."""
 
     step_s: float
@@ -41,9 +41,13 @@ class _Simple(NamedTuple):
 
 
 def check_certificate(
-    ledger: Ledger, reading: Reading, certificate: Certificate | None, found: Found, setups: Sequence[Setup],
+    ledger: DifferenceList,
+    reading: GraphReading,
+    certificate: Certificate | None,
+    found: PlanCost,
+    setups: Sequence[Setup],
     effort: float,
-) -> BoundCheck:  # fmt: skip
+) -> BoundCheck:
     """Judges every field of the certificate, with this share of the work that a search may be."""
     question, priced = reading.question, _is_priced(reading.question)
     checks = _checks(reading, effort)
@@ -51,8 +55,12 @@ def check_certificate(
     unit, reached = ("in money" if priced else "s"), (found.price if priced else found.step_s)
     if certificate is None:
         proven = f"at most {reached / own - 1:.2%} above the best of any plan" if own > 0 else "nothing"
-        return BoundCheck(status="none stated", own=own, proven=own, told=f"the plan states no bound; that of this "
-                          f"check, {own:.6g} {unit}, proves {proven}")  # fmt: skip
+        return BoundCheck(
+            status="none stated",
+            own=own,
+            proven=own,
+            text=f"the plan states no bound; that of this check, {own:.6g} {unit}, proves {proven}",
+        )
     _arithmetic(ledger, question, certificate, reached, priced)
     stated = certificate.lower_bound
     least = own * (1 - ROUNDING)
@@ -65,37 +73,37 @@ def check_certificate(
     proven = min([stated, reached, *(best.bound for best in bests)])
     if stated > proven * (1 + ROUNDING):
         if not holds:
-            return BoundCheck(status="refuted", own=own, proven=proven, told="refuted by branch and bound")
-        if question.terms.copied:
-            told = "not checked: chains that several holders feed are bounded here by those behind one device for all"
-            told = f"{told}; {proven:.6g} {unit} is proven"
-            return BoundCheck(status="unchecked", proven=proven, told=told)
+            return BoundCheck(status="refuted", own=own, proven=proven, text="refuted by branch and bound")
+        if question.constraints.copied:
+            text = "not checked: chains that several holders feed are bounded here by those behind one device for all"
+            text = f"{text}; {proven:.6g} {unit} is proven"
+            return BoundCheck(status="unchecked", proven=proven, text=text)
         return _unchecked(ledger, ClosedForm(reading, priced=priced), stated, setups, proven, unit)
     exact = not certificate.exact or _same(known, stated)
     ledger.judge("certificate.exact", exact, certificate.exact, "false: no plan was found that attains it")
-    told = "proven by the bound of this check, which needs no search"
+    text = "proven by the bound of this check, which needs no search"
     if any(check.searched for check in checks):
-        told = "proven by branch and bound over all plans"
-    return BoundCheck(status="proven" if holds else "refuted", own=own, proven=proven, told=told)
+        text = "proven by branch and bound over all plans"
+    return BoundCheck(status="proven" if holds else "refuted", own=own, proven=proven, text=text)
 
 
-def provable(question: Question, stated: float, *, attained: bool, effort: float = 1.0) -> Least:
+def provable(question: Question, stated: float, *, attained: bool, effort: float = 1.0) -> SearchResult:
     """The highest lower bound on any plan, up to one that is stated, that a check proves with this share of its work;
     and what a plan takes that was found at or below the stated one, which is looked for if it is `attained`."""
-    checks = _checks(Reading(question), effort)
+    checks = _checks(GraphReading(question), effort)
     bests = [check.best(stated, attained=attained) for check in checks]
     searched, simple = min([stated, *(best.bound for best in bests)]), min(check.simple for check in checks)
     known = min(best.known for best in bests)
-    return Least(max(searched, simple if simple > stated * (1 + ROUNDING) else 0.0), known)
+    return SearchResult(max(searched, simple if simple > stated * (1 + ROUNDING) else 0.0), known)
 
 
-def _checks(reading: Reading, effort: float) -> list[_Check]:
+def _checks(reading: GraphReading, effort: float) -> list[_Check]:
     """One for each number of micro-batches."""
     question, priced = reading.question, _is_priced(reading.question)
     asked = relaxed(question)
-    own = reading if asked is question else Reading(asked)
-    readings = [own if n == asked.micro_batches else Reading(asked.cut_into(n)) for n in asked.counts]
-    return [_Check(r, priced, effort, exists=not reading.question.terms.copied) for r in readings]
+    own = reading if asked is question else GraphReading(asked)
+    readings = [own if n == asked.micro_batches else GraphReading(asked.cut_into(n)) for n in asked.counts]
+    return [_Check(r, priced, effort, exists=not reading.question.constraints.copied) for r in readings]
 
 
 def _same(a: float, b: float) -> bool:
@@ -104,15 +112,15 @@ def _same(a: float, b: float) -> bool:
 
 def _is_priced(question: Question) -> bool:
     fleet = question.fleet
-    some = any(d.price_per_hour for d in fleet.devices) or any(site.egress_price_per_gb for site in fleet.sites)
-    return some and question.terms.objective == "cost"
+    some = any(d.price_per_hour for d in fleet.devices) or any(site.egress_price_per_gb for site in fleet.region_info)
+    return some and question.constraints.objective == "cost"
 
 
 def _arithmetic(
-    ledger: Ledger, question: Question, certificate: Certificate, reached: float, priced: bool
-) -> None:  # fmt: skip
+    ledger: DifferenceList, question: Question, certificate: Certificate, reached: float, priced: bool
+) -> None:
     words = question_in_words(
-        question.terms, question.counts, priced=priced, period=question.period, recompute=question.recompute
+        question.constraints, question.counts, priced=priced, period=question.period, recompute=question.recompute
     )
     ledger.same("certificate.question", certificate.question, words)
     ledger.same("certificate.objective", certificate.objective, "cost" if priced else "step")
@@ -125,8 +133,8 @@ def _arithmetic(
     ledger.judge("certificate.gap", abs(certificate.gap - gap) <= GAP_ROUNDING, certificate.gap, gap)
 
 
-def _simple(reading: Reading, priced: bool) -> _Simple:
-    bounds, holders = Bounds(reading), reading.question.terms.data_holders
+def _simple(reading: GraphReading, priced: bool) -> _Simple:
+    bounds, holders = Bounds(reading), reading.question.constraints.data_holders
     single, several = (
         (single_price(bounds), several_price(bounds)) if priced else (bounds.single_s(), bounds.several_s())
     )
@@ -137,43 +145,43 @@ def _simple(reading: Reading, priced: bool) -> _Simple:
 class _Check:
     """The best plan at or below a stated bound, of one number of micro-batches."""
 
-    def __init__(self, reading: Reading, priced: bool, effort: float, *, exists: bool) -> None:
+    def __init__(self, reading: GraphReading, priced: bool, effort: float, *, exists: bool) -> None:
         """`exists`: whether the plans that a search finds are plans of the question, and not only below them."""
         self._reading, self._priced, self._effort, self._exists = reading, priced, effort, exists
         self._single, self._several = _simple(reading, priced)
         self.simple = min(self._single, self._several)
         self.searched = False
 
-    def best(self, stated: float, *, attained: bool) -> Least:
+    def best(self, stated: float, *, attained: bool) -> SearchResult:
         """Infinite where no plan is at or below the bound, as far as that was to be known: a plan that attains it is
         looked for only where one is claimed. Out of work: what is proven without a search."""
         reach = stated * (1 + ROUNDING if attained else 1 - ROUNDING)
         if self.simple >= reach:
-            return Least(NEVER, NEVER)
+            return SearchResult(NEVER, NEVER)
         self.searched = True
-        found: list[Least] = []
+        found: list[SearchResult] = []
         try:
-            search = Search(self._reading, priced=self._priced, effort=self._effort)
+            search = PlanSearch(self._reading, priced=self._priced, effort=self._effort)
             if self._single < reach:
                 found.append(search.single(reach))
             if self._several < reach:
                 found.append(search.several(reach))
         except OutOfWork:
-            return Least(self.simple, NEVER)
+            return SearchResult(self.simple, NEVER)
         known = min(f.known for f in found) if self._exists else NEVER
-        return Least(min(f.bound for f in found), known)
+        return SearchResult(min(f.bound for f in found), known)
 
 
 def _unchecked(
-    ledger: Ledger, form: ClosedForm, stated: float, setups: Sequence[Setup], proven: float, unit: str
-) -> BoundCheck:  # fmt: skip
+    ledger: DifferenceList, form: ClosedForm, stated: float, setups: Sequence[Setup], proven: float, unit: str
+) -> BoundCheck:
     """A plan near the document's may still refute the bound."""
     tried = [form.judged(plan) for plan in near(form.reading, setups)]
     best = min([form.judged(setups), *tried])
     expected = f"at most {best:.9g}: a plan near the document's {'costs' if form.priced else 'takes'} no more"
     holds = ledger.judge("certificate.lower_bound", stated <= best * (1 + ROUNDING), stated, expected)
-    told = f"refuted by one of {len(tried)} plans near this one"
+    text = f"refuted by one of {len(tried)} plans near this one"
     if holds:
-        told = f"not checked: to prove it takes more work than this check does; {proven:.6g} {unit} is proven for any "
-        told += f"plan, and none of {len(tried)} plans near this one is below what is stated"
-    return BoundCheck(status="unchecked" if holds else "refuted", own=None, proven=proven, told=told)
+        text = f"not checked: to prove it takes more work than this check does; {proven:.6g} {unit} is proven for any "
+        text += f"plan, and none of {len(tried)} plans near this one is below what is stated"
+    return BoundCheck(status="unchecked" if holds else "refuted", own=None, proven=proven, text=text)

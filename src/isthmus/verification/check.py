@@ -12,20 +12,20 @@ from collections.abc import Iterator, Sequence
 
 from isthmus.errors import UserError
 from isthmus.graph.opgraph import DTYPE_BYTES
-from isthmus.plans import Plan, Prediction, Replica, Stage, Sync
-from isthmus.verification.certificate import Found, check_certificate
+from isthmus.plans import Plan, Prediction, Replica, ReplicaSync, Stage
+from isthmus.verification.certificate import PlanCost, check_certificate
 from isthmus.verification.closed_form import Setup
 from isthmus.verification.cutting import CutGraph, Flowing, Part, cut
 from isthmus.verification.feeding import check_copies, copied_stages, copies_sums, timed
 from isthmus.verification.packing import least_bytes, packed_bytes
 from isthmus.verification.price import paid
 from isthmus.verification.question import Question
-from isthmus.verification.reading import Reading
+from isthmus.verification.reading import GraphReading
 from isthmus.verification.sums import Members, averaging_groups, buffer_bytes, sums_s, well_formed
-from isthmus.verification.timing import Timed
-from isthmus.verification.verdict import CLOSE, BoundCheck, Ledger, Verdict
+from isthmus.verification.timing import StepTiming
+from isthmus.verification.verdict import CLOSE, BoundCheck, DifferenceList, Verdict
 
-_UNCHECKED = BoundCheck(status="unchecked", told="not checked: this is no plan for the problem")
+_UNCHECKED = BoundCheck(status="unchecked", text="not checked: this is no plan for the problem")
 
 
 def verify(plan: Plan, question: Question, *, effort: float = 1.0) -> Verdict:
@@ -35,11 +35,11 @@ def verify(plan: Plan, question: Question, *, effort: float = 1.0) -> Verdict:
 
     Raises UserError where the graph itself cannot be planned; what is wrong with the document is in the verdict.
     """
-    ledger, reading = Ledger(), Reading(question)
+    ledger, reading = DifferenceList(), GraphReading(question)
     graphs = _cut_as_stated(ledger, plan, reading) if _structure(ledger, plan, reading) else None
     if graphs is None:
         return Verdict(checked=ledger.checked, differences=tuple(ledger.differences), bound=_UNCHECKED)
-    pipelines: list[Timed] = []
+    pipelines: list[StepTiming] = []
     for number, (replica, graph) in enumerate(zip(plan.replicas, graphs, strict=True)):
         where = f"replicas[{number}]"
         for index, (stage, part) in enumerate(zip(replica.stages, graph.parts, strict=True)):
@@ -47,7 +47,7 @@ def verify(plan: Plan, question: Question, *, effort: float = 1.0) -> Verdict:
             allowed = question.recompute or not stage.recompute
             ledger.judge(f"{where}.stages[{index}].recompute", allowed, stage.recompute, "false: the job forbids it")
             _ends(ledger, f"{where}.stages[{index}]", stage, reading)
-        of_each = [k for k in copied_stages(question, len(replica.stages)) for _ in question.terms.feeders[1:]]
+        of_each = [k for k in copied_stages(question, len(replica.stages)) for _ in question.constraints.feeders[1:]]
         for index, (copy, k) in enumerate(zip(replica.copies, of_each, strict=True)):
             _stage(ledger, f"{where}.copies[{index}]", copy, graph.parts[k], replica.schedule.in_flight[k])
             ledger.same(f"{where}.copies[{index}].recompute", copy.recompute, replica.stages[k].recompute)
@@ -60,17 +60,19 @@ def verify(plan: Plan, question: Question, *, effort: float = 1.0) -> Verdict:
         pipelines.append(timed(question, packed, [stage.device for stage in replica.stages], again))
     averaging_s = _sync(ledger, plan, graphs, question)
     step_s = _predicted(ledger, plan, pipelines, averaging_s)
-    sync = plan.sync if not ledger.differences else Sync()  # what is not well formed has no rounds to be paid for
+    sync = (
+        plan.sync if not ledger.differences else ReplicaSync()
+    )  # what is not well formed has no rounds to be paid for
     price = paid(question.fleet, pipelines, [r.micro_batches for r in plan.replicas], sync, step_s)
     _limits(ledger, question, step_s, price)
     setups = [_setup(r) for r in plan.replicas]
-    bound = check_certificate(ledger, reading, plan.certificate, Found(step_s, price), setups, effort)
+    bound = check_certificate(ledger, reading, plan.certificate, PlanCost(step_s, price), setups, effort)
     return Verdict(checked=ledger.checked, differences=tuple(ledger.differences), bound=bound)
 
 
-def _limits(ledger: Ledger, question: Question, step_s: float, price: float) -> None:
+def _limits(ledger: DifferenceList, question: Question, step_s: float, price: float) -> None:
     """A step no longer, or no dearer, than was asked."""
-    longest, dearest = question.terms.max_step_s, question.terms.max_price
+    longest, dearest = question.constraints.max_step_s, question.constraints.max_price
     if longest is not None:
         ledger.judge("terms.max_step_s", step_s <= longest * (1 + CLOSE), step_s, f"at most {longest:g}")
     if dearest is not None:
@@ -80,23 +82,27 @@ def _limits(ledger: Ledger, question: Question, step_s: float, price: float) -> 
 
 def _setup(replica: Replica) -> Setup:
     return Setup(
-        tuple(stage.device for stage in replica.stages), tuple(stage.first for stage in replica.stages),
-        replica.micro_batches, tuple(stage.recompute for stage in replica.stages),
-    )  # fmt: skip
+        tuple(stage.device for stage in replica.stages),
+        tuple(stage.first for stage in replica.stages),
+        replica.micro_batches,
+        tuple(stage.recompute for stage in replica.stages),
+    )
 
 
-def _structure(ledger: Ledger, plan: Plan, reading: Reading) -> bool:
+def _structure(ledger: DifferenceList, plan: Plan, reading: GraphReading) -> bool:
     """Whether the document is a plan for this problem at all."""
     question = reading.question
     ledger.same("model", plan.model, question.graph.name)
     ledger.same("fleet", plan.fleet, question.fleet.name)
-    ledger.same("terms.objective", plan.terms.objective, question.terms.objective)
-    ledger.same("terms.compression", str(plan.terms.compression), str(question.terms.compression))
-    ledger.same("terms.memory_headroom", plan.terms.memory_headroom, question.terms.memory_headroom)
+    ledger.same("terms.objective", plan.constraints.objective, question.constraints.objective)
+    ledger.same("terms.compression", str(plan.constraints.compression), str(question.constraints.compression))
+    ledger.same("terms.memory_headroom", plan.constraints.memory_headroom, question.constraints.memory_headroom)
     held = [
-        ledger.same("terms.data_holders", ", ".join(plan.terms.data_holders), ", ".join(question.terms.data_holders)),
-        ledger.same("terms.own_samples", str(plan.terms.own_samples), str(question.terms.own_samples)),
-        ledger.same("terms.labels_stay", plan.terms.labels_stay, question.terms.labels_stay),
+        ledger.same(
+            "terms.data_holders", ", ".join(plan.constraints.data_holders), ", ".join(question.constraints.data_holders)
+        ),
+        ledger.same("terms.own_samples", str(plan.constraints.own_samples), str(question.constraints.own_samples)),
+        ledger.same("terms.labels_stay", plan.constraints.labels_stay, question.constraints.labels_stay),
         ledger.same("micro_batch_size", plan.micro_batch_size, question.micro_batch_size),
         ledger.same("micro_batches", plan.micro_batches, question.micro_batches),
         ledger.judge("replicas", bool(plan.replicas), len(plan.replicas), "at least one"),
@@ -107,7 +113,7 @@ def _structure(ledger: Ledger, plan: Plan, reading: Reading) -> bool:
     for name, uses in Counter(name for r in plan.replicas for name in {s.device for s in r.workers}).items():
         held.append(ledger.judge(f"device {name!r}", uses == 1, f"{uses} replicas", "one replica"))
         held.append(ledger.judge(f"device {name!r}", name in question.fleet.names, name, "a device of the fleet"))
-    if question.terms.copied:
+    if question.constraints.copied:
         held.append(ledger.same("replicas", len(plan.replicas), 1))
         held.append(ledger.same("replicas: a parameter that copies do not sum", reading.not_summed, None))
     if reading.not_summed is not None:
@@ -118,7 +124,7 @@ def _structure(ledger: Ledger, plan: Plan, reading: Reading) -> bool:
     return all(held)
 
 
-def _replica(ledger: Ledger, where: str, replica: Replica, reading: Reading) -> list[bool]:
+def _replica(ledger: DifferenceList, where: str, replica: Replica, reading: GraphReading) -> list[bool]:
     count, schedule = len(replica.stages), replica.schedule
     held = [
         ledger.judge(f"{where}.micro_batches", replica.micro_batches >= 1, replica.micro_batches, "at least 1"),
@@ -142,12 +148,12 @@ def _replica(ledger: Ledger, where: str, replica: Replica, reading: Reading) -> 
     return held
 
 
-def _placed(ledger: Ledger, where: str, replica: Replica, reading: Reading) -> Iterator[bool]:
+def _placed(ledger: DifferenceList, where: str, replica: Replica, reading: GraphReading) -> Iterator[bool]:
     """No two neighbours on one device; data and labels where they may be read."""
     names = [stage.device for stage in replica.stages]
     for index, (a, b) in enumerate(itertools.pairwise(names), 1):
         yield ledger.judge(f"{where}.stages[{index}].device", a != b, b, "another than that of the stage before")
-    holders = reading.question.terms.data_holders
+    holders = reading.question.constraints.data_holders
     if not holders or not names:
         return
     expected = f"a data holder: {', '.join(holders)}"
@@ -160,22 +166,22 @@ def _placed(ledger: Ledger, where: str, replica: Replica, reading: Reading) -> I
         yield ledger.judge(f"{last}.first", in_time, start, f"at most {reading.labels_from}, which takes labels")
 
 
-def _memory(ledger: Ledger, where: str, replica: Replica, graph: CutGraph, question: Question) -> None:
+def _memory(ledger: DifferenceList, where: str, replica: Replica, graph: CutGraph, question: Question) -> None:
     """What each device must hold, all its stages together."""
     needs: dict[str, tuple[str, int]] = {}
     for index, (stage, part) in enumerate(zip(replica.stages, graph.parts, strict=True)):
         words, before = needs.get(stage.device, ("", 0))
         words = f"{words} + stages[{index}]" if words else f"{where}.stages[{index}]"
         needs[stage.device] = words, before + part.memory_bytes(replica.schedule.in_flight[index], stage.recompute)
-    feeders = question.terms.feeders
-    if question.terms.copied:  # each has what the first has
+    feeders = question.constraints.feeders
+    if question.constraints.copied:  # each has what the first has
         needs |= dict.fromkeys(feeders[1:], needs[feeders[0]])
     for device, (words, need) in needs.items():
         room = question.room_bytes(device)
         ledger.judge(f"{words}.memory", need <= room, need, f"at most {room} on {device}")
 
 
-def _cut_as_stated(ledger: Ledger, plan: Plan, reading: Reading) -> list[CutGraph] | None:
+def _cut_as_stated(ledger: DifferenceList, plan: Plan, reading: GraphReading) -> list[CutGraph] | None:
     found: list[CutGraph] = []
     for number, replica in enumerate(plan.replicas):
         starts = [stage.first for stage in replica.stages]
@@ -190,7 +196,7 @@ def _cut_as_stated(ledger: Ledger, plan: Plan, reading: Reading) -> list[CutGrap
     return found
 
 
-def _stage(ledger: Ledger, where: str, stage: Stage, part: Part, in_flight: int) -> None:
+def _stage(ledger: DifferenceList, where: str, stage: Stage, part: Part, in_flight: int) -> None:
     ledger.same(f"{where}.flops_forward", stage.flops_forward, part.forward_flops)
     ledger.same(f"{where}.flops_backward", stage.flops_backward, part.backward_work(stage.recompute))
     ledger.same(f"{where}.parameter_bytes", stage.parameter_bytes, part.parameter_bytes)
@@ -202,12 +208,12 @@ def _stage(ledger: Ledger, where: str, stage: Stage, part: Part, in_flight: int)
     ledger.same(f"{where}.memory.recomputed", stage.memory.recomputed, part.saved_bytes if stage.recompute else 0)
 
 
-def _ends(ledger: Ledger, where: str, stage: Stage, reading: Reading) -> None:
+def _ends(ledger: DifferenceList, where: str, stage: Stage, reading: GraphReading) -> None:
     ledger.same(f"{where}.first_op", stage.first_op, reading.operators[stage.first].name)
     ledger.same(f"{where}.last_op", stage.last_op, reading.operators[stage.last].name)
 
 
-def _edges(ledger: Ledger, where: str, replica: Replica, graph: CutGraph, bounded: Question | None) -> None:
+def _edges(ledger: DifferenceList, where: str, replica: Replica, graph: CutGraph, bounded: Question | None) -> None:
     """`bounded`: the question of a document that states a bound, which is one of what the question's method packs."""
     stated = sorted((edge.source, edge.target) for edge in replica.edges)
     needed = {(f.source, f.target): f for f in graph.flowing}
@@ -232,12 +238,14 @@ def _edges(ledger: Ledger, where: str, replica: Replica, graph: CutGraph, bounde
 
 
 def _not_below(
-    ledger: Ledger, where: str, wire_bytes: int, flow: Flowing, size_bytes: int, question: Question
-) -> None:  # fmt: skip
-    asked = question.terms.compression
+    ledger: DifferenceList, where: str, wire_bytes: int, flow: Flowing, size_bytes: int, question: Question
+) -> None:
+    asked = question.constraints.compression
     dense_bytes = [count * DTYPE_BYTES[dtype] for count, dtype in flow.packable]
-    least = size_bytes - sum(dense_bytes) + sum(
-        least_bytes(asked, *tensor, dense) for tensor, dense in zip(flow.packable, dense_bytes, strict=True)
+    least = (
+        size_bytes
+        - sum(dense_bytes)
+        + sum(least_bytes(asked, *tensor, dense) for tensor, dense in zip(flow.packable, dense_bytes, strict=True))
     )
     method = "no compression" if asked is None else str(asked)
     ledger.judge(where, wire_bytes >= least, wire_bytes, f"at least {least}: the bound is one for {method}")
@@ -259,36 +267,37 @@ def _arrows(pairs: Sequence[tuple[int, int]]) -> str:
     return ", ".join(f"{a} -> {b}" for a, b in pairs) or "none"
 
 
-def _shared(ledger: Ledger, where: str, replica: Replica, graph: CutGraph) -> None:
-    needed = {p.name: p for p in graph.lent}
+def _shared(ledger: DifferenceList, where: str, replica: Replica, graph: CutGraph) -> None:
+    needed = {p.name: p for p in graph.shared_uses}
     stated = sorted(p.name for p in replica.shared)
     ledger.same(f"{where}.shared", ", ".join(stated) or "none", ", ".join(sorted(needed)) or "none")
     for p in replica.shared:
-        lent = needed.get(p.name)
-        if lent is not None:
-            ledger.same(f"{where}.shared[{p.name}].owner", p.owner, lent.owner)
-            ledger.same(f"{where}.shared[{p.name}].users", str(list(p.users)), str(list(lent.users)))
-            ledger.same(f"{where}.shared[{p.name}].size_bytes", p.size_bytes, lent.size_bytes)
+        shared_uses = needed.get(p.name)
+        if shared_uses is not None:
+            ledger.same(f"{where}.shared[{p.name}].owner", p.owner, shared_uses.owner)
+            ledger.same(f"{where}.shared[{p.name}].users", str(list(p.users)), str(list(shared_uses.users)))
+            ledger.same(f"{where}.shared[{p.name}].size_bytes", p.size_bytes, shared_uses.size_bytes)
 
 
-def _sync(ledger: Ledger, plan: Plan, graphs: Sequence[CutGraph], question: Question) -> float:
+def _sync(ledger: DifferenceList, plan: Plan, graphs: Sequence[CutGraph], question: Question) -> float:
     """Seconds of the sums as stated; every parameter must be summed once in a period by those who hold it."""
     held = [([stage.device for stage in r.stages], g) for r, g in zip(plan.replicas, graphs, strict=True)]
     if len(plan.replicas) > 1:
         ledger.same("sync.period", plan.sync.period, question.period)
     needed = averaging_groups(held)
-    if question.terms.copied:
-        needed = _summed_by_copies(ledger, plan, copies_sums(question, graphs[0]), question.terms.feeders)
+    if question.constraints.copied:
+        needed = _summed_by_copies(ledger, plan, copies_sums(question, graphs[0]), question.constraints.feeders)
     stated: dict[Members, list[str]] = {}
     for group in plan.sync.groups:
         stated.setdefault((group.devices, group.stages), []).extend(group.parameters)
     agree = [
         ledger.same(
-            f"sync: what {', '.join(members[0])} sum", ", ".join(sorted(stated.get(members, []))),
+            f"sync: what {', '.join(members[0])} sum",
+            ", ".join(sorted(stated.get(members, []))),
             ", ".join(sorted(needed.get(members, []))),
         )
         for members in sorted({*needed, *stated})
-    ]  # fmt: skip
+    ]
     agree += [
         ledger.judge(f"sync.groups[{k}].collective", well_formed(g), str(g.collective.islands), "each member once")
         for k, g in enumerate(plan.sync.groups)
@@ -305,15 +314,15 @@ def _sync(ledger: Ledger, plan: Plan, graphs: Sequence[CutGraph], question: Ques
 
 
 def _summed_by_copies(
-    ledger: Ledger, plan: Plan, sums: dict[int, list[str]], feeders: tuple[str, ...]
-) -> dict[Members, list[str]]:  # fmt: skip
+    ledger: DifferenceList, plan: Plan, sums: dict[int, list[str]], feeders: tuple[str, ...]
+) -> dict[Members, list[str]]:
     """What the holders sum, by stage."""
     ledger.same("sync.averages", plan.sync.averages, "gradients")
     ledger.same("sync.period", plan.sync.period, 1)
     return {(feeders, (stage,) * len(feeders)): names for stage, names in sums.items()}
 
 
-def _predicted(ledger: Ledger, plan: Plan, timed: Sequence[Timed], averaging_s: float) -> float:
+def _predicted(ledger: DifferenceList, plan: Plan, timed: Sequence[StepTiming], averaging_s: float) -> float:
     """The step time as computed here."""
     shares = [(r.schedule.in_flight, r.micro_batches) for r in plan.replicas]
     steps_s = [t.step_s(*share) for t, share in zip(timed, shares, strict=True)]

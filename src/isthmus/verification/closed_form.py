@@ -14,10 +14,10 @@ from isthmus.plans import Collective
 from isthmus.verification.bound import Bounds
 from isthmus.verification.cutting import CutGraph, cut
 from isthmus.verification.feeding import copies_sums
-from isthmus.verification.packing import as_asked, is_exact
-from isthmus.verification.pipeline import Pipeline
+from isthmus.verification.packing import as_requested, is_exact
+from isthmus.verification.pipeline import PipelineCheck
 from isthmus.verification.price import SECONDS_PER_HOUR, paid
-from isthmus.verification.reading import Reading
+from isthmus.verification.reading import GraphReading
 from isthmus.verification.sums import Summed, groups_soonest, summed_soonest, sums_s
 from isthmus.verification.verdict import CLOSE
 
@@ -43,7 +43,7 @@ class ClosedForm:
     several replicas no price of what leaves a site.
     """
 
-    def __init__(self, reading: Reading, *, priced: bool, least: bool = False) -> None:
+    def __init__(self, reading: GraphReading, *, priced: bool, least: bool = False) -> None:
         self.reading, self.question, self.priced, self._least = reading, reading.question, priced, least
         self._bounds = Bounds(reading)
         self._graph = cache(self._cut_graph)
@@ -52,10 +52,10 @@ class ClosedForm:
     def is_exact(self, *, several: bool) -> bool:
         """Whether this is what a plan takes, rather than something that it does not undercut or exceed."""
         question = self.question
-        egress = any(site.egress_price_per_gb for site in question.fleet.sites)
-        money = self.priced or question.terms.max_price is not None
+        egress = any(site.egress_price_per_gb for site in question.fleet.region_info)
+        money = self.priced or question.constraints.max_price is not None
         known = not several or (question.gradients and not (money and egress))
-        return known and is_exact(question.terms.compression)
+        return known and is_exact(question.constraints.compression)
 
     def judged(self, setups: Sequence[Setup]) -> float:
         """Seconds, or money, of a step."""
@@ -63,13 +63,13 @@ class ClosedForm:
         allowed = [replica for replica in replicas if replica is not None]
         return self.of(allowed, [s.micro_batches for s in setups]) if len(allowed) == len(replicas) else NEVER
 
-    def of(self, replicas: Sequence[Pipeline], shares: Sequence[int], below: float = NEVER) -> float:
+    def of(self, replicas: Sequence[PipelineCheck], shares: Sequence[int], below: float = NEVER) -> float:
         """Of these replicas with so many micro-batches each; possibly more than it is where it is not `below`."""
         below_s = NEVER if self.priced else below
         slowest_s = max(replica.step_s(share, below_s) for replica, share in zip(replicas, shares, strict=True))
         if slowest_s == NEVER or slowest_s >= below_s:
             return slowest_s
-        terms, several = self.question.terms, len(replicas) > 1
+        constraints, several = self.question.constraints, len(replicas) > 1
         roughly = self._least and several and not self.is_exact(several=True)
         held = [(p.devices, p.graph) for p in replicas]
         sync = summed_soonest(self.question.fleet, held, self._summed)
@@ -80,18 +80,18 @@ class ClosedForm:
             step_s = slowest_s + self._bounds.averaging_s(len(replicas))
         else:
             step_s = slowest_s + sums_s(self.question.fleet, sync)
-        if terms.max_step_s is not None and step_s > terms.max_step_s * (1 + CLOSE):
+        if constraints.max_step_s is not None and step_s > constraints.max_step_s * (1 + CLOSE):
             return NEVER
-        if not self.priced and terms.max_price is None:
+        if not self.priced and constraints.max_price is None:
             return step_s
         if roughly:
             price = self.hourly({name for p in replicas for name in p.devices}) * step_s / SECONDS_PER_HOUR
         else:
             timed = [p.timed() for p in replicas]  # what is sent does not depend on what computes twice
             price = paid(self.question.fleet, timed, shares, sync, step_s)
-        if terms.max_price is None:
+        if constraints.max_price is None:
             return price
-        return step_s if 1000 * price <= terms.max_price * (1 + CLOSE) else NEVER
+        return step_s if 1000 * price <= constraints.max_price * (1 + CLOSE) else NEVER
 
     def copies_s(self, graph: CutGraph, stages: Sequence[int] | None = None) -> float:
         """Seconds of the sums of several holders whose chain is timed on one device in their place: of all stages that
@@ -100,7 +100,9 @@ class ClosedForm:
         if fed is None:
             return 0.0
         summed = copies_sums(fed, graph)
-        groups = [(fed.terms.feeders, names) for stage, names in summed.items() if stages is None or stage in stages]
+        groups = [
+            (fed.constraints.feeders, names) for stage, names in summed.items() if stages is None or stage in stages
+        ]
         return sums_s(fed.fleet, groups_soonest(fed.fleet, graph, groups, self._summed))
 
     def first_sum_s(self, end: int) -> float:
@@ -114,17 +116,17 @@ class ClosedForm:
         """What these devices cost together."""
         return sum(self.question.fleet.device(name).price_per_hour for name in names)
 
-    def pipeline(self, setup: Setup) -> Pipeline | None:
+    def pipeline(self, setup: Setup) -> PipelineCheck | None:
         """The replica for any number of micro-batches, with the bytes that cross links; None where the terms or the
         graph do not allow it."""
-        graph = self._graph(setup.starts) if self._respects(setup) else None
+        graph = self._graph(setup.starts) if self._meets_constraints(setup) else None
         if graph is None:
             return None
-        sent = as_asked(self.question, graph, setup.devices, least=self._least)
-        return Pipeline(self.question, sent, setup.devices, setup.recompute)
+        sent = as_requested(self.question, graph, setup.devices, least=self._least)
+        return PipelineCheck(self.question, sent, setup.devices, setup.recompute)
 
-    def _respects(self, setup: Setup) -> bool:
-        holders, labels_from = self.question.terms.data_holders, self.reading.labels_from
+    def _meets_constraints(self, setup: Setup) -> bool:
+        holders, labels_from = self.question.constraints.data_holders, self.reading.labels_from
         if any(a == b for a, b in itertools.pairwise(setup.devices)):
             return False
         if not holders:

@@ -1,4 +1,4 @@
-"""A graph cut into stages: what each computes, keeps, sends and lends. Bytes and FLOPs only, no device yet."""
+"""A graph cut into stages: what each computes, keeps, sends and shares. Bytes and FLOPs only, no device yet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from isthmus.errors import UserError
-from isthmus.verification.reading import Reading, Value
+from isthmus.verification.reading import GraphReading, GraphValue
 
 
 class Part(NamedTuple):
@@ -50,7 +50,7 @@ class Flowing(NamedTuple):
     """Elements and dtype of each tensor whose gradient comes back: a codec may pack these, and the gradients."""
 
 
-class Lent(NamedTuple):
+class SharedVariable(NamedTuple):
     """A trained parameter that other stages use too."""
 
     name: str
@@ -62,12 +62,12 @@ class Lent(NamedTuple):
 class CutGraph(NamedTuple):
     parts: tuple[Part, ...]
     flowing: tuple[Flowing, ...]
-    lent: tuple[Lent, ...]
+    shared_uses: tuple[SharedVariable, ...]
     owners: dict[str, tuple[int, int]]
     """By the op of a trained parameter: (stage that updates it, elements)."""
 
 
-def cut(reading: Reading, starts: Sequence[int]) -> CutGraph:
+def cut(reading: GraphReading, starts: Sequence[int]) -> CutGraph:
     """Stage k runs positions `starts[k] .. starts[k + 1] - 1`; `starts[0]` is 0.
 
     Raises UserError where a buffer that is written has users in two stages.
@@ -78,7 +78,7 @@ def cut(reading: Reading, starts: Sequence[int]) -> CutGraph:
     for value in reading.values:
         columns[bisect.bisect_right(starts, value.made) - 1] += value.size_bytes if value.column else 0
     ends = [*starts[1:], len(reading.operators)]
-    held, lent, owners = _variables(reading, starts)
+    held, shared_uses, owners = _variables(reading, starts)
     parts = tuple(
         Part(
             reading.work[0][end] - reading.work[0][start],
@@ -90,15 +90,15 @@ def cut(reading: Reading, starts: Sequence[int]) -> CutGraph:
         )
         for k, (start, end) in enumerate(zip(starts, ends, strict=True))
     )
-    return CutGraph(parts, flowing, lent, owners)
+    return CutGraph(parts, flowing, shared_uses, owners)
 
 
 def _stages(positions: Sequence[int], starts: Sequence[int]) -> list[int]:
     return sorted({bisect.bisect_right(starts, position) - 1 for position in positions})
 
 
-def _flowing(reading: Reading, starts: Sequence[int]) -> tuple[Flowing, ...]:
-    found: dict[tuple[int, int], list[tuple[Value, bool]]] = {}
+def _flowing(reading: GraphReading, starts: Sequence[int]) -> tuple[Flowing, ...]:
+    found: dict[tuple[int, int], list[tuple[GraphValue, bool]]] = {}
     for value in reading.values:
         end = value.uses[-1]
         source = bisect.bisect_right(starts, value.made) - 1
@@ -123,12 +123,12 @@ def _flowing(reading: Reading, starts: Sequence[int]) -> tuple[Flowing, ...]:
 
 
 def _variables(
-    reading: Reading, starts: Sequence[int]
-) -> tuple[list[tuple[int, int, int, int]], tuple[Lent, ...], dict[str, tuple[int, int]]]:
-    """Per stage (parameter bytes, weights, gradients, optimizer); what is lent; who updates what."""
+    reading: GraphReading, starts: Sequence[int]
+) -> tuple[list[tuple[int, int, int, int]], tuple[SharedVariable, ...], dict[str, tuple[int, int]]]:
+    """Per stage (parameter bytes, weights, gradients, optimizer); what is shared; who updates what."""
     held = [[0, 0, 0, 0] for _ in starts]
     state = reading.question.state
-    lent: list[Lent] = []
+    shared_uses: list[SharedVariable] = []
     owners: dict[str, tuple[int, int]] = {}
     for v in reading.variables:
         # What nothing uses stays with the last stage.
@@ -144,5 +144,5 @@ def _variables(
         if v.trained:
             owners[v.op] = (users[0], v.elements)
             if len(users) > 1:
-                lent.append(Lent(v.name, users[0], tuple(users[1:]), v.size_bytes))
-    return [(a, b, c, d) for a, b, c, d in held], tuple(lent), owners
+                shared_uses.append(SharedVariable(v.name, users[0], tuple(users[1:]), v.size_bytes))
+    return [(a, b, c, d) for a, b, c, d in held], tuple(shared_uses), owners

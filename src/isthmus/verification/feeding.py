@@ -17,24 +17,24 @@ from isthmus.fleet.links import Links, Route
 from isthmus.plans import Replica
 from isthmus.verification.cutting import CutGraph
 from isthmus.verification.question import Question
-from isthmus.verification.reading import Reading
-from isthmus.verification.timing import Moved, Timed
-from isthmus.verification.verdict import Ledger
+from isthmus.verification.reading import GraphReading
+from isthmus.verification.timing import Moved, StepTiming
+from isthmus.verification.verdict import DifferenceList
 
 UNLIMITED = 2**60
 
 
 def copied_stages(question: Question, count: int) -> tuple[int, ...]:
     """Of a chain of so many stages, those of which every holder has a copy."""
-    if not question.terms.copied:
+    if not question.constraints.copied:
         return ()
-    return (0, count - 1) if question.terms.labels_stay and count > 1 else (0,)
+    return (0, count - 1) if question.constraints.labels_stay and count > 1 else (0,)
 
 
-def check_copies(ledger: Ledger, where: str, replica: Replica, reading: Reading) -> Iterator[bool]:
+def check_copies(ledger: DifferenceList, where: str, replica: Replica, reading: GraphReading) -> Iterator[bool]:
     """That every holder has its copies and no other stage, and that copies share no state."""
     question, stages = reading.question, replica.stages
-    feeders, copied = question.terms.feeders, copied_stages(question, len(stages))
+    feeders, copied = question.constraints.feeders, copied_stages(question, len(stages))
     expected = [(stages[k].first, stages[k].last, name) for k in copied for name in feeders[1:]]
     stated = [(copy.first, copy.last, copy.device) for copy in replica.copies]
     yield ledger.same(f"{where}.copies", _places(stated), _places(expected))
@@ -45,8 +45,9 @@ def check_copies(ledger: Ledger, where: str, replica: Replica, reading: Reading)
             yield ledger.judge(f"{name}.device", other, stage.device, "a device that does not feed the chain")
             continue
         yield ledger.same(f"{name}.device", stage.device, feeders[0])
-        written = next((v.op for v in reading.variables if v.written and v.uses and
-                        stage.first <= v.uses[0] <= stage.last), "none")  # fmt: skip
+        written = next(
+            (v.op for v in reading.variables if v.written and v.uses and stage.first <= v.uses[0] <= stage.last), "none"
+        )
         yield ledger.same(f"{name}: buffers that copies would write", written, "none")
 
 
@@ -57,17 +58,15 @@ def copies_sums(question: Question, graph: CutGraph) -> dict[int, list[str]]:
     return {stage: names for stage, names in held.items() if names}
 
 
-class FedTimed(Timed):
+class FedTimed(StepTiming):
     """`devices` are those of the first holder's way."""
 
-    def __init__(
-        self, question: Question, graph: CutGraph, devices: Sequence[str], recompute: Sequence[bool]
-    ) -> None:
+    def __init__(self, question: Question, graph: CutGraph, devices: Sequence[str], recompute: Sequence[bool]) -> None:
         super().__init__(question, graph, devices, recompute)
-        self._copied, self._shares = copied_stages(question, len(devices)), question.terms.shares
+        self._copied, self._shares = copied_stages(question, len(devices)), question.constraints.shares
         self._ways = [
-            Timed(question, graph, [name if k in self._copied else d for k, d in enumerate(devices)], recompute)
-            for name in question.terms.feeders
+            StepTiming(question, graph, [name if k in self._copied else d for k, d in enumerate(devices)], recompute)
+            for name in question.constraints.feeders
         ]
 
     @cached_property
@@ -76,7 +75,7 @@ class FedTimed(Timed):
 
     @cached_property
     def shared_s(self) -> float:
-        return sum(self.moved_s(*moved) for moved in self._lent())
+        return sum(self.moved_s(*moved) for moved in self._shared_uses())
 
     @cached_property
     def occupied_s(self) -> dict[str, float]:
@@ -104,20 +103,20 @@ class FedTimed(Timed):
     def sent(self, micro_batches: int) -> Iterator[Moved]:
         for way, share in zip(self._ways, self._shares, strict=True):
             yield from way.flowing(micro_batches * share)
-        yield from self._lent()
+        yield from self._shared_uses()
 
-    def _lent(self) -> Iterator[Moved]:
-        """The first holder's copy lends, and every copy that uses a parameter borrows."""
-        for p in self.graph.lent:
+    def _shared_uses(self) -> Iterator[Moved]:
+        """The first holder's copy sends a shared parameter to every copy that uses it."""
+        for p in self.graph.shared_uses:
             for user in p.users:
                 owner = self.devices[p.owner]
-                for borrower in dict.fromkeys(way.devices[user] for way in self._ways):
-                    yield Moved(owner, borrower, p.size_bytes)
-                    yield Moved(borrower, owner, p.size_bytes)
+                for user in dict.fromkeys(way.devices[user] for way in self._ways):
+                    yield Moved(owner, user, p.size_bytes)
+                    yield Moved(user, owner, p.size_bytes)
 
 
-def timed(question: Question, graph: CutGraph, devices: Sequence[str], recompute: Sequence[bool]) -> Timed:
-    return (FedTimed if question.terms.copied else Timed)(question, graph, devices, recompute)
+def timed(question: Question, graph: CutGraph, devices: Sequence[str], recompute: Sequence[bool]) -> StepTiming:
+    return (FedTimed if question.constraints.copied else StepTiming)(question, graph, devices, recompute)
 
 
 def relaxed(question: Question) -> Question:
@@ -130,18 +129,16 @@ def relaxed(question: Question) -> Question:
     does; two stages may divide it worse, and then it has no limit. What leaves a site has no shared uplink and no
     price. Sums are those of the copies: who holds which parameters depends on the cuts alone.
     """
-    terms, fleet = question.terms, question.fleet
-    if not terms.copied:
+    constraints, fleet = question.constraints, question.fleet
+    if not constraints.copied:
         return question
-    feeders, shares = terms.feeders, terms.shares
+    feeders, shares = constraints.feeders, constraints.shares
     first, others = feeders[0], [name for name in fleet.names if name not in feeders]
     held = [fleet.device(name) for name in feeders]
     speed = min(d.sustained_flops_per_s / share for d, share in zip(held, shares, strict=True))
-    memory = UNLIMITED if terms.labels_stay else len(held) * min(d.memory_bytes for d in held)
+    memory = UNLIMITED if constraints.labels_stay else len(held) * min(d.memory_bytes for d in held)
     price = sum(d.price_per_hour for d in held)
-    together = Device(
-        name=first, region=f"of {first}", flops_per_s=speed, memory_bytes=memory, price_per_hour=price
-    )  # fmt: skip
+    together = Device(name=first, region=f"of {first}", flops_per_s=speed, memory_bytes=memory, price_per_hour=price)
     routes = [Route(a, b, fleet.link(a, b)) for a in others for b in others if a != b]
     for other in others:
         routes.append(Route(first, other, _least(shares, [fleet.link(name, other) for name in feeders])))
@@ -149,9 +146,11 @@ def relaxed(question: Question) -> Question:
     apart = [msgspec.structs.replace(fleet.device(name), region=f"of {name}") for name in others]
     merged = Fleet(name=fleet.name, devices=(together, *apart), links=Links(devices=tuple(routes)))
     return replace(
-        question, fleet=merged, terms=msgspec.structs.replace(terms, data_holders=(first,), own_samples=()),
+        question,
+        fleet=merged,
+        constraints=msgspec.structs.replace(constraints, data_holders=(first,), own_samples=()),
         fed=question,
-    )  # fmt: skip
+    )
 
 
 def _least(shares: Sequence[float], links: Sequence[Link]) -> Link:

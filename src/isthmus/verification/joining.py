@@ -29,7 +29,7 @@ def kinds_of(fleet: Fleet) -> list[list[str]]:
     return list(found.values())
 
 
-class Joining:
+class DeviceMerging:
     """`most` devices at most are joined. `weights` must not depend on the direction."""
 
     def __init__(self, sizes: Sequence[int], weights: Weights, most: int) -> None:

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from isthmus.verification.closed_form import Setup
-from isthmus.verification.reading import Reading
+from isthmus.verification.reading import GraphReading
 
 MOST_NEAR = 240
 
 
-def near(reading: Reading, setups: Sequence[Setup]) -> Iterator[list[Setup]]:
+def near(reading: GraphReading, setups: Sequence[Setup]) -> Iterator[list[Setup]]:
     """Plans that differ from the document's in one thing, of all kinds in turn; each with its best choice of stages
     that recompute."""
     setups = [setup._replace(recompute=None) for setup in setups]
@@ -31,7 +31,7 @@ def _with(setups: Sequence[Setup], number: int, changes: Iterable[Setup]) -> Ite
         yield [*setups[:number], change, *setups[number + 1 :]]
 
 
-def _moved(reading: Reading, setup: Setup) -> Iterator[Setup]:
+def _moved(reading: GraphReading, setup: Setup) -> Iterator[Setup]:
     """One cut moved by a few places."""
     index = {place: k for k, place in enumerate(reading.places)}
     for by in (1, -1, 2, -2, 4, -4, 8, -8):

@@ -9,7 +9,7 @@ from isthmus.graph.opgraph import DTYPE_BYTES
 from isthmus.plans import CompressionConfig, Packing
 from isthmus.verification.cutting import CutGraph, Flowing
 from isthmus.verification.question import Question
-from isthmus.verification.reading import Value
+from isthmus.verification.reading import GraphValue
 
 MILDER = 1 - 1e-6
 """Factor on a ratio that is a quotient of sums: what is sent is no less than with the planner's. Divided by it, the
@@ -38,22 +38,22 @@ def least_bytes(asked: CompressionConfig | None, elements: int, dtype: str, size
     return size_bytes - max((packing.saves(elements, dtype) for packing in offers(asked)), default=0)
 
 
-def wire_bytes(question: Question, value: Value) -> int:
+def wire_bytes(question: Question, value: GraphValue) -> int:
     """What sending a value, or its gradient, takes at least."""
-    asked = question.terms.compression
+    asked = question.constraints.compression
     return least_bytes(asked, value.elements, value.dtype, value.size_bytes) if value.returns else value.size_bytes
 
 
 def is_exact(asked: CompressionConfig | None) -> bool:
-    """Whether `as_asked` knows the bytes, rather than an upper bound on them."""
+    """Whether `as_requested` knows the bytes, rather than an upper bound on them."""
     return asked is None or asked.method in ("bf16", "int8", "uniform")
 
 
-def as_asked(question: Question, graph: CutGraph, devices: Sequence[str], *, least: bool = False) -> CutGraph:
+def as_requested(question: Question, graph: CutGraph, devices: Sequence[str], *, least: bool = False) -> CutGraph:
     """The graph with the bytes that cross its links, never less than a planner's: where the method looks further than
     this check does, as if nothing were packed. Or, `least`, never more: as if it packed each tensor as far as it may.
     """
-    asked = question.terms.compression
+    asked = question.constraints.compression
     if asked is None or not graph.flowing or (asked.method == "just-enough" and not least):
         return graph
     if asked.method == "just-enough":
@@ -62,21 +62,21 @@ def as_asked(question: Question, graph: CutGraph, devices: Sequence[str], *, lea
         codecs = _in_proportion(question, asked, graph, devices, 1 / MILDER if least else MILDER)
     else:
         codecs = [offers(asked) * 2] * len(graph.flowing)
-    return graph._replace(flowing=tuple(
-        f._replace(
-            forward_bytes=packed_bytes(f, f.forward_bytes, there),
-            backward_bytes=packed_bytes(f, f.backward_bytes, back),
+    return graph._replace(
+        flowing=tuple(
+            f._replace(
+                forward_bytes=packed_bytes(f, f.forward_bytes, there),
+                backward_bytes=packed_bytes(f, f.backward_bytes, back),
+            )
+            for f, (there, back) in zip(graph.flowing, codecs, strict=True)
         )
-        for f, (there, back) in zip(graph.flowing, codecs, strict=True)
-    ))  # fmt: skip
+    )
 
 
 def _shortest(asked: CompressionConfig, flow: Flowing) -> Flowing:
     dense = [(count, dtype, count * DTYPE_BYTES[dtype]) for count, dtype in flow.packable]
     saved = sum(size - least_bytes(asked, count, dtype, size) for count, dtype, size in dense)
-    return flow._replace(
-        forward_bytes=flow.forward_bytes - saved, backward_bytes=max(0, flow.backward_bytes - saved)
-    )
+    return flow._replace(forward_bytes=flow.forward_bytes - saved, backward_bytes=max(0, flow.backward_bytes - saved))
 
 
 def packed_bytes(flow: Flowing, size_bytes: int, packing: Packing) -> int:
@@ -96,10 +96,12 @@ def _in_proportion(
         return link.latency_s + size_bytes / link.bandwidth_bytes_per_s
 
     times = [
-        (seconds(devices[f.source], devices[f.target], f.forward_bytes),
-         seconds(devices[f.target], devices[f.source], f.backward_bytes))
+        (
+            seconds(devices[f.source], devices[f.target], f.forward_bytes),
+            seconds(devices[f.target], devices[f.source], f.backward_bytes),
+        )
         for f in graph.flowing
-    ]  # fmt: skip
+    ]
     slowest_s, flow = max(((max(pair), f) for pair, f in zip(times, graph.flowing, strict=True)), key=lambda x: x[0])
     most = 3 * asked.ratio if asked.method == "adatopk-paper" else _shortening(asked.ratio, _element_bytes(flow))
     per_s = factor * most / slowest_s if slowest_s else 0.0

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 
 from isthmus.verification.cutting import CutGraph, Part
 from isthmus.verification.question import Question
-from isthmus.verification.timing import Timed
+from isthmus.verification.timing import StepTiming
 from isthmus.verification.verdict import CLOSE
 
 MOST_SUBSETS = 7
 """Stages short of memory up to which every set of them is tried as the set that recomputes; beyond, the first k."""
 
 
-class Pipeline:
+class PipelineCheck:
     """A cut graph on devices, with the best choice found of stages that recompute, or with a given one."""
 
     def __init__(
@@ -23,14 +23,14 @@ class Pipeline:
         self.graph, self.devices = graph, tuple(devices)
         self._question, self._given = question, recompute
         self._plain = (False,) * len(self.devices)
-        self._timed: dict[tuple[bool, ...], Timed] = {}
+        self._timed: dict[tuple[bool, ...], StepTiming] = {}
         self._alone: dict[int, float] = {}
         self._best: dict[int, float] = {}
 
-    def timed(self, recompute: tuple[bool, ...] | None = None) -> Timed:
+    def timed(self, recompute: tuple[bool, ...] | None = None) -> StepTiming:
         chosen = self._plain if recompute is None else recompute
         if chosen not in self._timed:
-            self._timed[chosen] = Timed(self._question, self.graph, self.devices, chosen)
+            self._timed[chosen] = StepTiming(self._question, self.graph, self.devices, chosen)
         return self._timed[chosen]
 
     def step_s(self, micro_batches: int, below_s: float = float("inf")) -> float:
@@ -51,9 +51,10 @@ class Pipeline:
     def _choices(self, micro_batches: int) -> Iterator[tuple[bool, ...]]:
         """Sets of stages that recompute, of those that hold fewer than all micro-batches otherwise."""
         scarce = [
-            stage for stage, (device, part) in enumerate(zip(self.devices, self.graph.parts, strict=True))
+            stage
+            for stage, (device, part) in enumerate(zip(self.devices, self.graph.parts, strict=True))
             if self.devices.count(device) > 1 or self._most(device, part, micro_batches) < micro_batches
-        ]  # fmt: skip
+        ]
         for count in range(1, len(scarce) + 1):
             few = len(scarce) <= MOST_SUBSETS
             for chosen in itertools.combinations(scarce, count) if few else [scarce[:count]]:

@@ -32,7 +32,7 @@ def single_price(bounds: Bounds) -> float:
 def several_price(bounds: Bounds) -> float:
     """Of two replicas and more."""
     reading, question = bounds.reading, bounds.reading.question
-    holders = set(question.terms.data_holders)
+    holders = set(question.constraints.data_holders)
     rate = {d.name: d.price_per_hour / SECONDS_PER_HOUR for d in question.fleet.devices}
     several_s = bounds.several_s()
     if several_s == NEVER:

@@ -10,7 +10,7 @@ import msgspec
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.graph.opgraph import OpGraph
-from isthmus.plans import Terms
+from isthmus.plans import Constraints
 
 FLOAT32_BYTES = 4
 _KEPT_TENSORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
@@ -52,7 +52,7 @@ class Question:
     state: StateBytes = field(default_factory=StateBytes)
     period: int = 1
     """Steps in which every parameter is averaged; 1 where gradients are summed in each step."""
-    terms: Terms = field(default_factory=Terms)
+    constraints: Constraints = field(default_factory=Constraints)
     recompute: bool = True
     """Whether a stage may run its forward twice."""
     counts: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ class Question:
     def room_bytes(self, device: str) -> int:
         """What stages may take of the device's memory."""
         memory = self.fleet.device(device).memory_bytes
-        return memory - math.ceil(memory * self.terms.memory_headroom)
+        return memory - math.ceil(memory * self.constraints.memory_headroom)
 
     def flops_per_s(self, device: str) -> float:
         return self.fleet.device(device).sustained_flops_per_s

@@ -20,7 +20,7 @@ SUMMED = ("float32", "bfloat16", "float16")
 """Parameters of these types are summed over replicas, in float32."""
 
 
-class Value(NamedTuple):
+class GraphValue(NamedTuple):
     """A tensor of each micro-batch."""
 
     name: str
@@ -36,7 +36,7 @@ class Value(NamedTuple):
     """Of the batch: read where it is first used."""
 
 
-class Variable(NamedTuple):
+class GraphVariable(NamedTuple):
     """A parameter, buffer or constant."""
 
     op: str
@@ -53,7 +53,7 @@ class Variable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reading:
+class GraphReading:
     """Raises UserError, on first use, for a graph in which no operator has a position."""
 
     question: Question
@@ -103,10 +103,10 @@ class Reading:
         return self.position[self.question.graph.loss.op]
 
     @cached_property
-    def values(self) -> tuple[Value, ...]:
+    def values(self) -> tuple[GraphValue, ...]:
         """Everything that a stage could send another, in the graph's order."""
         graph, size = self.question.graph, self.question.micro_batch_size
-        found: list[Value] = []
+        found: list[GraphValue] = []
         for op in graph.ops:
             if op.kind != "placeholder" and op.name not in self.position:
                 continue
@@ -116,7 +116,7 @@ class Reading:
                 uses = {self.position[name] for name in takers} | ({self.loss} if ref == graph.count else set())
                 if uses:
                     found.append(
-                        Value(
+                        GraphValue(
                             name=op.name if len(op.outputs) == 1 else f"{op.name}:{index}",
                             made=self.position.get(op.name, 0 if self._columns_first else min(uses)),
                             uses=tuple(sorted(uses)),
@@ -132,7 +132,7 @@ class Reading:
     @property
     def _columns_first(self) -> bool:
         """Whether the first stage reads all columns, because its device alone has the data."""
-        return bool(self.question.terms.data_holders)
+        return bool(self.question.constraints.data_holders)
 
     @cached_property
     def labels_from(self) -> int | None:
@@ -140,7 +140,7 @@ class Reading:
 
         A label is a column from which no way to the loss passes a trained parameter.
         """
-        if not self.question.terms.labels_stay:
+        if not self.question.constraints.labels_stay:
             return None
         graph = self.question.graph
         made = [graph.loss.op, *([graph.count.op] if graph.count is not None else [])]
@@ -164,10 +164,10 @@ class Reading:
         return reached
 
     @cached_property
-    def variables(self) -> tuple[Variable, ...]:
+    def variables(self) -> tuple[GraphVariable, ...]:
         written = {name for op in self.question.graph.ops for name in op.mutates}
         return tuple(
-            Variable(
+            GraphVariable(
                 op=op.name,
                 name=op.target,
                 uses=tuple(sorted(self._reaches[op.name])),

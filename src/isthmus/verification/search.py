@@ -20,9 +20,9 @@ from typing import NamedTuple
 from isthmus.verification.bound import Bounds
 from isthmus.verification.closed_form import ClosedForm, Setup
 from isthmus.verification.packing import wire_bytes
-from isthmus.verification.pipeline import Pipeline
+from isthmus.verification.pipeline import PipelineCheck
 from isthmus.verification.price import SECONDS_PER_HOUR
-from isthmus.verification.reading import Reading
+from isthmus.verification.reading import GraphReading
 from isthmus.verification.verdict import CLOSE
 
 MOST_DEVICES = 6
@@ -36,7 +36,7 @@ class OutOfWork(Exception):
     """The search ended before its answer."""
 
 
-class Least(NamedTuple):
+class SearchResult(NamedTuple):
     """What no plan that was looked for undercuts, and what one takes; infinite where none is below the limit."""
 
     bound: float
@@ -67,7 +67,7 @@ class _Ending(NamedTuple):
 
     ended: int
     setup: Setup
-    pipeline: Pipeline
+    pipeline: PipelineCheck
 
 
 class _Scope(NamedTuple):
@@ -82,10 +82,10 @@ class _Scope(NamedTuple):
     """By a limit of the terms."""
 
 
-class Search:
+class PlanSearch:
     """Raises OutOfWork, here and later, for what is too much: counts, so that the answer is the same everywhere."""
 
-    def __init__(self, reading: Reading, *, priced: bool, effort: float = 1.0) -> None:
+    def __init__(self, reading: GraphReading, *, priced: bool, effort: float = 1.0) -> None:
         if len(reading.question.fleet.names) > MOST_DEVICES:
             raise OutOfWork
         self._form = ClosedForm(reading, priced=priced, least=True)
@@ -119,7 +119,7 @@ class Search:
                 found[boundary].append(_Crossing(home, use, back, wire_bytes(self._reading.question, value)))
         return found
 
-    def single(self, below: float) -> Least:
+    def single(self, below: float) -> SearchResult:
         """The least of all plans of one replica, if it is below the limit. Raises OutOfWork."""
         self._below, self._known = below, math.inf
         for _ in self._scopes(1):
@@ -131,7 +131,7 @@ class Search:
                     self._try([pipeline], [self._micro_batches], [setup])
         return self._found(below)
 
-    def several(self, below: float) -> Least:
+    def several(self, below: float) -> SearchResult:
         """As `single`, of two replicas and more."""
         self._below, self._known = below, math.inf
         for scope in self._scopes(2):
@@ -148,10 +148,10 @@ class Search:
                     self._try_orders(chosen)
         return self._found(below)
 
-    def _found(self, below: float) -> Least:
-        return Least(self._below, self._known) if self._below < below else Least(math.inf, self._known)
+    def _found(self, below: float) -> SearchResult:
+        return SearchResult(self._below, self._known) if self._below < below else SearchResult(math.inf, self._known)
 
-    def _try(self, replicas: Sequence[Pipeline], shares: Sequence[int], setups: Sequence[Setup]) -> None:
+    def _try(self, replicas: Sequence[PipelineCheck], shares: Sequence[int], setups: Sequence[Setup]) -> None:
         value = self._form.of(replicas, shares, self._below)
         if value >= self._below:
             return
@@ -168,22 +168,20 @@ class Search:
             return
         for order in itertools.permutations(range(len(chosen))):
             self._spend()
-            self._try(
-                [chosen[k].pipeline for k in order], [shares[k] for k in order], [chosen[k].setup for k in order]
-            )
+            self._try([chosen[k].pipeline for k in order], [shares[k] for k in order], [chosen[k].setup for k in order])
 
     def _scopes(self, fewest: int) -> Iterator[_Scope]:
         """All devices; where money counts, each set of them that may do better than what was found."""
         question = self._reading.question
-        terms, priced = question.terms, self._form.priced
-        whole = priced or terms.max_price is not None
+        constraints, priced = question.constraints, self._form.priced
+        whole = priced or constraints.max_price is not None
         sizes = range(fewest, len(self._fleet.names) + 1) if whole else ()
         sets = [names for size in sizes for names in itertools.combinations(self._fleet.names, size)]
         for names in sets or [self._fleet.names]:
             second = self._form.hourly(set(names)) / SECONDS_PER_HOUR
-            longest_s = math.inf if terms.max_step_s is None else terms.max_step_s * (1 + CLOSE)
-            if terms.max_price is not None and second:
-                longest_s = min(longest_s, terms.max_price * (1 + CLOSE) / 1000 / second)
+            longest_s = math.inf if constraints.max_step_s is None else constraints.max_step_s * (1 + CLOSE)
+            if constraints.max_price is not None and second:
+                longest_s = min(longest_s, constraints.max_price * (1 + CLOSE) / 1000 / second)
             self._scope = _Scope(names, whole, second if priced else 1.0, longest_s)
             bounds = Bounds(self._reading, self._fleet.subset(names)) if whole else self._bounds
             least_s = bounds.single_s() if fewest == 1 else bounds.several_s()
@@ -200,7 +198,7 @@ class Search:
         if self._timed > self._effort * MOST_TIMED:
             raise OutOfWork
 
-    def _ended(self, pipeline: Pipeline, below_s: float) -> int:
+    def _ended(self, pipeline: PipelineCheck, below_s: float) -> int:
         """How many micro-batches it ends below the limit, of all but one."""
         low, high = 0, self._micro_batches
         while high - low > 1:
@@ -242,7 +240,7 @@ class Search:
 
         return extend((), 0)
 
-    def _shared_out(self, chosen: Sequence[Pipeline]) -> tuple[list[int], float]:
+    def _shared_out(self, chosen: Sequence[PipelineCheck]) -> tuple[list[int], float]:
         """Micro-batch after micro-batch to the replica that ends it soonest: the least slowest replica, and when it
         ends."""
         shares = [1] * len(chosen)

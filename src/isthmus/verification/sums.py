@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from isthmus.fleet import Fleet
-from isthmus.plans import Collective, Sync, SyncGroup
+from isthmus.plans import Collective, ReplicaSync, SyncGroup
 from isthmus.verification.cutting import CutGraph
 from isthmus.verification.question import FLOAT32_BYTES
 
@@ -24,8 +24,8 @@ Summed = tuple[tuple[str, ...], int]
 
 
 def averaging_groups(replicas: Sequence[tuple[Sequence[str], CutGraph]]) -> dict[Members, list[str]]:
-    """The parameters that each set of stages sums, in the order of the replicas; stages are told apart where a device
-    has several."""
+    """The parameters that each set of stages sums, in the order of the replicas; stages are distinguished where a
+    device has several."""
     found: dict[Members, list[str]] = {}
     several = any(len(set(devices)) < len(devices) for devices, _ in replicas)
     for parameter in replicas[0][1].owners if len(replicas) > 1 else ():
@@ -43,7 +43,7 @@ def buffer_bytes(graph: CutGraph, parameters: Sequence[str], averages: str) -> i
 
 def summed_soonest(
     fleet: Fleet, replicas: Sequence[tuple[Sequence[str], CutGraph]], known: dict[Summed, Collective]
-) -> Sync:
+) -> ReplicaSync:
     """Gradients summed by sharded parameter servers, in a ring or by way of each region's leader: each group as it
     ends soonest alone. `known` keeps what was chosen before on this fleet."""
     summed = ((devices, names) for (devices, _), names in averaging_groups(replicas).items())
@@ -51,9 +51,11 @@ def summed_soonest(
 
 
 def groups_soonest(
-    fleet: Fleet, graph: CutGraph, summed: Iterable[tuple[tuple[str, ...], list[str]]],
+    fleet: Fleet,
+    graph: CutGraph,
+    summed: Iterable[tuple[tuple[str, ...], list[str]]],
     known: dict[Summed, Collective],
-) -> Sync:  # fmt: skip
+) -> ReplicaSync:
     """As `summed_soonest`, of these members and parameters."""
     groups: list[SyncGroup] = []
     for members, parameters in summed:
@@ -64,7 +66,7 @@ def groups_soonest(
         groups.append(
             SyncGroup(devices=members, parameters=tuple(parameters), collective=collective, size_bytes=size_bytes)
         )
-    return Sync(groups=tuple(groups))
+    return ReplicaSync(groups=tuple(groups))
 
 
 def _soonest(fleet: Fleet, members: tuple[str, ...], size_bytes: int) -> Collective:
@@ -95,10 +97,13 @@ def _collectives(fleet: Fleet, members: Sequence[str]) -> Iterator[Collective]:
         for island in homes.values():
             others = [members[m] for m in range(len(members)) if m not in island]
             worst = {
-                m: min(fleet.link(*ends).bandwidth_bytes_per_s for o in others for ends in
-                       ((members[m], o), (o, members[m])))
+                m: min(
+                    fleet.link(*ends).bandwidth_bytes_per_s
+                    for o in others
+                    for ends in ((members[m], o), (o, members[m]))
+                )
                 for m in island
-            }  # fmt: skip
+            }
             leader = max(island, key=worst.__getitem__)
             islands.append((leader, *(m for m in island if m != leader)))
         yield Collective(kind="hierarchical", islands=tuple(islands))
@@ -112,7 +117,7 @@ def well_formed(group: SyncGroup) -> bool:
     return members == expected and one_ring and all(group.collective.islands)
 
 
-def sums_s(fleet: Fleet, sync: Sync) -> float:
+def sums_s(fleet: Fleet, sync: ReplicaSync) -> float:
     """The mean over the steps of a period."""
     total_s = 0.0
     for step in range(sync.period):
@@ -141,7 +146,7 @@ def _round_s(fleet: Fleet, sent: Sent) -> float:
         link = fleet.link(a, b)
         slowest_s = max(slowest_s, link.latency_s + size / link.bandwidth_bytes_per_s)
         home, away = fleet.device(a).region, fleet.device(b).region
-        rate = fleet.site(home).uplink_bytes_per_s
+        rate = fleet.region_info_of(home).uplink_bytes_per_s
         if home != away and rate is not None:
             left_s[home] = left_s.get(home, 0.0) + size / rate
     return max([slowest_s, *left_s.values()])

@@ -24,12 +24,10 @@ class Moved(NamedTuple):
     size_bytes: float
 
 
-class Timed:
+class StepTiming:
     """A cut graph with stage k on `devices[k]`, which computes its forward twice if `recompute[k]` says so."""
 
-    def __init__(
-        self, question: Question, graph: CutGraph, devices: Sequence[str], recompute: Sequence[bool]
-    ) -> None:
+    def __init__(self, question: Question, graph: CutGraph, devices: Sequence[str], recompute: Sequence[bool]) -> None:
         self.graph = graph
         self.devices = tuple(devices)
         speeds = [question.flops_per_s(device) for device in devices]
@@ -72,7 +70,7 @@ class Timed:
 
     @cached_property
     def shared_s(self) -> float:
-        return sum(self.moved_s(*moved) for moved in self._lent())
+        return sum(self.moved_s(*moved) for moved in self._shared_uses())
 
     @property
     def used(self) -> frozenset[str]:
@@ -82,7 +80,7 @@ class Timed:
     def sent(self, micro_batches: int) -> Iterator[Moved]:
         """Everything that crosses a link in a step, but for what replicas sum."""
         yield from self.flowing(micro_batches)
-        yield from self._lent()
+        yield from self._shared_uses()
 
     def flowing(self, micro_batches: float) -> Iterator[Moved]:
         for f in self.graph.flowing:
@@ -90,8 +88,8 @@ class Timed:
             yield Moved(a, b, micro_batches * f.forward_bytes)
             yield Moved(b, a, micro_batches * f.backward_bytes)
 
-    def _lent(self) -> Iterator[Moved]:
-        for p in self.graph.lent:
+    def _shared_uses(self) -> Iterator[Moved]:
+        for p in self.graph.shared_uses:
             for user in p.users:
                 yield Moved(self.devices[p.owner], self.devices[user], p.size_bytes)
                 yield Moved(self.devices[user], self.devices[p.owner], p.size_bytes)
@@ -104,8 +102,9 @@ class Timed:
             found[f"device {name}"] = found.get(f"device {name}", 0.0) + seconds
         for f in self.graph.flowing:
             for source, target, size in (
-                (f.source, f.target, f.forward_bytes), (f.target, f.source, f.backward_bytes),
-            ):  # fmt: skip
+                (f.source, f.target, f.forward_bytes),
+                (f.target, f.source, f.backward_bytes),
+            ):
                 a, b = self.devices[source], self.devices[target]
                 if a == b:
                     continue
@@ -118,7 +117,7 @@ class Timed:
 
     def _uplink(self, source: str, target: str) -> tuple[str, float | None]:
         home, away = self._fleet.device(source).region, self._fleet.device(target).region
-        return home, None if home == away else self._fleet.site(home).uplink_bytes_per_s
+        return home, None if home == away else self._fleet.region_info_of(home).uplink_bytes_per_s
 
     def held_up_s(self, in_flight: Sequence[int], micro_batches: int) -> dict[str, float]:
         """By name, the period that a stage's limit imposes, where it holds fewer than all micro-batches."""

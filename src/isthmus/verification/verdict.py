@@ -33,7 +33,7 @@ class BoundCheck(msgspec.Struct, frozen=True, kw_only=True):
     """A lower bound computed here without a search, for the same question: seconds, or money."""
     proven: float = 0.0
     """The highest lower bound that was proven here, by a search too, but not above the one stated."""
-    told: str
+    text: str
     """In words, with what this does not prove."""
 
 
@@ -49,7 +49,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return not self.differences and (bound_unchecked or self.bound.status != "unchecked")
 
 
-class Ledger:
+class DifferenceList:
     """Counts what is compared and keeps what differs."""
 
     def __init__(self) -> None:

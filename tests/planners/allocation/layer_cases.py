@@ -11,9 +11,14 @@ from isthmus.planners.allocation import Allocation, LayerProblem, Transfers
 
 
 def layers_problem(
-    flops: list[float], pace: list[float], *, memory: list[float] | None = None, sizes: list[float] | None = None,
-    latency: list[float] | None = None, transfers: Transfers | None = None,
-) -> LayerProblem:  # fmt: skip
+    flops: list[float],
+    pace: list[float],
+    *,
+    memory: list[float] | None = None,
+    sizes: list[float] | None = None,
+    latency: list[float] | None = None,
+    transfers: Transfers | None = None,
+) -> LayerProblem:
     """`memory` is the devices', `sizes` are the layers'; both default to no limit."""
     return LayerProblem(
         layer_flops=np.array(flops, dtype=float),

@@ -17,8 +17,12 @@ from isthmus.fleet import Fleet, Link, Links
 from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic, sky_optimal
 from isthmus.plans import Plan
 
-PLANNERS = {"certified": certified, "equal-compute": equal_compute, "sky-heuristic": sky_heuristic,
-            "sky-optimal": sky_optimal}  # fmt: skip
+PLANNERS = {
+    "certified": certified,
+    "equal-compute": equal_compute,
+    "sky-heuristic": sky_heuristic,
+    "sky-optimal": sky_optimal,
+}
 
 named = pytest.mark.parametrize(("name", "planner"), PLANNERS.items(), ids=PLANNERS)
 

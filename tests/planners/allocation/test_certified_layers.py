@@ -29,7 +29,7 @@ from isthmus.planners.allocation import (
     sky_optimal_layers,
 )
 from isthmus.planners.allocation.annealing import anneal
-from isthmus.planners.allocation.cover import Verdict, cover
+from isthmus.planners.allocation.cover import CoverResult, cover
 from isthmus.planners.allocation.identical import identical
 from isthmus.planners.allocation.order_cut import best_cut
 from isthmus.planners.allocation.packing import pack
@@ -83,7 +83,7 @@ def test_the_integer_programme_answers_as_brute_force_does(seed: int, factor: fl
     best = brute_force_s(problem)
     limit = factor * (best if best < float("inf") else 10.0) + 1e-6
     if not best or abs(limit / best - 1) > 1e-6:
-        possible = cover(problem, problem.layer_flops + 1e-9, limit) is not Verdict.IMPOSSIBLE
+        possible = cover(problem, problem.layer_flops + 1e-9, limit) is not CoverResult.IMPOSSIBLE
         assert possible == (best < limit)
 
 
@@ -137,9 +137,12 @@ def test_it_is_never_above_the_others(seed: int) -> None:
     rng = np.random.default_rng(seed)
     flops = (rng.permutation([3.0, 1.0, 4.0, 0.1, 4.0] * 4) * rng.uniform(0.9, 1.1, 20)).tolist()
     problem = layers_problem(
-        flops, rng.uniform(1, 4, 5).tolist(), sizes=rng.uniform(1, 2, 20).tolist(),
-        memory=rng.uniform(7, 16, 5).tolist(), latency=rng.uniform(0, 1, 5).tolist(),
-    )  # fmt: skip
+        flops,
+        rng.uniform(1, 4, 5).tolist(),
+        sizes=rng.uniform(1, 2, 20).tolist(),
+        memory=rng.uniform(7, 16, 5).tolist(),
+        latency=rng.uniform(0, 1, 5).tolist(),
+    )
     best = certified_layers(problem)
     check(problem, best)
     assert best.gap < 1e-8

@@ -69,10 +69,12 @@ def transcribed(problem: LayerProblem) -> list[int] | None:
 def exact_numbers(problem: LayerProblem) -> LayerProblem:
     """Paces and latencies in eighths, so that sums in any order are exact."""
     return LayerProblem(
-        layer_flops=problem.layer_flops, layer_memory_bytes=problem.layer_memory_bytes,
-        device_s_per_flop=np.ceil(problem.device_s_per_flop * 8) / 8, device_memory_bytes=problem.device_memory_bytes,
+        layer_flops=problem.layer_flops,
+        layer_memory_bytes=problem.layer_memory_bytes,
+        device_s_per_flop=np.ceil(problem.device_s_per_flop * 8) / 8,
+        device_memory_bytes=problem.device_memory_bytes,
         device_latency_s=np.round(problem.device_latency_s * 8) / 8,
-    )  # fmt: skip
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -161,9 +163,12 @@ def test_equal_compute_cuts_nearest_to_each_share_of_the_speed(seed: int) -> Non
 )
 def test_a_wrong_field_is_named(field: str, value: np.ndarray, message: str) -> None:
     fields = {
-        "layer_flops": np.ones(2), "layer_memory_bytes": np.ones(2), "device_s_per_flop": np.ones(1),
-        "device_memory_bytes": np.ones(1), "device_latency_s": np.zeros(1),
-    }  # fmt: skip
+        "layer_flops": np.ones(2),
+        "layer_memory_bytes": np.ones(2),
+        "device_s_per_flop": np.ones(1),
+        "device_memory_bytes": np.ones(1),
+        "device_latency_s": np.zeros(1),
+    }
     with pytest.raises(UserError, match=message):
         LayerProblem(**{**fields, field: value})
 

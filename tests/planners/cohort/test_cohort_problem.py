@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.planners.cohort import CohortProblem, Schedule, cohort_names, describe_cohort, parrot, schedule_cohort
+from isthmus.planners.cohort import (
+    CohortProblem,
+    CohortSchedule,
+    cohort_names,
+    describe_cohort,
+    parrot,
+    schedule_cohort,
+)
 
 GOOD = {"sizes": [3.0, 1.0], "seconds_per_sample": [1.0, 2.0], "fixed_s": [0.5, 0.0]}
 
@@ -52,7 +59,7 @@ def test_bad_input_is_named(changes: dict[str, object], message: str) -> None:
 
 
 def test_a_schedule_says_who_trains_whom_and_how_good_that_is() -> None:
-    made = Schedule(
+    made = CohortSchedule(
         algorithm="by hand", executor_of=np.array([2, 0, 2]), load_s=np.array([1.0, 0.0, 3.0]), lower_bound_s=2.0
     )
     assert [clients.tolist() for clients in made.clients_of()] == [[1], [], [0, 2]]

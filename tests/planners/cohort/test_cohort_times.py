@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.planners.cohort import History, equal_times, fit_times, parrot, uniform
+from isthmus.planners.cohort import TimeHistory, equal_times, fit_times, parrot, uniform
 
 T = np.array([0.01, 0.03, 0.02])
 B = np.array([0.5, 0.2, 0.9])
 
 
-def recorded(seed: int, rounds: int, noise: float, drift: float = 0.0) -> History:
+def recorded(seed: int, rounds: int, noise: float, drift: float = 0.0) -> TimeHistory:
     """Eight clients of each of three executors a round; drift: how much slower they get per round, as a share."""
     random = np.random.default_rng(seed)
     count = rounds * 24
@@ -24,7 +24,7 @@ def recorded(seed: int, rounds: int, noise: float, drift: float = 0.0) -> Histor
     sizes = random.integers(20, 400, count).astype(np.float64)
     seconds = (sizes * T[executors] + B[executors]) * (1 + drift * number) * random.uniform(1 - noise, 1 + noise, count)
     order = random.permutation(count)
-    return History(rounds=number[order], executors=executors[order], sizes=sizes[order], seconds=seconds[order])
+    return TimeHistory(rounds=number[order], executors=executors[order], sizes=sizes[order], seconds=seconds[order])
 
 
 @given(st.integers(0, 1000), st.integers(1, 6), st.one_of(st.none(), st.integers(1, 8)))
@@ -59,10 +59,12 @@ def test_a_window_follows_executors_that_slow_down() -> None:
 
 
 def test_an_executor_outside_the_window_keeps_its_last_line() -> None:
-    history = History(
-        rounds=np.array([0, 0, 5, 5]), executors=np.array([1, 1, 0, 0]), sizes=np.array([1.0, 2.0, 1.0, 2.0]),
+    history = TimeHistory(
+        rounds=np.array([0, 0, 5, 5]),
+        executors=np.array([1, 1, 0, 0]),
+        sizes=np.array([1.0, 2.0, 1.0, 2.0]),
         seconds=np.array([3.0, 5.0, 1.0, 1.5]),
-    )  # fmt: skip
+    )
     fitted = fit_times(history, 2, window_rounds=2)
     assert fitted.seconds_per_sample == pytest.approx([0.5, 2.0])
     assert fitted.fixed_s == pytest.approx([0.5, 1.0])
@@ -72,7 +74,7 @@ def test_an_executor_outside_the_window_keeps_its_last_line() -> None:
 def test_no_line_with_coefficients_from_0_on_is_nearer(points: list[tuple[int, float]]) -> None:
     sizes, seconds = np.array([float(x) for x, _ in points]), np.array([y for _, y in points])
     zeros = np.zeros(len(points), dtype=np.int64)
-    fitted = fit_times(History(rounds=zeros, executors=zeros, sizes=sizes, seconds=seconds), 1)
+    fitted = fit_times(TimeHistory(rounds=zeros, executors=zeros, sizes=sizes, seconds=seconds), 1)
     t, b = float(fitted.seconds_per_sample[0]), float(fitted.fixed_s[0])
     assert t >= 0 and b >= 0
 
@@ -85,7 +87,7 @@ def test_no_line_with_coefficients_from_0_on_is_nearer(points: list[tuple[int, f
 
 def test_one_size_gives_a_line_through_the_origin() -> None:
     zeros = np.zeros(2, dtype=np.int64)
-    history = History(rounds=zeros, executors=zeros, sizes=np.array([4.0, 4.0]), seconds=np.array([1.0, 3.0]))
+    history = TimeHistory(rounds=zeros, executors=zeros, sizes=np.array([4.0, 4.0]), seconds=np.array([1.0, 3.0]))
     fitted = fit_times(history, 1)
     assert (fitted.seconds_per_sample[0], fitted.fixed_s[0]) == (0.5, 0.0)
 
@@ -109,7 +111,7 @@ def test_bad_history_is_named(changes: dict[str, Any], message: str) -> None:
     numbers, ones = np.array([0, 1]), np.ones(2)
     good: dict[str, Any] = {"rounds": numbers, "executors": numbers, "sizes": ones, "seconds": ones}
     with pytest.raises(UserError, match=message):
-        History(**{**good, **changes})
+        TimeHistory(**{**good, **changes})
 
 
 def test_what_cannot_be_fitted_is_refused() -> None:

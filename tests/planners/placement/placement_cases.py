@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from isthmus.planners.placement import PlacementProblem, Task, from_matrices
+from isthmus.planners.placement import PlacementProblem, PlacementTask, from_matrices
 
 Groups = list[tuple[int, ...]]
 
@@ -22,10 +22,12 @@ def random_problem(
     size = sites or devices
     latency = rng.integers(0, 6, size=(size, size)).astype(float)[np.ix_(site, site)]
     bandwidth = rng.choice([1.0, 2.0, 4.0, 8.0], size=(size, size))[np.ix_(site, site)]
-    task = Task(
-        stages=stages, replicas=replicas, activation_bytes=float(rng.integers(0, 9)),
+    task = PlacementTask(
+        stages=stages,
+        replicas=replicas,
+        activation_bytes=float(rng.integers(0, 9)),
         parameter_bytes=float(rng.integers(0, 9)),
-    )  # fmt: skip
+    )
     compute_s = rng.integers(0, 9, size=devices).astype(float) if compute else None
     return from_matrices(task, latency, bandwidth, compute_s), latency, bandwidth
 

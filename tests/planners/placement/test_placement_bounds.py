@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_cases import all_groupings, literal_cost_s, random_problem
 
-from isthmus.planners.placement import Task, from_matrices, islands, lower_bound_s, mixtures
+from isthmus.planners.placement import PlacementTask, from_matrices, islands, lower_bound_s, mixtures
 from isthmus.planners.placement.bounds import compute_bound_s, threshold_bound_s
 from isthmus.planners.placement.few_mixtures import least_with
 from isthmus.planners.placement.mixture_bound import mixture_bound_s
@@ -92,7 +92,7 @@ def islands_problem(sizes: list[int], stages: int, replicas: int, fast: float = 
     """Sites with fast links inside and slow ones between; sites of one device have no fast link at all."""
     site = np.repeat(np.arange(len(sizes)), sizes)
     bandwidth = np.where(site[:, None] == site, fast, 1.0)
-    task = Task(stages=stages, replicas=replicas, activation_bytes=10.0, parameter_bytes=1.0)
+    task = PlacementTask(stages=stages, replicas=replicas, activation_bytes=10.0, parameter_bytes=1.0)
     return from_matrices(task, np.zeros(bandwidth.shape), bandwidth)
 
 

@@ -13,7 +13,7 @@ from scipy.sparse.csgraph import minimum_spanning_tree
 
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route
-from isthmus.planners.placement import Task, evaluate, from_fleet, from_matrices
+from isthmus.planners.placement import PlacementTask, evaluate, from_fleet, from_matrices
 from isthmus.planners.placement.landscape import Landscape
 from isthmus.planners.placement.matching import bottleneck_matching, bottleneck_s
 from isthmus.planners.placement.path import open_path, path_length_s
@@ -122,11 +122,13 @@ def test_a_fleet_is_the_same_problem_as_its_matrices() -> None:
         Device(name=f"d{k}", region="abc"[k % 3], flops_per_s=1e9 * (1 + k % 2), memory_bytes=1) for k in range(6)
     )
     links = Links(
-        default=Link(0.2, 5e6), intra=Link(0.001, 1e9), regions=(Route("a", "b", Link(0.1, 2e7)),),
+        default=Link(0.2, 5e6),
+        intra=Link(0.001, 1e9),
+        regions=(Route("a", "b", Link(0.1, 2e7)),),
         devices=(Route("d5", "d0", Link(0.3, 1e6)),),
-    )  # fmt: skip
+    )
     fleet = Fleet(name="f", devices=devices, links=links)
-    task = Task(stages=3, replicas=2, activation_bytes=1e6, parameter_bytes=1e7, work_flops=3e9)
+    task = PlacementTask(stages=3, replicas=2, activation_bytes=1e6, parameter_bytes=1e7, work_flops=3e9)
     latency, bandwidth = np.zeros((6, 6)), np.ones((6, 6))
     for i, j in itertools.permutations(range(6), 2):
         link = fleet.link(f"d{i}", f"d{j}")
@@ -145,7 +147,7 @@ def test_a_landscape_gives_the_same_when_asked_again() -> None:
 
 
 def test_bad_input_is_refused_with_its_field() -> None:
-    task = Task(stages=2, replicas=2, activation_bytes=1.0, parameter_bytes=1.0)
+    task = PlacementTask(stages=2, replicas=2, activation_bytes=1.0, parameter_bytes=1.0)
     good = np.ones((4, 4))
     with pytest.raises(UserError, match="devices: got 3, expected 2 stages x 2 replicas"):
         from_matrices(task, np.ones((3, 3)), np.ones((3, 3)))
@@ -158,8 +160,8 @@ def test_bad_input_is_refused_with_its_field() -> None:
     with pytest.raises(UserError, match="compute_s: expected 4"):
         from_matrices(task, good, good, [1.0])
     with pytest.raises(UserError, match="stages: got 0"):
-        Task(stages=0, replicas=2, activation_bytes=1.0, parameter_bytes=1.0)
+        PlacementTask(stages=0, replicas=2, activation_bytes=1.0, parameter_bytes=1.0)
     with pytest.raises(UserError, match="parameter_bytes: got nan"):
-        Task(stages=1, replicas=2, activation_bytes=1.0, parameter_bytes=float("nan"))
+        PlacementTask(stages=1, replicas=2, activation_bytes=1.0, parameter_bytes=float("nan"))
     with pytest.raises(UserError, match="groups: got shape"):
         evaluate(from_matrices(task, good, good), np.zeros((2, 2), dtype=np.int64))

@@ -14,7 +14,7 @@ from placement_cases import all_groupings, literal_cost_s, random_problem
 from isthmus.errors import UserError
 from isthmus.planners.placement import (
     PLACEMENTS,
-    Task,
+    PlacementTask,
     dtfm_genetic,
     dtfm_genetic_code,
     dtfm_kl,
@@ -137,9 +137,10 @@ def test_circular_search_is_that_written_out(seed: int, groups: int, size: int) 
     hop, sync, labels = links(seed, groups * size), links(seed + 1, groups * size), some_labels(seed, groups, size)
     # Tables of one and the same gain function: what is compared is the rings.
     gains = (
-        fastest_link_gain(hop, groups), fastest_link_gain(hop, groups, both_ends=False),
+        fastest_link_gain(hop, groups),
+        fastest_link_gain(hop, groups, both_ends=False),
         kernighan_lin_gain(hop, sync, groups),
-    )  # fmt: skip
+    )
     for gain, last_ring in itertools.product(gains, (True, False)):
         found = cyclic_search(labels, groups, gain, last_ring=last_ring)
         expected = slow_cyclic(
@@ -176,7 +177,7 @@ def test_the_codes_rules_leave_a_plateau_that_the_texts_do_not() -> None:
     """Case 2 in small: four machines of three devices and twelve single ones, where most groupings cost the same."""
     site = np.concatenate((np.repeat(np.arange(4), 3), np.arange(4, 16)))
     bandwidth = np.where(site[:, None] == site, 100.0, 1.25) * 1e9 / 8
-    task = Task(stages=6, replicas=4, activation_bytes=0.47e9, parameter_bytes=0.65e9)
+    task = PlacementTask(stages=6, replicas=4, activation_bytes=0.47e9, parameter_bytes=0.65e9)
     problem = from_matrices(task, np.zeros_like(bandwidth), bandwidth)
     text = min(dtfm_genetic(problem, seed=seed, population=20, trials=300).total_s for seed in range(2))
     code = max(dtfm_genetic_code(problem, seed=seed, population=20, trials=300).total_s for seed in range(2))
@@ -233,9 +234,12 @@ def test_many_speeds_are_bundled_and_still_counted_exactly() -> None:
     problem, _, _ = random_problem(7, 20, 5, sites=2)
     compute = np.random.default_rng(7).uniform(1, 2, 100)
     problem = type(problem)(
-        task=problem.task, kind=problem.kind, latency_s=problem.latency_s,
-        bandwidth_bytes_per_s=problem.bandwidth_bytes_per_s, compute_s=compute,
-    )  # fmt: skip
+        task=problem.task,
+        kind=problem.kind,
+        latency_s=problem.latency_s,
+        bandwidth_bytes_per_s=problem.bandwidth_bytes_per_s,
+        compute_s=compute,
+    )
     found = islands(problem, iterations=200, starts=2)
     assert found.compute_s == pytest.approx(compute[found.devices].max(axis=1).sum())
     assert found.compute_s < random_groups(problem).compute_s

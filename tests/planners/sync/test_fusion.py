@@ -36,8 +36,9 @@ def test_the_plan_takes_what_it_says_and_one_at_a_time_is_exact(
     found = fused(ready_s, wire_s, latency_s, at_once)
     assert [number for message in found.messages for number in message] == list(range(len(layers)))
     assert found.through_s <= best_s * (1 + 1e-9)
-    taken = [through_s(tuple(m.start for m in found.messages[1:]), ready_s, wire_s, latency_s, n + 1)
-             for n in range(at_once)]  # fmt: skip
+    taken = [
+        through_s(tuple(m.start for m in found.messages[1:]), ready_s, wire_s, latency_s, n + 1) for n in range(at_once)
+    ]
     assert found.through_s == pytest.approx(min(taken))
 
 

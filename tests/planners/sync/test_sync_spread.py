@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sync_cases import line_of, problem_of, problems, profile
 
 from isthmus.planners.sync import SyncProblem, plan_sync
-from isthmus.planners.sync.dream_spread import Board, greedy_places
+from isthmus.planners.sync.dream_spread import IterationCosts, greedy_places
 from isthmus.planners.sync.timeline import iteration_s
 
 
@@ -17,7 +17,7 @@ def test_the_board_knows_what_every_move_costs(problem: SyncProblem, data: st.Da
     line, iterations = line_of(problem), problem.iterations
     place = st.integers(0, iterations - 1)
     places = np.array(data.draw(st.lists(place, min_size=line.count, max_size=line.count)))
-    board = Board(line, iterations, places)
+    board = IterationCosts(line, iterations, places)
     for h in range(iterations):
         here = set(np.flatnonzero(places == h).tolist())
         assert board.cost[h] == iteration_s(line, sorted(here))
@@ -32,7 +32,7 @@ def test_the_board_knows_what_every_move_costs(problem: SyncProblem, data: st.Da
 @given(problems(most_layers=9, most_workers=2))
 def test_every_move_helps_by_what_was_said_until_none_does(problem: SyncProblem) -> None:
     line = line_of(problem)
-    board = Board(line, problem.iterations, np.zeros(line.count, dtype=np.intp))
+    board = IterationCosts(line, problem.iterations, np.zeros(line.count, dtype=np.intp))
     before = board.through_s()
     while board.move():
         sets = [np.flatnonzero(board.places == h).tolist() for h in range(problem.iterations)]
@@ -42,7 +42,7 @@ def test_every_move_helps_by_what_was_said_until_none_does(problem: SyncProblem)
         for h in range(problem.iterations):
             places = board.places.copy()
             places[layer] = h
-            assert Board(line, problem.iterations, places).through_s() >= before
+            assert IterationCosts(line, problem.iterations, places).through_s() >= before
 
 
 @settings(max_examples=40, deadline=None)

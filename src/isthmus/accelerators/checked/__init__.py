@@ -17,6 +17,13 @@ from isthmus.accelerators.checked.counters import Counts
 from isthmus.accelerators.checked.misuse import DataRace, FreedTooEarly, HostBufferInUse, Misuse, RefusedWait
 
 __all__ = [
-    "Checked", "Counts", "DataRace", "FreedTooEarly", "HostBufferInUse", "Misuse", "RefusedWait", "check_settings",
+    "Checked",
+    "Counts",
+    "DataRace",
+    "FreedTooEarly",
+    "HostBufferInUse",
+    "Misuse",
+    "RefusedWait",
+    "check_settings",
     "open_checked",
-]  # fmt: skip
+]

@@ -10,11 +10,11 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from isthmus.accelerators.accelerator import Event, MemoryUse, Stream
+from isthmus.accelerators.accelerator import DeviceEvent, MemoryUse, Stream
 from isthmus.accelerators.checked import tensors
 from isthmus.accelerators.checked.copies import forget, host_waits
 from isthmus.accelerators.checked.counters import Counts, Wait
-from isthmus.accelerators.checked.devices import KIND, Device, device, renew
+from isthmus.accelerators.checked.devices import KIND, CheckedDevice, device, renew
 from isthmus.accelerators.checked.faults import failing_kernel, memory_bytes, refused
 from isthmus.accelerators.checked.internals import MOST_DEVICES
 from isthmus.accelerators.checked.kernels import add_device
@@ -24,8 +24,8 @@ from isthmus.accelerators.host import GENERATOR
 from isthmus.errors import InternalError, UserError
 
 
-class CheckedEvent(Event):
-    def __init__(self, on: Device, clock: Clock, *, timed: bool) -> None:
+class CheckedEvent(DeviceEvent):
+    def __init__(self, on: CheckedDevice, clock: Clock, *, timed: bool) -> None:
         self.clock = clock
         self.at_s = time.monotonic()
         self._device = on
@@ -52,7 +52,7 @@ class CheckedEvent(Event):
             self._device.counters.wait("event wait", "synchronize")
             host_waits(self.clock)
 
-    def seconds_to(self, later: Event) -> float:
+    def seconds_to(self, later: DeviceEvent) -> float:
         if not isinstance(later, CheckedEvent) or not (self._timed and later._timed):
             raise InternalError("expected two timed events of one accelerator")
         if not (self._known() and later._known()):
@@ -69,7 +69,7 @@ class Checked:
         self.device = torch.device(KIND, index)
 
     @property
-    def _device(self) -> Device:
+    def _device(self) -> CheckedDevice:
         return device(self.device.index)
 
     @property
@@ -93,13 +93,13 @@ class Checked:
         finally:
             self._device.current = before
 
-    def record(self, *, timed: bool = False) -> Event:
+    def record(self, *, timed: bool = False) -> DeviceEvent:
         stream = self._device.current
         with stream.working, LOCK:
             stream.catch_up()
             return CheckedEvent(self._device, dict(stream.clock), timed=timed)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         if not isinstance(event, CheckedEvent):
             raise InternalError(f"got an event of {type(event).__name__}, expected one of {KIND}")
         with LOCK:

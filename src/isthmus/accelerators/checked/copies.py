@@ -12,16 +12,16 @@ import contextlib
 import torch
 from torch import Tensor
 
-from isthmus.accelerators.checked.devices import Device, device
+from isthmus.accelerators.checked.devices import CheckedDevice, device
 from isthmus.accelerators.checked.misuse import HostBufferInUse, Misuse
-from isthmus.accelerators.checked.order import HOST_ORDER, LOCK, Allocation, Clock, Point, join, span_of
+from isthmus.accelerators.checked.order import HOST_ORDER, LOCK, Clock, DeviceAllocation, Point, join, span_of
 from isthmus.accelerators.checked.tensors import UNWRITTEN, allocation_of, as_host, host_buffer_of, is_checked
 
 
 class _Deferred:
     """A copy that has been queued, until the host knows that it is done."""
 
-    def __init__(self, point: Point, buffer: Tensor, memory: Tensor, used: tuple[Allocation, ...]) -> None:
+    def __init__(self, point: Point, buffer: Tensor, memory: Tensor, used: tuple[DeviceAllocation, ...]) -> None:
         self.point = point
         self.buffer = buffer
         self.memory = memory
@@ -55,7 +55,7 @@ class _Deferred:
 
 
 class _Up(_Deferred):
-    def __init__(self, point: Point, buffer: Tensor, memory: Tensor, used: tuple[Allocation, ...]) -> None:
+    def __init__(self, point: Point, buffer: Tensor, memory: Tensor, used: tuple[DeviceAllocation, ...]) -> None:
         super().__init__(point, buffer, memory, used)
         self._sent = _bits(buffer).clone()
         self._written = used[0].written
@@ -73,7 +73,7 @@ class _Up(_Deferred):
 class _Down(_Deferred):
     """`memory` holds the values of when it was queued: whoever writes there later without an order is found there."""
 
-    def __init__(self, point: Point, buffer: Tensor, memory: Tensor, used: tuple[Allocation, ...]) -> None:
+    def __init__(self, point: Point, buffer: Tensor, memory: Tensor, used: tuple[DeviceAllocation, ...]) -> None:
         super().__init__(point, buffer, memory.to(buffer.dtype, copy=True), used)
         bits = torch.full((buffer.numel() * buffer.element_size(),), UNWRITTEN, dtype=torch.uint8)
         buffer.copy_(bits.view(buffer.dtype).view(buffer.shape))
@@ -163,12 +163,12 @@ def _down(source: Tensor, target: Tensor, non_blocking: bool) -> None:
     _implicit(on, "to the host", target)
 
 
-def _explicit(on: Device, what: Tensor) -> None:
+def _explicit(on: CheckedDevice, what: Tensor) -> None:
     on.counters.add("copy")
     on.counters.add("copied bytes", what.numel() * what.element_size())
 
 
-def _implicit(on: Device, direction: str, what: Tensor) -> None:
+def _implicit(on: CheckedDevice, direction: str, what: Tensor) -> None:
     """Hardware would wait for the whole stream."""
     with LOCK:
         size = what.numel() * what.element_size()

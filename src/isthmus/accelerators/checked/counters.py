@@ -68,11 +68,15 @@ class Counters:
         numbers = sum((c for t, c in self._numbers.items() if thread in (None, t)), Counter[str]())
         places = sum((c for t, c in self._places.items() if thread in (None, t)), Counter[str]())
         return Counts(
-            kernels=numbers["kernel"], copies=numbers["copy"], copied_bytes=numbers["copied bytes"],
-            implicit_copies=numbers["implicit copy"], implicit_bytes=numbers["implicit bytes"],
-            host_synchronizations=numbers["host synchronization"], event_waits=numbers["event wait"],
+            kernels=numbers["kernel"],
+            copies=numbers["copy"],
+            copied_bytes=numbers["copied bytes"],
+            implicit_copies=numbers["implicit copy"],
+            implicit_bytes=numbers["implicit bytes"],
+            host_synchronizations=numbers["host synchronization"],
+            event_waits=numbers["event wait"],
             places=dict(places),
-        )  # fmt: skip
+        )
 
     def reset(self) -> None:
         self._numbers.clear()

@@ -10,24 +10,24 @@ import torch
 
 from isthmus.accelerators.checked.counters import Counters
 from isthmus.accelerators.checked.faults import failing_kernel, memory_bytes, refused
-from isthmus.accelerators.checked.memory import Block, Memory
-from isthmus.accelerators.checked.order import LOCK, Allocation, CheckedStream, Clock, Point, join
+from isthmus.accelerators.checked.memory import Block, CheckedMemory
+from isthmus.accelerators.checked.order import LOCK, CheckedStream, Clock, DeviceAllocation, Point, join
 
 KIND = "checked"
 
 
-class Device:
+class CheckedDevice:
     def __init__(self, index: int) -> None:
         self.index = index
         self.default = CheckedStream(index)
         self.streams = [self.default]
         self.counters = Counters(refused(index))
-        self.memory = Memory(f"{KIND}:{index}", memory_bytes(index))
+        self.memory = CheckedMemory(f"{KIND}:{index}", memory_bytes(index))
         self.random_state = torch.Generator().manual_seed(index).get_state()
         """Of its random numbers: those that the CPU would draw from this state."""
         self.drawing: int | None = None
         """The thread that holds the generators."""
-        self.dropped: deque[Allocation] = deque()
+        self.dropped: deque[DeviceAllocation] = deque()
         """Filled by finalizers, which may come at any moment, and emptied where memory is asked for or told."""
         self._thread = threading.local()
         self._kernels = 0
@@ -83,13 +83,13 @@ class Device:
                 cast(CheckedStream, dropped.owner).freed.append(dropped)
 
 
-_devices: dict[int, Device] = {}
+_devices: dict[int, CheckedDevice] = {}
 
 
-def device(index: int) -> Device:
+def device(index: int) -> CheckedDevice:
     with LOCK:
         if index not in _devices:
-            _devices[index] = Device(index)
+            _devices[index] = CheckedDevice(index)
         return _devices[index]
 
 
@@ -100,7 +100,7 @@ def seed_all(seed: int) -> None:
             each.random_state = torch.Generator().manual_seed(seed).get_state()
 
 
-def renew(index: int) -> Device:
+def renew(index: int) -> CheckedDevice:
     """As at the start of a process, with what the environment says now; for tests."""
     with LOCK:
         _devices.pop(index, None)

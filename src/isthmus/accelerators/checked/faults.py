@@ -1,9 +1,9 @@
 """How much memory an emulated device has, when it fails and what it refuses, as the environment says.
 
-    ISTHMUS_CHECKED_MEMORY=64MiB            each device
-    ISTHMUS_CHECKED_MEMORY=1GiB,64MiB@1     device 1 less than the others
-    ISTHMUS_CHECKED_FAULT=after:200@1       device 1 fails in its 200th operator, and from then on
-    ISTHMUS_CHECKED_REFUSE=implicit copy    an implicit copy raises; so does, by this name, a host synchronization
+ISTHMUS_CHECKED_MEMORY=64MiB            each device
+ISTHMUS_CHECKED_MEMORY=1GiB,64MiB@1     device 1 less than the others
+ISTHMUS_CHECKED_FAULT=after:200@1       device 1 fails in its 200th operator, and from then on
+ISTHMUS_CHECKED_REFUSE=implicit copy    an implicit copy raises; so does, by this name, a host synchronization
 """
 
 from __future__ import annotations

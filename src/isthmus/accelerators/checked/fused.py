@@ -9,10 +9,20 @@ from torch import Tensor
 
 
 def adamw(
-    parameters: Sequence[Tensor], gradients: Sequence[Tensor], means: Sequence[Tensor], squares: Sequence[Tensor],
-    greatest: Sequence[Tensor], steps: Sequence[Tensor], *, lr: float, beta1: float, beta2: float, weight_decay: float,
-    eps: float, **others: object,
-) -> None:  # fmt: skip
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    means: Sequence[Tensor],
+    squares: Sequence[Tensor],
+    greatest: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    **others: object,
+) -> None:
     _refuse(others)
     for parameter, gradient, mean, square, count in zip(parameters, gradients, means, squares, steps, strict=True):
         step = count.item()
@@ -26,9 +36,18 @@ def adamw(
 
 
 def sgd(
-    parameters: Sequence[Tensor], gradients: Sequence[Tensor], moved: Sequence[Tensor], *, weight_decay: float,
-    momentum: float, lr: float, dampening: float, nesterov: bool, is_first_step: bool, **others: object,
-) -> None:  # fmt: skip
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    moved: Sequence[Tensor],
+    *,
+    weight_decay: float,
+    momentum: float,
+    lr: float,
+    dampening: float,
+    nesterov: bool,
+    is_first_step: bool,
+    **others: object,
+) -> None:
     _refuse(others)
     for number, (parameter, plain) in enumerate(zip(parameters, gradients, strict=True)):
         gradient = plain.add(parameter, alpha=weight_decay) if weight_decay else plain

@@ -146,11 +146,17 @@ def storage_at(address: int, size: int, where: torch.device) -> torch.UntypedSto
 
 class _DLTensor(ctypes.Structure):
     _fields_ = (
-        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_index", ctypes.c_int32),
-        ("dimensions", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_index", ctypes.c_int32),
+        ("dimensions", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("offset", ctypes.c_uint64),
-    )  # fmt: skip
+    )
 
 
 class _DLManagedTensor(ctypes.Structure):
@@ -161,9 +167,17 @@ def first_tensor(index: int) -> Tensor:
     """uint8 [0] on a device, from which others come. By DLPack, since what torch offers for this knows device 0."""
     shape, strides, memory = (ctypes.c_int64 * 1)(0), (ctypes.c_int64 * 1)(1), ctypes.create_string_buffer(64)
     described = _DLTensor(
-        ctypes.addressof(memory), _EXTENSION_DEVICE, index, 1, _UNSIGNED, 8, 1,
-        ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)), ctypes.cast(strides, ctypes.POINTER(ctypes.c_int64)), 0,
-    )  # fmt: skip
+        ctypes.addressof(memory),
+        _EXTENSION_DEVICE,
+        index,
+        1,
+        _UNSIGNED,
+        8,
+        1,
+        ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)),
+        ctypes.cast(strides, ctypes.POINTER(ctypes.c_int64)),
+        0,
+    )
     managed = _DLManagedTensor(described, None, None)
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]

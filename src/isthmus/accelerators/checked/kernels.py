@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from isthmus.accelerators.checked import fused
 from isthmus.accelerators.checked.copies import copy_between, host_waits
-from isthmus.accelerators.checked.devices import KIND, Device, device, seed_all
+from isthmus.accelerators.checked.devices import KIND, CheckedDevice, device, seed_all
 from isthmus.accelerators.checked.internals import (
     ON_CPU,
     add_device_type,
@@ -71,12 +71,16 @@ def _facts(op: OpOverload) -> _Facts:
     name = name_of(op)
     arguments = arguments_of(op)
     indexed = name in _INDEXED
-    told = torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
+    dynamic = torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
     return _Facts(
-        tuple(write for _, write in arguments), tuple(numbers_refused(op)),
+        tuple(write for _, write in arguments),
+        tuple(numbers_refused(op)),
         {name: i for i, (name, _) in enumerate(arguments)},
-        name in _VIEWS, told and not indexed, torch.Tag.nondeterministic_seeded in op.tags, indexed,
-    )  # fmt: skip
+        name in _VIEWS,
+        dynamic and not indexed,
+        torch.Tag.nondeterministic_seeded in op.tags,
+        indexed,
+    )
 
 
 class _Call:
@@ -89,7 +93,7 @@ class _Call:
         self._host_tensor: Tensor | None = None
         self._lowered: list[tuple[Tensor, Tensor, bool]] = []
         """(the device's, the host's, whether it is written)."""
-        self.device: Device | None = None
+        self.device: CheckedDevice | None = None
 
     def lower(self, value: object, write: bool) -> object:
         if isinstance(value, Tensor):
@@ -120,16 +124,16 @@ class _Call:
 
     def _index(self, value: Tensor) -> Tensor:
         with LOCK:
-            found = cast(Device, self.device)
+            found = cast(CheckedDevice, self.device)
             found.counters.wait("implicit copy", f"indices of {self._op}", value.numel() * value.element_size())
         return value
 
-    def _of(self, found: Device) -> None:
+    def _of(self, found: CheckedDevice) -> None:
         if self.device is not None and self.device is not found:
             raise _mixed(self._op, f"{KIND}:{self.device.index}", f"{KIND}:{found.index}")
         self.device = found
 
-    def place(self) -> Device:
+    def place(self) -> CheckedDevice:
         """Where it runs, once all arguments are lowered."""
         on = self.device
         if on is None:
@@ -138,7 +142,7 @@ class _Call:
             raise _mixed(self._op, f"{KIND}:{on.index}", str(self._host_tensor.device))
         return on
 
-    def begin(self, on: Device) -> Point:
+    def begin(self, on: CheckedDevice) -> Point:
         """Queues it, in its order among the accesses to its tensors."""
         with LOCK:
             point = on.launch(str(self._op))
@@ -161,7 +165,7 @@ class _Call:
         for tensor, host, _ in self._lowered:
             if address and host.untyped_storage().data_ptr() == address:
                 return view_of(tensor, value)
-        made = as_device(value, cast(Device, self.device), point)
+        made = as_device(value, cast(CheckedDevice, self.device), point)
         self._lowered.append((made, value, False))
         return made
 
@@ -211,7 +215,7 @@ def _tensor_of(value: object) -> object:
 
 
 @contextlib.contextmanager
-def drawing(on: Device) -> Generator[None]:
+def drawing(on: CheckedDevice) -> Generator[None]:
     """The CPU's generator stands for the device's."""
     with contextlib.nullcontext() if on.drawing == threading.get_ident() else GENERATOR:
         before = torch.default_generator.get_state()
@@ -224,17 +228,26 @@ def drawing(on: Device) -> Generator[None]:
 
 
 def _empty(
-    size: Sequence[int], *, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
-    device: torch.device | None = None, pin_memory: bool | None = None,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
     memory_format: torch.memory_format | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return _unwritten(torch.empty(size, dtype=dtype, memory_format=memory_format or torch.contiguous_format), device)
 
 
 def _empty_strided(
-    size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None, device: torch.device | None = None, pin_memory: bool | None = None,
-) -> Tensor:  # fmt: skip
+    size: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> Tensor:
     return _unwritten(torch.empty_strided(size, stride, dtype=dtype), device)
 
 
@@ -256,10 +269,15 @@ def _resize(tensor: Tensor, size: Sequence[int], memory_format: torch.memory_for
 
 
 def _to_copy(
-    tensor: Tensor, *, dtype: torch.dtype | None = None, layout: torch.layout | None = None,
-    device: torch.device | None = None, pin_memory: bool | None = None, non_blocking: bool = False,
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Torch takes a host buffer for what does not wait; it would look for one in a place that Python cannot fill."""
     made = torch.empty_like(
         tensor, dtype=dtype, device=device or tensor.device, memory_format=memory_format or torch.preserve_format
@@ -294,9 +312,16 @@ def _convolution_backward(gradient: Tensor, inputs: Tensor, weight: Tensor, *set
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """By the algorithm that torch takes on the CPU for such tensors."""
     inputs = [as_host(t).requires_grad_(t.requires_grad) for t in (query, key, value)]
     mask = None if attn_mask is None else as_host(attn_mask)
@@ -321,16 +346,26 @@ def _sgd(*args: object, **kwargs: object) -> object:
 
 
 _KERNELS: dict[str, Callable[..., object]] = {
-    "empty.memory_format": _empty, "empty_strided": _empty_strided, "resize_": _resize, "_to_copy": _to_copy,
-    "_copy_from": copy_between, "_copy_from_and_resize": copy_between, "_local_scalar_dense": _item, "_conj": _conj,
-    "convolution_overrideable": _convolution, "convolution_backward_overrideable": _convolution_backward,
-    "_fused_adamw_": _adamw, "_fused_sgd_": _sgd,
-}  # fmt: skip
+    "empty.memory_format": _empty,
+    "empty_strided": _empty_strided,
+    "resize_": _resize,
+    "_to_copy": _to_copy,
+    "_copy_from": copy_between,
+    "_copy_from_and_resize": copy_between,
+    "_local_scalar_dense": _item,
+    "_conj": _conj,
+    "convolution_overrideable": _convolution,
+    "convolution_backward_overrideable": _convolution_backward,
+    "_fused_adamw_": _adamw,
+    "_fused_sgd_": _sgd,
+}
 
 
 _COMPOSED: dict[str, Callable[..., object]] = {
-    "scaled_dot_product_attention": _attention, "_thnn_fused_lstm_cell": lstm_cell, "_thnn_fused_gru_cell": gru_cell,
-}  # fmt: skip
+    "scaled_dot_product_attention": _attention,
+    "_thnn_fused_lstm_cell": lstm_cell,
+    "_thnn_fused_gru_cell": gru_cell,
+}
 
 
 def add_device() -> None:

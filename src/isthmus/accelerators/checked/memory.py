@@ -52,7 +52,7 @@ class Block:
         return self.before is None and self.after is None
 
 
-class Memory:
+class CheckedMemory:
     """The caller holds the lock."""
 
     def __init__(self, name: str, total: int) -> None:
@@ -126,9 +126,13 @@ class Memory:
 
     def use(self) -> MemoryUse:
         return MemoryUse(
-            total=self.total, free=self.total - self.reserved, allocated=self.allocated, reserved=self.reserved,
-            peak_allocated=self.peak_allocated, peak_reserved=self.peak_reserved,
-        )  # fmt: skip
+            total=self.total,
+            free=self.total - self.reserved,
+            allocated=self.allocated,
+            reserved=self.reserved,
+            peak_allocated=self.peak_allocated,
+            peak_reserved=self.peak_reserved,
+        )
 
 
 def _joined(one: Block, other: Block) -> Block:

@@ -66,7 +66,7 @@ class CheckedStream(Stream):
         self.clock: Clock = {}
         self.working = threading.RLock()
         """Held while an operator or a copy of this stream is made: threads that share it take turns. Before `LOCK`."""
-        self.freed: list[Allocation] = []
+        self.freed: list[DeviceAllocation] = []
         """Allocated here, dropped, while other streams were at work with them."""
         self._tick = 0
         self._seen = -1
@@ -100,7 +100,7 @@ class CheckedStream(Stream):
             self.freed.pop()
 
 
-class Pending(Protocol):
+class PendingWork(Protocol):
     """A copy that is put off."""
 
     def land(self) -> None: ...
@@ -131,13 +131,16 @@ class _Access(NamedTuple):
         return self.span[0] < span[1] and span[0] < self.span[1]
 
 
-class Allocation:
+class DeviceAllocation:
     """Memory of the device, or a host buffer, and who accesses which part of it."""
 
     def __init__(
-        self, size: int, storage: torch.UntypedStorage | None, owner: CheckedStream | None = None,
+        self,
+        size: int,
+        storage: torch.UntypedStorage | None,
+        owner: CheckedStream | None = None,
         block: Block | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`storage` is the host memory that stands for the device's, of which `block` is what the allocator gave."""
         self.size = size
         self.storage = storage
@@ -146,7 +149,7 @@ class Allocation:
         self._writes: list[_Access] = []
         self._reads: list[_Access] = []
         self.used_on: set[int] = set()
-        self.pending: list[Pending] = []
+        self.pending: list[PendingWork] = []
 
     @property
     def written(self) -> Point | None:

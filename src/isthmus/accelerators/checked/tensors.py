@@ -9,17 +9,17 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from isthmus.accelerators.checked.devices import KIND, Device, device
+from isthmus.accelerators.checked.devices import KIND, CheckedDevice, device
 from isthmus.accelerators.checked.internals import ON_CPU, first_tensor, storage_at
-from isthmus.accelerators.checked.order import LOCK, Allocation, Point
+from isthmus.accelerators.checked.order import LOCK, DeviceAllocation, Point
 from isthmus.errors import InternalError
 
 _aten = torch.ops.aten
 UNWRITTEN = 0xFF
 """A byte of memory that holds nothing yet: floating-point numbers of such bytes are NaN."""
-_allocations: dict[int, Allocation] = {}
+_allocations: dict[int, DeviceAllocation] = {}
 """Of tensors, by address."""
-_host_buffers: dict[int, Allocation] = {}
+_host_buffers: dict[int, DeviceAllocation] = {}
 _seeds: dict[tuple[int, torch.dtype], Tensor] = {}
 
 
@@ -27,11 +27,11 @@ def is_checked(value: object) -> bool:
     return isinstance(value, Tensor) and value.device.type == KIND
 
 
-def allocation_of(tensor: Tensor) -> Allocation:
+def allocation_of(tensor: Tensor) -> DeviceAllocation:
     return _allocations[tensor.untyped_storage().data_ptr()]
 
 
-def host_buffer_of(tensor: Tensor) -> Allocation | None:
+def host_buffer_of(tensor: Tensor) -> DeviceAllocation | None:
     """The buffer that holds it, whoever made the tensor of the buffer's memory; None for other memory."""
     address = tensor.data_ptr()
     for start, found in tuple(_host_buffers.items()):
@@ -43,7 +43,7 @@ def host_buffer_of(tensor: Tensor) -> Allocation | None:
 def host_buffer(size: int) -> Tensor:
     tensor = torch.full((max(size, 1),), UNWRITTEN, dtype=torch.uint8)
     storage = tensor.untyped_storage()
-    _host_buffers[storage.data_ptr()] = Allocation(size, None)
+    _host_buffers[storage.data_ptr()] = DeviceAllocation(size, None)
     weakref.finalize(storage, _host_buffers.pop, storage.data_ptr(), None).atexit = False
     return tensor[:size]
 
@@ -53,13 +53,13 @@ def as_host(tensor: Tensor) -> Tensor:
     return _over(allocation_of(tensor), tensor)
 
 
-def _over(allocation: Allocation, like: Tensor) -> Tensor:
+def _over(allocation: DeviceAllocation, like: Tensor) -> Tensor:
     storage = cast(torch.UntypedStorage, allocation.storage)
     bare = torch.empty(0, dtype=like.dtype)
     return bare.set_(storage, like.storage_offset(), like.shape, like.stride())  # pyright: ignore[reportArgumentType]
 
 
-def as_device(host: Tensor, on: Device, point: Point | None) -> Tensor:
+def as_device(host: Tensor, on: CheckedDevice, point: Point | None) -> Tensor:
     """A tensor of the device in the memory of `host`, which nobody else keeps: `point` writes it."""
     storage = host.untyped_storage()
     address = storage.data_ptr()
@@ -69,12 +69,12 @@ def as_device(host: Tensor, on: Device, point: Point | None) -> Tensor:
             address = storage.data_ptr()
         with LOCK:
             owner, block = on.allocate(storage.nbytes())
-        return _placed(_owned(storage, on, Allocation(storage.nbytes(), storage, owner, block), point), host)
+        return _placed(_owned(storage, on, DeviceAllocation(storage.nbytes(), storage, owner, block), point), host)
     raise InternalError("an operator's result lies in memory that is in use")
 
 
 def _owned(
-    storage: torch.UntypedStorage, on: Device, allocation: Allocation, point: Point | None
+    storage: torch.UntypedStorage, on: CheckedDevice, allocation: DeviceAllocation, point: Point | None
 ) -> torch.UntypedStorage:
     address = storage.data_ptr()
     allocation.made(point)
@@ -84,7 +84,7 @@ def _owned(
     return made
 
 
-def _drop(address: int, on: Device) -> None:
+def _drop(address: int, on: CheckedDevice) -> None:
     allocation = _allocations.pop(address)
     allocation.storage = None
     on.dropped.append(allocation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from isthmus.cost.compression.messages import Message, Packings, Sender, messages_of
+from isthmus.cost.compression.messages import Packings, Sender, StageMessage, stage_messages_of
 from isthmus.cost.problem import Problem
 from isthmus.graph.opgraph import DTYPE_BYTES
 from isthmus.plans import Packing
@@ -49,8 +49,8 @@ def ratio_that_shortens(times: float, element_bytes: float = 4.0) -> float:
     return found
 
 
-def _in_proportion(problem: Problem, sender: Sender, harshest: Callable[[Message], float]) -> Packings:
-    seconds = {m: m.transfer_s(problem) for m in messages_of(problem, sender)}
+def _in_proportion(problem: Problem, sender: Sender, harshest: Callable[[StageMessage], float]) -> Packings:
+    seconds = {m: m.transfer_s(problem) for m in stage_messages_of(problem, sender)}
     slowest = max(seconds, key=lambda m: seconds[m], default=None)
     if slowest is None or not seconds[slowest]:
         return {}
@@ -59,6 +59,6 @@ def _in_proportion(problem: Problem, sender: Sender, harshest: Callable[[Message
     return {m: Packing(codec="topk", ratio=r) if r > 1 else None for m, r in ratios.items()}
 
 
-def _element_bytes(message: Message) -> float:
+def _element_bytes(message: StageMessage) -> float:
     elements = sum(count for count, _ in message.tensors)
     return sum(count * DTYPE_BYTES[dtype] for count, dtype in message.tensors) / elements if elements else 4.0

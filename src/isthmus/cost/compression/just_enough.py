@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isthmus.cost.compression.messages import Message, Packings, Sender, messages_of
+from isthmus.cost.compression.messages import Packings, Sender, StageMessage, stage_messages_of
 from isthmus.cost.problem import Problem
 from isthmus.plans import Packing
 
@@ -18,9 +18,7 @@ SLACK = 1 + 1e-9
 """Rounding: a message that takes the aim exactly is no bottleneck."""
 
 
-def just_enough(
-    problem: Problem, sender: Sender, ratio: float, codecs: Sequence[Packing] | None = None
-) -> Packings:
+def just_enough(problem: Problem, sender: Sender, ratio: float, codecs: Sequence[Packing] | None = None) -> Packings:
     """The mildest codec per message with which its link is not the bottleneck.
 
     `codecs` are the candidates, the mildest first; by default bf16, int8 and top-K at ratios up to `ratio`. Latency and
@@ -28,7 +26,7 @@ def just_enough(
     ratio below 1.
     """
     candidates = ladder(ratio) if codecs is None else tuple(codecs)
-    return _Choice(problem, messages_of(problem, sender), candidates).choose(sender.slowest_s)
+    return _CodecChoice(problem, stage_messages_of(problem, sender), candidates).choose(sender.slowest_s)
 
 
 def ladder(ratio: float) -> tuple[Packing, ...]:
@@ -39,15 +37,15 @@ def ladder(ratio: float) -> tuple[Packing, ...]:
     return (*dense, *milder, *([harshest] if ratio >= RATIOS[0] else []))
 
 
-class _Choice:
+class _CodecChoice:
     """The messages of one pipeline; `None` is the mildest candidate."""
 
-    def __init__(self, problem: Problem, messages: Sequence[Message], candidates: Sequence[Packing]) -> None:
+    def __init__(self, problem: Problem, messages: Sequence[StageMessage], candidates: Sequence[Packing]) -> None:
         self._problem = problem
         self._messages = messages
         self._candidates: tuple[Packing | None, ...] = (None, *candidates)
 
-    def choose(self, stage_s: float) -> dict[Message, Packing | None]:
+    def choose(self, stage_s: float) -> dict[StageMessage, Packing | None]:
         shortest = {m: min(self._candidates, key=m.wire_bytes) for m in self._messages}
         link_s = max((m.wire_s(self._problem, codec) for m, codec in shortest.items()), default=0.0)
         uplink_s = max(self._uplinks_s(shortest).values(), default=0.0)
@@ -56,26 +54,26 @@ class _Choice:
         self._relieve_uplinks(chosen, aim_s)
         return chosen
 
-    def _mildest(self, message: Message, aim_s: float) -> Packing | None:
+    def _mildest(self, message: StageMessage, aim_s: float) -> Packing | None:
         return next(c for c in self._candidates if message.wire_s(self._problem, c) <= aim_s)
 
-    def _relieve_uplinks(self, chosen: dict[Message, Packing | None], aim_s: float) -> None:
+    def _relieve_uplinks(self, chosen: dict[StageMessage, Packing | None], aim_s: float) -> None:
         """Each message may pass in time while all that share an uplink do not: then the longest gets shorter."""
         while late := {region for region, seconds in self._uplinks_s(chosen).items() if seconds > aim_s}:
             over = [m for m in chosen if self._uplink(m) in late and self._shorter(m, chosen[m])]
             longest = max(over, key=lambda m: m.wire_bytes(chosen[m]))
             chosen[longest] = self._shorter(longest, chosen[longest])
 
-    def _shorter(self, message: Message, codec: Packing | None) -> Packing | None:
+    def _shorter(self, message: StageMessage, codec: Packing | None) -> Packing | None:
         """The next candidate that makes the message shorter; None where there is none."""
         now = message.wire_bytes(codec)
         return next((c for c in self._candidates if message.wire_bytes(c) < now), None)
 
-    def _uplink(self, message: Message) -> str | None:
+    def _uplink(self, message: StageMessage) -> str | None:
         site = self._problem.fleet.uplink(message.source, message.target)
         return site.region if site else None
 
-    def _uplinks_s(self, chosen: dict[Message, Packing | None]) -> dict[str, float]:
+    def _uplinks_s(self, chosen: dict[StageMessage, Packing | None]) -> dict[str, float]:
         """Seconds per micro-batch on each shared uplink."""
         found: dict[str, float] = {}
         for message, codec in chosen.items():

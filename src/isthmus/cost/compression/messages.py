@@ -23,7 +23,7 @@ class Sender(NamedTuple):
     slowest_s: float
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """What one stage sends another for each micro-batch."""
 
     edge: int
@@ -43,9 +43,11 @@ class Message(NamedTuple):
         if not saved_bytes:
             return None
         return Compression(
-            codec=packing.codec, ratio=packing.ratio, feedback=packing.feedback,
+            codec=packing.codec,
+            ratio=packing.ratio,
+            feedback=packing.feedback,
             wire_bytes=self.size_bytes - saved_bytes,
-        )  # fmt: skip
+        )
 
     def wire_bytes(self, packing: Packing | None) -> int:
         packed = self.packed(packing) if packing else None
@@ -60,7 +62,7 @@ class Message(NamedTuple):
         return wire_s(problem, self.source, self.target, self.wire_bytes(packing))
 
 
-Packings = Mapping[Message, Packing | None]
+Packings = Mapping[StageMessage, Packing | None]
 
 
 def sender_of(problem: Problem, replica: Replica) -> Sender:
@@ -70,7 +72,7 @@ def sender_of(problem: Problem, replica: Replica) -> Sender:
     return Sender(tuple(s.device for s in replica.stages), replica.edges, max(busy.values()))
 
 
-def messages_of(problem: Problem, sender: Sender) -> tuple[Message, ...]:
+def stage_messages_of(problem: Problem, sender: Sender) -> tuple[StageMessage, ...]:
     """All messages of some bytes that cross a link; whatever compression the edges have is left out of account.
 
     Raises UserError where an edge names a value that the problem's graph does not have.
@@ -78,7 +80,7 @@ def messages_of(problem: Problem, sender: Sender) -> tuple[Message, ...]:
     return tuple(_messages(problem, sender))
 
 
-def _messages(problem: Problem, sender: Sender) -> Iterator[Message]:
+def _messages(problem: Problem, sender: Sender) -> Iterator[StageMessage]:
     for index, edge in enumerate(sender.edges):
         source, target = sender.devices[edge.source], sender.devices[edge.target]
         if source == target:
@@ -87,9 +89,9 @@ def _messages(problem: Problem, sender: Sender) -> Iterator[Message]:
         tensors = tuple(tensor_of(spec, problem.micro_batch_size) for spec in specs)
         # A gradient has its value's type and shape, so what goes back is what may be packed on the way there.
         if edge.forward_bytes:
-            yield Message(index, False, source, target, edge.forward_bytes, tensors)
+            yield StageMessage(index, False, source, target, edge.forward_bytes, tensors)
         if edge.backward_bytes:
-            yield Message(index, True, target, source, edge.backward_bytes, tensors)
+            yield StageMessage(index, True, target, source, edge.backward_bytes, tensors)
 
 
 def tensor_of(spec: TensorSpec, batch: int) -> tuple[int, str]:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from isthmus.cost.compression.adatopk import PAPER_FACTOR, adatopk, adatopk_paper, harshest_ratio
-from isthmus.cost.compression.alike import bf16, int8, uniform
 from isthmus.cost.compression.just_enough import just_enough, ladder
 from isthmus.cost.compression.messages import Packings, Sender
+from isthmus.cost.compression.uniform import bf16, int8, uniform
 from isthmus.cost.problem import Problem
 from isthmus.errors import unknown_name
 from isthmus.plans import Packing

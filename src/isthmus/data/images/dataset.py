@@ -15,7 +15,7 @@ from isthmus.data.dataset import Array, ColumnSpec, Indices, Split, as_tensors, 
 from isthmus.data.images.decoding import PixelOptions, decode
 from isthmus.data.images.pipeline import Table, read_pipeline
 from isthmus.errors import StepError, UserError
-from isthmus.streams import stream
+from isthmus.rng import stream
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class EncodedImages(Protocol):
         ...
 
     def contents(self) -> Iterable[Array]:
-        """What the encoded images are told apart by, without decoding one."""
+        """What the encoded images are distinguished by, without decoding one."""
         ...
 
 
@@ -96,9 +96,10 @@ class ImageDataset:
     def fingerprint(self) -> str:
         """Of the encoded bytes, the labels and the settings: of the split's own, and of nothing decoded."""
         settings = {
-            "kind": self._kind, "versions": self._pipeline.versions,
+            "kind": self._kind,
+            "versions": self._pipeline.versions,
             **{name: value for name, value in msgspec.to_builtins(self._options).items() if name in _OF_SAMPLES},
-        }  # fmt: skip
+        }
         return fingerprint_of(settings, [self._images.labels, *self._images.contents()])
 
     def __len__(self) -> int:

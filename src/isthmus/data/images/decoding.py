@@ -65,8 +65,8 @@ def decode(file: BinaryIO, named: str, options: PixelOptions) -> Image:
         raise
     except pillow.DecompressionBombError as e:  # of Pillow's own limit, which it compares first
         most = 2 * pillow.MAX_IMAGE_PIXELS
-        told = f"got over {most} pixels, expected at most {min(options.max_pixels, most)} (max_pixels)"
-        raise StepError(named, told) from e
+        text = f"got over {most} pixels, expected at most {min(options.max_pixels, most)} (max_pixels)"
+        raise StepError(named, text) from e
     except Exception as e:  # Pillow's decoders raise many families for damaged files
         reason = " ".join(f"{e}".split()) or type(e).__name__
         if isinstance(e, pillow.UnidentifiedImageError):

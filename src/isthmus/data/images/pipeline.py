@@ -11,7 +11,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from isthmus.data.images.decoding import CHANNELS, pixels
-from isthmus.data.images.others import TorchvisionTransform
+from isthmus.data.images.torchvision_transforms import TorchvisionTransform
 from isthmus.data.images.transforms import BUILT_IN, Transform
 from isthmus.errors import UserError
 from isthmus.extensions import read_options
@@ -44,7 +44,7 @@ def _narrow(numbers: Sequence[float]) -> NDArray[np.float32]:
         return np.array(numbers, dtype=np.float32)
 
 
-class Pipeline:
+class ImagePipeline:
     """What an image goes through, from decoded to float32 [channels, height, width]."""
 
     def __init__(self, transforms: Sequence[Transform], normalize: Normalize | None) -> None:
@@ -66,7 +66,7 @@ class Pipeline:
         mean, std = (_narrow(v)[:, None, None] for v in (self._normalize.mean, self._normalize.std))
         return (found - mean) / std
 
-    def heldout(self) -> Pipeline:
+    def heldout(self) -> ImagePipeline:
         """The same without chance: random crops become central ones, flips are left out. UserError where a transform
         of torchvision's does not say what that is."""
         instead: list[Transform] = []
@@ -78,10 +78,10 @@ class Pipeline:
                     "transform of torchvision's it is not known here"
                 )
             instead += found
-        return Pipeline(instead, self._normalize)
+        return ImagePipeline(instead, self._normalize)
 
 
-def read_pipeline(tables: Sequence[Table], mode: str, option: str) -> Pipeline:
+def read_pipeline(tables: Sequence[Table], mode: str, option: str) -> ImagePipeline:
     """UserError that names the option, the number of the transform in it, and what is wrong there."""
     transforms: list[Transform] = []
     normalize: Normalize | None = None
@@ -102,7 +102,7 @@ def read_pipeline(tables: Sequence[Table], mode: str, option: str) -> Pipeline:
                 )
         else:
             transforms.append(_read(name, options, where))
-    return Pipeline(transforms, normalize)
+    return ImagePipeline(transforms, normalize)
 
 
 def _read(name: str, options: Mapping[str, object], where: str) -> Transform:

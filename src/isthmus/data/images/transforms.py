@@ -165,9 +165,7 @@ class RandomResizedCrop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def apply(self, image: Image, draws: np.random.Generator) -> Image:
         left, top, width, height = self._box(image.width, image.height, draws)
-        return _resized(
-            image.crop((left, top, left + width, top + height)), _sides(self.size), self.interpolation
-        )  # fmt: skip
+        return _resized(image.crop((left, top, left + width, top + height)), _sides(self.size), self.interpolation)
 
     def _box(self, width: int, height: int, draws: np.random.Generator) -> tuple[int, int, int, int]:
         for _ in range(_TRIES):
@@ -264,5 +262,11 @@ def _check_area(width: int, height: int) -> None:
 
 
 BUILT_IN: tuple[type[Transform], ...] = (
-    Resize, CenterCrop, Pad, RandomCrop, RandomResizedCrop, RandomHorizontalFlip, RandomVerticalFlip,
-)  # fmt: skip
+    Resize,
+    CenterCrop,
+    Pad,
+    RandomCrop,
+    RandomResizedCrop,
+    RandomHorizontalFlip,
+    RandomVerticalFlip,
+)

@@ -23,7 +23,7 @@ BUFFERS = "buffers"
 Batch = Mapping[str, Tensor]
 
 
-class Local(Protocol):
+class LocalTrainer(Protocol):
     """A client at work: its data in the order of this round, and gradients on it."""
 
     @property
@@ -60,7 +60,7 @@ class Local(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Update:
+class ClientUpdate:
     """What a client returns: a value for every name that the pass declares, and its new state if it keeps one."""
 
     values: Values
@@ -86,7 +86,7 @@ class Pass:
     """Once to all clients of the cohort and back. Most algorithms need one a round."""
 
     returns: Mapping[str, Combine]
-    client: Callable[[Local, Values, Values | None], Update]
+    client: Callable[[LocalTrainer, Values, Values | None], ClientUpdate]
     """(data, what was broadcast, the client's state) -> its update. Must not change its arguments."""
     server: Callable[[Values, Values, Cohort], Values]
     """(server's values, combined values, cohort) -> the server's new values. Only the combined ones may be changed."""
@@ -118,7 +118,7 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return state.get("model")
 
     def broadcast(self, server: Values) -> Values:
-        """What clients are told; sent once per executor and pass."""
+        """What clients receive; sent once per executor and pass."""
         return {"model": server["model"]}
 
     @property
@@ -126,7 +126,7 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """How each value of an update is combined."""
         raise NotImplementedError
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
         raise NotImplementedError
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:

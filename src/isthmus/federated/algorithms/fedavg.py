@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from isthmus.federated.algorithms.algorithm import Algorithm, Cohort, Combine, Local, Update, Values
+from isthmus.federated.algorithms.algorithm import Algorithm, ClientUpdate, Cohort, Combine, LocalTrainer, Values
 
 
 class FedAvg(Algorithm, frozen=True):
@@ -14,8 +14,8 @@ class FedAvg(Algorithm, frozen=True):
     def returns(self) -> Mapping[str, Combine]:
         return {"delta": "weighted_mean"}
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
-        return Update(values={"delta": local.descend(told["model"])})
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        return ClientUpdate(values={"delta": local.descend(broadcast["model"])})
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         return {"model": combined["delta"].add_(server["model"])}  # in place: a large model less is held

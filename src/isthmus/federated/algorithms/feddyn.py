@@ -9,7 +9,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from isthmus.federated.algorithms.algorithm import Algorithm, Cohort, Combine, Local, Update, Values
+from isthmus.federated.algorithms.algorithm import Algorithm, ClientUpdate, Cohort, Combine, LocalTrainer, Values
 
 
 class FedDyn(Algorithm, frozen=True):
@@ -28,17 +28,17 @@ class FedDyn(Algorithm, frozen=True):
     def returns(self) -> Mapping[str, Combine]:
         return {"delta": "mean"}
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
         """SGD on L(y) - <lambda, y> + alpha/2 ||y - x||^2."""
         assert state is not None, "init_client gives one"
-        x, linear = told["model"], state["gradient"]
+        x, linear = broadcast["model"], state["gradient"]
         y = local.start(x)
         for batch in local.batches():
             g = local.gradient(y, batch).sub_(linear)
             g.add_(y - x, alpha=self.alpha)
             y.sub_(g, alpha=local.learning_rate)
         delta = y.sub_(x)
-        return Update(values={"delta": delta}, state={"gradient": linear.sub(delta, alpha=self.alpha)})
+        return ClientUpdate(values={"delta": delta}, state={"gradient": linear.sub(delta, alpha=self.alpha)})
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         """h loses alpha/m of the sum over the clients that took part; the model is their mean less h / alpha."""

@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 from msgspec import Meta
 
-from isthmus.federated.algorithms.algorithm import Algorithm, Cohort, Combine, Local, Update, Values
+from isthmus.federated.algorithms.algorithm import Algorithm, ClientUpdate, Cohort, Combine, LocalTrainer, Values
 
 
 class FedNova(Algorithm, frozen=True):
@@ -24,8 +24,8 @@ class FedNova(Algorithm, frozen=True):
     def returns(self) -> Mapping[str, Combine]:
         return {"direction": "weighted_mean", "steps": "weighted_mean"}
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
-        x, rho = told["model"], self.momentum
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        x, rho = broadcast["model"], self.momentum
         if rho:
             y = local.start(x)
             v = torch.zeros_like(y)
@@ -36,7 +36,9 @@ class FedNova(Algorithm, frozen=True):
             delta = local.descend(x)
         steps = local.steps
         norm = (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
-        return Update(values={"direction": delta.div_(norm), "steps": delta.new_full((*delta.shape[:-1], 1), norm)})
+        return ClientUpdate(
+            values={"direction": delta.div_(norm), "steps": delta.new_full((*delta.shape[:-1], 1), norm)}
+        )
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         """Eq. 9, with the effective number of steps tau = sum p_i ||a_i||_1."""

@@ -9,7 +9,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from isthmus.federated.algorithms.algorithm import Algorithm, Cohort, Combine, Local, Update, Values
+from isthmus.federated.algorithms.algorithm import Algorithm, ClientUpdate, Cohort, Combine, LocalTrainer, Values
 from isthmus.federated.algorithms.fedavg import FedAvg
 
 Share = Annotated[float, Meta(ge=0, lt=1)]
@@ -23,8 +23,8 @@ class ServerOptimizer(Algorithm, frozen=True):
     def returns(self) -> Mapping[str, Combine]:
         return {"delta": "weighted_mean"}
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
-        return FedAvg().client(local, told, state)
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        return FedAvg().client(local, broadcast, state)
 
 
 class FedAvgM(ServerOptimizer, frozen=True):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from isthmus.federated.algorithms.algorithm import Algorithm, Cohort, Combine, Local, Update, Values
+from isthmus.federated.algorithms.algorithm import Algorithm, ClientUpdate, Cohort, Combine, LocalTrainer, Values
 
 
 class FedProx(Algorithm, frozen=True):
@@ -20,14 +20,14 @@ class FedProx(Algorithm, frozen=True):
     def returns(self) -> Mapping[str, Combine]:
         return {"delta": "weighted_mean"}
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
-        x = told["model"]
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        x = broadcast["model"]
         y = local.start(x)
         for batch in local.batches():
             g = local.gradient(y, batch)
             g.add_(y - x, alpha=self.mu)
             y.sub_(g, alpha=local.learning_rate)
-        return Update(values={"delta": y.sub_(x)})
+        return ClientUpdate(values={"delta": y.sub_(x)})
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         return {"model": server["model"] + combined["delta"]}

@@ -8,7 +8,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from isthmus.federated.algorithms.algorithm import Algorithm, Cohort, Local, Pass, Update, Values
+from isthmus.federated.algorithms.algorithm import Algorithm, ClientUpdate, Cohort, LocalTrainer, Pass, Values
 
 
 class Mime(Algorithm, frozen=True):
@@ -40,21 +40,21 @@ class Mime(Algorithm, frozen=True):
             Pass(returns={"delta": "mean"}, client=self._train, server=self._move),
         )
 
-    def _survey(self, local: Local, told: Values, state: Values | None) -> Update:
-        return Update(values={"gradient": local.full_gradient(local.start(told["model"]))})
+    def _survey(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        return ClientUpdate(values={"gradient": local.full_gradient(local.start(broadcast["model"]))})
 
     def _control(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         return {**server, "control": combined["gradient"]}
 
-    def _train(self, local: Local, told: Values, state: Values | None) -> Update:
-        x, m, c, beta = told["model"], told["momentum"], told["control"], self.momentum
+    def _train(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        x, m, c, beta = broadcast["model"], broadcast["momentum"], broadcast["control"], self.momentum
         y = local.start(x)
         at_x = local.start(x)
         for batch in local.batches():
             g = c - local.gradient(at_x, batch)
             g = g + local.gradient(y, batch)
             y.sub_((1 - beta) * g + beta * m, alpha=local.learning_rate)
-        return Update(values={"delta": y.sub_(x)})
+        return ClientUpdate(values={"delta": y.sub_(x)})
 
     def _move(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         beta = self.momentum
@@ -64,13 +64,13 @@ class Mime(Algorithm, frozen=True):
             "control": server["control"],
         }
 
-    def _train_lite(self, local: Local, told: Values, state: Values | None) -> Update:
-        x, m, beta = told["model"], told["momentum"], self.momentum
+    def _train_lite(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        x, m, beta = broadcast["model"], broadcast["momentum"], self.momentum
         y = local.start(x)
         gradient = local.full_gradient(y).clone()
         for batch in local.batches():
             y.sub_((1 - beta) * local.gradient(y, batch) + beta * m, alpha=local.learning_rate)
-        return Update(values={"delta": y.sub_(x), "gradient": gradient})
+        return ClientUpdate(values={"delta": y.sub_(x), "gradient": gradient})
 
     def _move_lite(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         return self._move({**server, "control": combined["gradient"]}, combined, cohort)

@@ -9,7 +9,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from isthmus.federated.algorithms.algorithm import Algorithm, Cohort, Combine, Local, Update, Values
+from isthmus.federated.algorithms.algorithm import Algorithm, ClientUpdate, Cohort, Combine, LocalTrainer, Values
 
 
 class Scaffold(Algorithm, frozen=True):
@@ -31,9 +31,9 @@ class Scaffold(Algorithm, frozen=True):
     def returns(self) -> Mapping[str, Combine]:
         return {"delta": "mean", "control_delta": "mean"}
 
-    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
         assert state is not None, "init_client gives one"
-        x, c, c_i, eta = told["model"], told["control"], state["control"], local.learning_rate
+        x, c, c_i, eta = broadcast["model"], broadcast["control"], state["control"], local.learning_rate
         y = local.start(x)
         correction = c - c_i
         steps = 0
@@ -42,7 +42,9 @@ class Scaffold(Algorithm, frozen=True):
             steps += 1
         delta = y.sub_(x)
         control_delta = (-c).sub(delta, alpha=1 / (steps * eta))  # c_i+ - c_i = -c + (x - y) / (K eta)
-        return Update(values={"delta": delta, "control_delta": control_delta}, state={"control": c_i + control_delta})
+        return ClientUpdate(
+            values={"delta": delta, "control_delta": control_delta}, state={"control": c_i + control_delta}
+        )
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         share = cohort.clients / cohort.population

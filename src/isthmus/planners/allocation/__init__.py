@@ -11,6 +11,13 @@ from isthmus.planners.allocation.sky_heuristic import sky_heuristic_layers
 from isthmus.planners.allocation.sky_optimal import sky_optimal_layers
 
 __all__ = [
-    "Allocation", "LayerProblem", "Transfers", "allocation", "certified_layers", "equal_compute_layers", "even_layers",
-    "sky_heuristic_layers", "sky_optimal_layers",
-]  # fmt: skip
+    "Allocation",
+    "LayerProblem",
+    "Transfers",
+    "allocation",
+    "certified_layers",
+    "equal_compute_layers",
+    "even_layers",
+    "sky_heuristic_layers",
+    "sky_optimal_layers",
+]

@@ -10,7 +10,7 @@ import numpy as np
 
 from isthmus.planners.allocation.problem import Ints, LayerProblem
 from isthmus.planners.allocation.windows import reach
-from isthmus.planners.watching import looked_at
+from isthmus.planners.observer import looked_at
 
 SWAPS = 64
 """Pairs tried at once; the best of them is taken or left."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.allocation.annealing import anneal
-from isthmus.planners.allocation.cover import Verdict, cover
+from isthmus.planners.allocation.cover import CoverResult, cover
 from isthmus.planners.allocation.equal_compute import equal_compute_layers
 from isthmus.planners.allocation.even import even_layers
 from isthmus.planners.allocation.identical import identical, identical_layers
@@ -25,7 +25,7 @@ from isthmus.planners.allocation.packing import pack
 from isthmus.planners.allocation.prices import best_prices, pooled_bound_s, priced_bound_s, work_prices
 from isthmus.planners.allocation.problem import Allocation, LayerProblem, allocation, too_small
 from isthmus.planners.allocation.sky_heuristic import sky_heuristic_layers
-from isthmus.planners.watching import SearchStopped
+from isthmus.planners.observer import SearchStopped
 
 TOLERANCE = 1e-4
 """The gap at which the search on large problems ends."""
@@ -52,10 +52,10 @@ def certified_layers(problem: LayerProblem, *, tolerance: float = TOLERANCE) -> 
         return identical_layers(problem)
     if problem.devices * problem.layers > TABLE_CELLS:
         return _best_simple(problem)
-    return _Search(problem, tolerance).run()
+    return _LayerSearch(problem, tolerance).run()
 
 
-class _Search:
+class _LayerSearch:
     """The interval between what is proven out of reach and the best allocation found."""
 
     def __init__(self, problem: LayerProblem, tolerance: float) -> None:
@@ -111,9 +111,9 @@ class _Search:
         if not self.programmes:
             return False
         found = cover(self.problem, self.prices, limit_s)
-        if found is Verdict.IMPOSSIBLE:
+        if found is CoverResult.IMPOSSIBLE:
             self.bound_s = limit_s
-        return found is Verdict.IMPOSSIBLE or (isinstance(found, list) and self._take(found, limit_s))
+        return found is CoverResult.IMPOSSIBLE or (isinstance(found, list) and self._take(found, limit_s))
 
     def _take(self, order: Sequence[int], limit_s: float) -> bool:
         found = best_cut(self.problem, order, self.bound_s, limit_s)
@@ -135,7 +135,7 @@ class _Search:
         order = cover(problem, np.zeros(problem.layers), limit_s) if self.programmes else None
         found = best_cut(problem, order, self.bound_s, limit_s) if isinstance(order, list) else None
         if found is None:
-            raise _nothing_fits(problem, proven=order is Verdict.IMPOSSIBLE)
+            raise _nothing_fits(problem, proven=order is CoverResult.IMPOSSIBLE)
         return found
 
 

@@ -16,20 +16,20 @@ from isthmus.planners.allocation.problem import LayerProblem
 from isthmus.planners.allocation.windows import Windows, ordered, reach, windows
 from isthmus.planners.highs import integer_programme
 from isthmus.planners.network import Floats
-from isthmus.planners.watching import looked_at
+from isthmus.planners.observer import looked_at
 
 
-class Verdict(Enum):
+class CoverResult(Enum):
     IMPOSSIBLE = "no allocation is within the limit"
     UNKNOWN = "the solver ran out of work"
 
 
-def cover(problem: LayerProblem, prices: Floats, limit_s: float) -> list[int] | Verdict:
+def cover(problem: LayerProblem, prices: Floats, limit_s: float) -> list[int] | CoverResult:
     """Devices by the start of their windows where some cover the layers within the limit; HiGHS's verdict otherwise."""
     looked_at()
     chosen = affordable(problem, prices, limit_s)
     if chosen is None:
-        return Verdict.IMPOSSIBLE
+        return CoverResult.IMPOSSIBLE
     layers, count = problem.layers, len(chosen.start)
     forward, back = np.arange(count), np.arange(layers)
     row = np.concatenate((chosen.start, chosen.end, layers + 1 + chosen.device, back + 1, back))
@@ -44,7 +44,7 @@ def cover(problem: LayerProblem, prices: Floats, limit_s: float) -> list[int] | 
     if found.x is not None:
         taken = found.x[:count] > 0.5
         return ordered(Windows(*(column[taken] for column in chosen)))
-    return Verdict.IMPOSSIBLE if found.status == 2 else Verdict.UNKNOWN
+    return CoverResult.IMPOSSIBLE if found.status == 2 else CoverResult.UNKNOWN
 
 
 def affordable(problem: LayerProblem, prices: Floats, limit_s: float) -> Windows | None:

@@ -17,7 +17,7 @@ from isthmus.planners.network import Floats
 from isthmus.units import format_size
 
 
-class Counters(NamedTuple):
+class SearchCounters(NamedTuple):
     """What a device may take and how long that lasts; [devices] each."""
 
     room: Ints
@@ -53,7 +53,7 @@ def identical(problem: LayerProblem) -> bool:
 def identical_layers(problem: LayerProblem) -> Allocation:
     """The exact optimum; devices that get layers stay in the order given. Raises FleetTooSmall."""
     devices = np.arange(problem.devices)
-    counters = Counters(
+    counters = SearchCounters(
         room=problem.memory_end(devices, np.zeros_like(devices)),
         layer_s=problem.device_s_per_flop * problem.layer_flops[0],
         received_s=problem.received_s(devices, np.zeros_like(devices)),
@@ -73,7 +73,7 @@ def identical_layers(problem: LayerProblem) -> Allocation:
     return allocation(problem, devices.tolist(), counts.tolist(), limit_s)
 
 
-def _least_limit_s(counters: Counters, layers: int) -> float:
+def _least_limit_s(counters: SearchCounters, layers: int) -> float:
     low_s, high_s = 0.0, float((counters.layer_s + counters.received_s).max())
     while int(counters.within(high_s).sum()) < layers:
         low_s, high_s = high_s, 2 * high_s

@@ -23,7 +23,7 @@ from isthmus.planners.allocation.sky_heuristic import sky_heuristic_layers
 from isthmus.planners.allocation.sky_optimal import sky_optimal_layers
 from isthmus.planners.blocks import Blocks, alternatives, coarse
 from isthmus.planners.greedy_fill import greedy_fill, stage_bytes
-from isthmus.planners.network import Network, network_of
+from isthmus.planners.network import FleetNetwork, network_of
 from isthmus.planners.stage_tables import StageTables
 from isthmus.plans import Certificate, Plan
 from isthmus.units import format_size
@@ -83,7 +83,7 @@ class _Layers:
         )
 
 
-def layers_of(network: Network, blocks: Blocks, in_flight: int) -> LayerProblem:
+def layers_of(network: FleetNetwork, blocks: Blocks, in_flight: int) -> LayerProblem:
     """The blocks as layers, with the memory of stages that hold `in_flight` micro-batches."""
     tables = StageTables(blocks)
     return LayerProblem(
@@ -97,7 +97,7 @@ def layers_of(network: Network, blocks: Blocks, in_flight: int) -> LayerProblem:
     )
 
 
-def _transfers(network: Network, tables: StageTables) -> Transfers | None:
+def _transfers(network: FleetNetwork, tables: StageTables) -> Transfers | None:
     """Only what was made in the block before is sure to come over one link, from the stage before."""
     if len(network.names) == 1:
         return None
@@ -110,7 +110,7 @@ def _transfers(network: Network, tables: StageTables) -> Transfers | None:
     )
 
 
-def _memory_reach(tables: StageTables, network: Network, in_flight: int) -> Ints:
+def _memory_reach(tables: StageTables, network: FleetNetwork, in_flight: int) -> Ints:
     """[devices, blocks]: a stage's bytes never fall as it grows, so what fits is a matter of its end."""
     need = tables.fixed_bytes + in_flight * tables.micro_batch_bytes
     fitting = [np.searchsorted(row, network.memory, side="right") for row in need]
@@ -129,16 +129,20 @@ def _planned(problem: Problem, planner: str, allocate: Allocate) -> Plan:
         )
     reason = f"{planner} gave it no layers"
     made = build_plan(
-        problem, order, blocks.boundaries(cut), planner=planner, certificate=certificate,
+        problem,
+        order,
+        blocks.boundaries(cut),
+        planner=planner,
+        certificate=certificate,
         notes=dict.fromkeys(set(network.names) - set(order), reason),
-    )  # fmt: skip
+    )
     if all(stage.recompute == layers.blocks.recompute for stage in made.stages):
         return made
     return msgspec.structs.replace(made, certificate=None)  # it is of stages that all recompute, or none
 
 
 def _allocated(
-    problem: Problem, network: Network, blocks: Blocks, planner: str, allocate: Allocate
+    problem: Problem, network: FleetNetwork, blocks: Blocks, planner: str, allocate: Allocate
 ) -> tuple[_Layers, Allocation]:
     """With as many micro-batches in flight as the schedule may want, else with as few as it can run on."""
     most = min(problem.micro_batches, len(network.names))
@@ -157,11 +161,9 @@ def _allocated(
     )
 
 
-def _binding(
-    problem: Problem, network: Network, blocks: Blocks, in_flight: int, refusal: FleetTooSmall
-) -> str:  # fmt: skip
+def _binding(problem: Problem, network: FleetNetwork, blocks: Blocks, in_flight: int, refusal: FleetTooSmall) -> str:
     """What was short, in bytes: a device, or the memory of all together."""
-    held, after = f"with {in_flight} micro-batches in flight", problem.terms.after_headroom
+    held, after = f"with {in_flight} micro-batches in flight", problem.constraints.after_headroom
     if isinstance(refusal, RunTooLarge):
         who, room = f"device {network.names[refusal.device]}", int(network.memory[refusal.device])
         need = stage_bytes(blocks, refusal.start, refusal.end, in_flight)

@@ -12,7 +12,7 @@ import numpy as np
 from isthmus.planners.allocation.problem import Ints, LayerProblem
 from isthmus.planners.allocation.windows import reach
 from isthmus.planners.network import Floats
-from isthmus.planners.watching import looked_at
+from isthmus.planners.observer import looked_at
 
 MOST_STATES = 300
 MOST_EXPANDED = 4_000_000

@@ -15,7 +15,7 @@ from isthmus.planners.allocation.problem import LayerProblem
 from isthmus.planners.allocation.windows import Windows, reach, windows
 from isthmus.planners.highs import linear_programme
 from isthmus.planners.network import Floats
-from isthmus.planners.watching import looked_at
+from isthmus.planners.observer import looked_at
 
 MARGIN = 1e-9
 """A proof must hold by this share of the sum, so that rounding cannot make one."""

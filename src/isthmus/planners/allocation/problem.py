@@ -173,9 +173,11 @@ def allocation(problem: LayerProblem, order: Sequence[int], counts: Sequence[int
         raise too_small(problem, int(devices[over[0]]), int(starts[over[0]]), int(ends[over[0]]))
     workload_s = float(problem.workload_s(devices, starts, ends).max())
     return Allocation(
-        order=tuple(devices.tolist()), counts=tuple(lengths.tolist()), workload_s=workload_s,
+        order=tuple(devices.tolist()),
+        counts=tuple(lengths.tolist()),
+        workload_s=workload_s,
         lower_bound_s=min(bound_s, workload_s),
-    )  # fmt: skip
+    )
 
 
 class RunTooLarge(FleetTooSmall):
@@ -195,8 +197,11 @@ def too_small(problem: LayerProblem, device: int, start: int, end: int) -> RunTo
         return RunTooLarge(refusal, device, start, end)
     return RunTooLarge(
         f"{refusal}: they need {format_size(math.ceil(need))}, it has {format_size(math.floor(has))}: "
-        f"{math.ceil(need - has)} bytes short", device, start, end,
-    )  # fmt: skip
+        f"{math.ceil(need - has)} bytes short",
+        device,
+        start,
+        end,
+    )
 
 
 def _check(name: str, values: Floats | Ints, shape: tuple[int, ...], *, above_zero: bool = False) -> None:

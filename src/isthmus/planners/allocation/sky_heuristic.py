@@ -11,7 +11,7 @@ import itertools
 
 from isthmus.planners.allocation.even import even_counts
 from isthmus.planners.allocation.problem import Allocation, LayerProblem, allocation, too_small
-from isthmus.planners.watching import looked_at
+from isthmus.planners.observer import looked_at
 
 MOST_SWEEPS = 1_000
 """The default of the public code."""

@@ -81,14 +81,23 @@ def _programme(problem: LayerProblem, scale_s: float, limit_s: float) -> _Progra
     ended = started + cells
     cost = np.zeros(2 * cells + 1)
     cost[-1] = 1.0
-    first = vstack([
-        _rows(len(cost), (started.T, 1.0), (ended.T, -1.0)), _rows(len(cost), (started[:, -1:], 1.0)),
-    ])  # fmt: skip
-    below = vstack([
-        _rows(len(cost), (ended.reshape(-1, 1), 1.0), (started.reshape(-1, 1), -1.0)),
-        *(_rows(len(cost), (v[:, :-1].reshape(-1, 1), 1.0), (v[:, 1:].reshape(-1, 1), -1.0)) for v in (started, ended)),
-        *_ends(problem, started, ended, limit_s), *_workload(problem, started, ended, scale_s),
-    ])  # fmt: skip
+    first = vstack(
+        [
+            _rows(len(cost), (started.T, 1.0), (ended.T, -1.0)),
+            _rows(len(cost), (started[:, -1:], 1.0)),
+        ]
+    )
+    below = vstack(
+        [
+            _rows(len(cost), (ended.reshape(-1, 1), 1.0), (started.reshape(-1, 1), -1.0)),
+            *(
+                _rows(len(cost), (v[:, :-1].reshape(-1, 1), 1.0), (v[:, 1:].reshape(-1, 1), -1.0))
+                for v in (started, ended)
+            ),
+            *_ends(problem, started, ended, limit_s),
+            *_workload(problem, started, ended, scale_s),
+        ]
+    )
     matrix = csr_matrix(vstack([first, below]))
     # One device for each layer, one start at most for each device; all other rows are of differences.
     heads = [problem.layers, problem.devices, matrix.indptr.size - 1 - problem.layers - problem.devices]
@@ -104,10 +113,14 @@ def _ends(problem: LayerProblem, started: Ints, ended: Ints, limit_s: float) -> 
     rows = [_rows(width, (started[device, layer, None], 1.0), (ended[device, furthest[device, layer], None], -1.0))]
     device, layer = np.nonzero(ends[:, 1:] < furthest[:, 1:])
     if len(device):
-        rows.append(_rows(
-            width, (started[device, layer + 1, None], 1.0), (started[device, layer, None], -1.0),
-            (ended[device, ends[device, layer + 1], None], -1.0),
-        ))  # fmt: skip
+        rows.append(
+            _rows(
+                width,
+                (started[device, layer + 1, None], 1.0),
+                (started[device, layer, None], -1.0),
+                (ended[device, ends[device, layer + 1], None], -1.0),
+            )
+        )
     return rows
 
 
@@ -127,12 +140,12 @@ def _workload(problem: LayerProblem, started: Ints, ended: Ints, scale_s: float)
     return [_rows(width, (started, compute + at_start), (ended, -compute), (largest, -1.0))]
 
 
-def _rows(width: int, *terms: tuple[Ints, float | Floats]) -> csr_matrix:
+def _rows(width: int, *blocks: tuple[Ints, float | Floats]) -> csr_matrix:
     """Row r holds, for each term, its value in the columns term[r]."""
-    height = terms[0][0].shape[0]
-    rows = np.concatenate([np.repeat(np.arange(height), columns.shape[1]) for columns, _ in terms])
-    columns = np.concatenate([columns.ravel() for columns, _ in terms])
-    values = np.concatenate([np.broadcast_to(value, columns.shape).ravel() for columns, value in terms])
+    height = blocks[0][0].shape[0]
+    rows = np.concatenate([np.repeat(np.arange(height), columns.shape[1]) for columns, _ in blocks])
+    columns = np.concatenate([columns.ravel() for columns, _ in blocks])
+    values = np.concatenate([np.broadcast_to(value, columns.shape).ravel() for columns, value in blocks])
     return csr_matrix((values, (rows, columns)), shape=(height, width))
 
 

@@ -3,13 +3,25 @@
 from isthmus.planners.cohort.certified import certified
 from isthmus.planners.cohort.fractional import Fractional, fractional
 from isthmus.planners.cohort.parrot import parrot
-from isthmus.planners.cohort.problem import CohortProblem, Schedule
+from isthmus.planners.cohort.problem import CohortProblem, CohortSchedule
 from isthmus.planners.cohort.registry import CohortAlgorithm, cohort_names, describe_cohort, schedule_cohort
-from isthmus.planners.cohort.times import History, TimeModel, equal_times, fit_times
+from isthmus.planners.cohort.times import TimeHistory, TimeModel, equal_times, fit_times
 from isthmus.planners.cohort.uniform import uniform
 
 __all__ = [
-    "CohortAlgorithm", "CohortProblem", "Fractional", "History", "Schedule", "TimeModel",
-    "certified", "cohort_names", "describe_cohort", "equal_times", "fit_times", "fractional", "parrot",
-    "schedule_cohort", "uniform",
-]  # fmt: skip
+    "CohortAlgorithm",
+    "CohortProblem",
+    "CohortSchedule",
+    "Fractional",
+    "TimeHistory",
+    "TimeModel",
+    "certified",
+    "cohort_names",
+    "describe_cohort",
+    "equal_times",
+    "fit_times",
+    "fractional",
+    "parrot",
+    "schedule_cohort",
+    "uniform",
+]

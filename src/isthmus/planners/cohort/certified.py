@@ -17,12 +17,12 @@ from isthmus.planners.cohort.exchange import exchange
 from isthmus.planners.cohort.first_fit import smallest_fit
 from isthmus.planners.cohort.fractional import fractional
 from isthmus.planners.cohort.parrot import longest_first
-from isthmus.planners.cohort.problem import CohortProblem, Integers, Schedule, scheduled
+from isthmus.planners.cohort.problem import CohortProblem, CohortSchedule, Integers, scheduled
 
 TOLERANCE = 1e-3
 
 
-def certified(problem: CohortProblem, *, tolerance: float = TOLERANCE, steps: int | None = None) -> Schedule:
+def certified(problem: CohortProblem, *, tolerance: float = TOLERANCE, steps: int | None = None) -> CohortSchedule:
     """A nearly shortest round, with a proof of how much shorter any other could be.
 
     Stops at a gap of `tolerance`, or after `steps` exchanges from each rounding; without a number, `enough_steps`.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from isthmus.planners.cohort.problem import CohortProblem, Integers, Schedule, scheduled
+from isthmus.planners.cohort.problem import CohortProblem, CohortSchedule, Integers, scheduled
 
 
-def parrot(problem: CohortProblem) -> Schedule:
+def parrot(problem: CohortProblem) -> CohortSchedule:
     """Clients by descending size, each to the executor that then leaves the smallest maximum load (Eq. 4).
 
     That maximum ties often: while the busiest executor stays the busiest, every other one gives the same. Ties go to

@@ -67,7 +67,7 @@ class CohortProblem:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Schedule:
+class CohortSchedule:
     """Who trains whom, how long that takes, and how much shorter it could at best be."""
 
     algorithm: str
@@ -96,9 +96,9 @@ class Schedule:
 
 def scheduled(
     problem: CohortProblem, executor_of: Integers, *, algorithm: str, lower_bound_s: float | None = None
-) -> Schedule:
+) -> CohortSchedule:
     """The schedule that `executor_of` describes."""
-    return Schedule(
+    return CohortSchedule(
         algorithm=algorithm,
         executor_of=executor_of,
         load_s=problem.load_s(executor_of),

@@ -1,6 +1,6 @@
 """The cohort algorithms by name.
 
-An algorithm is a function from a `CohortProblem` to a `Schedule`; the first line of its docstring describes it.
+An algorithm is a function from a `CohortProblem` to a `CohortSchedule`; the first line of its docstring describes it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from isthmus.errors import unknown_name
 from isthmus.planners.cohort.certified import certified
 from isthmus.planners.cohort.parrot import parrot
-from isthmus.planners.cohort.problem import CohortProblem, Schedule
+from isthmus.planners.cohort.problem import CohortProblem, CohortSchedule
 from isthmus.planners.cohort.uniform import uniform
 
-CohortAlgorithm = Callable[[CohortProblem], Schedule]
+CohortAlgorithm = Callable[[CohortProblem], CohortSchedule]
 
 _ALGORITHMS: Mapping[str, CohortAlgorithm] = {"certified": certified, "parrot": parrot, "uniform": uniform}
 
@@ -29,7 +29,7 @@ def describe_cohort(name: str) -> str:
     return (inspect.getdoc(_algorithm(name)) or "").partition("\n")[0]
 
 
-def schedule_cohort(name: str, problem: CohortProblem) -> Schedule:
+def schedule_cohort(name: str, problem: CohortProblem) -> CohortSchedule:
     """The schedule that the algorithm makes. Raises UserError for an unknown name."""
     return _algorithm(name)(problem)
 

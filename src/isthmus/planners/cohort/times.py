@@ -16,7 +16,7 @@ from isthmus.planners.cohort.problem import CohortProblem, Floats, Integers
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class History:
+class TimeHistory:
     """One entry per client that was trained, in any order.
 
     Raises UserError for arrays of different lengths, for negative numbers, and for times or sizes that are not finite.
@@ -66,7 +66,7 @@ def equal_times(executors: int) -> TimeModel:
     return TimeModel(seconds_per_sample=np.ones(executors), fixed_s=np.zeros(executors))
 
 
-def fit_times(history: History, executors: int, *, window_rounds: int | None = None) -> TimeModel:
+def fit_times(history: TimeHistory, executors: int, *, window_rounds: int | None = None) -> TimeModel:
     """Least squares per executor over all rounds, or over the last `window_rounds` (tau) of the history.
 
     Unlike the paper's regression, no line falls with the size or starts below 0: then the best line that does not is
@@ -86,7 +86,7 @@ def fit_times(history: History, executors: int, *, window_rounds: int | None = N
     return _lines(history.executors[used], history.sizes[used], history.seconds[used], executors)
 
 
-def _inside(history: History, executors: int, window_rounds: int | None) -> NDArray[np.bool_]:
+def _inside(history: TimeHistory, executors: int, window_rounds: int | None) -> NDArray[np.bool_]:
     """(records,) those of the window, and all records of executors that have none there."""
     if window_rounds is None:
         return np.ones(len(history.rounds), dtype=bool)

@@ -11,8 +11,8 @@ from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.cost.sync import fastest, group_s, messages
 from isthmus.fleet import Fleet
 from isthmus.planners.blocks import Blocks
-from isthmus.planners.network import Floats, Ints, Network
-from isthmus.planners.watching import looked_at
+from isthmus.planners.network import FleetNetwork, Floats, Ints
+from isthmus.planners.observer import looked_at
 from isthmus.plans import SyncGroup
 
 Part = tuple[tuple[int, ...], int, int]
@@ -22,7 +22,7 @@ Part = tuple[tuple[int, ...], int, int]
 class Averaging:
     """The parts of a model whose gradients replicas average: its blocks that own any."""
 
-    def __init__(self, fleet: Fleet, network: Network, blocks: Blocks) -> None:
+    def __init__(self, fleet: Fleet, network: FleetNetwork, blocks: Blocks) -> None:
         self._fleet, self._network = fleet, network
         size, count = np.zeros(blocks.count), np.zeros(blocks.count)
         for variable in blocks.variables:
@@ -58,11 +58,16 @@ class Averaging:
         """Seconds of the group alone, and how long it occupies each link."""
         if part not in self._groups:
             members, first, end = part
-            told = int(self._count[first:end].sum()) + 1
-            group = fastest(self._fleet, SyncGroup(
-                devices=tuple(self._network.names[d] for d in members), parameters=(), iterations=(0,),
-                size_bytes=int(self._size[first:end].sum()) + FLOAT32_BYTES * told,
-            ))  # fmt: skip
+            numbers = int(self._count[first:end].sum()) + 1
+            group = fastest(
+                self._fleet,
+                SyncGroup(
+                    devices=tuple(self._network.names[d] for d in members),
+                    parameters=(),
+                    iterations=(0,),
+                    size_bytes=int(self._size[first:end].sum()) + FLOAT32_BYTES * numbers,
+                ),
+            )
             sent = defaultdict[tuple[str, str], float](float)
             for turn in messages(group):
                 for a, b, size in turn:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.planners.blocks import Blocks, Item
+from isthmus.planners.blocks import BlockItem, Blocks
 from isthmus.planners.network import Floats
 
 Ints = NDArray[np.int64]
@@ -69,24 +69,30 @@ def cut_table(blocks: Blocks, ends: Ints) -> CutTable:
             _add(forward, stage_of, item, item.forward_bytes)
             _add(backward, stage_of, item, item.backward_bytes)
     return CutTable(
-        ends=ends, stage_of=stage_of, forward_work=forward_work,
+        ends=ends,
+        stage_of=stage_of,
+        forward_work=forward_work,
         backward_work=_between(blocks.work, ends) - forward_work,
         fixed_bytes=_fixed_bytes(blocks, stage_of, stages),
-        saved_bytes=_between(blocks.saved, ends), column_bytes=_between(blocks.columns, ends),
+        saved_bytes=_between(blocks.saved, ends),
+        column_bytes=_between(blocks.columns, ends),
         received_bytes=held.sum(axis=1),
-        forward=forward, backward=backward, shared=shared, shared_count=shared_count,
-    )  # fmt: skip
+        forward=forward,
+        backward=backward,
+        shared=shared,
+        shared_count=shared_count,
+    )
 
 
 def _between(cumulative: Floats, ends: Ints) -> Floats:
     return np.diff(cumulative[ends], axis=1)
 
 
-def _add(table: Floats, stage_of: Ints, item: Item, amount: int) -> None:
+def _add(table: Floats, stage_of: Ints, item: BlockItem, amount: int) -> None:
     """From the stage where the item is made to every other stage that takes it, once each."""
     if amount:
-        home = stage_of[:, item.birth]
-        for rows, stage in _other_stages(stage_of, item.birth, item.uses):
+        home = stage_of[:, item.made_in]
+        for rows, stage in _other_stages(stage_of, item.made_in, item.uses):
             table[rows, home[rows], stage] += amount
 
 
@@ -108,5 +114,5 @@ def _fixed_bytes(blocks: Blocks, stage_of: Ints, stages: int) -> Floats:
     for variable in blocks.variables:
         table[every, stage_of[:, variable.uses[0]]] += variable.owned_bytes
         for rows, stage in _other_stages(stage_of, variable.uses[0], variable.uses[1:]):
-            table[rows, stage] += variable.borrowed_bytes
+            table[rows, stage] += variable.user_bytes
     return table

@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isthmus.cost import Layout, Problem
+from isthmus.cost import PlanLayout, Problem
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.joint.averaging import Averaging
 from isthmus.planners.joint.cut_table import cut_table
 from isthmus.planners.joint.pipelines import Pipelines, Trials
 from isthmus.planners.joint.recomputing import likely_choice
 from isthmus.planners.joint.splits import soonest
-from isthmus.planners.network import Network
+from isthmus.planners.network import FleetNetwork
+from isthmus.planners.observer import stopped
 from isthmus.planners.threshold_search import TOLERANCE
-from isthmus.planners.watching import stopped
 
 MOST_UNUSED = 24
 """Devices outside the plan that are tried in it: the fastest."""
@@ -46,12 +46,12 @@ Change = Mapping[int, Sequence[Stages]]
 class Descent:
     """One problem. `most` bounds the neighbours looked at, and so the time, the same on every machine."""
 
-    def __init__(self, problem: Problem, network: Network, blocks: Blocks, most: int) -> None:
+    def __init__(self, problem: Problem, network: FleetNetwork, blocks: Blocks, most: int) -> None:
         self.problem, self.network, self.blocks, self.left = problem, network, blocks, most
         self._averaging = Averaging(problem.fleet, network, blocks)
         self._kept: dict[tuple[Stages, int], Pipelines] = {}
 
-    def run(self, layouts: Sequence[Layout], step_s: float) -> list[Layout] | None:
+    def run(self, layouts: Sequence[PlanLayout], step_s: float) -> list[PlanLayout] | None:
         """Better layouts than these, which take `step_s`; None where none was found. Cuts are places of `blocks`."""
         number = {name: d for d, name in enumerate(self.network.names)}
         place = {position: block for block, position in enumerate(self.blocks.places)}
@@ -77,7 +77,7 @@ class Descent:
             return None
         names = self.network.names
         return [
-            Layout(tuple(names[d] for d in r.order), tuple(self.blocks.boundaries(r.ends[1:-1])), share)
+            PlanLayout(tuple(names[d] for d in r.order), tuple(self.blocks.boundaries(r.ends[1:-1])), share)
             for r, share in zip(now, shares, strict=True)
         ]
 
@@ -130,8 +130,10 @@ class Descent:
             alike = [s.ends for s in now if len(s.ends) == len(stages.ends) and s.ends != stages.ends]
             for several in (
                 [Stages(stages.order, ends) for ends in dict.fromkeys(alike)] + list(_cuts(stages)),
-                list(_orders(stages, unused)), list(_longer(stages, unused)), list(_shorter(stages)),
-            ):  # fmt: skip
+                list(_orders(stages, unused)),
+                list(_longer(stages, unused)),
+                list(_shorter(stages)),
+            ):
                 if several:
                     yield {r: several}
         for r, s in itertools.combinations(range(len(now)), 2):

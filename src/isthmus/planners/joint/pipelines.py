@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from isthmus.cost import Problem
 from isthmus.planners.joint.cut_table import CutTable, Ints
-from isthmus.planners.network import Floats, Network
+from isthmus.planners.network import FleetNetwork, Floats
 
 Bools = NDArray[np.bool_]
 
@@ -99,7 +99,7 @@ class Trials:
         return Trials(self.table, self.cuts[rows], self.order[rows])
 
 
-def timed(problem: Problem, network: Network, trials: Trials, recompute: Bools | None = None) -> Pipelines:
+def timed(problem: Problem, network: FleetNetwork, trials: Trials, recompute: Bools | None = None) -> Pipelines:
     """These pipelines; in pipeline k stage s recomputes where `recompute[k, s]`. Some may not fit: `fitting`."""
     table, cuts, order = trials.table, trials.cuts, trials.order
     placed = _Placed(problem, network, trials, np.zeros(order.shape, dtype=bool) if recompute is None else recompute)
@@ -113,10 +113,15 @@ def timed(problem: Problem, network: Network, trials: Trials, recompute: Bools |
     held = placed.held()
     throttled = problem.schedule != "gpipe" and bool((held < problem.micro_batches).any())
     return Pipelines(
-        order=order, ends=table.ends[cuts], stage_of=table.stage_of[cuts], fill_s=fill_s, busy_s=busy_s,
-        round_trip_s=placed.round_trips_s() if throttled else np.zeros(order.shape), held=held,
+        order=order,
+        ends=table.ends[cuts],
+        stage_of=table.stage_of[cuts],
+        fill_s=fill_s,
+        busy_s=busy_s,
+        round_trip_s=placed.round_trips_s() if throttled else np.zeros(order.shape),
+        held=held,
         most=held.min(axis=1) if problem.schedule == "gpipe" else np.full(len(order), np.inf),
-    )  # fmt: skip
+    )
 
 
 def joined(several: Sequence[Pipelines]) -> Pipelines:
@@ -126,7 +131,7 @@ def joined(several: Sequence[Pipelines]) -> Pipelines:
     )
 
 
-class _Message(NamedTuple):
+class _TimedMessage(NamedTuple):
     """What two stages exchange, in seconds per pipeline."""
 
     source: int
@@ -143,7 +148,7 @@ class _Message(NamedTuple):
 class _Placed:
     """Cuts on devices, row by row."""
 
-    def __init__(self, problem: Problem, network: Network, trials: Trials, recompute: Bools) -> None:
+    def __init__(self, problem: Problem, network: FleetNetwork, trials: Trials, recompute: Bools) -> None:
         self._problem, self._network, self._recompute = problem, network, recompute
         self._table, self._cuts, self._order = table, cuts, order = trials.table, trials.cuts, trials.order
         speed = network.speed[order]
@@ -164,25 +169,28 @@ class _Placed:
         np.floor_divide(free, each, out=held, where=each > 0)
         return np.where(free < 0, -1.0, held)
 
-    def _message(self, source: int, target: int) -> _Message:
+    def _message(self, source: int, target: int) -> _TimedMessage:
         table, network, cuts = self._table, self._network, self._cuts
         there = self._order[:, source], self._order[:, target]
         back = there[1], there[0]
         forward, backward = table.forward[cuts, source, target], table.backward[cuts, source, target]
         wire = forward * network.byte_s[there], backward * network.byte_s[back]
-        return _Message(
-            source, target,
+        return _TimedMessage(
+            source,
+            target,
             forward_s=wire[0] + (forward > 0) * network.latency[there],
             backward_s=wire[1] + (backward > 0) * network.latency[back],
             shared_s=table.shared_count[cuts, source, target] * (network.latency[there] + network.latency[back])
             + table.shared[cuts, source, target] * (network.byte_s[there] + network.byte_s[back]),
-            wire_s=np.maximum(*wire), sent=forward > 0, returned=backward > 0,
-        )  # fmt: skip
+            wire_s=np.maximum(*wire),
+            sent=forward > 0,
+            returned=backward > 0,
+        )
 
     def uplinks_s(self) -> Iterator[Floats]:
         """Per site with a shared uplink: seconds that one micro-batch's bytes occupy it."""
         regions = np.array([device.region for device in self._problem.fleet.devices])
-        for site in self._problem.fleet.sites:
+        for site in self._problem.fleet.region_info:
             if site.uplink_bytes_per_s is None:
                 continue
             home = (regions == site.region)[self._order]

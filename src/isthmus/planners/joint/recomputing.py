@@ -14,10 +14,10 @@ import numpy as np
 from isthmus.cost import Problem
 from isthmus.planners.joint.cut_table import Ints
 from isthmus.planners.joint.pipelines import Bools, Pipelines, Trials, joined, timed
-from isthmus.planners.network import Network
+from isthmus.planners.network import FleetNetwork
 
 
-def every_choice(problem: Problem, network: Network, trials: Trials, known_s: float) -> Pipelines:
+def every_choice(problem: Problem, network: FleetNetwork, trials: Trials, known_s: float) -> Pipelines:
     """Those that fit and whose fill is below `known_s`, each with every set of its stages that may gain."""
     plain = timed(problem, network, trials)
     rows = np.flatnonzero(plain.fill_s < known_s)  # a stage that recomputes only adds to it
@@ -27,7 +27,7 @@ def every_choice(problem: Problem, network: Network, trials: Trials, known_s: fl
     return pipelines[np.flatnonzero(pipelines.fill_s < known_s)]
 
 
-def likely_choice(problem: Problem, network: Network, trials: Trials, micro_batches: int) -> Pipelines:
+def likely_choice(problem: Problem, network: FleetNetwork, trials: Trials, micro_batches: int) -> Pipelines:
     """One choice per trial: none, the stages that throttle it, or all that are short of memory; the soonest with so
     many micro-batches."""
     plain = timed(problem, network, trials)
@@ -46,7 +46,7 @@ def likely_choice(problem: Problem, network: Network, trials: Trials, micro_batc
     return best
 
 
-def _others(problem: Problem, network: Network, trials: Trials, plain: Pipelines) -> Iterator[Pipelines]:
+def _others(problem: Problem, network: FleetNetwork, trials: Trials, plain: Pipelines) -> Iterator[Pipelines]:
     if not problem.recompute:
         return
     short, hindered = plain.held < problem.micro_batches, _hindered(problem, plain)

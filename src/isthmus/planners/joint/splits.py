@@ -14,8 +14,8 @@ import numpy as np
 from isthmus.planners.joint.cut_table import Ints
 from isthmus.planners.joint.pipelines import Pipelines
 from isthmus.planners.network import Floats
+from isthmus.planners.observer import looked_at
 from isthmus.planners.threshold_search import TOLERANCE
-from isthmus.planners.watching import looked_at
 
 MOST_HALVINGS = 60
 

@@ -3,17 +3,17 @@
 from isthmus.planners.placement.bounds import lower_bound_s
 from isthmus.planners.placement.dtfm_genetic import dtfm_genetic, dtfm_genetic_code
 from isthmus.planners.placement.dtfm_kl import dtfm_kl
-from isthmus.planners.placement.grouping import Grouping, evaluate
+from isthmus.planners.placement.grouping import StageGrouping, evaluate
 from isthmus.planners.placement.islands import islands
-from isthmus.planners.placement.problem import PlacementProblem, Task, from_fleet, from_matrices
+from isthmus.planners.placement.problem import PlacementProblem, PlacementTask, from_fleet, from_matrices
 from isthmus.planners.placement.random_groups import random_groups
 from isthmus.planners.placement.registry import PLACEMENTS, place
 
 __all__ = [
     "PLACEMENTS",
-    "Grouping",
     "PlacementProblem",
-    "Task",
+    "PlacementTask",
+    "StageGrouping",
     "dtfm_genetic",
     "dtfm_genetic_code",
     "dtfm_kl",

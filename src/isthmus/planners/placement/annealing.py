@@ -12,8 +12,8 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from isthmus.planners.observer import stopped
 from isthmus.planners.placement.landscape import Group, Landscape
-from isthmus.planners.watching import stopped
 
 HOT, COLD = 0.24, 8e-4
 """First and last temperature as shares of a group's part of the first cost: hotter forgets a good start, colder stands

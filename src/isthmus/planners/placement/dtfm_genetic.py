@@ -7,21 +7,21 @@ from numpy.typing import NDArray
 
 from isthmus.planners.network import Floats
 from isthmus.planners.placement.cyclic import Gain, membership
-from isthmus.planners.placement.grouping import Grouping
+from isthmus.planners.placement.grouping import StageGrouping
 from isthmus.planners.placement.hybrid_genetic import CODE, PAPER, Rules, hybrid_genetic
 from isthmus.planners.placement.problem import Ints, PlacementProblem
 
 
 def dtfm_genetic(
     problem: PlacementProblem, *, seed: int = 0, population: int = 100, trials: int = 1000, rules: Rules = PAPER
-) -> Grouping:
+) -> StageGrouping:
     """The paper's scheduler (sec. 3.4); the paper runs a population of 100 through 4,900 trials."""
     return hybrid_genetic(problem, gain_of(problem, rules), rules, seed=seed, population=population, trials=trials)
 
 
 def dtfm_genetic_code(
     problem: PlacementProblem, *, seed: int = 0, population: int = 100, trials: int = 1000
-) -> Grouping:
+) -> StageGrouping:
     """The same search by the rules of the authors' public code, which runs 4,900 trials too."""
     return dtfm_genetic(problem, seed=seed, population=population, trials=trials, rules=CODE)
 

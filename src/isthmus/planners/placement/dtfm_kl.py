@@ -7,12 +7,12 @@ from numpy.typing import NDArray
 
 from isthmus.planners.network import Floats
 from isthmus.planners.placement.cyclic import Gain, membership
-from isthmus.planners.placement.grouping import Grouping
+from isthmus.planners.placement.grouping import StageGrouping
 from isthmus.planners.placement.hybrid_genetic import hybrid_genetic
 from isthmus.planners.placement.problem import Ints, PlacementProblem
 
 
-def dtfm_kl(problem: PlacementProblem, *, seed: int = 0, population: int = 100, trials: int = 1000) -> Grouping:
+def dtfm_kl(problem: PlacementProblem, *, seed: int = 0, population: int = 100, trials: int = 1000) -> StageGrouping:
     """The hybrid genetic search with Kernighan and Lin's gain in its local search."""
     return hybrid_genetic(problem, gain_of(problem), seed=seed, population=population, trials=trials)
 

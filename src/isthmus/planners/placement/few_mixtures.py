@@ -31,7 +31,7 @@ class Allowed(NamedTuple):
     least_hop_s: float
 
 
-class _Sums(NamedTuple):
+class _MixtureSums(NamedTuple):
     keys: Ints
     """[sums]: the summed devices per kind as one number."""
     members: Ints
@@ -75,7 +75,9 @@ def _ways(mixtures: Ints, sizes: Ints, parts: tuple[int, ...]) -> Iterator[Ints]
     ends = _sums(mixtures, sizes, right, radix)
     order = np.argsort(ends.keys, kind="stable")
     keys, members = ends.keys[order], ends.members[order]
-    starts = _sums(mixtures, sizes, left, radix) if left else _Sums(np.zeros(1, np.int64), np.zeros((1, 0), np.int64))
+    starts = (
+        _sums(mixtures, sizes, left, radix) if left else _MixtureSums(np.zeros(1, np.int64), np.zeros((1, 0), np.int64))
+    )
     wanted = int(radix @ sizes) - starts.keys
     low, high = np.searchsorted(keys, wanted), np.searchsorted(keys, wanted, side="right")
     if int((high - low).sum()) > _MOST_WAYS:
@@ -85,11 +87,11 @@ def _ways(mixtures: Ints, sizes: Ints, parts: tuple[int, ...]) -> Iterator[Ints]
     yield np.concatenate((starts.members[met], members[low[met] + offset]), axis=1)
 
 
-def _sums(mixtures: Ints, sizes: Ints, parts: tuple[int, ...], radix: Ints) -> _Sums:
+def _sums(mixtures: Ints, sizes: Ints, parts: tuple[int, ...], radix: Ints) -> _MixtureSums:
     """Sums of one or two mixtures, times their parts, that no kind is too small for."""
     fitting = [np.flatnonzero((part * mixtures <= sizes).all(axis=1)) for part in parts]
     if len(parts) == 1:
-        return _Sums(parts[0] * mixtures[fitting[0]] @ radix, fitting[0][:, None])
+        return _MixtureSums(parts[0] * mixtures[fitting[0]] @ radix, fitting[0][:, None])
     if len(fitting[0]) * len(fitting[1]) > _MOST_SUMS:
         raise TooManyWays
     keys: list[Ints] = []
@@ -101,8 +103,8 @@ def _sums(mixtures: Ints, sizes: Ints, parts: tuple[int, ...], radix: Ints) -> _
         keys.append(summed[fits] @ radix)
         members.append(np.column_stack((np.full(len(fits), first), fitting[1][fits])))
     if not keys:
-        return _Sums(np.zeros(0, np.int64), np.zeros((0, 2), np.int64))
-    return _Sums(np.concatenate(keys), np.concatenate(members))
+        return _MixtureSums(np.zeros(0, np.int64), np.zeros((0, 2), np.int64))
+    return _MixtureSums(np.concatenate(keys), np.concatenate(members))
 
 
 def _tree_s(allowed: Allowed, ways: Ints) -> Floats:

@@ -14,7 +14,7 @@ from isthmus.planners.placement.problem import Ints, PlacementProblem
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Grouping:
+class StageGrouping:
     """Which device runs which stage of which replica, and the seconds that this takes.
 
     `data_parallel_s` is Eq. 2's maximum over groups, `pipeline_s` Eq. 4's path. `compute_s` is ours: every group waits
@@ -42,12 +42,12 @@ class Grouping:
             return 0.0
         return self.total_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else float("inf")
 
-    def with_bound(self, lower_bound_s: float) -> Grouping:
+    def with_bound(self, lower_bound_s: float) -> StageGrouping:
         # A bound is computed in another order of additions: rounding must not let it pass the total.
         return replace(self, lower_bound_s=min(lower_bound_s, self.total_s))
 
 
-def evaluate(problem: PlacementProblem, groups: Ints, landscape: Landscape | None = None) -> Grouping:
+def evaluate(problem: PlacementProblem, groups: Ints, landscape: Landscape | None = None) -> StageGrouping:
     """The grouping made of these data-parallel groups, [stages, replicas] device numbers in any order.
 
     Chooses the order of groups (exact up to ten, see `path`) and who hands over to whom. A landscape made by
@@ -61,11 +61,12 @@ def evaluate(problem: PlacementProblem, groups: Ints, landscape: Landscape | Non
     landscape = landscape or landscape_of(problem)
     kinds = [kinds_of(problem, row) for row in groups]
     path = open_path(landscape.between(kinds))
-    return Grouping(
+    return StageGrouping(
         devices=_joined(problem, groups[path.order]),
-        data_parallel_s=max(landscape.group_s(group) for group in kinds), pipeline_s=path.length_s,
+        data_parallel_s=max(landscape.group_s(group) for group in kinds),
+        pipeline_s=path.length_s,
         compute_s=float(problem.compute_s[groups].max(axis=1).sum()),
-    )  # fmt: skip
+    )
 
 
 def landscape_of(problem: PlacementProblem) -> Landscape:

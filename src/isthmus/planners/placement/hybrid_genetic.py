@@ -9,11 +9,11 @@ from itertools import islice
 import numpy as np
 
 from isthmus.planners.network import Floats
+from isthmus.planners.observer import stopped
 from isthmus.planners.placement.cyclic import Gain, cyclic_search
-from isthmus.planners.placement.grouping import Grouping, evaluate, landscape_of
+from isthmus.planners.placement.grouping import StageGrouping, evaluate, landscape_of
 from isthmus.planners.placement.problem import Ints, PlacementProblem
 from isthmus.planners.placement.random_groups import shuffled
-from isthmus.planners.watching import stopped
 
 CROSSED = 5
 """Places where the child takes the first parent's label: the public code's five-point crossover."""
@@ -56,13 +56,13 @@ CODE = Rules(replaced=worse_parent, last_ring=False, both_ends=False)
 
 def hybrid_genetic(
     problem: PlacementProblem, gain: Gain, rules: Rules = PAPER, *, seed: int, population: int, trials: int
-) -> Grouping:
+) -> StageGrouping:
     """The best grouping of a population that starts at random and sees `trials` children."""
     candidates = islice(search(problem, gain, rules, seed=seed, population=population), max(2, population) + trials)
     return min(_until_stopped(candidates), key=lambda grouping: grouping.total_s)
 
 
-def _until_stopped(candidates: Iterator[Grouping]) -> Iterator[Grouping]:
+def _until_stopped(candidates: Iterator[StageGrouping]) -> Iterator[StageGrouping]:
     """One at least."""
     for candidate in candidates:
         yield candidate
@@ -72,7 +72,7 @@ def _until_stopped(candidates: Iterator[Grouping]) -> Iterator[Grouping]:
 
 def search(
     problem: PlacementProblem, gain: Gain, rules: Rules = PAPER, *, seed: int, population: int
-) -> Iterator[Grouping]:
+) -> Iterator[StageGrouping]:
     """Every candidate in turn: the population, then children without end."""
     rng, landscape, stages = np.random.default_rng(seed), landscape_of(problem), problem.task.stages
     members: list[Ints] = []

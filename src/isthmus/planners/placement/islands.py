@@ -10,7 +10,7 @@ import numpy as np
 
 from isthmus.planners.network import Floats
 from isthmus.planners.placement.annealing import Annealer, Chain
-from isthmus.planners.placement.grouping import Grouping, evaluate
+from isthmus.planners.placement.grouping import StageGrouping, evaluate
 from isthmus.planners.placement.landscape import Group, Landscape
 from isthmus.planners.placement.path import EXACT_UP_TO, open_path
 from isthmus.planners.placement.problem import Ints, PlacementProblem
@@ -20,7 +20,9 @@ _MOST_CLASSES = 64
 _QUANTILES = 4
 
 
-def islands(problem: PlacementProblem, *, seed: int = 0, iterations: int | None = None, starts: int = 4) -> Grouping:
+def islands(
+    problem: PlacementProblem, *, seed: int = 0, iterations: int | None = None, starts: int = 4
+) -> StageGrouping:
     """The best of `starts` structured placements, each annealed for `iterations` moves.
 
     Without a number, 20,000 moves up to 64 devices and fewer, down to 500, for more, since a move then takes longer.

@@ -12,16 +12,16 @@ from itertools import pairwise
 
 import numpy as np
 
-from isthmus.cost import Layout, Problem, build_replicas
+from isthmus.cost import PlanLayout, Problem, build_replicas
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.planners.blocks import Blocks
-from isthmus.planners.placement.grouping import Grouping
-from isthmus.planners.placement.problem import PlacementProblem, Task, from_fleet
+from isthmus.planners.observer import keep
+from isthmus.planners.placement.grouping import StageGrouping
+from isthmus.planners.placement.problem import PlacementProblem, PlacementTask, from_fleet
 from isthmus.planners.placement.registry import PLACEMENTS
-from isthmus.planners.watching import keep
 from isthmus.plans import Plan
 
-Search = Callable[[PlacementProblem, int], Grouping]
+Search = Callable[[PlacementProblem, int], StageGrouping]
 SEED = 0
 
 
@@ -85,7 +85,7 @@ def _planned(problem: Problem, name: str) -> Plan:
     )
 
 
-def _layouts(problem: Problem, search: Search) -> Iterator[list[Layout]]:
+def _layouts(problem: Problem, search: Search) -> Iterator[list[PlanLayout]]:
     """One placement for each number of stages that divides the number of devices."""
     blocks, devices = Blocks(problem), len(problem.fleet.names)
     for stages in range(1, min(devices, blocks.count) + 1):
@@ -95,7 +95,7 @@ def _layouts(problem: Problem, search: Search) -> Iterator[list[Layout]]:
         yield equal_layouts(blocks, stages, search, SEED)
 
 
-def equal_layouts(blocks: Blocks, stages: int, search: Search, seed: int) -> list[Layout]:
+def equal_layouts(blocks: Blocks, stages: int, search: Search, seed: int) -> list[PlanLayout]:
     """Equal stages and replicas on all devices of the problem, where `search` puts them.
 
     Raises UserError where the devices do not make whole replicas of so many stages.
@@ -107,7 +107,7 @@ def equal_layouts(blocks: Blocks, stages: int, search: Search, seed: int) -> lis
     shares = [len(part) for part in np.array_split(np.arange(problem.micro_batches), replicas)]
     names = np.array(problem.fleet.names)[found.devices]
     return [
-        Layout(tuple(map(str, names[:, r])), tuple(blocks.boundaries(cut)), share) for r, share in enumerate(shares)
+        PlanLayout(tuple(map(str, names[:, r])), tuple(blocks.boundaries(cut)), share) for r, share in enumerate(shares)
     ]
 
 
@@ -121,18 +121,19 @@ def equal_cut(blocks: Blocks, stages: int) -> list[int]:
     return cut
 
 
-def _task(blocks: Blocks, cut: list[int], replicas: int) -> Task:
+def _task(blocks: Blocks, cut: list[int], replicas: int) -> PlacementTask:
     """The largest message and the largest stage stand for all, as the paper's c_pp and c_dp.
 
     The paper's micro-batch is a replica's whole share of the batch (sec. 2: there are D_dp of them). Ours are parts of
     it, and all of them cross an edge in a step.
     """
     ends, share = [0, *cut, blocks.count], blocks.problem.micro_batches / replicas
-    return Task(
-        stages=len(cut) + 1, replicas=replicas,
+    return PlacementTask(
+        stages=len(cut) + 1,
+        replicas=replicas,
         activation_bytes=share * max((blocks.live_bytes(boundary) / 2 for boundary in cut), default=0.0),
         parameter_bytes=float(max(_gradient_bytes(blocks, a, b) for a, b in pairwise(ends))),
-    )  # fmt: skip
+    )
 
 
 def _gradient_bytes(blocks: Blocks, start: int, end: int) -> int:

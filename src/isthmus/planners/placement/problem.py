@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Task:
+class PlacementTask:
     """What is to be placed: `stages` x `replicas` tasklets and what they send.
 
     DT-FM's D_pp, D_dp, c_pp and c_dp (sec. 2). Raises UserError for a number out of range.
@@ -53,7 +53,7 @@ class PlacementProblem:
     Both matrices may be asymmetric; costs use the mean of both directions (DT-FM sec. 2, communication graph G).
     """
 
-    task: Task
+    task: PlacementTask
     kind: Ints
     """[devices]: the row of each device in the matrices below."""
     latency_s: Floats
@@ -96,7 +96,7 @@ class PlacementProblem:
 
 
 def from_matrices(
-    task: Task, latency_s: ArrayLike, bandwidth_bytes_per_s: ArrayLike, compute_s: ArrayLike | None = None
+    task: PlacementTask, latency_s: ArrayLike, bandwidth_bytes_per_s: ArrayLike, compute_s: ArrayLike | None = None
 ) -> PlacementProblem:
     """The problem on a network given as [devices, devices] matrices, whose diagonals are ignored.
 
@@ -114,14 +114,15 @@ def from_matrices(
     means = (latency + latency.T) / 2, (bandwidth + bandwidth.T) / 2
     kind, first, second = _twins(*means)
     return PlacementProblem(
-        task=task, kind=kind,
+        task=task,
+        kind=kind,
         latency_s=_between_kinds(means[0], first, second),
         bandwidth_bytes_per_s=_between_kinds(means[1], first, second),
         compute_s=np.zeros(devices) if compute_s is None else np.array(compute_s, dtype=np.float64),
-    )  # fmt: skip
+    )
 
 
-def from_fleet(fleet: Fleet, task: Task) -> PlacementProblem:
+def from_fleet(fleet: Fleet, task: PlacementTask) -> PlacementProblem:
     """The problem on a fleet, devices numbered in its order.
 
     A region is one kind; a device that the fleet's links name is a kind of its own. So a fleet costs kinds squared.
@@ -140,10 +141,12 @@ def from_fleet(fleet: Fleet, task: Task) -> PlacementProblem:
                 link = fleet.link(sources[0], targets[-1])
                 latency[a, b], bandwidth[a, b] = link.latency_s, link.bandwidth_bytes_per_s
     return PlacementProblem(
-        task=task, kind=np.array([number[label] for label in labels], dtype=np.int64),
-        latency_s=latency, bandwidth_bytes_per_s=bandwidth,
+        task=task,
+        kind=np.array([number[label] for label in labels], dtype=np.int64),
+        latency_s=latency,
+        bandwidth_bytes_per_s=bandwidth,
         compute_s=np.array([task.work_flops / device.sustained_flops_per_s for device in fleet.devices]),
-    )  # fmt: skip
+    )
 
 
 def _twins(latency: Floats, bandwidth: Floats) -> tuple[Ints, Ints, Ints]:

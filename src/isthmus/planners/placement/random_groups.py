@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from isthmus.planners.placement.grouping import Grouping, evaluate, landscape_of
+from isthmus.planners.placement.grouping import StageGrouping, evaluate, landscape_of
 from isthmus.planners.placement.problem import Ints, PlacementProblem
 
 
-def random_groups(problem: PlacementProblem, *, seed: int = 0, draws: int = 1) -> Grouping:
+def random_groups(problem: PlacementProblem, *, seed: int = 0, draws: int = 1) -> StageGrouping:
     """The cheapest of `draws` random balanced groupings, each with its best order and matching."""
     rng, landscape = np.random.default_rng(seed), landscape_of(problem)
     found = (evaluate(problem, shuffled(problem, rng), landscape) for _ in range(max(1, draws)))

@@ -8,12 +8,12 @@ from isthmus.errors import unknown_name
 from isthmus.planners.placement.bounds import lower_bound_s
 from isthmus.planners.placement.dtfm_genetic import dtfm_genetic, dtfm_genetic_code
 from isthmus.planners.placement.dtfm_kl import dtfm_kl
-from isthmus.planners.placement.grouping import Grouping
+from isthmus.planners.placement.grouping import StageGrouping
 from isthmus.planners.placement.islands import islands
 from isthmus.planners.placement.problem import PlacementProblem
 from isthmus.planners.placement.random_groups import random_groups
 
-PLACEMENTS: Mapping[str, Callable[[PlacementProblem, int], Grouping]] = {
+PLACEMENTS: Mapping[str, Callable[[PlacementProblem, int], StageGrouping]] = {
     "dtfm-genetic": lambda problem, seed: dtfm_genetic(problem, seed=seed),
     "dtfm-genetic-code": lambda problem, seed: dtfm_genetic_code(problem, seed=seed),
     "dtfm-kl": lambda problem, seed: dtfm_kl(problem, seed=seed),
@@ -23,7 +23,7 @@ PLACEMENTS: Mapping[str, Callable[[PlacementProblem, int], Grouping]] = {
 """Each with its own default budget. The same seed finds the same grouping."""
 
 
-def place(name: str, problem: PlacementProblem, *, seed: int = 0) -> Grouping:
+def place(name: str, problem: PlacementProblem, *, seed: int = 0) -> StageGrouping:
     """The grouping that this placement finds, with a lower bound. Raises UserError for an unknown name."""
     if name not in PLACEMENTS:
         raise unknown_name("placement", name, PLACEMENTS)

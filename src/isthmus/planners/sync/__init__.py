@@ -6,6 +6,13 @@ from isthmus.planners.sync.problem import SyncProblem, WorkerProfile
 from isthmus.planners.sync.registry import describe_sync, plan_sync, sync_planner_names
 
 __all__ = [
-    "Fusion", "LayerWork", "SyncProblem", "WorkerProfile", "describe_sync", "fused", "plan_sync", "profiles_on_fleet",
+    "Fusion",
+    "LayerWork",
+    "SyncProblem",
+    "WorkerProfile",
+    "describe_sync",
+    "fused",
+    "plan_sync",
+    "profiles_on_fleet",
     "sync_planner_names",
-]  # fmt: skip
+]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.planners.sync.assemble import intervals, sync_plan
+from isthmus.planners.sync.build_sync_plan import intervals, sync_plan
 from isthmus.planners.sync.problem import SyncProblem
 from isthmus.planners.sync.timeline import ROUNDING, Floats, interval_exposed_s, timeline
 from isthmus.plans.sync import SyncPlan

@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from isthmus.errors import UserError
-from isthmus.planners.sync.assemble import intervals, sync_plan
+from isthmus.planners.sync.build_sync_plan import intervals, sync_plan
 from isthmus.planners.sync.problem import SyncProblem
 from isthmus.planners.sync.timeline import Floats, interval_exposed_s, timeline
 from isthmus.plans.sync import SyncPlan

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isthmus.planners.sync.assemble import intervals, sync_plan
+from isthmus.planners.sync.build_sync_plan import intervals, sync_plan
 from isthmus.planners.sync.problem import SyncProblem
 from isthmus.planners.sync.timeline import Timeline, printed_exposed_s, timeline
 from isthmus.plans.sync import SyncPlan
@@ -25,7 +25,7 @@ def dream_dfs(problem: SyncProblem) -> SyncPlan:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSchedule:
     """The best solution and how many of them the paper's search would have compared (the size of Omega)."""
 
     ends: tuple[int, ...]
@@ -42,7 +42,7 @@ class _Partial:
     leaves: int
 
 
-def search(line: Timeline, iterations: int) -> Found:
+def search(line: Timeline, iterations: int) -> FoundSchedule:
     """Algorithm 2's best solution.
 
     What is still to be paid depends only on the set and on the layer where it starts (Eq. 9), so branches that meet
@@ -70,7 +70,7 @@ def search(line: Timeline, iterations: int) -> Found:
     while step is not None:
         ends.append(step.end)
         step = step.before
-    return Found(tuple(reversed(ends[:-1])), best.leaves)
+    return FoundSchedule(tuple(reversed(ends[:-1])), best.leaves)
 
 
 def set_ends(line: Timeline) -> list[tuple[int, ...]]:

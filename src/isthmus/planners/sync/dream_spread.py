@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.planners.sync.assemble import sync_plan
 from isthmus.planners.sync.bound import exposed_bound_s
+from isthmus.planners.sync.build_sync_plan import sync_plan
 from isthmus.planners.sync.dream import cheapest_ends
 from isthmus.planners.sync.problem import SyncProblem
 from isthmus.planners.sync.timeline import ROUNDING, Timeline, interval_exposed_s, timeline
@@ -38,7 +38,7 @@ def improved(line: Timeline, iterations: int) -> Places:
     ends = cheapest_ends(interval_exposed_s(line), line.elapsed_s, iterations)
     starts: list[Places] = [np.searchsorted(ends, np.arange(line.count), side="right")]
     starts += [greedy_places(line, iterations, fullest=fullest) for fullest in (False, True)]
-    board = min((_descended(line, iterations, places) for places in starts), key=Board.through_s)
+    board = min((_descended(line, iterations, places) for places in starts), key=IterationCosts.through_s)
     least_s = iterations * line.compute_s + exposed_bound_s(line, iterations)
     random = np.random.default_rng(0)
     vain = 0
@@ -76,14 +76,14 @@ def greedy_places(line: Timeline, iterations: int, *, fullest: bool) -> Places:
     return places
 
 
-def _descended(line: Timeline, iterations: int, places: Places) -> Board:
-    board = Board(line, iterations, places)
+def _descended(line: Timeline, iterations: int, places: Places) -> IterationCosts:
+    board = IterationCosts(line, iterations, places)
     while board.move():
         pass
     return board
 
 
-class Board:
+class IterationCosts:
     """What each iteration costs, and what it would cost with one layer more or one less."""
 
     def __init__(self, line: Timeline, iterations: int, places: Places) -> None:

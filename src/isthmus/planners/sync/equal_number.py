@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.planners.sync.assemble import intervals, sync_plan
+from isthmus.planners.sync.build_sync_plan import intervals, sync_plan
 from isthmus.planners.sync.problem import SyncProblem
 from isthmus.plans.sync import SyncPlan
 

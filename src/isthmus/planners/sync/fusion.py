@@ -26,7 +26,7 @@ class Fusion:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _FusedMessage:
     """The messages of the first layers."""
 
     ended_s: tuple[float, ...]
@@ -58,15 +58,15 @@ def sent(ended_s: tuple[float, ...], ready_s: float, wire_s: float, latency_s: f
 
 
 def _fused(ready_s: Sequence[float], wire_s: Sequence[float], latency_s: float, at_once: int) -> Fusion:
-    best = [_Sent((), ())]
+    best = [_FusedMessage((), ())]
     for end in range(1, len(ready_s) + 1):
         carried_s = 0.0
-        choices: list[_Sent] = []
+        choices: list[_FusedMessage] = []
         for start in reversed(range(end)):
             carried_s += wire_s[start]
             before = best[start]
             through_s = sent(before.ended_s, ready_s[end - 1], carried_s, latency_s, at_once)
             ended_s = (*before.ended_s, through_s)[-at_once:]
-            choices.append(_Sent(ended_s, (*before.messages, range(start, end))))
+            choices.append(_FusedMessage(ended_s, (*before.messages, range(start, end))))
         best.append(min(choices, key=lambda one: (one.ended_s[::-1], len(one.messages))))
     return Fusion(best[-1].messages, best[-1].ended_s[-1])

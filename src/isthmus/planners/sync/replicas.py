@@ -23,9 +23,10 @@ def dream_replicas(problem: Problem, plan: Plan, planner: SyncPlanner) -> Plan:
         _average_s(problem, held[name].devices, buffer_bytes(problem.flow, [name], "parameters")) for name in names
     ]
     asked = SyncProblem(
-        layers=names, iterations=problem.sync.period,
+        layers=names,
+        iterations=problem.sync.period,
         workers=tuple(_profile(f"replica {r}", p, names, average_s) for r, p in enumerate(placed)),
-    )  # fmt: skip
+    )
     made = planner(asked)
     steps: dict[str, list[int]] = {name: [] for name in names}
     for step, iteration in enumerate(made.iterations):
@@ -49,11 +50,13 @@ def _profile(worker: str, placed: Placement, names: tuple[str, ...], average_s: 
     """A stage's backward is charged to the first of its parameters, which in backward order is ready last."""
     forward_s, backward_s = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
     for number, graph in enumerate(placed.graphs):
-        here = [op.name for op in graph.variables() if op.name in backward_s and op.name not in graph.borrows]
+        here = [op.name for op in graph.variables() if op.name in backward_s and op.name not in graph.shared_from]
         for name in here[:1]:
             forward_s[name] = placed.times.forward_s[number]
             backward_s[name] = placed.times.backward_s[number]
     return WorkerProfile(
-        worker=worker, forward_s=tuple(forward_s.values()), backward_s=tuple(backward_s.values()),
+        worker=worker,
+        forward_s=tuple(forward_s.values()),
+        backward_s=tuple(backward_s.values()),
         average_s=tuple(average_s),
-    )  # fmt: skip
+    )

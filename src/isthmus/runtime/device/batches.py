@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators import HOST
-from isthmus.accelerators.staging import Cargo, Way
+from isthmus.accelerators.staging import CopyLabel, CopyStream
 from isthmus.data import Dataset, JoinedOrder, SampleOrder
 from isthmus.data.augmented import batch_at
 from isthmus.errors import InternalError, StepError
 from isthmus.graph import Ref, StageGraph
-from isthmus.plans.turns import turn
+from isthmus.plans.feeder_order import feeder_slot
 from isthmus.protocol.work import Item
-from isthmus.runtime.device.ways import Ways
+from isthmus.runtime.device.copy_streams import CopyStreams
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.training.faults import raise_if_jobs
 
@@ -24,7 +24,7 @@ MOST_NAMED = 8
 
 
 class Batches:
-    def __init__(self, assignment: Assignment, data: Mapping[str, Dataset], ways: Ways | None = None) -> None:
+    def __init__(self, assignment: Assignment, data: Mapping[str, Dataset], ways: CopyStreams | None = None) -> None:
         """`data` holds the `train` and `heldout` sets when this stage reads columns; with `ways` these go up to an
         accelerator."""
         self._assignment = assignment
@@ -58,7 +58,7 @@ class Batches:
         """In the data of whoever reads them."""
         first, feeding = self._first(item, micro_batch), self._assignment.view.feeding
         if feeding is not None:
-            first = turn(feeding.heldout, first // self._size).number * self._size
+            first = feeder_slot(feeding.heldout, first // self._size).number * self._size
         return range(first, first + self._size)
 
     def columns(self, stage: StageGraph, item: Item, micro_batch: int) -> dict[Ref, Tensor]:
@@ -81,8 +81,8 @@ class Batches:
         columns = {Ref(placeholders[name]): found[name].to(getattr(torch, dtypes[name])) for name in stage.columns}
         return columns if self._up is None else self._raised(columns, self._up, item, micro_batch)
 
-    def _raised(self, columns: Mapping[Ref, Tensor], up: Way, item: Item, micro_batch: int) -> dict[Ref, Tensor]:
-        with up.up(Cargo("columns", item.index, micro_batch)) as trip:
+    def _raised(self, columns: Mapping[Ref, Tensor], up: CopyStream, item: Item, micro_batch: int) -> dict[Ref, Tensor]:
+        with up.up(CopyLabel("columns", item.index, micro_batch)) as trip:
             found = {ref: trip.raised(column) for ref, column in columns.items()}
         self._accelerator.wait(trip.done)
         for column in found.values():

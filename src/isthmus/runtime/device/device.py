@@ -1,4 +1,4 @@
-"""One seat of a device in a run: gets a stage, runs it until the coordinator wants something else, and so on."""
+"""One worker of a device in a run: gets a stage, runs it until the coordinator wants something else, and so on."""
 
 from __future__ import annotations
 
@@ -19,67 +19,67 @@ from isthmus.accelerators import HOST, Accelerator, open_accelerator
 from isthmus.accelerators.copies import to_host
 from isthmus.data import Dataset
 from isthmus.errors import IsthmusError, PeerError, RankLost, StepError, UserError
-from isthmus.plans.seats import is_first
+from isthmus.plans.worker_ids import is_first
 from isthmus.protocol.attempts import StepFailure
-from isthmus.protocol.memory import Memory
-from isthmus.protocol.shortage import MemoryPeak
+from isthmus.protocol.memory_shortage import MemoryPeak
+from isthmus.protocol.state_inventory import StateInventory
 from isthmus.runtime.device.batches import Batches
 from isthmus.runtime.device.compiling import compile_stage
-from isthmus.runtime.device.control import Control, CoordinatorGone
-from isthmus.runtime.device.data import stage_data
-from isthmus.runtime.device.executor import Executor
-from isthmus.runtime.device.expected import expected_parcels, expected_parts
-from isthmus.runtime.device.following import Borrower, Lender
+from isthmus.runtime.device.compute_turns import ComputeTurns
+from isthmus.runtime.device.coordinator_link import CoordinatorGone, CoordinatorLink
+from isthmus.runtime.device.events import CoordinatorMessage, ItemDone
 from isthmus.runtime.device.island_ranks import begin_session, end_session
-from isthmus.runtime.device.links import Links
-from isthmus.runtime.device.meeting import Meeting
-from isthmus.runtime.device.mirroring import MirrorReceiver
+from isthmus.runtime.device.links import StageLinks
+from isthmus.runtime.device.parcel_checks import expected_parcels, expected_parts
+from isthmus.runtime.device.peer_connections import PeerConnections
 from isthmus.runtime.device.sample_check import check_samples_apart
-from isthmus.runtime.device.sharing import Sharing
-from isthmus.runtime.device.talk import Done, Order
+from isthmus.runtime.device.snapshot_replicas import SnapshotReceiver
+from isthmus.runtime.device.stage_data import stage_data
+from isthmus.runtime.device.stage_runner import StageRunner
+from isthmus.runtime.device.state_transfer import StateDonor, StateJoiner
 from isthmus.runtime.identity import Identity
-from isthmus.runtime.identity.concealed import ONE_OWNER
+from isthmus.runtime.identity.blinded_digests import ONE_OWNER
+from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Assignment
-from isthmus.runtime.messages.every import AnyMessage
-from isthmus.runtime.messages.following import (
-    FollowedMessage,
-    FollowingEndedMessage,
-    FollowMessage,
-    LendMessage,
-    LentMessage,
-    LentPart,
-)
 from isthmus.runtime.messages.recovery import (
+    FetchedMessage,
     FetchMessage,
-    GivenMessage,
-    HeldMessage,
-    HoldMessage,
-    MirroredMessage,
+    InventoryMessage,
+    PauseMessage,
     RetireMessage,
+    SnapshotCopiedMessage,
 )
 from isthmus.runtime.messages.run import (
     AssignMessage,
     Failed,
     HaltMessage,
-    Join,
+    JoinRun,
     ReadyMessage,
     ReportMessage,
-    Weights,
+    WeightsMessage,
+)
+from isthmus.runtime.messages.state_transfer import (
+    ReceiveStateMessage,
+    SendStateMessage,
+    StateMessage,
+    StatePart,
+    StateReceivedMessage,
+    TransferEndedMessage,
 )
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
-from isthmus.runtime.transport.reaching import Reacher
+from isthmus.runtime.transport.rendezvous import PeerDialer
+from isthmus.training.clip_and_noise import Privatizer
 from isthmus.training.engine import Engine, TorchEngine
 from isthmus.training.faults import is_drivers, is_short_of_memory, shortage
 from isthmus.training.layout import header_of
-from isthmus.training.privatized import Privatizer
 from isthmus.training.ranks import Ranks, StageSetUp
 from isthmus.training.sharded_island import island_engine
 from isthmus.training.snapshot import Part, Snapshot, by_part, joined
 from isthmus.units import format_size
 
 
-class Site(msgspec.Struct, frozen=True, kw_only=True):
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Where a device is, and how it talks to others."""
 
     device: str
@@ -104,7 +104,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     """Where it computes, as `open_accelerator` takes it."""
     data_kinds: tuple[str, ...] | None = None
     """Kinds of data that its owner allows; None: all that are installed."""
-    sharing: Sharing | None = None
+    sharing: ComputeTurns | None = None
     """With its other stages, where it may get several."""
 
     @property
@@ -113,12 +113,12 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
         return ONE_OWNER if self.identity is None else self.identity.data_key()
 
 
-class Device:
+class DeviceWorker:
     """Of a device that may hold several stages at once there is one of these for each."""
 
-    def __init__(self, coordinator: tuple[str, int], site: Site, run: str, patience_s: float) -> None:
+    def __init__(self, coordinator: tuple[str, int], site: Endpoint, run: str, timeout_s: float) -> None:
         self._run = run
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._foreign = site.identity is not None
         self._site = site
         self._accelerator: Accelerator = HOST
@@ -126,25 +126,25 @@ class Device:
         """Bytes that were in use before the stage was made."""
         self._ranks: Ranks | None = None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._memory: Memory[Part] = Memory()
+        self._memory: StateInventory[Part] = StateInventory()
         self._data: dict[str, Dataset] = {}
         self._pending: tuple[Assignment, dict[int, SocketChannel]] | None = None
         """A stage whose weights are on the way."""
-        self._executor: Executor | None = None
-        self._borrower: Borrower | None = None
-        """Of a newcomer: what it has of the run already."""
+        self._executor: StageRunner | None = None
+        self._joiner: StateJoiner | None = None
+        """Of a joining device: what it has of the run already."""
         self._epoch = 0
         listener = Listener(
-            site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, patience_s=patience_s
+            site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, timeout_s=timeout_s
         )
-        reacher = Reacher(coordinator=coordinator, identity=site.identity, patience_s=patience_s)
+        dialer = PeerDialer(coordinator=coordinator, identity=site.identity, timeout_s=timeout_s)
         near = site.sharing.doors if site.sharing is not None else {}
         if site.sharing is not None:
             site.sharing.doors[site.device] = (site.host, listener.port)
-        self._meeting = Meeting(listener, run, reacher, site.device, near)
+        self._peers = PeerConnections(listener, run, dialer, site.device, near)
         port = 0 if site.relayed else listener.port
-        join = Join(run=run, device=site.device, host=site.address or site.host, port=port)
-        self._control = Control(coordinator, site.identity, join, self._inbox, self._memory.holdings, patience_s)
+        join = JoinRun(run=run, device=site.device, host=site.address or site.host, port=port)
+        self._control = CoordinatorLink(coordinator, site.identity, join, self._inbox, self._memory.holdings, timeout_s)
 
     def work(self) -> None:
         """Until the run is over. Errors of this device reach the coordinator before they are raised here."""
@@ -157,17 +157,17 @@ class Device:
                 except Exception as e:
                     self._survive(e)
         except Exception as e:
-            self._say_failed(e)
+            self._send_failed(e)
             raise
         finally:
             if self._executor is not None:
                 self._executor.links.close()
             if self._ranks is not None:
                 end_session(self._ranks)
-            self._meeting.close()
+            self._peers.close()
             self._control.close()
 
-    def _next(self) -> Order:
+    def _next(self) -> CoordinatorMessage:
         """The coordinator's next order. Meanwhile the stage runs, if there is one."""
         while self._executor is not None:
             try:
@@ -177,24 +177,24 @@ class Device:
             except StepError as e:  # of the job's: the coordinator says whether somebody, or this device, tries again
                 print(f"device {self._site.device}: {e}", file=sys.stderr, flush=True)
                 traceback.print_exc()
-                self._say_failed(e)
+                self._send_failed(e)
                 self._give_up()
             except PeerError as e:
                 self._give_up()
-                self._say_failed(e)
+                self._send_failed(e)
             except Exception as e:
                 self._survive(e)
         while True:
             # No deadline here: when the coordinator stays away whoever listens to it puts an error into the inbox.
             found = self._inbox.get()
-            if isinstance(found, Order):
+            if isinstance(found, CoordinatorMessage):
                 return found
             if isinstance(found, Exception):
                 raise found
             if callable(found):
                 found()
 
-    def _run_stage(self, executor: Executor) -> Order:
+    def _run_stage(self, executor: StageRunner) -> CoordinatorMessage:
         """Errors of other ranks are raised as if they were of this one."""
         try:
             return executor.run()
@@ -205,22 +205,22 @@ class Device:
             raise cause from lost
 
     def _survive(self, error: Exception) -> None:
-        """Raises what is no want of memory. Where it is, the coordinator is told the figures, and makes a plan with
+        """Raises what is no want of memory. Where it is, the coordinator gets the figures, and makes a plan with
         them; then the device takes another stage."""
         if not is_short_of_memory(error):
             raise error
         if self._ranks is not None:
             self._ranks.broken = True  # the others may be in the midst of what this one has left
         short = shortage(self._accelerator, error, self._before)
-        reason = f"out of memory on {self._accelerator.device}{self._stage_told()}: {short.told}"
+        reason = f"out of memory on {self._accelerator.device}{self._on_stage_message()}: {short.description}"
         print(f"device {self._site.device}: {reason}", file=sys.stderr, flush=True)
         failure = StepFailure(step=-1, what="memory", reason=reason, memory=True)
-        self._say(Failed(
-            run=self._run, epoch=self._epoch, reason=reason, fault="device", failure=failure, shortage=short
-        ))  # fmt: skip
+        self._send(
+            Failed(run=self._run, epoch=self._epoch, reason=reason, fault="device", failure=failure, shortage=short)
+        )
         self._give_up()
 
-    def _stage_told(self) -> str:
+    def _on_stage_message(self) -> str:
         """Which stage it has, or is to get."""
         assignment = self._executor.assignment if self._executor is not None else None
         assignment = self._pending[0] if self._pending is not None else assignment
@@ -229,75 +229,75 @@ class Device:
         planned = f", planned to take {format_size(assignment.memory_bytes)}" if assignment.memory_bytes else ""
         return f" in stage {assignment.view.stage}{planned}"
 
-    def _follow(self, order: Order) -> None:
+    def _follow(self, order: CoordinatorMessage) -> None:
         message = order.message
         match message:
-            case HoldMessage():
+            case PauseMessage():
                 self._give_up()
                 self._accelerator.release_cached()  # others may compute on it too
                 self._epoch = message.epoch
-                self._say(HeldMessage(run=self._run, epoch=self._epoch, holdings=self._memory.holdings()))
+                self._send(InventoryMessage(run=self._run, epoch=self._epoch, holdings=self._memory.holdings()))
             case FetchMessage(step=step, parts=parts):
                 found = joined(self._memory.values(step, parts).values())
                 headers = tuple(header_of(name, t) for name, t in found.items())
-                given = GivenMessage(run=self._run, epoch=message.epoch, step=step, tensors=headers)
-                self._say(given, list(found.values()))
+                given = FetchedMessage(run=self._run, epoch=message.epoch, step=step, tensors=headers)
+                self._send(given, list(found.values()))
             case AssignMessage(assignment=assignment):
                 self._give_up()
                 self._epoch = assignment.epoch
                 self._memory.begin(assignment.start_step)
                 self._set_up(assignment)
-            case Weights(own=own):
+            case WeightsMessage(own=own):
                 if self._pending is not None and self._pending[0].epoch == message.epoch:
                     values = {h.name: t for h, t in zip(message.tensors, order.tensors, strict=True)}
                     step = self._pending[0].start_step
                     self._start(values | joined(self._memory.values(step, own).values()))
             case RetireMessage(step=step):
                 self._memory.retire(step)
-            case LendMessage():
-                self._lend(message)
-            case FollowMessage():
-                self._epoch, self._borrower = message.epoch, Borrower(message)
-            case LentMessage() | LentPart():
-                self._borrow(message, order.tensors)
+            case SendStateMessage():
+                self._send_state(message)
+            case ReceiveStateMessage():
+                self._epoch, self._joiner = message.epoch, StateJoiner(message)
+            case StateMessage() | StatePart():
+                self._receive_state(message, order.tensors)
             case _:
                 raise AssertionError(f"{type(message).__name__} is no order")
 
-    def _lend(self, message: LendMessage) -> None:
+    def _send_state(self, message: SendStateMessage) -> None:
         if self._executor is None or message.epoch != self._epoch:
             return
         if not message.parts:
-            self._executor.lends(None)
+            self._executor.set_donor(None)
             self._control.forget_meanwhile()
             return
         control, executor = self._control, self._executor
-        lender = Lender(
-            message, self._site.device, control.say_meanwhile, control.meanwhile_bytes, executor.copied
-        )  # fmt: skip
-        ended = FollowingEndedMessage(run=self._run, epoch=message.epoch, number=message.number)
-        self._executor.lends(lender, lambda: self._say(ended))
+        donor = StateDonor(
+            message, self._site.device, control.send_background, control.background_bytes, executor.copied
+        )
+        ended = TransferEndedMessage(run=self._run, epoch=message.epoch, number=message.number)
+        self._executor.set_donor(donor, lambda: self._send(ended))
 
-    def _borrow(self, message: LentMessage | LentPart, tensors: Sequence[Tensor]) -> None:
-        borrower, number = self._borrower, message.number
-        if borrower is None or (message.epoch, number) != (self._epoch, borrower.number):
+    def _receive_state(self, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> None:
+        joiner, number = self._joiner, message.number
+        if joiner is None or (message.epoch, number) != (self._epoch, joiner.number):
             return
         try:
-            step = borrower.accept(message, tensors)
-        except Exception as e:  # whatever was lent, it can take part all the same: its state then comes while all wait
+            step = joiner.accept(message, tensors)
+        except Exception as e:  # whatever was sent, it can take part all the same: its state then comes while all wait
             print(f"device {self._site.device}: does not follow: {e}", file=sys.stderr)
-            self._borrower = None
-            self._say(FollowingEndedMessage(run=self._run, epoch=self._epoch, number=number))
+            self._joiner = None
+            self._send(TransferEndedMessage(run=self._run, epoch=self._epoch, number=number))
             return
         if step is not None:
-            self._say(FollowedMessage(run=self._run, epoch=self._epoch, number=number, of=message.of, step=step))
+            self._send(StateReceivedMessage(run=self._run, epoch=self._epoch, number=number, of=message.of, step=step))
 
     def _set_up(self, assignment: Assignment) -> None:
         torch.set_num_threads(assignment.threads)
         try:
-            # Before the data: reading it may take one device longer than another's patience.
-            channels = self._meeting.connect(assignment, lambda: self._control.outdated(assignment.epoch))
+            # Before the data: reading it may take one device longer than another's timeout.
+            channels = self._peers.connect(assignment, lambda: self._control.outdated(assignment.epoch))
         except PeerError as e:
-            self._say_failed(e)
+            self._send_failed(e)
             return
         self._pending = (assignment, channels)
         self._data |= stage_data(
@@ -319,19 +319,32 @@ class Device:
                 engine, assignment, Batches(assignment, self._data), lambda: self._control.outdated(assignment.epoch)
             )
         except PeerError as e:
-            self._say_failed(e)
+            self._send_failed(e)
             return
-        executor = Executor(
-            assignment, engine, self._data, self._inbox, self._report, values, private, self._site.sharing,
-        )  # fmt: skip
+        executor = StageRunner(
+            assignment,
+            engine,
+            self._data,
+            self._inbox,
+            self._report,
+            values,
+            private,
+            self._site.sharing,
+        )
         executor.keeps(self._keep)
-        executor.links = Links(
-            assignment, channels, expected_parcels(assignment), expected_parts(assignment), self._inbox,
-            executor.record, MirrorReceiver(assignment.mirrored, partial(self._mirrored, assignment)), executor.ways,
-        )  # fmt: skip
+        executor.links = StageLinks(
+            assignment,
+            channels,
+            expected_parcels(assignment),
+            expected_parts(assignment),
+            self._inbox,
+            executor.record,
+            SnapshotReceiver(assignment.snapshot_sources, partial(self._on_snapshot_copied, assignment)),
+            executor.copy_streams,
+        )
         self._executor, self._pending = executor, None
-        ways = self._meeting.ways()
-        self._say(ReadyMessage(run=self._run, epoch=assignment.epoch, ways=ways, notes=notes))
+        ways = self._peers.paths()
+        self._send(ReadyMessage(run=self._run, epoch=assignment.epoch, paths=ways, notes=notes))
 
     def _check_room(self, planned: int) -> None:
         """An accelerator whose memory is less than the plan thinks is known before the stage is made."""
@@ -352,23 +365,33 @@ class Device:
             print(f"device {self._site.device}: {note}", file=sys.stderr, flush=True)
         if self._site.island is None:
             return TorchEngine(
-                train, evaluation, config, values, accelerator=self._accelerator, recompute=assignment.recompute,
+                train,
+                evaluation,
+                config,
+                values,
+                accelerator=self._accelerator,
+                recompute=assignment.recompute,
                 frozen=assignment.frozen,
             )
         if not is_first(self._site.device):
             raise UserError("its ranks share one stage of a plan, expected a device without ranks to hold two")
         self._ranks = self._ranks or begin_session(self._site.island, self._site.ranks, self._accelerator)
         made = StageSetUp(
-            train=train, evaluation=evaluation, config=config, recompute=assignment.recompute,
-            frozen=assignment.frozen, threads=assignment.threads, sharded=self._site.sharded,
-        )  # fmt: skip
+            train=train,
+            evaluation=evaluation,
+            config=config,
+            recompute=assignment.recompute,
+            frozen=assignment.frozen,
+            threads=assignment.threads,
+            sharded=self._site.sharded,
+        )
         return island_engine(made, values, self._ranks)
 
     def _give_up(self) -> None:
         """Let go of the stage; its state stays in memory, if it is that of a whole step."""
         self._control.forget_meanwhile()
-        borrower, self._borrower = self._borrower, None
-        for step, parts in borrower.states() if borrower is not None else ():
+        joiner, self._joiner = self._joiner, None
+        for step, parts in joiner.states() if joiner is not None else ():
             self._memory.keep(self._epoch, step, parts)
         executor, self._executor = self._executor, None
         pending, self._pending = self._pending, None
@@ -393,7 +416,7 @@ class Device:
         kept: list[object] = []
         while not self._inbox.empty():
             found = self._inbox.get()
-            if isinstance(found, Order | CoordinatorGone) or callable(found):
+            if isinstance(found, CoordinatorMessage | CoordinatorGone) or callable(found):
                 kept.append(found)
         for found in kept:
             self._inbox.put(found)
@@ -401,7 +424,7 @@ class Device:
     def _keep(self, step: int, taken: Snapshot) -> None:
         self._memory.keep(self._epoch, step, by_part(taken.tensors()))
 
-    def _mirrored(self, assignment: Assignment, stage: int, step: int, taken: Snapshot) -> None:
+    def _on_snapshot_copied(self, assignment: Assignment, stage: int, step: int, taken: Snapshot) -> None:
         """In the thread of the stage's link."""
         epoch = assignment.epoch
         of = next(n.device for n in assignment.neighbours if n.stage == stage)
@@ -409,7 +432,7 @@ class Device:
         def keep() -> None:
             if epoch == self._epoch:
                 self._memory.keep(epoch, step, by_part(taken.tensors()))
-                self._say(MirroredMessage(run=self._run, epoch=epoch, of=of, step=step))
+                self._send(SnapshotCopiedMessage(run=self._run, epoch=epoch, of=of, step=step))
 
         self._inbox.put(keep)
 
@@ -421,29 +444,43 @@ class Device:
             resident=not self._accelerator.asynchronous,
         )
 
-    def _report(self, done: Done) -> None:
+    def _report(self, done: ItemDone) -> None:
         state = done.state.tensors() if done.state is not None else {}
         headers = tuple(header_of(name, t) for name, t in state.items())
-        self._control.say(
+        self._control.send(
             ReportMessage(
-                run=self._run, epoch=self._epoch, item=done.item, loss=done.loss, count=done.count,
-                spans=done.spans, late_s=done.late_s, tensors=headers, non_finite=done.non_finite,
+                run=self._run,
+                epoch=self._epoch,
+                item=done.item,
+                loss=done.loss,
+                count=done.count,
+                spans=done.spans,
+                late_s=done.late_s,
+                tensors=headers,
+                non_finite=done.non_finite,
                 peak=self._peak() if done.state else None,
             ),
-            list(state.values()), done.state,
-        )  # fmt: skip
+            list(state.values()),
+            done.state,
+        )
 
-    def _say(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
-        self._control.say(message, tensors)
+    def _send(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+        self._control.send(message, tensors)
 
-    def _say_failed(self, error: Exception) -> None:
+    def _send_failed(self, error: Exception) -> None:
         failure: StepFailure | None = None
         if isinstance(error, StepError):
             failure = StepFailure(step=error.step, what=error.what, reason=_reason(error))
-        self._say(Failed(
-            run=self._run, epoch=self._epoch, reason=_reason(error), fault=_fault(error), failure=failure,
-            starts_again=is_drivers(error),
-        ))  # fmt: skip
+        self._send(
+            Failed(
+                run=self._run,
+                epoch=self._epoch,
+                reason=_reason(error),
+                fault=_fault(error),
+                failure=failure,
+                starts_again=is_drivers(error),
+            )
+        )
 
 
 def _reason(error: Exception) -> str:

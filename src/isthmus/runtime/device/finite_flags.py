@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from isthmus.accelerators.copies import Reading
+from isthmus.accelerators.copies import PendingRead
 from isthmus.graph import Ref
 from isthmus.protocol.finite import NonFinite, Where
 from isthmus.runtime.device.finite import FiniteWatch
@@ -41,7 +41,7 @@ class FlagWatch(FiniteWatch):
     def __init__(self, assignment: Assignment, engine: Engine) -> None:
         super().__init__(assignment, engine)
         self._flags: list[_Flag] = []
-        self._reading: Reading | None = None
+        self._reading: PendingRead | None = None
         self._skips = assignment.engine.non_finite == "skip"
 
     def take(self) -> NonFinite | None:
@@ -82,7 +82,7 @@ class FlagWatch(FiniteWatch):
     def collected(self, norms: Tensor) -> bool:
         """Only where a step may be left out the host must know before the update, and waits."""
         accelerator, scaled = self._engine.accelerator, self._engine.loss_scale is not None
-        finite = Reading(accelerator, norms.isfinite().all()) if scaled else None
+        finite = PendingRead(accelerator, norms.isfinite().all()) if scaled else None
         if self._looks:
             self._look_at(norms)
         if finite is not None and not bool(finite.values()):
@@ -119,10 +119,10 @@ class FlagWatch(FiniteWatch):
             finite = torch.stack([norm.float() for norm in norms]).isfinite()
             self._flags.append(_Flag("before", -1, [repr(name) for name in floats], finite))
 
-    def _read(self) -> Reading | None:
+    def _read(self) -> PendingRead | None:
         device = self._engine.accelerator.device
         flags = [flag.finite.to(device).reshape(-1) for flag in self._flags]
-        return Reading(self._engine.accelerator, torch.cat(flags)) if flags else None
+        return PendingRead(self._engine.accelerator, torch.cat(flags)) if flags else None
 
     def _bad(self) -> list[tuple[_Flag, str]]:
         """What was not finite, with its name."""

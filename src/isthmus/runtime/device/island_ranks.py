@@ -85,7 +85,7 @@ def end_session(ranks: Ranks) -> None:
 
 
 def attend(
-    island: Island, say: Callable[[str], None], *, accelerator: Accelerator = HOST, sessions: float = math.inf
+    island: Island, send: Callable[[str], None], *, accelerator: Accelerator = HOST, sessions: float = math.inf
 ) -> None:
     """On the other ranks: one session after another, for as long as the process lives, or so many."""
     private_folder(island.folder)
@@ -96,12 +96,12 @@ def attend(
             time.sleep(LOOK_S)
             continue
         last, done = name, done + 1
-        say(f"rank {island.rank} of {island.count} is at work")
+        send(f"rank {island.rank} of {island.count} is at work")
         try:
             with _session(island, name, accelerator) as ranks:
                 serve(ranks)
         except (RankLost, StepError, RuntimeError, MemoryError) as e:
-            say(f"rank {island.rank}: {' '.join(str(e).split())[:200]}")
+            send(f"rank {island.rank}: {' '.join(str(e).split())[:200]}")
             if is_drivers(e):  # nothing can be computed in this process any more
                 raise
 
@@ -129,9 +129,12 @@ def _met(folder: Path, name: str, rank: int, count: int, accelerator: Accelerato
     store = dist.FileStore(str(folder / name), count)
     store.set_timeout(datetime.timedelta(seconds=MEETING_S))
     dist.init_process_group(
-        backends_for(accelerator.device.type), store=store, rank=rank, world_size=count,
+        backends_for(accelerator.device.type),
+        store=store,
+        rank=rank,
+        world_size=count,
         timeout=datetime.timedelta(seconds=IDLE_S),
-    )  # fmt: skip
+    )
     _bound_collectives(accelerator)
     return Ranks(store, accelerator)
 

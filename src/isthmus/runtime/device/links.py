@@ -11,19 +11,19 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from isthmus.accelerators import HOST, Event
-from isthmus.accelerators.staging import Cargo, Fill
+from isthmus.accelerators import HOST, DeviceEvent
+from isthmus.accelerators.staging import CopyLabel, Fill
 from isthmus.errors import PeerError
 from isthmus.plans import Packing
 from isthmus.protocol.events import Arrived, Parcel, PartsArrived, Send, SendParts
-from isthmus.runtime.device.mirroring import MirrorReceiver
-from isthmus.runtime.device.ways import Encode, LinkWays, Ways
+from isthmus.runtime.device.copy_streams import CopyStreams, Encode, LinkCopyStreams
+from isthmus.runtime.device.snapshot_replicas import SnapshotReceiver
+from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Assignment, Neighbour
-from isthmus.runtime.messages.every import AnyMessage
-from isthmus.runtime.messages.recovery import MirrorMessage, MirrorPart
+from isthmus.runtime.messages.recovery import SnapshotMessage, SnapshotPart
 from isthmus.runtime.messages.run import Credit, Heartbeat, ParcelMessage, PartsMessage
 from isthmus.runtime.transport.channel import SocketChannel, in_host_memory
-from isthmus.runtime.transport.lanes import Credits, Departure, Packed, SendLane
+from isthmus.runtime.transport.lanes import Credits, PackedMessage, QueuedSend, SendLane
 from isthmus.trace import Span
 from isthmus.training.compression import Codec, SampleFeedback, codec_of
 from isthmus.training.finite import is_finite
@@ -41,11 +41,11 @@ class _Here(NamedTuple):
     """What has arrived."""
 
     tensors: list[Tensor]
-    landed: Event | None
+    landed: DeviceEvent | None
     """On an accelerator: the event to wait for."""
 
 
-class Links:
+class StageLinks:
     """All links of one stage. Arrivals go to `inbox` as events; their tensors wait here until they are taken."""
 
     def __init__(
@@ -56,18 +56,18 @@ class Links:
         parts: Mapping[tuple[int, int, int], int],
         inbox: queue.SimpleQueue[object],
         spans: Callable[[Span], None],
-        mirrors: MirrorReceiver | None = None,
-        ways: Ways | None = None,
+        snapshot_copies: SnapshotReceiver | None = None,
+        ways: CopyStreams | None = None,
     ) -> None:
         """`expected` lists what may arrive, `parts` how many elements by (group, round, stage): anything else is
-        refused before it is allocated. `mirrors` takes copies of others' snapshots. With `ways` tensors that are sent
-        lie on an accelerator, and those that arrive go there."""
+        refused before it is allocated. `snapshot_copies` takes copies of others' snapshots. With `ways` tensors that
+        are sent lie on an accelerator, and those that arrive go there."""
         self._run, self._epoch = assignment.run, assignment.epoch
         self._expected = expected
         self._parts = parts
         self._inbox = inbox
         self._spans = spans
-        self._mirrors = mirrors or MirrorReceiver({}, lambda stage, step, taken: None)
+        self._snapshot_copies = snapshot_copies or SnapshotReceiver({}, lambda stage, step, taken: None)
         self._stage = assignment.view.stage
         self._tensors: dict[Key, _Here] = {}
         self._numbers: dict[Key, float] = {}
@@ -80,7 +80,7 @@ class Links:
         self._assignment = assignment
         self._channels = dict(channels)
         self._accelerator = HOST if ways is None else ways.accelerator
-        self._ways = {} if ways is None else {n.stage: LinkWays(ways, n.device) for n in assignment.neighbours}
+        self._ways = {} if ways is None else {n.stage: LinkCopyStreams(ways, n.device) for n in assignment.neighbours}
         self._credits = {n.stage: Credits(n.window_bytes) for n in assignment.neighbours}
         self._lanes = {n.stage: self._lane(n) for n in assignment.neighbours}
         self._over = threading.Event()
@@ -89,24 +89,37 @@ class Links:
             threading.Thread(target=self._receive, args=(stage,), name=f"receive {stage}", daemon=True).start()
 
     def _lane(self, neighbour: Neighbour) -> SendLane:
-        def departed(departure: Departure) -> None:
+        def departed(departure: QueuedSend) -> None:
             message = departure.message
             if isinstance(message, ParcelMessage | PartsMessage):
                 name, micro_batch = _called(message)
-                self._spans(Span(
-                    device=self._assignment.device, track="send", name=name, start_s=departure.start_s,
-                    end_s=departure.end_s, step=message.item, micro_batch=micro_batch,
-                    size_bytes=departure.size_bytes, wire_bytes=departure.wire_bytes, other=neighbour.device,
-                ))  # fmt: skip
+                self._spans(
+                    Span(
+                        device=self._assignment.device,
+                        track="send",
+                        name=name,
+                        start_s=departure.start_s,
+                        end_s=departure.end_s,
+                        step=message.item,
+                        micro_batch=micro_batch,
+                        size_bytes=departure.size_bytes,
+                        wire_bytes=departure.wire_bytes,
+                        other=neighbour.device,
+                    )
+                )
 
         return SendLane(
-            self._channels[neighbour.stage], shape=neighbour.shape, credits=self._credits[neighbour.stage],
-            patience_s=self._assignment.patience_s, on_departure=departed, on_error=self._failed,
-        )  # fmt: skip
+            self._channels[neighbour.stage],
+            shape=neighbour.shape,
+            credits=self._credits[neighbour.stage],
+            timeout_s=self._assignment.timeout_s,
+            on_departure=departed,
+            on_error=self._failed,
+        )
 
     def _beat(self) -> None:
         """Over a link that has nothing to carry too: one that is cut, or open at one end only, is silent."""
-        while not self._over.wait(self._assignment.patience_s / 4):
+        while not self._over.wait(self._assignment.timeout_s / 4):
             for lane in self._lanes.values():
                 lane.put(Heartbeat(run=self._run))
 
@@ -117,9 +130,16 @@ class Links:
                 self._inbox.put(error)
 
     def send(
-        self, what: Send, tensors: Mapping[str, Tensor], number: float = 0.0, packings: Mapping[str, Packing] = {},
-        samples: Sequence[int] = (), *, finite: bool = True, scale: float = 1.0,
-    ) -> None:  # fmt: skip
+        self,
+        what: Send,
+        tensors: Mapping[str, Tensor],
+        number: float = 0.0,
+        packings: Mapping[str, Packing] = {},
+        samples: Sequence[int] = (),
+        *,
+        finite: bool = True,
+        scale: float = 1.0,
+    ) -> None:
         """Hand a parcel to the link's send lane. This is where a micro-batch leaves a device.
 
         `packings` says by name which tensors are packed on the way, and how. `samples` are those of a micro-batch of
@@ -130,10 +150,16 @@ class Links:
 
         def message(packed: Mapping[str, Packing]) -> ParcelMessage:
             return ParcelMessage(
-                run=self._run, epoch=self._epoch, parcel=what.parcel, source=self._stage, item=what.item,
-                micro_batch=what.micro_batch, number=number, finite=finite,
+                run=self._run,
+                epoch=self._epoch,
+                parcel=what.parcel,
+                source=self._stage,
+                item=what.item,
+                micro_batch=what.micro_batch,
+                number=number,
+                finite=finite,
                 tensors=tuple(header_of(name, t, packed.get(name)) for name, t in tensors.items()),
-            )  # fmt: skip
+            )
 
         def encode() -> tuple[AnyMessage, list[Tensor]]:
             packs = all(map(is_finite, tensors.values())) if packings else False
@@ -145,9 +171,14 @@ class Links:
         self._put(what.target, message({}), list(tensors.values()), encode, packs=bool(packings))
 
     def _put(
-        self, target: int, message: ParcelMessage | PartsMessage, tensors: Sequence[Tensor], encode: Encode, *,
+        self,
+        target: int,
+        message: ParcelMessage | PartsMessage,
+        tensors: Sequence[Tensor],
+        encode: Encode,
+        *,
         packs: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`message` is as it would be if nothing were packed."""
         packer = None
         if tensors and target in self._ways:
@@ -159,12 +190,17 @@ class Links:
     def send_parts(self, what: SendParts, stretch: Tensor) -> None:
         """Hand a stretch of a sum's buffer to the link's send lane."""
         message = PartsMessage(
-            run=self._run, epoch=self._epoch, group=what.group, round=what.round, source=self._stage, item=what.item,
+            run=self._run,
+            epoch=self._epoch,
+            group=what.group,
+            round=what.round,
+            source=self._stage,
+            item=what.item,
             tensors=(header_of(AVERAGE, stretch),),
-        )  # fmt: skip
+        )
         self._put(what.target, message, [stretch], lambda: (message, [in_a_row(stretch)]))
 
-    def mirror(self, target: int, message: MirrorMessage | MirrorPart, tensors: Sequence[Tensor]) -> None:
+    def snapshot_copy(self, target: int, message: SnapshotMessage | SnapshotPart, tensors: Sequence[Tensor]) -> None:
         """Hand a stretch of a snapshot to the link's send lane, behind all else."""
         self._lanes[target].put(message, tensors, background=True)
 
@@ -202,7 +238,7 @@ class Links:
         idle_s = None  # who has not begun may still be waiting for its weights: the coordinator knows
         try:
             while (received := channel.receive(self._guard, idle_s, partial(self._land, stage))) is not None:
-                idle_s = self._assignment.patience_s
+                idle_s = self._assignment.timeout_s
                 self._accept(stage, channel, *received)
             raise PeerError(f"{channel.other}: closed the link")
         except Exception as e:
@@ -219,30 +255,46 @@ class Links:
             return
         if isinstance(message, Heartbeat):
             return
-        known = isinstance(message, ParcelMessage | PartsMessage | MirrorMessage | MirrorPart)
+        known = isinstance(message, ParcelMessage | PartsMessage | SnapshotMessage | SnapshotPart)
         if not known or message.source != stage:
             raise PeerError(f"{channel.other}: sent {type(message).__name__} on the link of stage {stage}")
         if message.epoch != self._epoch:
             return
-        if isinstance(message, MirrorMessage | MirrorPart):
-            self._mirrors.accept(message, tensors)
+        if isinstance(message, SnapshotMessage | SnapshotPart):
+            self._snapshot_copies.accept(message, tensors)
             return
         self._keep(message, tensors)
         name, micro_batch = _called(message)
-        self._spans(Span(
-            device=self._assignment.device, track="receive", name=name, start_s=channel.began_s,
-            end_s=time.monotonic(), step=message.item, micro_batch=micro_batch,
-            size_bytes=sum(h.nbytes for h in message.tensors), other=self._names[stage].device,
-        ))  # fmt: skip
+        self._spans(
+            Span(
+                device=self._assignment.device,
+                track="receive",
+                name=name,
+                start_s=channel.began_s,
+                end_s=time.monotonic(),
+                step=message.item,
+                micro_batch=micro_batch,
+                size_bytes=sum(h.nbytes for h in message.tensors),
+                other=self._names[stage].device,
+            )
+        )
         if isinstance(message, PartsMessage):
-            self._inbox.put(PartsArrived(
-                group=message.group, round=message.round, source=stage, item=message.item, epoch=message.epoch
-            ))  # fmt: skip
+            self._inbox.put(
+                PartsArrived(
+                    group=message.group, round=message.round, source=stage, item=message.item, epoch=message.epoch
+                )
+            )
         else:
-            self._inbox.put(Arrived(
-                parcel=message.parcel, source=stage, item=message.item, micro_batch=message.micro_batch,
-                epoch=message.epoch, finite=message.finite,
-            ))  # fmt: skip
+            self._inbox.put(
+                Arrived(
+                    parcel=message.parcel,
+                    source=stage,
+                    item=message.item,
+                    micro_batch=message.micro_batch,
+                    epoch=message.epoch,
+                    finite=message.finite,
+                )
+            )
 
     def _keep(self, message: ParcelMessage | PartsMessage, tensors: Sequence[Tensor]) -> None:
         landed = self._ways[message.source].landed if tensors and message.source in self._ways else None
@@ -266,10 +318,10 @@ class Links:
             stated = [(h.dtype, h.shape) for h in message.tensors]
             if stated != [("float32", (self._parts.get(where, -1),))]:
                 raise PeerError(f"stage {message.source} sent parts {where} as {stated}, not in the plan")
-        elif isinstance(message, MirrorMessage | MirrorPart):
+        elif isinstance(message, SnapshotMessage | SnapshotPart):
             if message.epoch != self._epoch:
                 raise PeerError(f"stage {message.source} sent a snapshot of plan epoch {message.epoch}")
-            self._mirrors.guard(message)
+            self._snapshot_copies.guard(message)
         elif message.tensors:
             raise PeerError(f"{type(message).__name__} with tensors on a link between stages")
 
@@ -320,19 +372,17 @@ class _WithFeedback(Protocol):
     def __call__(self, codec: Codec, *, gradient: Tensor, name: str) -> Tensor: ...
 
 
-def _cargo(message: ParcelMessage | PartsMessage) -> Cargo:
+def _cargo(message: ParcelMessage | PartsMessage) -> CopyLabel:
     name, micro_batch = _called(message)
-    return Cargo(name, message.item, micro_batch)
+    return CopyLabel(name, message.item, micro_batch)
 
 
-def _packed(encode: Encode) -> Packed:
+def _packed(encode: Encode) -> PackedMessage:
     message, flats = encode()
-    return Packed(message, [bytes_of(flat) for flat in flats])
+    return PackedMessage(message, [bytes_of(flat) for flat in flats])
 
 
-def _encoded(
-    headers: Sequence[TensorHeader], tensors: Sequence[Tensor], with_feedback: _WithFeedback
-) -> list[Tensor]:
+def _encoded(headers: Sequence[TensorHeader], tensors: Sequence[Tensor], with_feedback: _WithFeedback) -> list[Tensor]:
     """What is sent of a parcel's tensors, flat, where they lie. UserError names a value that cannot be packed."""
     found: list[Tensor] = []
     for header, tensor in zip(headers, tensors, strict=True):

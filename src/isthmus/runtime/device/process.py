@@ -1,8 +1,9 @@
 """A device's process: joins a coordinator, takes one stage after another as plans change, runs until halted.
 
-Forked by a nursery, with the command line `--coordinator HOST:PORT --device NAME` and the run's secret in ISTHMUS_RUN.
-With `--leash` it ends when its standard input closes: when whoever started it dies, however that happens. Where the
-device may hold several stages of a plan (`--stages`), each has a thread of its own; if one fails all end.
+Forked by a fork server, with the command line `--coordinator HOST:PORT --device NAME` and the run's secret in
+ISTHMUS_RUN.
+With `--parent-pipe` it ends when its standard input closes: when whoever started it dies, however that happens. Where
+the device may hold several stages of a plan (`--stages`), each has a thread of its own; if one fails all end.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import msgspec
 import torch
 
 from isthmus.errors import InternalError, IsthmusError, PeerError
-from isthmus.plans.seats import seat
-from isthmus.runtime.device.device import Device, Site, in_one_line
-from isthmus.runtime.device.sharing import Sharing
+from isthmus.plans.worker_ids import worker_id
+from isthmus.runtime.device.compute_turns import ComputeTurns
+from isthmus.runtime.device.device import DeviceWorker, Endpoint, in_one_line
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.processes.memory_limit import limit_memory
 
@@ -53,24 +54,31 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--data-kind", action="append", help="a kind of data that may be read; without it all may")
     parser.add_argument("--memory", type=int, metavar="BYTES", help="what this process may take; without it any amount")
     parser.add_argument("--stages", type=int, default=1, help="how many stages it may get at once")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds of silence after which a party is lost")
-    parser.add_argument("--leash", action="store_true", help="end when standard input closes")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds of silence after which a party is lost")
+    parser.add_argument("--parent-pipe", action="store_true", help="end when standard input closes")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle: it saves, then halts us
-    if options.leash:
-        threading.Thread(target=_end_with_input, name="leash", daemon=True).start()
+    if options.parent_pipe:
+        threading.Thread(target=_end_with_input, name="parent_pipe", daemon=True).start()
     if options.memory is not None and options.accelerator == "cpu":  # a driver maps more than it uses
         limit_memory(options.memory)
     host, _, port = str(options.coordinator).rpartition(":")
-    site = Site(
-        device=options.device, host=options.host, port=options.port, address=options.address,
+    site = Endpoint(
+        device=options.device,
+        host=options.host,
+        port=options.port,
+        address=options.address,
         identity=Identity(options.identity) if options.identity is not None else None,
-        trusted_network=options.trusted_network, relayed=options.relayed, island=options.island, ranks=options.ranks,
-        sharded=options.sharded, accelerator=options.accelerator,
+        trusted_network=options.trusted_network,
+        relayed=options.relayed,
+        island=options.island,
+        ranks=options.ranks,
+        sharded=options.sharded,
+        accelerator=options.accelerator,
         data_kinds=None if options.data_kind is None else tuple(options.data_kind),
-    )  # fmt: skip
-    run, patience_s = os.environ.get("ISTHMUS_RUN", ""), options.patience
-    first, *others = (partial(_work, (host, int(port)), s, run, patience_s) for s in seats(site, options.stages))
+    )
+    run, timeout_s = os.environ.get("ISTHMUS_RUN", ""), options.timeout
+    first, *others = (partial(_work, (host, int(port)), s, run, timeout_s) for s in worker_ids(site, options.stages))
     further = [threading.Thread(target=_end_with_error, args=(work,), daemon=True) for work in others]
     for thread in further:
         thread.start()
@@ -80,18 +88,18 @@ def main(arguments: Sequence[str]) -> None:
         thread.join()
 
 
-def seats(site: Site, stages: int) -> list[Site]:
+def worker_ids(site: Endpoint, stages: int) -> list[Endpoint]:
     """The same device for each of so many stages."""
     if stages == 1:
         return [site]
-    sharing = Sharing()
-    return [msgspec.structs.replace(site, device=seat(site.device, n), sharing=sharing) for n in range(stages)]
+    sharing = ComputeTurns()
+    return [msgspec.structs.replace(site, device=worker_id(site.device, n), sharing=sharing) for n in range(stages)]
 
 
-def _work(coordinator: tuple[str, int], site: Site, run: str, patience_s: float) -> int:
+def _work(coordinator: tuple[str, int], site: Endpoint, run: str, timeout_s: float) -> int:
     """To the end of the run; returns the exit code."""
     try:
-        Device(coordinator, site, run, patience_s).work()
+        DeviceWorker(coordinator, site, run, timeout_s).work()
     except IsthmusError as e:
         print(f"device {site.device}: {e}", file=sys.stderr)
         return e.exit_code
@@ -109,4 +117,3 @@ def _end_with_error(work: Callable[[], int]) -> None:
     if code := work():
         sys.stderr.flush()
         os._exit(code)
-

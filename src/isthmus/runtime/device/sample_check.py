@@ -34,8 +34,9 @@ def check_samples_apart(assignment: Assignment, weights: Mapping[str, Tensor], b
     if size == 1:
         return
     graphs: tuple[tuple[Literal["train", "eval"], StageGraph], ...] = (
-        ("train", assignment.train), ("eval", assignment.evaluation),
-    )  # fmt: skip
+        ("train", assignment.train),
+        ("eval", assignment.evaluation),
+    )
     for mode, stage in graphs:
         program = Program(stage, mode, batch=size, seed=assignment.engine.seed)
         first, others = (_inputs(stage, batches, number, size) for number in _own(assignment.view))

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from isthmus.runtime.device.ways import Ways
+from isthmus.runtime.device.copy_streams import CopyStreams
 from isthmus.training.snapshot import Snapshot, snapshot
 
 
 class Snapshots:
     """Used by the compute lane alone."""
 
-    def __init__(self, ways: Ways | None, kept: Callable[[int, Snapshot], None]) -> None:
-        """`kept` is told step and snapshot of what is to be kept, once it is whole. `ways` is None on the CPU."""
+    def __init__(self, ways: CopyStreams | None, kept: Callable[[int, Snapshot], None]) -> None:
+        """`kept` gets step and snapshot of what is to be kept, once it is whole. `ways` is None on the CPU."""
         self._way = ways.way("down") if ways is not None else None
         self._kept = kept
         self._under_way: deque[tuple[int, Snapshot]] = deque()

@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from isthmus.accelerators import Accelerator, Event
-from isthmus.accelerators.clock import Clock
+from isthmus.accelerators import Accelerator, DeviceEvent
+from isthmus.accelerators.clock import DeviceClock
 from isthmus.protocol.events import Work
-from isthmus.runtime.device.sharing import no_turn
+from isthmus.runtime.device.compute_turns import no_turns
 from isthmus.trace import Span
 
 
 class _Queued(NamedTuple):
     span: Span
-    began: Event
-    ended: Event
+    began: DeviceEvent
+    ended: DeviceEvent
 
 
 class Tasklets:
@@ -34,9 +34,13 @@ class Tasklets:
     """
 
     def __init__(
-        self, device: str, accelerator: Accelerator, clock: Clock | None, record: Callable[[Span], None],
-        turn: Callable[[Work], AbstractContextManager[None]] = no_turn,
-    ) -> None:  # fmt: skip
+        self,
+        device: str,
+        accelerator: Accelerator,
+        clock: DeviceClock | None,
+        record: Callable[[Span], None],
+        turn: Callable[[Work], AbstractContextManager[None]] = no_turns,
+    ) -> None:
         """`clock` is that of an accelerator whose tasklets are timed; without one a span of an accelerator is when the
         host was at it. Inside of a `turn` no other stage of the device computes."""
         self._device = device
@@ -62,9 +66,14 @@ class Tasklets:
     def tasklet(self, name: str, item: int, micro_batch: int = -1, least_s: float | None = None) -> Generator[None]:
         """Inside of it the lane is at work on this; an emulated device takes `least_s` for it."""
         span = Span(
-            device=self._device, track="compute", name=name, start_s=time.monotonic(), end_s=0.0, step=item,
+            device=self._device,
+            track="compute",
+            name=name,
+            start_s=time.monotonic(),
+            end_s=0.0,
+            step=item,
             micro_batch=micro_batch,
-        )  # fmt: skip
+        )
         if not self._accelerator.asynchronous:
             yield
             self._stretched(span, least_s)

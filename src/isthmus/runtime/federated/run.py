@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from isthmus.data.clients import ClientData
 from isthmus.federated.admission import bounded, first_state
+from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
 from isthmus.federated.cohorts import Cohorts
-from isthmus.federated.history import History, RoundLine
+from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.job import (
     FederatedJob,
@@ -38,21 +39,20 @@ from isthmus.federated.server import Server
 from isthmus.federated.stacked import likely_shapes
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
-from isthmus.federated.worksite import Work, Worksite
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import Finish, Record
-from isthmus.protocol.federated_pace import Pace
-from isthmus.runtime.federated.books import Books, Closed
-from isthmus.runtime.federated.conductor import FederatedConductor, Office, RoundMeasure, ended
+from isthmus.protocol.federated_events import FinishRounds, RoundRecord
+from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.runtime.federated.executor import serve
-from isthmus.runtime.federated.intake import SumsIntake
-from isthmus.runtime.federated.shared_values import Board, Shared, SumsRoom
+from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended
+from isthmus.runtime.federated.round_store import RoundResult, RoundStore
+from isthmus.runtime.federated.shared_memory import SharedAccumulator, SharedBroadcast, SharedMemory
 from isthmus.runtime.federated.sizing import clients_each, sized
+from isthmus.runtime.federated.update_receiver import SumsReceiver
 from isthmus.runtime.processes.forked import Forked
-from isthmus.runtime.processes.interrupting import Stop
-from isthmus.runtime.processes.kept_pages import ANY_SIZE, give_pages_back, keep_pages
+from isthmus.runtime.processes.malloc_tuning import ANY_SIZE, keep_freed_pages, return_freed_pages
+from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.listener import Listener
-from isthmus.runtime.transport.post import SWITCH_S
+from isthmus.runtime.transport.message_sender import SWITCH_S
 
 
 def coordinator_of(
@@ -61,22 +61,24 @@ def coordinator_of(
     """The machine of a job's run, for the executors that its scheme takes."""
     scheme, count = job.scheme, executors(job, len(sizes))
     rules = msgspec.structs.replace(
-        round_rules(job, len(sizes), first_round), planner=job.execution.planner or scheme.planner,
-        warm_up_rounds=scheme.warm_up_rounds, single=scheme.single,
+        round_rules(job, len(sizes), first_round),
+        planner=job.execution.planner or scheme.planner,
+        warm_up_rounds=scheme.warm_up_rounds,
+        single=scheme.single,
         steals=scheme.steals if job.execution.steals is None else job.execution.steals,
-    )  # fmt: skip
+    )
     if cohorts.buffer is not None:
         needed, at_work = cohorts.buffer
         rules = msgspec.structs.replace(
             rules, needed=needed, at_work=at_work, quorum=1.0, staleness=job.participation.staleness
         )
     names = [f"executor-{number}" for number in range(count)]
-    pace = Pace(count, window_rounds=job.execution.window_rounds)
-    return FederatedCoordinator(names, rules, sizes, cohorts.members, pace, states=states, late=cohorts.late)
+    throughput = ThroughputModel(count, window_rounds=job.execution.window_rounds)
+    return FederatedCoordinator(names, rules, sizes, cohorts.members, throughput, states=states, late=cohorts.late)
 
 
 class FederatedRun:
-    """Everything of a run but its executors; in a folder, besides what its books are:
+    """Everything of a run but its executors; in a folder, besides what its round store keeps:
 
     states/   logs/
     """
@@ -85,7 +87,7 @@ class FederatedRun:
         self, job: FederatedJob, folder: Path, *, resume: bool, watch: Callable[[RoundLine], None] = lambda _: None
     ) -> None:
         """`watch` is called when a round is committed, in another thread. UserError for a folder of another job."""
-        keep_pages(ANY_SIZE, arenas=1)
+        keep_freed_pages(ANY_SIZE, arenas=1)
         torch.set_num_threads(job.execution.threads)
         self.folder = folder
         self.data: ClientData = client_data(job)
@@ -98,29 +100,29 @@ class FederatedRun:
         self.server = Server(self._algorithm, resident.vector(), resident.buffers(), population, past=late)
         check_staleness(job, self.server)
         resident.bind(self.server.values["model"])  # not held twice
-        self.books = Books(job, folder, self.server, identity(job, self.data, resident.size), resume=resume)
+        self.store = RoundStore(job, folder, self.server, identity(job, self.data, resident.size), resume=resume)
         first = first_state(self._algorithm, self.server.values["model"])
         self._state_form = None if first is None else StateForm(first)
         cohorts = Cohorts(job, self.data.sizes)
-        self.machine = coordinator_of(job, self.data.sizes, cohorts, self.books.first_round, self.books.states)
+        self.machine = coordinator_of(job, self.data.sizes, cohorts, self.store.first_round, self.store.states)
         personal = is_personal(self._algorithm, self.server.values["model"])
-        self.books.evaluator = evaluator(job, self.data, personal=personal)
+        self.store.evaluator = evaluator(job, self.data, personal=personal)
         if personal and (states := self._states(0)) is not None:
-            self.books.own_models = OwnModels(self._algorithm, states)  # which writes nothing
+            self.store.own_models = OwnModels(self._algorithm, states)  # which writes nothing
 
     @property
     def first_round(self) -> int:
-        return self.books.first_round
+        return self.store.first_round
 
     @property
-    def history(self) -> History:
-        return self.books.history
+    def history(self) -> RoundHistory:
+        return self.store.history
 
     def begin(self, note: Callable[[str], None] = lambda _: None) -> None:
         """The folder is this run's from now on."""
-        self.books.begin(note)
+        self.store.begin(note)
 
-    def run(self, note: Callable[[str], None] = lambda _: None, stop: Stop | None = None) -> Finish:
+    def run(self, note: Callable[[str], None] = lambda _: None, stop: Stop | None = None) -> FinishRounds:
         """To the end. Raises UserError for what the job is to blame for, PeerError when no executor is left, Diverged
         when no client's numbers are finite."""
         self.begin(note)
@@ -129,46 +131,64 @@ class FederatedRun:
             finish = self._in_processes(after, note, stop) if apart else self._in_process(after, stop)
         return ended(finish)
 
-    def _site(self, number: int) -> Worksite:
+    def _site(self, number: int) -> ClientTrainer:
         job = self.job
-        site = Worksite(
-            Work(algorithm=self._algorithm, local=job.local, seed=job.federated.seed), self._resident.module, self.data,
-            self._states(number), lasts=emulation(job, number).clock(),
+        site = ClientTrainer(
+            TrainingTask(algorithm=self._algorithm, local=job.local, seed=job.federated.seed),
+            self._resident.module,
+            self.data,
+            self._states(number),
+            lasts=emulation(job, number).clock(),
             admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds),
-            say=_say, accelerator=accelerator_of(job, number),
-        )  # fmt: skip
-        sizes, together, each = self.data.sizes, job.execution.together, clients_each(job, len(self.data.sizes))
-        site.warm_up(shapes=likely_shapes(sizes, each, together, job.local.batch_size) if together > 1 else ())
+            log=_log,
+            accelerator=accelerator_of(job, number),
+        )
+        sizes, clients_per_vmap, each = (
+            self.data.sizes,
+            job.execution.clients_per_vmap,
+            clients_each(job, len(self.data.sizes)),
+        )
+        site.warm_up(
+            shapes=likely_shapes(sizes, each, clients_per_vmap, job.local.batch_size) if clients_per_vmap > 1 else ()
+        )
         return site
 
     def _states(self, number: int) -> StateStore | None:
         """One executor's. The places that the last committed round needs are nobody's to fill."""
-        if self._state_form is None or self.books.states is None:
+        if self._state_form is None or self.store.states is None:
             return None
         parts = len(self.machine.executors)
-        return StateStore(self.folder / "states", self._state_form, self.books.states, (number, parts))
+        return StateStore(self.folder / "states", self._state_form, self.store.states, (number, parts))
 
-    def _in_process(self, after: _Aftermath, stop: Stop | None) -> Finish:
+    def _in_process(self, after: _Aftermath, stop: Stop | None) -> FinishRounds:
         opened_s, before = time.monotonic(), (0, 0, 0)
 
-        def committed(record: Record) -> None:
+        def committed(record: RoundRecord) -> None:
             nonlocal opened_s, before
-            now_s, now = time.monotonic(), (run.trips, run.told_bytes, run.value_bytes)
-            trips, told, values = (b - a if self.job.scheme.processes else 0 for a, b in zip(before, now, strict=True))
+            now_s, now = time.monotonic(), (run.trips, run.broadcast_bytes, run.value_bytes)
+            trips, sent, values = (b - a if self.job.scheme.processes else 0 for a, b in zip(before, now, strict=True))
             seconds = now_s - opened_s
             measure = RoundMeasure(
-                seconds=seconds, opened_at_s=time.time() - seconds, sent_bytes=told, received_bytes=values, trips=trips,
+                seconds=seconds,
+                opened_at_s=time.time() - seconds,
+                sent_bytes=sent,
+                received_bytes=values,
+                trips=trips,
                 value_bytes=values,
-            )  # fmt: skip
+            )
             opened_s, before = now_s, now
             self._commit(record, measure, after)()
 
         sites = {name: self._site(number) for number, name in enumerate(self.machine.executors)}
         after.start()
         run = InProcess(
-            self.machine, self.server, sites, committed=committed, together=self.job.execution.together,
+            self.machine,
+            self.server,
+            sites,
+            committed=committed,
+            clients_per_vmap=self.job.execution.clients_per_vmap,
             clock=time.monotonic,
-        )  # fmt: skip
+        )
         before_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)  # what follows a round is done beside the next one
         try:
@@ -177,49 +197,54 @@ class FederatedRun:
         finally:
             sys.setswitchinterval(before_s)
 
-    def _in_processes(self, after: _Aftermath, note: Callable[[str], None], stop: Stop | None) -> Finish:
+    def _in_processes(self, after: _Aftermath, note: Callable[[str], None], stop: Stop | None) -> FinishRounds:
         run, names = secrets.token_hex(16), self.machine.executors
-        patience_s, together = self.job.patience_s, self.job.execution.together
+        timeout_s, clients_per_vmap = self.job.timeout_s, self.job.execution.clients_per_vmap
 
-        board = Board(self.server.broadcast(), 1 + self.job.participation.staleness)
+        broadcast_memory = SharedBroadcast(self.server.broadcast(), 1 + self.job.participation.staleness)
         forms = self.server.sums
-        rooms = {name: SumsRoom(forms) for name in names}
+        accumulators = {name: SharedAccumulator(forms) for name in names}
 
         def execute(name: str, number: int) -> Callable[[str], None]:
-            shared = Shared(board, rooms[name])
-            return lambda address: serve(address, name, run, lambda: self._site(number), patience_s, together, shared)
+            shared = SharedMemory(broadcast_memory, accumulators[name])
+            return lambda address: serve(
+                address, name, run, lambda: self._site(number), timeout_s, clients_per_vmap, shared
+            )
 
-        give_pages_back()
+        return_freed_pages()
         with Forked({name: execute(name, n) for n, name in enumerate(names)}, self.folder / "logs") as forked:
             self._resident.let_go()  # it trains elsewhere
             pinned = {name: n for n, name in enumerate(names)} if self.job.scheme.per == "population" else {}
-            conductor = FederatedConductor(
-                self.machine, self.server, SumsIntake(self.server, pinned, rooms),
-                Office(run=run, patience_s=patience_s, board=board),
-                committed=lambda record, measure: self._commit(record, measure, after), note=note,
-            )  # fmt: skip
+            host = FederatedHost(
+                self.machine,
+                self.server,
+                SumsReceiver(self.server, pinned, accumulators),
+                ConnectionPolicy(run=run, timeout_s=timeout_s, broadcast_memory=broadcast_memory),
+                committed=lambda record, measure: self._commit(record, measure, after),
+                note=note,
+            )
             after.start()
-            listener = Listener("127.0.0.1", patience_s=patience_s)
-            listener.start(conductor.reception.greet)
+            listener = Listener("127.0.0.1", timeout_s=timeout_s)
+            listener.start(host.acceptor.on_connection)
             forked.begin(f"127.0.0.1:{listener.port}")
             try:
-                return conductor.conduct(forked.ended, stop)
+                return host.coordinate(forked.ended, stop)
             finally:
                 listener.close()
 
-    def _commit(self, record: Record, measure: RoundMeasure, after: _Aftermath) -> Callable[[], None]:
+    def _commit(self, record: RoundRecord, measure: RoundMeasure, after: _Aftermath) -> Callable[[], None]:
         """What must be seen before the next round changes it; the rest happens beside that round."""
-        closed = self.books.closed(record, measure)
+        closed = self.store.closed(record, measure)
         return lambda: after.put(closed)
 
-    def _after(self, done: Closed) -> None:
-        line = self.books.write(done, self.machine.rules)
+    def _after(self, done: RoundResult) -> None:
+        line = self.store.write(done, self.machine.rules)
         if done.saves:
             self.machine.durable_round = done.record.round
         self._watch(line)
 
 
-def _say(what: str) -> None:
+def _log(what: str) -> None:
     """An executor's process has its own log here."""
     print(what, file=sys.stderr, flush=True)
 
@@ -228,13 +253,13 @@ class _Aftermath:
     """Does what follows a round while the next one trains, in order. What it raises is raised to who puts the next,
     `SystemExit` too: a thread that ended without a word would be waited for."""
 
-    def __init__(self, act: Callable[[Closed], None]) -> None:
+    def __init__(self, act: Callable[[RoundResult], None]) -> None:
         self._act = act
-        self._queue: queue.Queue[Closed | None] = queue.Queue(maxsize=2)
+        self._queue: queue.Queue[RoundResult | None] = queue.Queue(maxsize=2)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="aftermath", daemon=True)
 
-    def put(self, done: Closed) -> None:
+    def put(self, done: RoundResult) -> None:
         if self._error is not None:
             raise self._error
         self._queue.put(done)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import AlgorithmSpec
-from isthmus.federated.history import History, RoundLine
+from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import (
     Deployment,
     FederatedJob,
@@ -29,20 +29,20 @@ from isthmus.federated.job import (
     site_evaluator,
     site_identity,
 )
-from isthmus.federated.offer import RUN_NAME, Offer
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server
+from isthmus.federated.task_spec import RUN_NAME, TaskSpec
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import Finish, Record
-from isthmus.protocol.federated_pace import Pace
-from isthmus.protocol.federated_rules import Gathering
-from isthmus.runtime.conducting.crew import Call
-from isthmus.runtime.federated.books import Books
-from isthmus.runtime.federated.conductor import FederatedConductor, Office, RoundMeasure, ended
-from isthmus.runtime.federated.site_intake import UpdatesIntake
-from isthmus.runtime.federated.site_reception import Lane, SiteReception
-from isthmus.runtime.processes.interrupting import Stop
-from isthmus.runtime.service.service import Service
+from isthmus.protocol.federated_events import FinishRounds, RoundRecord
+from isthmus.protocol.federated_rules import ExecutorChurn
+from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.runtime.coordinator.backend import RunRequest
+from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended
+from isthmus.runtime.federated.round_store import RoundStore
+from isthmus.runtime.federated.site_acceptor import SiteAcceptor, SiteConnection
+from isthmus.runtime.federated.site_update_receiver import SiteUpdateReceiver
+from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 
 _RUN = "run"
 
@@ -64,54 +64,66 @@ class SiteRun:
         resident = Resident(build(job))
         population = len(self.deployment.sites)
         self.server = Server(job.algorithm(population), resident.vector(), resident.buffers(), population)
-        self.books = Books(job, folder, self.server, site_identity(job, resident.size), resume=resume)
+        self.store = RoundStore(job, folder, self.server, site_identity(job, resident.size), resume=resume)
         check_staleness(job, self.server)
-        self.books.evaluator = site_evaluator(job)
+        self.store.evaluator = site_evaluator(job)
         self._sizes = np.zeros(population, dtype=np.int64)
-        gathering = Gathering(start=self.deployment.start or population, wait_s=self.deployment.wait_s)
+        gathering = ExecutorChurn(start=self.deployment.start or population, wait_s=self.deployment.wait_s)
         rules = msgspec.structs.replace(
             round_rules(job, population, self.first_round), staleness=job.participation.staleness
         )
         self.machine = FederatedCoordinator(
-            self.deployment.sites, msgspec.structs.replace(rules, gathering=gathering), self._sizes, self._members,
-            Pace(population, window_rounds=job.execution.window_rounds), states=self.books.states,
-        )  # fmt: skip
+            self.deployment.sites,
+            msgspec.structs.replace(rules, gathering=gathering),
+            self._sizes,
+            self._members,
+            ThroughputModel(population, window_rounds=job.execution.window_rounds),
+            states=self.store.states,
+        )
 
     @property
     def first_round(self) -> int:
-        return self.books.first_round
+        return self.store.first_round
 
     @property
-    def history(self) -> History:
-        return self.books.history
+    def history(self) -> RoundHistory:
+        return self.store.history
 
     def _members(self, round_: int) -> NDArray[np.int64]:
         """Of the sites that are here."""
         return members(self.job, self._sizes, round_, self.machine.here)
 
     def run(
-        self, service: Service, note: Callable[[str], None] = lambda _: None, stop: Stop | None = None
-    ) -> Finish:  # fmt: skip
+        self, service: FleetCoordinator, note: Callable[[str], None] = lambda _: None, stop: Stop | None = None
+    ) -> FinishRounds:
         """To the end. Raises UserError for what the job is to blame for, PeerError when too few sites take part,
         Diverged when no site's numbers are finite."""
-        self.books.begin(note)
+        self.store.begin(note)
         run = secrets.token_hex(16)
         clients = {name: number for number, name in enumerate(self.deployment.sites)}
-        intake = UpdatesIntake(
-            self.server, clients, self._offer_by(self._kept_run()), self.job.bounds, run, note,
+        receiver = SiteUpdateReceiver(
+            self.server,
+            clients,
+            self._task_spec_from(self._kept_run()),
+            self.job.bounds,
+            run,
+            note,
             staleness=self.job.participation.staleness,
-        )  # fmt: skip
-        office = Office(
-            run=run, patience_s=self.job.patience_s, reception=SiteReception, out=Lane, last_words_s=0.0, returns=True
         )
-        conductor = FederatedConductor(
-            self.machine, self.server, intake, office, committed=self._commit, note=note
-        )  # fmt: skip
-        call = Call(
-            run=run, devices=self.deployment.sites, patience_s=self.job.patience_s, threads=1, logs=self.folder / "logs"
+        policy = ConnectionPolicy(
+            run=run,
+            timeout_s=self.job.timeout_s,
+            acceptor=SiteAcceptor,
+            out=SiteConnection,
+            exit_grace_s=0.0,
+            may_reconnect=True,
         )
-        with service.standing(call, conductor.reception):
-            return ended(conductor.conduct(stop=stop))
+        host = FederatedHost(self.machine, self.server, receiver, policy, committed=self._commit, note=note)
+        call = RunRequest(
+            run=run, devices=self.deployment.sites, timeout_s=self.job.timeout_s, threads=1, logs=self.folder / "logs"
+        )
+        with service.long_lived_run(call, host.acceptor):
+            return ended(host.coordinate(stop=stop))
 
     def _kept_run(self) -> str:
         """The name under which sites keep their clients' states: the run folder's own."""
@@ -128,20 +140,25 @@ class SiteRun:
             raise UserError(f"{path}: damaged: expected the run's name of 32 hexadecimal digits")
         return name.decode()
 
-    def _offer_by(self, kept: str) -> Callable[[int], Offer]:
+    def _task_spec_from(self, kept: str) -> Callable[[int], TaskSpec]:
         job = self.job
 
-        def offer(client: int) -> Offer:
-            return Offer(
-                job=job.name, run=kept, model=job.model, local=job.local, seed=job.federated.seed, client=client,
+        def task_spec(client: int) -> TaskSpec:
+            return TaskSpec(
+                job=job.name,
+                run=kept,
+                model=job.model,
+                local=job.local,
+                seed=job.federated.seed,
+                client=client,
                 algorithm=AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options),
-            )  # fmt: skip
+            )
 
-        return offer
+        return task_spec
 
-    def _commit(self, record: Record, measure: RoundMeasure) -> None:
-        closed = self.books.closed(record, measure)
-        line = self.books.write(closed, self.machine.rules)
+    def _commit(self, record: RoundRecord, measure: RoundMeasure) -> None:
+        closed = self.store.closed(record, measure)
+        line = self.store.write(closed, self.machine.rules)
         if closed.saves:
             self.machine.durable_round = record.round
         self._watch(line)

@@ -20,10 +20,10 @@ from isthmus.accelerators.copies import all_to_device
 from isthmus.data.clients import ClientData
 from isthmus.errors import UserError, users_code
 from isthmus.federated.job import FederatedJob, accelerator_of, build, executors
-from isthmus.federated.operators import get_ready
 from isthmus.federated.resident import Batch, Resident
-from isthmus.federated.stacked import best_together
-from isthmus.runtime.federated.books import JOB
+from isthmus.federated.stacked import best_clients_per_vmap
+from isthmus.federated.traced_ops import get_ready
+from isthmus.runtime.federated.round_store import JOB
 from isthmus.runtime.processes.forked import asked, asked_at_once
 
 GAIN = 1.1
@@ -46,14 +46,14 @@ def sized(job: FederatedJob, data: ClientData, before: Path | None = None) -> Fe
     if job.devices not in ((AUTO,), ("cpu",)):
         asked(lambda: sum(accelerator_of(job, number).asynchronous for number in range(len(job.devices))))
     job = with_executors(job, data)
-    together = job.execution.together
-    if together != 1:
+    clients_per_vmap = job.execution.clients_per_vmap
+    if clients_per_vmap != 1:
         get_ready()
     if before is not None and (before / JOB).is_file():
-        together = _begun(before / JOB).execution.together
-    elif not together:
-        together = asked(lambda: _measured_together(job, data))
-    return _with(job, together=together)
+        clients_per_vmap = _begun(before / JOB).execution.clients_per_vmap
+    elif not clients_per_vmap:
+        clients_per_vmap = asked(lambda: _measured_clients_per_vmap(job, data))
+    return _with(job, clients_per_vmap=clients_per_vmap)
 
 
 def with_executors(job: FederatedJob, data: ClientData) -> FederatedJob:
@@ -75,13 +75,13 @@ def _begun(path: Path) -> FederatedJob:
 
 
 def _measured_executors(job: FederatedJob, data: ClientData) -> int:
-    room = asked(lambda: _room(job, data)) * len(job.devices)
+    accumulator = asked(lambda: _room(job, data)) * len(job.devices)
     cores = max(1, (os.cpu_count() or 1) // job.execution.threads)
 
     def rate(count: int) -> float:
         return sum(asked_at_once([lambda k=k: _steps_per_1000_s(job, data, k) for k in range(count)]))
 
-    return fastest_count(rate, max(1, min(room, cores, job.participation.needed(len(data.sizes)))))
+    return fastest_count(rate, max(1, min(accumulator, cores, job.participation.needed(len(data.sizes)))))
 
 
 def fastest_count(rate: Callable[[int], float], most: int) -> int:
@@ -125,9 +125,9 @@ def _train(job: FederatedJob, data: ClientData, accelerator: Accelerator, most: 
     return round(1000 * steps / (time.perf_counter() - start_s))
 
 
-def _measured_together(job: FederatedJob, data: ClientData) -> int:
+def _measured_clients_per_vmap(job: FederatedJob, data: ClientData) -> int:
     resident, columns = _one_batch(job, data, accelerator_of(job, 0))
-    return best_together(resident, columns, clients_each(job, len(data.sizes)))
+    return best_clients_per_vmap(resident, columns, clients_each(job, len(data.sizes)))
 
 
 def _one_batch(job: FederatedJob, data: ClientData, accelerator: Accelerator) -> tuple[Resident, Batch]:

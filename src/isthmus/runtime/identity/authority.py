@@ -114,13 +114,25 @@ def _named(
     """`name` None: the issuer's own."""
     subject = issuer if name is None else x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     return (
-        x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
-        .serial_number(x509.random_serial_number()).not_valid_before(utc(from_s)).not_valid_after(utc(until_s))
-    )  # fmt: skip
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(utc(from_s))
+        .not_valid_after(utc(until_s))
+    )
 
 
 def _key_usage(*, ca: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
-        digital_signature=not ca, key_cert_sign=ca, crl_sign=ca, content_commitment=False, key_encipherment=False,
-        data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
-    )  # fmt: skip
+        digital_signature=not ca,
+        key_cert_sign=ca,
+        crl_sign=ca,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )

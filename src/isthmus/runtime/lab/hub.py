@@ -217,7 +217,7 @@ class Hub:
                     return
                 else:
                     for _ in range(requests.count(b"\n")):
-                        _say(self.count())
+                        _send(self.count())
             self._hand_out()
 
     def count(self) -> HubCount:
@@ -329,7 +329,7 @@ def _connect(addresses: list[str]) -> list[int]:
     return namespaces
 
 
-def _say(message: HubReady | HubFailed | HubCount) -> None:
+def _send(message: HubReady | HubFailed | HubCount) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.buffer.flush()
 
@@ -345,11 +345,11 @@ def main() -> None:
         namespaces = _connect(spec.addresses)
         hub = Hub(spec)
     except OSError as error:
-        _say(HubFailed(reason=str(error)))
+        _send(HubFailed(reason=str(error)))
         return
     with suppress(PermissionError):  # a hub that is scheduled late adds its lateness to every link
         os.setpriority(os.PRIO_PROCESS, 0, -10)
-    _say(HubReady(pid=os.getpid(), namespaces=namespaces, owns_user_namespace=owns_user_namespace))
+    _send(HubReady(pid=os.getpid(), namespaces=namespaces, owns_user_namespace=owns_user_namespace))
     hub.run(control, parent)
 
 

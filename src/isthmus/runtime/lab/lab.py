@@ -253,14 +253,14 @@ def lab_unavailable() -> str | None:
     return None if done.returncode == 0 else f"a lab's namespace cannot be entered: {' '.join(done.stderr.split())}"
 
 
-class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+class LinkMeasurement(msgspec.Struct, frozen=True, kw_only=True):
     """One way's median delay for small messages, and the median rate at which a warm TCP flow's payload arrives."""
 
     delay_s: float
     payload_bytes_per_s: float
 
 
-def measure(lab: Lab, source: str, target: str, duration_s: float) -> Measurement:
+def measure(lab: Lab, source: str, target: str, duration_s: float) -> LinkMeasurement:
     """Send from one place to another for about `duration_s` (from 1 s), with nothing else on the way, and measure."""
     if duration_s < 1:
         raise UserError(f"duration of a measurement: got {duration_s} s, expected at least 1 s")
@@ -273,7 +273,7 @@ def measure(lab: Lab, source: str, target: str, duration_s: float) -> Measuremen
         arguments = ["send", address, port, str(duration_s)]
         timeout_s = 4 * duration_s + 30
         subprocess.run([*lab.command(source), *program, *arguments], check=True, timeout=timeout_s)
-        return msgspec.json.decode(receive.communicate(timeout=timeout_s)[0], type=Measurement)
+        return msgspec.json.decode(receive.communicate(timeout=timeout_s)[0], type=LinkMeasurement)
     finally:
         receive.kill()
         receive.wait()

@@ -7,11 +7,11 @@ import msgspec
 from isthmus.data import DataSpec
 from isthmus.fleet import Link
 from isthmus.graph import StageGraph
-from isthmus.plans import Outer, Packing
+from isthmus.plans import OuterOptimizer, Packing
 from isthmus.protocol import StageView
 from isthmus.protocol.work import Share
+from isthmus.training.clip_and_noise import Released
 from isthmus.training.engine import EngineConfig
-from isthmus.training.privatized import Released
 
 
 class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     id: str = ""
     """Of its key: who must answer there. Empty where links are plain TCP."""
-    strands: int = 1
+    streams: int = 1
     """Streams of the connection to it, where that is TLS."""
     shape: Link | None = None
     """Emulated link for what we send to it; None sends as fast as the socket takes it."""
@@ -37,7 +37,7 @@ class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
     """How many bytes may be on the way before the receiver has taken any: granted ahead, for all micro-batches."""
 
 
-class Mirror(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotReplication(msgspec.Struct, frozen=True, kw_only=True):
     """Where copies of this stage's snapshots go."""
 
     stage: int
@@ -47,7 +47,7 @@ class Mirror(msgspec.Struct, frozen=True, kw_only=True):
     """Sent at once: what else the link has to send waits for no more."""
 
 
-class Emulation(msgspec.Struct, frozen=True, kw_only=True):
+class ComputeEmulation(msgspec.Struct, frozen=True, kw_only=True):
     """Stretch compute to an emulated device: a tasklet lasts max(real time, FLOPs / flops_per_s)."""
 
     flops_per_s: tuple[tuple[int, float], ...]
@@ -91,7 +91,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     frozen: bool = False
     """The stage computes on raw samples, and its weights are not to learn from them."""
     discloses: bool = True
-    """Whether gradients of its parameters may be lent to who comes later."""
+    """Whether gradients of its parameters may be sent to devices that join later."""
     data: DataSpec
     digests: dict[str, str] = {}
     """What this device told of its samples before the run, by split: under its own key, so that it alone can tell
@@ -102,21 +102,21 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     evaluates: bool = True
     """Whether held-out data are needed at all."""
     neighbours: tuple[Neighbour, ...] = ()
-    emulation: Emulation | None = None
+    emulation: ComputeEmulation | None = None
     norm_positions: dict[int, tuple[int, ...]] = {}
     """For each stage of the replica, where its trainable parameters stand in the module's own order."""
     share: Share
     """The replica's part of every item."""
     groups: tuple[GroupShare, ...] = ()
-    outer: Outer | None = None
+    outer: OuterOptimizer | None = None
     """The step that groups make with summed deltas."""
     saves: tuple[str, ...] | None = None
     """Of a checkpoint, what this stage gives: these names; None for its whole state."""
-    mirror: Mirror | None = None
-    mirrored: dict[int, dict[str, tuple[int, ...]]] = {}
+    snapshot_copy: SnapshotReplication | None = None
+    snapshot_sources: dict[int, dict[str, tuple[int, ...]]] = {}
     """Stages whose snapshots this device keeps copies of, with the shapes of their parts."""
     memory_bytes: int = 0
     """What the plan says that the stage takes; 0 where it does not say."""
     threads: int = 1
-    patience_s: float = 60.0
+    timeout_s: float = 60.0
     trace: bool = True

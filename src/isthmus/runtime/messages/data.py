@@ -7,7 +7,7 @@ from isthmus.data.description import DataDescription
 from isthmus.runtime.messages.message import Message
 
 
-class Describe(Message, frozen=True, kw_only=True):
+class DescribeData(Message, frozen=True, kw_only=True):
     """Coordinator to device: what are the data like that a job names? `run` tells questions apart."""
 
     data: DataSpec
@@ -15,14 +15,14 @@ class Describe(Message, frozen=True, kw_only=True):
     """Whether held-out samples are needed."""
 
 
-class Described(Message, frozen=True, kw_only=True):
+class DataDescribed(Message, frozen=True, kw_only=True):
     """Device to coordinator: a description, or why there is none."""
 
     description: DataDescription | None = None
     failure: str = ""
 
 
-class Compare(Message, frozen=True, kw_only=True):
+class CompareData(Message, frozen=True, kw_only=True):
     """Coordinator to device: another device has described data of the same job. Show it a proof that yours are equal;
     who is shown one says whether it holds, and shows its own."""
 
@@ -37,7 +37,7 @@ class Compare(Message, frozen=True, kw_only=True):
     """The other's proof; empty for the device that shows first."""
 
 
-class Compared(Message, frozen=True, kw_only=True):
+class DataCompared(Message, frozen=True, kw_only=True):
     """Device to coordinator: its proof; or that the data are not equal; or why it cannot tell."""
 
     proof: str = ""
@@ -46,4 +46,4 @@ class Compared(Message, frozen=True, kw_only=True):
     failure: str = ""
 
 
-DataMessage = Describe | Described | Compare | Compared
+DataMessage = DescribeData | DataDescribed | CompareData | DataCompared

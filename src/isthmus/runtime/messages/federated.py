@@ -2,48 +2,55 @@
 
 from __future__ import annotations
 
-from isthmus.federated.partial import Weights
-from isthmus.protocol.federated_events import Refusal, Task, Timed, Told, Turn, TurnOpened
+from isthmus.federated.partial import AggregationWeights
+from isthmus.protocol.federated_events import (
+    ClientTask,
+    ClientTime,
+    ExecutorNotice,
+    PhaseId,
+    PhaseOpened,
+    RefusedUpdate,
+)
 from isthmus.runtime.messages.message import Message
 from isthmus.training.layout import TensorHeader
 
 # Coordinator to executor
 
 
-class TurnMessage(Message, frozen=True, kw_only=True):
-    """A turn begins; the tensors are the broadcast. Once per executor and turn."""
+class PhaseMessage(Message, frozen=True, kw_only=True):
+    """A phase begins; the tensors are the broadcast. Once per executor and phase."""
 
-    opened: TurnOpened
-    lie: tuple[TensorHeader, ...] = ()
+    opened: PhaseOpened
+    in_shared_memory: tuple[TensorHeader, ...] = ()
     """Those that lie on the board that this executor shares with the coordinator."""
 
 
-class ToldMessage(Message, frozen=True, kw_only=True):
-    told: Told
+class NoticeMessage(Message, frozen=True, kw_only=True):
+    notice: ExecutorNotice
 
 
 # Executor to coordinator
 
 
 class DrainedMessage(Message, frozen=True, kw_only=True):
-    turn: Turn
+    phase: PhaseId
 
 
 class ReturnedMessage(Message, frozen=True, kw_only=True):
-    turn: Turn
-    tasks: tuple[Task, ...]
+    phase: PhaseId
+    tasks: tuple[ClientTask, ...]
 
 
 class SumsMessage(Message, frozen=True, kw_only=True):
     """The tensors are the sums, 8 bytes a number, and what is collected, per client. None where no client is in."""
 
-    lent: dict[str, float] | None = None
+    shared_bounds: dict[str, float] | None = None
     """These sums lie in the room that this executor shares with the coordinator: no number is further from 0."""
 
-    turn: Turn
-    timed: tuple[Timed, ...]
-    refused: tuple[Refusal, ...]
-    weights: Weights
+    phase: PhaseId
+    timed: tuple[ClientTime, ...]
+    refused: tuple[RefusedUpdate, ...]
+    weights: AggregationWeights
 
 
-FederatedMessage = TurnMessage | ToldMessage | DrainedMessage | ReturnedMessage | SumsMessage
+FederatedMessage = PhaseMessage | NoticeMessage | DrainedMessage | ReturnedMessage | SumsMessage

@@ -14,12 +14,12 @@ MOST_HARDWARE = 100
 """Characters of what a device's hardware is called."""
 
 
-class Present(Message, frozen=True, kw_only=True):
+class DevicePresent(Message, frozen=True, kw_only=True):
     """Device to coordinator, first on the connection: here, and this is what runs here."""
 
     versions: Versions
     hardware: str = ""
-    """Where it computes, as people call it; told to people only."""
+    """Where it computes, as people call it; only shown."""
     working: str = ""
     """The run that a process of the device works for already."""
 
@@ -28,33 +28,33 @@ class Welcome(Message, frozen=True, kw_only=True):
     """The device is in the fleet, under this name."""
 
     device: str
-    patience_s: float
+    timeout_s: float
     """Of the coordinator: a device that says nothing for so long is lost."""
     idle: str = ""
     """Why a run that waits for others has nothing for it, in words."""
 
 
-class Dismissed(Message, frozen=True, kw_only=True):
+class Rejected(Message, frozen=True, kw_only=True):
     """The device cannot be in the fleet; trying again is of no use."""
 
     about: Literal["membership", "version"]
     reason: str
 
 
-class Engage(Message, frozen=True, kw_only=True):
+class StartRun(Message, frozen=True, kw_only=True):
     """Take part in the run that the message names: a process of the device joins it on a connection of its own."""
 
-    patience_s: float
+    timeout_s: float
     threads: int
     stages: int = 1
     """How many of a plan's stages it may get at once: the process joins once for each, under a name of its own."""
 
 
-class Disengage(Message, frozen=True, kw_only=True):
+class StopRun(Message, frozen=True, kw_only=True):
     """The run is over: whatever still works for it is ended."""
 
 
-class Ended(Message, frozen=True, kw_only=True):
+class ProcessEnded(Message, frozen=True, kw_only=True):
     """Device to coordinator: its process for the run has ended otherwise than well."""
 
     how: str
@@ -71,16 +71,16 @@ class Renewed(Message, frozen=True, kw_only=True):
     """DER."""
 
 
-FleetMessage = Present | Welcome | Dismissed | Engage | Disengage | Ended | Renew | Renewed
+FleetMessage = DevicePresent | Welcome | Rejected | StartRun | StopRun | ProcessEnded | Renew | Renewed
 MOST_REQUEST_BYTES = 4096
 """Of a signing request; one by us has about 250."""
 
 
-MOST_NEWCOMERS = 16
+MOST_NEW_DEVICES = 16
 """Devices of a machine that join with one ticket."""
 
 
-class Newcomer(msgspec.Struct, frozen=True):
+class NewDevice(msgspec.Struct, frozen=True):
     name: str
     request: bytes
     """To sign (DER)."""
@@ -90,12 +90,12 @@ class JoinRequest(msgspec.Struct, frozen=True):
     """The join frame: all that a machine without a certificate can say."""
 
     secret: bytes
-    devices: Annotated[tuple[Newcomer, ...], Meta(min_length=1, max_length=MOST_NEWCOMERS)]
+    devices: Annotated[tuple[NewDevice, ...], Meta(min_length=1, max_length=MOST_NEW_DEVICES)]
     versions: Versions
 
 
 class JoinAnswer(msgspec.Struct, frozen=True):
-    """A certificate (DER) for each newcomer in turn, or why there are none."""
+    """A certificate (DER) for each joining device in turn, or why there are none."""
 
     certificates: tuple[bytes, ...] = ()
     refused: str = ""

@@ -14,13 +14,13 @@ from isthmus.runtime.messages.message import Message
 from isthmus.training.engine import EngineConfig
 
 
-class Expect(Message, frozen=True, kw_only=True):
+class ExpectDial(Message, frozen=True, kw_only=True):
     """Coordinator to device: the device with this id will dial, for the probe that `run` names."""
 
     id: str
 
 
-class Expecting(Message, frozen=True, kw_only=True):
+class ExpectingDial(Message, frozen=True, kw_only=True):
     """Device to coordinator: here, or why not."""
 
     host: str = ""
@@ -28,7 +28,7 @@ class Expecting(Message, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class Measure(Message, frozen=True, kw_only=True):
+class MeasureLink(Message, frozen=True, kw_only=True):
     """Coordinator to device: dial the device with this id there, and time messages to it."""
 
     host: str
@@ -36,7 +36,7 @@ class Measure(Message, frozen=True, kw_only=True):
     id: str
 
 
-class Measured(Message, frozen=True, kw_only=True):
+class LinkTimes(Message, frozen=True, kw_only=True):
     """Device to coordinator: sizes in bytes and seconds of round trips, or what went wrong."""
 
     times: tuple[tuple[int, float], ...] = ()
@@ -45,7 +45,7 @@ class Measured(Message, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class Product(msgspec.Struct, frozen=True, tag="product"):
+class MatrixProduct(msgspec.Struct, frozen=True, tag="product"):
     """`count` products of `batch` matrices [m, k] and [k, n] each."""
 
     batch: int
@@ -60,7 +60,7 @@ class Product(msgspec.Struct, frozen=True, tag="product"):
         return 2 * self.batch * self.m * self.n * self.k * self.count
 
 
-class Attention(msgspec.Struct, frozen=True, tag="attention"):
+class AttentionShape(msgspec.Struct, frozen=True, tag="attention"):
     """`count` times the fused attention of queries [batch, heads, queries, size] to keys [batch, key_heads, keys, size]
     with values of `value_size`."""
 
@@ -87,7 +87,7 @@ MOST_LAYERS = 8
 MOST_THREADS = 1024
 
 
-class Layers(msgspec.Struct, frozen=True, kw_only=True):
+class LayerStage(msgspec.Struct, frozen=True, kw_only=True):
     """The first operators of a job's model, as one stage."""
 
     stage: StageGraph
@@ -99,7 +99,7 @@ class Layers(msgspec.Struct, frozen=True, kw_only=True):
     """Of weights and gradients, and of what one micro-batch keeps."""
 
 
-class Column(msgspec.Struct, frozen=True, kw_only=True):
+class SyntheticColumn(msgspec.Struct, frozen=True, kw_only=True):
     """A column of the batch, of which the device makes up the values."""
 
     op: str
@@ -109,24 +109,24 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
     """Whole numbers are below it."""
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
+class LayerTrial(msgspec.Struct, frozen=True, kw_only=True):
     """Stages of a job's model that a device tries, each longer than the one before. Data and weights do not travel."""
 
-    layers: Annotated[tuple[Layers, ...], Meta(min_length=1, max_length=MOST_LAYERS)]
+    layers: Annotated[tuple[LayerStage, ...], Meta(min_length=1, max_length=MOST_LAYERS)]
     operators: int
     """Of the whole model."""
-    columns: dict[str, Column]
+    columns: dict[str, SyntheticColumn]
     engine: EngineConfig
     precision: Precision
     any_batch: bool
     """Whether the graphs are valid at other sizes of a micro-batch than the engine's."""
 
 
-class Compute(Message, frozen=True, kw_only=True):
+class MeasureSpeed(Message, frozen=True, kw_only=True):
     """Coordinator to device: how fast are you? In what a job's model computes; without a job, in a benchmark."""
 
-    operators: Annotated[tuple[Product | Attention, ...], Meta(max_length=MOST_OPERATORS)] = ()
-    trial: Trial | None = None
+    operators: Annotated[tuple[MatrixProduct | AttentionShape, ...], Meta(max_length=MOST_OPERATORS)] = ()
+    trial: LayerTrial | None = None
     threads: Annotated[int, Meta(ge=1, le=MOST_THREADS)] = 1
     """Of torch, on a CPU."""
 
@@ -134,7 +134,7 @@ class Compute(Message, frozen=True, kw_only=True):
 Kind = Literal["layers", "products", "attention", "convolutions"]
 
 
-class Figure(msgspec.Struct, frozen=True, kw_only=True):
+class SpeedSample(msgspec.Struct, frozen=True, kw_only=True):
     """What a device computed, and how long that took."""
 
     what: Kind
@@ -149,10 +149,10 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
         return self.flops / self.seconds
 
 
-class Computes(Message, frozen=True, kw_only=True):
+class MeasuredSpeed(Message, frozen=True, kw_only=True):
     """Device to coordinator."""
 
-    figures: Annotated[tuple[Figure, ...], Meta(max_length=16)] = ()
+    figures: Annotated[tuple[SpeedSample, ...], Meta(max_length=16)] = ()
     shorter: str = ""
     """Why not all of the trial's stages were measured, where that is no matter of time."""
     peak_flops_per_s: float = 0.0
@@ -165,8 +165,8 @@ class Computes(Message, frozen=True, kw_only=True):
     failure: str = ""
 
 
-class Load(Message, frozen=True, kw_only=True):
+class LoadMessage(Message, frozen=True, kw_only=True):
     """Between two devices: a tensor for nothing, and on the way back none."""
 
 
-ProbeMessage = Expect | Expecting | Measure | Measured | Compute | Computes | Load
+ProbeMessage = ExpectDial | ExpectingDial | MeasureLink | LinkTimes | MeasureSpeed | MeasuredSpeed | LoadMessage

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from isthmus.protocol.recovery import Holding
+from isthmus.protocol.recovery import StateHolding
 from isthmus.runtime.messages.message import Message
 from isthmus.training.layout import TensorHeader
 
@@ -15,7 +15,7 @@ NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 # Between two devices
 
 
-class MirrorMessage(Message, frozen=True, kw_only=True):
+class SnapshotMessage(Message, frozen=True, kw_only=True):
     """A snapshot of the sender's stage begins; its bytes follow in stretches."""
 
     source: int
@@ -24,7 +24,7 @@ class MirrorMessage(Message, frozen=True, kw_only=True):
     """Of what the buffer holds."""
 
 
-class MirrorPart(Message, frozen=True, kw_only=True):
+class SnapshotPart(Message, frozen=True, kw_only=True):
     """The next stretch of the buffer, as one tensor of bytes."""
 
     source: int
@@ -35,7 +35,7 @@ class MirrorPart(Message, frozen=True, kw_only=True):
 # Coordinator to device
 
 
-class HoldMessage(Message, frozen=True, kw_only=True):
+class PauseMessage(Message, frozen=True, kw_only=True):
     """Stop, forget the stage, and say what you hold. The epoch is the new one."""
 
 
@@ -55,17 +55,17 @@ class RetireMessage(Message, frozen=True, kw_only=True):
 # Device to coordinator
 
 
-class HeldMessage(Message, frozen=True, kw_only=True):
-    holdings: tuple[Holding, ...]
+class InventoryMessage(Message, frozen=True, kw_only=True):
+    holdings: tuple[StateHolding, ...]
 
 
-class GivenMessage(Message, frozen=True, kw_only=True):
+class FetchedMessage(Message, frozen=True, kw_only=True):
     """The tensors that were fetched."""
 
     step: int
 
 
-class MirroredMessage(Message, frozen=True, kw_only=True):
+class SnapshotCopiedMessage(Message, frozen=True, kw_only=True):
     """The device holds a copy of another one's part of a snapshot."""
 
     of: str
@@ -73,6 +73,12 @@ class MirroredMessage(Message, frozen=True, kw_only=True):
 
 
 RecoveryMessage = (
-    MirrorMessage | MirrorPart | HoldMessage | FetchMessage | RetireMessage | HeldMessage | GivenMessage
-    | MirroredMessage
-)  # fmt: skip
+    SnapshotMessage
+    | SnapshotPart
+    | PauseMessage
+    | FetchMessage
+    | RetireMessage
+    | InventoryMessage
+    | FetchedMessage
+    | SnapshotCopiedMessage
+)

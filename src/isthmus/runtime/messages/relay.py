@@ -5,31 +5,31 @@ from __future__ import annotations
 from isthmus.runtime.messages.message import Message
 
 
-class Park(Message, frozen=True, kw_only=True):
+class RelayWait(Message, frozen=True, kw_only=True):
     """Device to coordinator, first on the connection: whoever wants this device, for what `run` names, may have it
     through here."""
 
 
-class Reach(Message, frozen=True, kw_only=True):
+class RelayConnect(Message, frozen=True, kw_only=True):
     """Device to coordinator, first on the connection: to the device with this id, for what `run` names."""
 
     id: str
 
 
-class Through(Message, frozen=True, kw_only=True):
-    """Coordinator to both, and back from the one that was parked: from the next byte on the connection leads to the
-    other device. `failure` says why it does not."""
+class RelayReady(Message, frozen=True, kw_only=True):
+    """Coordinator to both, and back from the one that was waiting for a relay: from the next byte on the connection
+    leads to the other device. `failure` says why it does not."""
 
     failure: str = ""
 
 
-class Strand(Message, frozen=True, kw_only=True):
+class StreamHello(Message, frozen=True, kw_only=True):
     """Device to device, first on each of several connections that are one link."""
 
-    braid: str
+    stream_group: str
     """Which link: a random name."""
     number: int
     of: int
 
 
-RelayMessage = Park | Reach | Through | Strand
+RelayMessage = RelayWait | RelayConnect | RelayReady | StreamHello

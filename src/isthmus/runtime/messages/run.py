@@ -9,8 +9,8 @@ import msgspec
 from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.events import Parcel
 from isthmus.protocol.finite import NonFinite
-from isthmus.protocol.recovery import Holding
-from isthmus.protocol.shortage import MemoryPeak, Shortage
+from isthmus.protocol.memory_shortage import MemoryPeak, MemoryShortage
+from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.work import Item
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.message import Message
@@ -56,17 +56,17 @@ class Credit(Message, frozen=True, kw_only=True):
 # Device to coordinator
 
 
-class Join(Message, frozen=True, kw_only=True):
+class JoinRun(Message, frozen=True, kw_only=True):
     """First on a connection for a run: which device this is, and where it listens for others."""
 
     device: str
     host: str
     port: int
-    holdings: tuple[Holding, ...] = ()
+    holdings: tuple[StateHolding, ...] = ()
     """Of one that was here before: what it still has in memory."""
 
 
-class Way(msgspec.Struct, frozen=True, kw_only=True):
+class PeerPath(msgspec.Struct, frozen=True, kw_only=True):
     """How a device got to another one."""
 
     device: str
@@ -79,9 +79,9 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadyMessage(Message, frozen=True, kw_only=True):
-    """The stage, its weights and its links are in place. `ways`: to those devices that this one has dialled."""
+    """The stage, its weights and its links are in place. `paths`: to those devices that this one has dialled."""
 
-    ways: tuple[Way, ...] = ()
+    paths: tuple[PeerPath, ...] = ()
     notes: tuple[Annotated[str, msgspec.Meta(max_length=400)], ...] = ()
     """For people: how the stage computes."""
 
@@ -110,7 +110,7 @@ class Failed(Message, frozen=True, kw_only=True):
     failure: StepFailure | None = None
     """Of a step, by the job's model or data, or for want of memory: the device can go on with another stage, or try
     again."""
-    shortage: Shortage | None = None
+    shortage: MemoryShortage | None = None
     """What the device lacked, if that was memory."""
     starts_again: bool = False
     """Whether a new process of the device may do better: as after an error of a driver."""
@@ -127,7 +127,7 @@ class AssignMessage(Message, frozen=True, kw_only=True):
     assignment: Assignment
 
 
-class Weights(Message, frozen=True, kw_only=True):
+class WeightsMessage(Message, frozen=True, kw_only=True):
     """Values of the stage's variables and optimizer state, by the module's own names."""
 
     own: frozenset[str] = frozenset()
@@ -143,6 +143,17 @@ class HaltMessage(Message, frozen=True, kw_only=True):
 
 
 RunMessage = (
-    Hello | ParcelMessage | PartsMessage | Credit | Join | ReadyMessage | ReportMessage | Failed | Heartbeat
-    | AssignMessage | Weights | OpenMessage | HaltMessage
-)  # fmt: skip
+    Hello
+    | ParcelMessage
+    | PartsMessage
+    | Credit
+    | JoinRun
+    | ReadyMessage
+    | ReportMessage
+    | Failed
+    | Heartbeat
+    | AssignMessage
+    | WeightsMessage
+    | OpenMessage
+    | HaltMessage
+)

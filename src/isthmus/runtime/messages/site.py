@@ -1,4 +1,4 @@
-"""What a coordinator and a site say to each other besides turns: a site has one client, and its data stay there."""
+"""What a coordinator and a site say to each other besides phases: a site has one client, and its data stay there."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from isthmus.federated.offer import Offer
-from isthmus.protocol.federated_events import NONE, Turn
+from isthmus.federated.task_spec import TaskSpec
+from isthmus.protocol.federated_events import NONE, PhaseId
 from isthmus.runtime.messages.message import Message
 
 
-class OfferMessage(Message, frozen=True, kw_only=True):
+class TaskMessage(Message, frozen=True, kw_only=True):
     """To the site, first: what is to be trained. The site compares it with what its owner allows."""
 
-    offer: Offer
+    task_spec: TaskSpec
 
 
-class EnrolledMessage(Message, frozen=True, kw_only=True):
+class RegisteredMessage(Message, frozen=True, kw_only=True):
     """To the coordinator: the site takes part, with so many samples."""
 
     samples: Annotated[int, Meta(ge=1, lt=1 << 40)]
@@ -26,7 +26,7 @@ class EnrolledMessage(Message, frozen=True, kw_only=True):
 class UpdateMessage(Message, frozen=True, kw_only=True):
     """To the coordinator: what the site's client returned; the tensors are its values."""
 
-    turn: Turn
+    phase: PhaseId
     seconds: float
     weight: float | None = None
     state: int = NONE
@@ -35,4 +35,4 @@ class UpdateMessage(Message, frozen=True, kw_only=True):
     """Its state of before was lost: it went on with that of a new client."""
 
 
-SiteMessage = OfferMessage | EnrolledMessage | UpdateMessage
+SiteMessage = TaskMessage | RegisteredMessage | UpdateMessage

@@ -13,7 +13,7 @@ import torch
 
 from isthmus.graph.allowlist import ALLOWED
 
-PROTOCOL = 14
+PROTOCOL = 15
 """Of the messages. Raised whenever one of them changes."""
 _PROCESSORS = {"amd64": "x86_64", "arm64": "aarch64"}
 
@@ -31,9 +31,12 @@ class Versions(msgspec.Struct, frozen=True):
 def versions_here() -> Versions:
     machine = platform.machine().lower()
     return Versions(
-        protocol=PROTOCOL, torch=str(torch.__version__), operators=_operators(),
-        processor=_PROCESSORS.get(machine, machine), byteorder=sys.byteorder,
-    )  # fmt: skip
+        protocol=PROTOCOL,
+        torch=str(torch.__version__),
+        operators=_operators(),
+        processor=_PROCESSORS.get(machine, machine),
+        byteorder=sys.byteorder,
+    )
 
 
 def mismatch(coordinator: Versions, device: Versions) -> str | None:

@@ -31,27 +31,27 @@ class Forked:
         """Each copy calls its function with the address. Under `logs` goes what it writes to standard error."""
         logs.mkdir(parents=True, exist_ok=True)
         self._pids: dict[str, int] = {}
-        self._leashes: dict[str, int] = {}
+        self._parent_pipes: dict[str, int] = {}
         self._codes: dict[str, int] = {}
         self._logs = {name: logs / f"{name}.log" for name in names}
         gc.freeze()  # collecting in a copy would write to every page
         for name, act in names.items():
-            end, leash = os.pipe()
+            end, parent_pipe = os.pipe()
             pid = os.fork()
             if not pid:
-                os.close(leash)
-                for other in self._leashes.values():  # else a copy would keep its siblings alive
+                os.close(parent_pipe)
+                for other in self._parent_pipes.values():  # else a copy would keep its siblings alive
                     os.close(other)
                 end_after(partial(_live, act, end, self._logs[name]))
             os.close(end)
-            self._pids[name], self._leashes[name] = pid, leash
+            self._pids[name], self._parent_pipes[name] = pid, parent_pipe
         gc.unfreeze()
 
     def begin(self, address: str) -> None:
         """Tell all of them."""
-        for leash in self._leashes.values():
+        for parent_pipe in self._parent_pipes.values():
             with contextlib.suppress(BrokenPipeError):
-                os.write(leash, address.encode() + b"\n")
+                os.write(parent_pipe, address.encode() + b"\n")
 
     def ended(self) -> dict[str, str]:
         """Those that have ended other than well, and how."""
@@ -84,11 +84,11 @@ class Forked:
             for name in self._pids.keys() - self._codes.keys():
                 os.kill(self._pids[name], number)
             self._wait(2.0)
-        for leash in self._leashes.values():
-            os.close(leash)
+        for parent_pipe in self._parent_pipes.values():
+            os.close(parent_pipe)
 
-    def _wait(self, patience_s: float) -> None:
-        deadline_s = time.monotonic() + patience_s
+    def _wait(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
         while (left := self._pids.keys() - self._codes.keys()) and time.monotonic() < deadline_s:
             for name in left:
                 self._look(name)
@@ -142,7 +142,7 @@ def _read(answer: bytes) -> int:
     return int(answer)
 
 
-def _live(act: Callable[[str], None], leash: int, log: Path) -> None:
+def _live(act: Callable[[str], None], parent_pipe: int, log: Path) -> None:
     """What the copy does with its life."""
     os.setpgid(0, 0)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -152,11 +152,11 @@ def _live(act: Callable[[str], None], leash: int, log: Path) -> None:
     os.dup2(output, 1)  # stdout is the parent's data
     address = bytearray()
     while not address.endswith(b"\n"):
-        read = os.read(leash, 256)
+        read = os.read(parent_pipe, 256)
         if not read:
             return  # nobody is left to work for
         address += read
-    threading.Thread(target=_end_with, args=(leash,), name="leash", daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent_pipe,), name="parent_pipe", daemon=True).start()
     act(address.decode().strip())
 
 
@@ -179,7 +179,7 @@ def end_after(live: Callable[[], None]) -> NoReturn:
         os._exit(code)
 
 
-def _end_with(leash: int) -> None:
-    while os.read(leash, 4096):
+def _end_with(parent_pipe: int) -> None:
+    while os.read(parent_pipe, 4096):
         pass
     os._exit(PeerError.exit_code)

@@ -14,10 +14,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from isthmus.runtime.processes.births import Child, Nursery
+from isthmus.runtime.processes.fork_server import ForkedProcess, ForkServer
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where a device process runs: a command in front of it (a namespace, say), and how it talks to others."""
 
     prefix: tuple[str, ...] = ()
@@ -76,47 +76,57 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 class Launcher:
     """Device processes, by device name. A context manager: on leaving, whatever still runs is ended.
 
-    They are forked from one process per place that has imported what they need (`nursery`). They hold the other end of
-    a pipe each, so they end with this one even when it is killed. They have process groups of their own: Ctrl-C
+    They are forked from one process per place that has imported what they need (`fork_server`). They hold the other
+    end of a pipe each, so they end with this one even when it is killed. They have process groups of their own: Ctrl-C
     reaches the coordinator alone, which halts them.
     """
 
     def __init__(
-        self, coordinator: str, run: str, *, patience_s: float = 60.0, threads: int = 1, logs: Path | None = None
-    ) -> None:  # fmt: skip
+        self, coordinator: str, run: str, *, timeout_s: float = 60.0, threads: int = 1, logs: Path | None = None
+    ) -> None:
         """`coordinator` is HOST:PORT as the devices reach it; under `logs` goes what they write to standard error."""
         self._coordinator = coordinator
         self._run = run
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._logs = logs
-        self._nurseries: dict[tuple[str, ...], Nursery] = {}
-        self._children: dict[str, Child] = {}
+        self._fork_servers: dict[tuple[str, ...], ForkServer] = {}
+        self._children: dict[str, ForkedProcess] = {}
         self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
 
-    def start(self, device: str, place: Place, stages: int = 1) -> None:
-        """Start its process, which takes so many stages at once. One of it that still runs is ended; its log goes on.
-        """
+    def start(self, device: str, place: ProcessPlace, stages: int = 1) -> None:
+        """Start its process, which takes so many stages at once. One of it that still runs is ended; its log goes
+        on."""
         before = self._children.get(device)
         if before is not None:
             before.signal(signal.SIGKILL)
             before.let_go()
             _wait([before], 2.0)
         arguments = [
-            "--coordinator", self._coordinator, "--device", device, "--patience", str(self._patience_s), "--leash",
-            "--stages", str(stages), *place.options(),
-        ]  # fmt: skip
+            "--coordinator",
+            self._coordinator,
+            "--device",
+            device,
+            "--timeout",
+            str(self._timeout_s),
+            "--parent-pipe",
+            "--stages",
+            str(stages),
+            *place.options(),
+        ]
         with contextlib.ExitStack() as stack:
             mode = "wb" if before is None else "ab"
             log = stack.enter_context(self._log(device).open(mode)).fileno() if self._logs is not None else None
-            nursery = self._nursery((*place.prefix, sys.executable, *place.safety()), log)
-            self._children[device] = nursery.bear(arguments, f"isthmus device {device}", self._run, place.data, log)
+            fork_server = self._fork_server((*place.prefix, sys.executable, *place.safety()), log)
+            self._children[device] = fork_server.spawn(
+                arguments, f"isthmus device {device}", self._run, place.data, log
+            )
 
-    def _nursery(self, command: tuple[str, ...], log: int | None) -> Nursery:
-        if command not in self._nurseries or self._nurseries[command].gone:
-            self._nurseries[command] = Nursery(command, self._environment, log)
-        return self._nurseries[command]
+    def _fork_server(self, command: tuple[str, ...], log: int | None) -> ForkServer:
+        if command not in self._fork_servers or self._fork_servers[command].gone:
+            self._fork_servers[command] = ForkServer(command, self._environment, log)
+        return self._fork_servers[command]
 
     def running(self, device: str) -> bool:
         return device in self._children and self._children[device].poll() is None
@@ -151,7 +161,7 @@ class Launcher:
         self.end(halted=kind is None)
 
     def end(self, *, halted: bool = True) -> None:
-        """End whatever still runs. Whoever was told to halt gets the time to do so."""
+        """End whatever still runs. Whoever was asked to halt gets the time to do so."""
         children = list(self._children.values())
         if halted:
             _wait(children, 5.0)
@@ -161,12 +171,12 @@ class Launcher:
             _wait(children, 2.0)
         for child in children:
             child.let_go()
-        for nursery in self._nurseries.values():
-            nursery.end()
+        for fork_server in self._fork_servers.values():
+            fork_server.end()
 
 
-def _wait(children: Sequence[Child], patience_s: float) -> None:
+def _wait(children: Sequence[ForkedProcess], timeout_s: float) -> None:
     """For all of them together."""
-    deadline_s = time.monotonic() + patience_s
+    deadline_s = time.monotonic() + timeout_s
     while any(child.lives() for child in children) and time.monotonic() < deadline_s:
         time.sleep(0.005)

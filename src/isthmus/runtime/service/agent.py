@@ -15,33 +15,33 @@ from typing import Protocol
 import msgspec
 
 from isthmus.errors import PeerError, UserError
-from isthmus.plain import MOST_SHOWN, plain
 from isthmus.runtime.identity import Identity, Party, Ticket
 from isthmus.runtime.identity.files import private_folder, write_private
 from isthmus.runtime.identity.keys import REJOIN
-from isthmus.runtime.messages.data import Compare, Describe, Described
-from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.data import CompareData, DataDescribed, DescribeData
 from isthmus.runtime.messages.fleet import (
     MOST_HARDWARE,
-    Disengage,
-    Dismissed,
-    Ended,
-    Engage,
-    Present,
+    DevicePresent,
+    ProcessEnded,
+    Rejected,
     Renew,
     Renewed,
+    StartRun,
+    StopRun,
     Welcome,
 )
-from isthmus.runtime.messages.probe import Compute, Expect, Measure
+from isthmus.runtime.messages.probe import ExpectDial, MeasureLink, MeasureSpeed
 from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.messages.versions import versions_here
-from isthmus.runtime.processes.launcher import Launcher, Place
-from isthmus.runtime.service.comparing import DataAnswers
-from isthmus.runtime.service.joining import Dismissal, join
-from isthmus.runtime.service.probing import compute_speed, expect_probe, measure_link
+from isthmus.runtime.processes.launcher import Launcher, ProcessPlace
+from isthmus.runtime.service.data_answers import DataAnswers
+from isthmus.runtime.service.device_probe import compute_speed, expect_probe, measure_link
+from isthmus.runtime.service.enrollment import Dismissal, join
 from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
 from isthmus.runtime.transport.lanes import SendLane
-from isthmus.runtime.transport.reaching import Reacher
+from isthmus.runtime.transport.rendezvous import PeerDialer
+from isthmus.sanitize import MOST_SHOWN, sanitize
 
 RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 """Waits between attempts to reach the coordinator; the last one again and again."""
@@ -61,10 +61,10 @@ class Membership(msgspec.Struct, frozen=True):
     """The SHA-256 of its authority's certificate, in hexadecimal; empty for one that was kept without."""
 
 
-def join_fleet(ticket: Ticket, folders: Mapping[str, Path], patience_s: float) -> dict[str, Membership]:
+def join_fleet(ticket: Ticket, folders: Mapping[str, Path], timeout_s: float) -> dict[str, Membership]:
     """Redeem a ticket for the devices of a machine, by name: afterwards the folder of each holds key, certificate and
     membership. PeerError, UserError."""
-    answered = join(ticket, {name: Identity.made(folder) for name, folder in folders.items()}, patience_s)
+    answered = join(ticket, {name: Identity.made(folder) for name, folder in folders.items()}, timeout_s)
     others = tuple(a for a in ticket.addresses if a != answered)
     found = {name: Membership(name, (answered, *others), ticket.fingerprint.hex()) for name in folders}
     for name, membership in found.items():
@@ -91,32 +91,39 @@ def membership_in(folder: Path) -> Membership | None:
     return found
 
 
-class Workshop(Protocol):
+class RunStarter(Protocol):
     """Works for runs in this process, in place of a process for each of them."""
 
-    def engage(self, call: Engage, coordinator: tuple[str, int]) -> None: ...
-    def disengage(self, run: str) -> None: ...
+    def start_run(self, call: StartRun, coordinator: tuple[str, int]) -> None: ...
+    def stop_run(self, run: str) -> None: ...
     def end(self) -> None: ...
 
 
 class Agent:
-    """One device, for as long as `run` runs. `say` is told one line for whatever a person may want to know."""
+    """One device, for as long as `run` runs. `log` gets one line for whatever a person may want to know."""
 
     def __init__(
-        self, folder: Path, membership: Membership, place: Place, *, patience_s: float, say: Callable[[str], None],
-        workshop: Workshop | None = None, retries_s: Sequence[float] = RETRY_S,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        membership: Membership,
+        place: ProcessPlace,
+        *,
+        timeout_s: float,
+        log: Callable[[str], None],
+        run_starter: RunStarter | None = None,
+        retries_s: Sequence[float] = RETRY_S,
+    ) -> None:
         """`place` says where this device listens for others; without a host, at the address that leads to the
         coordinator. Its identity is set here."""
         self._folder = folder
         self._identity = Identity(folder)
         self._membership = membership
         self._place = place
-        self._data = DataAnswers(say)
-        self._patience_s = patience_s
-        self._beat_s = patience_s / 4
-        self._say = say
-        self._workshop = workshop
+        self._data = DataAnswers(log)
+        self._timeout_s = timeout_s
+        self._beat_s = timeout_s / 4
+        self._log = log
+        self._run_starter = run_starter
         self._retries_s = retries_s
         self._work: tuple[str, Launcher] | None = None
         self._close_door: Callable[[], None] = lambda: None
@@ -142,8 +149,8 @@ class Agent:
                     self._over.wait(wait_s)
         finally:
             self._end_work(halted=False)
-            if self._workshop is not None:
-                self._workshop.end()
+            if self._run_starter is not None:
+                self._run_starter.end()
 
     def stop(self) -> None:
         self._over.set()
@@ -152,7 +159,7 @@ class Agent:
         now_s = time.monotonic()
         if text != self._complaint or now_s - self._complained_s >= REMIND_S:
             self._complaint, self._complained_s = text, now_s
-            self._say(text)
+            self._log(text)
 
     def _outdated(self) -> str:
         """What a coordinator that refuses an old certificate does not say: it hangs up on whoever has no good one."""
@@ -174,14 +181,16 @@ class Agent:
     def _take_part(self) -> None:
         """One connection, until it ends."""
         channel, address = self._connected()
-        lane = SendLane(channel, patience_s=self._patience_s, on_error=lambda _: channel.close())
-        lane.put(Present(
-            run="", versions=versions_here(), hardware=self._place.hardware[:MOST_HARDWARE], working=self._working
-        ))  # fmt: skip
+        lane = SendLane(channel, timeout_s=self._timeout_s, on_error=lambda _: channel.close())
+        lane.put(
+            DevicePresent(
+                run="", versions=versions_here(), hardware=self._place.hardware[:MOST_HARDWARE], working=self._working
+            )
+        )
         gone = threading.Event()
         threading.Thread(target=self._beat, args=(channel, lane, gone), name="heartbeat", daemon=True).start()
         try:
-            while (received := channel.receive(_only_coordinator, idle_s=self._patience_s)) is not None:
+            while (received := channel.receive(_only_coordinator, idle_s=self._timeout_s)) is not None:
                 self._follow(received[0], address, lane)
             if not self._over.is_set():
                 raise PeerError("coordinator: closed the connection")
@@ -196,9 +205,14 @@ class Agent:
         for host, port in self._membership.coordinators:
             try:
                 channel = dial(
-                    host, port, "coordinator", self._patience_s, identity=self._identity,
-                    expected=Party("coordinator", ""), most_header_bytes=MAX_ASSIGNMENT_BYTES,
-                )  # fmt: skip
+                    host,
+                    port,
+                    "coordinator",
+                    self._timeout_s,
+                    identity=self._identity,
+                    expected=Party("coordinator", ""),
+                    most_header_bytes=MAX_ASSIGNMENT_BYTES,
+                )
             except PeerError as e:
                 failures.append(str(e))
             else:
@@ -208,7 +222,7 @@ class Agent:
     def _beat(self, channel: SocketChannel, lane: SendLane, gone: threading.Event) -> None:
         """Also renews the certificate, and tells of a process that ended."""
         beaten_s = asked_s = 0.0
-        told: tuple[Launcher | None, dict[str, str]] = (None, {})
+        reported: tuple[Launcher | None, dict[str, str]] = (None, {})
         while not gone.wait(TICK_S):
             now_s = time.monotonic()
             if self._over.is_set():
@@ -216,84 +230,86 @@ class Agent:
             if now_s - beaten_s >= self._beat_s:
                 beaten_s = now_s
                 lane.put(Heartbeat(run=""))
-            if now_s - asked_s >= self._patience_s and self._identity.is_due(time.time()):
+            if now_s - asked_s >= self._timeout_s and self._identity.is_due(time.time()):
                 asked_s = now_s
                 lane.put(Renew(run="", request=self._identity.request()))
             with self._lock:
                 work = self._work
                 how = work[1].ended() if work is not None else {}
-            if work is not None and (work[1], how) != told:  # a process may end as the one before it did
-                told = (work[1], how)
+            if work is not None and (work[1], how) != reported:  # a process may end as the one before it did
+                reported = (work[1], how)
                 if how:
-                    lane.put(Ended(run=work[0], how=how[self._membership.name]))
+                    lane.put(ProcessEnded(run=work[0], how=how[self._membership.name]))
 
     def _follow(self, message: AnyMessage, coordinator: tuple[str, int], lane: SendLane) -> None:
         match message:
-            case Welcome(device=device, patience_s=patience_s, idle=idle):
-                self._beat_s = min(self._patience_s, patience_s) / 4
+            case Welcome(device=device, timeout_s=timeout_s, idle=idle):
+                self._beat_s = min(self._timeout_s, timeout_s) / 4
                 self._failed, self._complaint = 0, ""
-                waits = f", and waits: {plain(idle)[:MOST_SHOWN]}" if idle else ""
-                self._say(f"in the fleet as {device} ({self._identity.id}){waits}")
-            case Dismissed(reason=reason):
-                raise Dismissal(f"coordinator: {plain(reason)[:MOST_SHOWN]}")
+                waits = f", and waits: {sanitize(idle)[:MOST_SHOWN]}" if idle else ""
+                self._log(f"in the fleet as {device} ({self._identity.id}){waits}")
+            case Rejected(reason=reason):
+                raise Dismissal(f"coordinator: {sanitize(reason)[:MOST_SHOWN]}")
             case Renewed(certificate=certificate):
                 self._identity.keep(certificate, self._identity.authority_der())
-            case Engage() if self._workshop is not None:
-                self._workshop.engage(message, coordinator)
-            case Disengage(run=run) if self._workshop is not None:
-                self._workshop.disengage(run)
-            case Engage(run=run):
+            case StartRun() if self._run_starter is not None:
+                self._run_starter.start_run(message, coordinator)
+            case StopRun(run=run) if self._run_starter is not None:
+                self._run_starter.stop_run(run)
+            case StartRun(run=run):
                 if self._working == run:
                     return  # for a coordinator that was started again, or has not seen it come back
                 self._end_work()
                 self._close_door()
                 self._begin_work(message, coordinator)
-            case Disengage(run=run):
+            case StopRun(run=run):
                 if self._work is not None and self._work[0] == run:
                     self._end_work()
-                    self._say("the run is over")
-            case Expect():
+                    self._log("the run is over")
+            case ExpectDial():
                 self._close_door()  # its port may be the same
-                there, self._close_door = expect_probe(message, self._reacher(coordinator), self._placed(coordinator))
+                there, self._close_door = expect_probe(message, self._dialer(coordinator), self._placed(coordinator))
                 lane.put(there)
-            case Measure():
-                self._beside(lambda: lane.put(measure_link(message, self._reacher(coordinator))))
-            case Compute():
+            case MeasureLink():
+                self._beside(lambda: lane.put(measure_link(message, self._dialer(coordinator))))
+            case MeasureSpeed():
                 # A site computes its own model alone.
-                asked = message if self._workshop is None else msgspec.structs.replace(message, trial=None)
+                asked = message if self._run_starter is None else msgspec.structs.replace(message, trial=None)
                 self._beside(lambda: lane.put(compute_speed(asked, self._place)))
-            case Describe() if self._workshop is None:
+            case DescribeData() if self._run_starter is None:
                 self._beside(lambda: lane.put(self._data.describe(message, self._placed(coordinator))))
-            case Compare() if self._workshop is None:
+            case CompareData() if self._run_starter is None:
                 lane.put(self._data.compare(message, self._identity.data_key()))
-            case Describe() | Compare():
-                lane.put(Described(run=message.run, failure="a site of federated jobs, which describes no data"))
+            case DescribeData() | CompareData():
+                lane.put(DataDescribed(run=message.run, failure="a site of federated jobs, which describes no data"))
             case _:
                 pass
 
-    def _reacher(self, coordinator: tuple[str, int]) -> Reacher:
-        return Reacher(coordinator=coordinator, identity=self._identity, patience_s=self._patience_s)
+    def _dialer(self, coordinator: tuple[str, int]) -> PeerDialer:
+        return PeerDialer(coordinator=coordinator, identity=self._identity, timeout_s=self._timeout_s)
 
     def _beside(self, act: Callable[[], None]) -> None:
         """Not in the thread that listens to the coordinator."""
         threading.Thread(target=act, name="probe", daemon=True).start()
 
-    def _placed(self, coordinator: tuple[str, int]) -> Place:
+    def _placed(self, coordinator: tuple[str, int]) -> ProcessPlace:
         return msgspec.structs.replace(
-            self._place, host=self._place.host or local_address(*coordinator), identity=self._folder.absolute(),
+            self._place,
+            host=self._place.host or local_address(*coordinator),
+            identity=self._folder.absolute(),
             data=self._place.data or private_folder(self._folder / "no-data"),
-        )  # fmt: skip
+        )
 
-    def _begin_work(self, call: Engage, coordinator: tuple[str, int]) -> None:
+    def _begin_work(self, call: StartRun, coordinator: tuple[str, int]) -> None:
         place = self._placed(coordinator)
         host, port = coordinator
         launcher = Launcher(
-            f"{host}:{port}", call.run, patience_s=call.patience_s, threads=call.threads, logs=self._folder / "logs"
+            f"{host}:{port}", call.run, timeout_s=call.timeout_s, threads=call.threads, logs=self._folder / "logs"
         )
         launcher.start(self._membership.name, place, call.stages)
         with self._lock:
             self._work = (call.run, launcher)
-        self._say(f"at work; log {self._folder / 'logs'}")
+        self._log(f"at work; log {self._folder / 'logs'}")
 
     def _end_work(self, *, halted: bool = True) -> None:
         """Whoever was halted gets the time to end."""
@@ -315,7 +331,17 @@ def local_address(host: str, port: int) -> str:
 
 def _only_coordinator(message: AnyMessage) -> None:
     expected = (
-        Heartbeat | Welcome | Dismissed | Renewed | Engage | Disengage | Expect | Measure | Compute | Describe | Compare
+        Heartbeat
+        | Welcome
+        | Rejected
+        | Renewed
+        | StartRun
+        | StopRun
+        | ExpectDial
+        | MeasureLink
+        | MeasureSpeed
+        | DescribeData
+        | CompareData
     )
     if not isinstance(message, expected) or message.tensors:
         raise PeerError(f"sent {type(message).__name__}, which is nothing for a device without work")

@@ -10,16 +10,16 @@ from pathlib import Path
 
 from isthmus.errors import IsthmusError, PeerError
 from isthmus.runtime.identity import Identity, Party, Ticket
-from isthmus.runtime.messages.fleet import Dismissed, Present
+from isthmus.runtime.messages.fleet import DevicePresent, Rejected
 from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.service.agent import Membership, membership_in
-from isthmus.runtime.service.joining import fetch_authority
+from isthmus.runtime.service.enrollment import fetch_authority
 from isthmus.runtime.service.machine import Finding
 from isthmus.runtime.transport.channel import SocketChannel, connected
 from isthmus.runtime.transport.secure import secure_dialled, secure_unknown
 
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 
 
 class _Trouble(Exception):
@@ -54,18 +54,19 @@ def _device(folder: Path) -> Iterator[Finding]:
     left_s = identity.expires_s() - time.time()
     if left_s <= 0:
         raise _Trouble(
-            "clock", f"by this machine's clock the certificate ended {-left_s / 3600:.1f} hours ago",
+            "clock",
+            f"by this machine's clock the certificate ended {-left_s / 3600:.1f} hours ago",
             "compare the clock (`date`) with the coordinator's; if it is right, join again with a new ticket",
-        )  # fmt: skip
+        )
     yield Finding("clock", True, f"the certificate is good for {left_s / 3600:.1f} hours")
     host, port, findings = _reached(membership.coordinators)
     yield from findings
     try:
-        connection = connected(host, port, "coordinator", PATIENCE_S)
+        connection = connected(host, port, "coordinator", TIMEOUT_S)
         secured = secure_dialled(connection, identity, Party("coordinator", ""))
     except PeerError as e:
         raise _tls_trouble(e) from None
-    channel = SocketChannel(secured, "coordinator", PATIENCE_S)
+    channel = SocketChannel(secured, "coordinator", TIMEOUT_S)
     try:
         yield Finding("TLS", True, "both sides are of the same fleet")
         yield _welcome(channel)
@@ -94,8 +95,8 @@ def _ticket(ticket: Ticket) -> Iterator[Finding]:
     host, port, findings = _reached(ticket.addresses)
     yield from findings
     try:
-        authority = fetch_authority(connected(host, port, "coordinator", PATIENCE_S), ticket, PATIENCE_S)
-        secure_unknown(connected(host, port, "coordinator", PATIENCE_S), ssl.DER_cert_to_PEM_cert(authority)).close()
+        authority = fetch_authority(connected(host, port, "coordinator", TIMEOUT_S), ticket, TIMEOUT_S)
+        secure_unknown(connected(host, port, "coordinator", TIMEOUT_S), ssl.DER_cert_to_PEM_cert(authority)).close()
     except (OSError, PeerError) as e:
         raise _tls_trouble(e) from None
     yield Finding("TLS", True, "the coordinator is of the ticket's fleet")
@@ -111,7 +112,7 @@ def _reached(addresses: tuple[tuple[str, int], ...]) -> tuple[str, int, list[Fin
             trouble = _Trouble("name", f"{host}: {e}", "check the name and this machine's DNS, or give an address")
             continue
         try:
-            connected(host, port, "coordinator", PATIENCE_S).close()
+            connected(host, port, "coordinator", TIMEOUT_S).close()
         except PeerError as e:
             remedy = "is `isthmus serve` running there, does it listen on that address (--host), is the port open?"
             trouble = _Trouble("port", e, remedy)
@@ -134,13 +135,13 @@ def _welcome(channel: SocketChannel) -> Finding:
     """What the coordinator makes of us. A device at work is not disturbed: the newest connection counts, and the
     device comes back by itself."""
     try:
-        channel.send(Present(run="", versions=versions_here()))
-        while (received := channel.receive(idle_s=PATIENCE_S)) is not None and isinstance(received[0], Heartbeat):
+        channel.send(DevicePresent(run="", versions=versions_here()))
+        while (received := channel.receive(idle_s=TIMEOUT_S)) is not None and isinstance(received[0], Heartbeat):
             pass
     except PeerError as e:
         raise _tls_trouble(e) from None
     answer = received[0] if received is not None else None
-    if isinstance(answer, Dismissed):
+    if isinstance(answer, Rejected):
         remedies = {
             "version": "install the same isthmus and torch on both machines",
             "membership": "join again: a new ticket and another --state folder",

@@ -107,8 +107,9 @@ class JobQueue:
             number = int(row[0])
             database.execute(
                 "UPDATE jobs SET state = 'running', began_s = ?, ended_s = NULL, detail = '', stop = 0 "
-                "WHERE number = ?", (time.time(), number),
-            )  # fmt: skip
+                "WHERE number = ?",
+                (time.time(), number),
+            )
         return msgspec.structs.replace(Submitted(*row), state="running")
 
     def runs_in(self, number: int, folder: Path) -> None:
@@ -139,8 +140,9 @@ class JobQueue:
         with self._database.changing() as database:
             state = _state(database.execute("SELECT state FROM jobs WHERE number = ?", (number,)).fetchone())
             if state == "queued":
-                database.execute("UPDATE jobs SET state = 'stopped', ended_s = ? WHERE number = ?",
-                                 (time.time(), number))  # fmt: skip
+                database.execute(
+                    "UPDATE jobs SET state = 'stopped', ended_s = ? WHERE number = ?", (time.time(), number)
+                )
             elif state == "running":
                 database.execute("UPDATE jobs SET stop = 1 WHERE number = ?", (number,))
             else:

@@ -18,25 +18,25 @@ from isthmus.accelerators import Accelerator
 from isthmus.accelerators.copies import to_device
 from isthmus.errors import IsthmusError
 from isthmus.graph import Op, Ref, StageGraph
-from isthmus.runtime.messages.probe import Column, Figure, Trial
-from isthmus.runtime.service.figures import extent
+from isthmus.runtime.messages.probe import LayerTrial, SpeedSample, SyntheticColumn
+from isthmus.runtime.service.probe_results import extent
 from isthmus.training.engine import TorchEngine
 from isthmus.training.faults import is_drivers, is_short_of_memory
 from isthmus.units import format_size
 
 ENOUGH_S = 0.5
 """The next stage, of twice the work, is not tried after one that takes this long."""
-_NOTHING = StageGraph(index=0, ops=(), columns=(), receives=(), sends=(), borrows={}, lends={})
+_NOTHING = StageGraph(index=0, ops=(), columns=(), receives=(), sends=(), shared_from={}, shared_with={})
 Timer = Callable[[Callable[[], object]], float]
 """Seconds that something takes on the accelerator."""
 
 
 def measure_layers(
-    accelerator: Accelerator, trial: Trial, seconds: Timer, offered_bytes: int | None = None
-) -> tuple[Figure | None, str]:
+    accelerator: Accelerator, trial: LayerTrial, seconds: Timer, offered_bytes: int | None = None
+) -> tuple[SpeedSample | None, str]:
     """Of the longest stage that fits and comes soon enough; and why there is no longer one, where that is no matter of
     time. `offered_bytes` is what the owner gives of the memory."""
-    found: Figure | None = None
+    found: SpeedSample | None = None
     for layers in trial.layers:
         these = extent(layers.operators, trial.operators)
         needed, free = layers.memory_bytes, _free_bytes(accelerator, offered_bytes)
@@ -48,15 +48,18 @@ def measure_layers(
             if is_drivers(e):
                 raise
             short, text = is_short_of_memory(e), " ".join(str(e).split())[:200]
-            told = "out of memory" if short else text if isinstance(e, IsthmusError) else f"{type(e).__name__}: {text}"
-            return found, f"{these}: {told}"
+            text = "out of memory" if short else text if isinstance(e, IsthmusError) else f"{type(e).__name__}: {text}"
+            return found, f"{these}: {text}"
         finally:
             gc.collect()
             accelerator.release_cached()
-        found = Figure(
-            what="layers", precision=trial.precision, operators=layers.operators, seconds=taken_s,
+        found = SpeedSample(
+            what="layers",
+            precision=trial.precision,
+            operators=layers.operators,
+            seconds=taken_s,
             flops=layers.flops.at(trial.engine.micro_batch_size),
-        )  # fmt: skip
+        )
         if taken_s >= ENOUGH_S:
             break
     return found, ""
@@ -68,7 +71,7 @@ def _free_bytes(accelerator: Accelerator, offered_bytes: int | None) -> int:
     return free if offered_bytes is None else min(free, offered_bytes)
 
 
-def _taken_s(accelerator: Accelerator, trial: Trial, stage: StageGraph, seconds: Timer) -> float:
+def _taken_s(accelerator: Accelerator, trial: LayerTrial, stage: StageGraph, seconds: Timer) -> float:
     """Of a micro-batch's forward and backward."""
     engine = TorchEngine(stage, _NOTHING, trial.engine, _MadeUp(accelerator, stage), accelerator=accelerator)
     columns = (trial.columns[name] for name in stage.columns)
@@ -82,7 +85,7 @@ def _taken_s(accelerator: Accelerator, trial: Trial, stage: StageGraph, seconds:
     return seconds(act)
 
 
-def _made_up(column: Column, size: int) -> Tensor:
+def _made_up(column: SyntheticColumn, size: int) -> Tensor:
     dtype, shape = _dtype(column.spec.dtype), column.spec.shape_at(size)
     draws = torch.Generator().manual_seed(0)
     if dtype.is_floating_point:
@@ -122,7 +125,7 @@ def _value(op: Op, device: torch.device) -> Tensor:
     return torch.randn(shape, device=device).mul_(math.prod(shape[1:]) ** -0.5).to(dtype)
 
 
-def share_of(trial: Trial, ranks: int) -> Trial:
+def share_of(trial: LayerTrial, ranks: int) -> LayerTrial:
     """What one of so many ranks computes of a micro-batch, where its graph and its size let it be shared."""
     size, rest = divmod(trial.engine.micro_batch_size, ranks)
     if rest or not trial.any_batch:

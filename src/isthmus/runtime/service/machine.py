@@ -32,9 +32,13 @@ class Finding(msgspec.Struct, frozen=True):
 def examine_machine(folders: dict[str, Path], port: int) -> list[Finding]:
     """All that is found; `folders` are those that will be written to, by what they are for. Nothing is left behind."""
     return [
-        _python(), _system(), *_libraries(), *_accelerators(), *_ports(port),
+        _python(),
+        _system(),
+        *_libraries(),
+        *_accelerators(),
+        *_ports(port),
         *(_folder(what, path) for what, path in folders.items()),
-    ]  # fmt: skip
+    ]
 
 
 def _python() -> Finding:

@@ -9,17 +9,17 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from isthmus.graph import Flow, Op, OpGraph
-from isthmus.runtime.messages.probe import MOST_OPERATORS, Attention, Product
+from isthmus.runtime.messages.probe import MOST_OPERATORS, AttentionShape, MatrixProduct
 
 Shape = Sequence[int]
 _MATRICES = ("linear", "mm", "bmm", "addmm", "baddbmm", "matmul")
 _ATTENTION = "scaled_dot_product_attention"
 
 
-def operators_of(graph: OpGraph, micro_batch_size: int) -> tuple[Product | Attention, ...]:
+def operators_of(graph: OpGraph, micro_batch_size: int) -> tuple[MatrixProduct | AttentionShape, ...]:
     """Of one micro-batch's forward: linear layers and products as matrix products, and fused attention as it is; those
     that are alike counted together, the largest first. Empty for a model without any, as of convolutions."""
-    flow, found = Flow(graph), Counter[Product | Attention]()
+    flow, found = Flow(graph), Counter[MatrixProduct | AttentionShape]()
     for op in graph.ops:
         name = op.target.removeprefix("aten.").partition(".")[0]
         if op.kind == "operator" and name in (*_MATRICES, _ATTENTION):
@@ -30,19 +30,25 @@ def operators_of(graph: OpGraph, micro_batch_size: int) -> tuple[Product | Atten
     return tuple(sorted(counted, key=lambda operator: -operator.flops)[:MOST_OPERATORS])
 
 
-def _products(name: str, shapes: Sequence[Shape], out: Shape) -> Iterator[Product]:
+def _products(name: str, shapes: Sequence[Shape], out: Shape) -> Iterator[MatrixProduct]:
     a, b = shapes[1:] if name in ("addmm", "baddbmm") else shapes[:2]
     if name == "linear":
-        yield Product(1, math.prod(a[:-1]), b[0], a[-1])
+        yield MatrixProduct(1, math.prod(a[:-1]), b[0], a[-1])
     elif len(a) >= 2 and len(b) >= 2:
-        yield Product(math.prod(out[:-2]), a[-2], b[-1], a[-1])
+        yield MatrixProduct(math.prod(out[:-2]), a[-2], b[-1], a[-1])
 
 
-def _attention(op: Op, shapes: Sequence[Shape]) -> Attention:
+def _attention(op: Op, shapes: Sequence[Shape]) -> AttentionShape:
     queries, keys, values = shapes[:3]
     named = dict(zip(("attn_mask", "dropout_p", "is_causal"), op.args[3:], strict=False)) | op.kwargs
-    return Attention(
-        batch=math.prod(queries[:-3]), heads=queries[-3] if len(queries) > 2 else 1,
-        key_heads=keys[-3] if len(keys) > 2 else 1, queries=queries[-2], keys=keys[-2], size=queries[-1],
-        value_size=values[-1], causal=named.get("is_causal") is True, masked=named.get("attn_mask") is not None,
-    )  # fmt: skip
+    return AttentionShape(
+        batch=math.prod(queries[:-3]),
+        heads=queries[-3] if len(queries) > 2 else 1,
+        key_heads=keys[-3] if len(keys) > 2 else 1,
+        queries=queries[-2],
+        keys=keys[-2],
+        size=queries[-1],
+        value_size=values[-1],
+        causal=named.get("is_causal") is True,
+        masked=named.get("attn_mask") is not None,
+    )

@@ -8,16 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from isthmus.plain import plain
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.identity.roster import Roster
-from isthmus.runtime.messages.every import AnyMessage
-from isthmus.runtime.messages.fleet import MOST_HARDWARE, Present
-from isthmus.runtime.messages.run import Way
-from isthmus.runtime.processes.interrupting import Stop
-from isthmus.runtime.service.bulletin import DeviceNews, LinkNews
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.fleet import MOST_HARDWARE, DevicePresent
+from isthmus.runtime.messages.run import PeerPath
+from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.service.status_file import DeviceStatus, LinkStatus
 from isthmus.runtime.transport.lanes import SendLane
-from isthmus.runtime.transport.relayed import RelayedLink
+from isthmus.runtime.transport.relay_status import RelayedLink
+from isthmus.sanitize import sanitize
 from isthmus.units import format_duration
 
 LOOK_S = 1.0
@@ -28,18 +28,18 @@ REVOKED = "it was revoked"
 
 
 class Presence:
-    """Devices by name; any thread. `say` is told one line for whatever a person may want to know."""
+    """Devices by name; any thread. `log` gets one line for whatever a person may want to know."""
 
-    def __init__(self, roster: Roster, say: Callable[[str], None]) -> None:
+    def __init__(self, roster: Roster, log: Callable[[str], None]) -> None:
         self._roster = roster
-        self._say = say
+        self._log = log
         self._changed = threading.Condition()
         self._lanes: dict[str, SendLane] = {}
         self._hardware: dict[str, str] = {}
         """As the devices call it."""
         self._working: dict[str, str] = {}
         """The run that a process of the device works for."""
-        self._ways: dict[str, tuple[str, tuple[Way, ...]]] = {}
+        self._ways: dict[str, tuple[str, tuple[PeerPath, ...]]] = {}
         """The run that the device works for, and how it got to others."""
         self._awaited: tuple[str, ...] = ()
 
@@ -50,7 +50,7 @@ class Presence:
 
     @property
     def awaited(self) -> tuple[str, ...]:
-        """Devices without which a run does not begin, as people are told of them."""
+        """Devices without which a run does not begin, as is shown of them."""
         return self._awaited
 
     def lane(self, device: str) -> SendLane | None:
@@ -64,11 +64,11 @@ class Presence:
                 if (lane := self._lanes.get(device)) is not None:
                     lane.put(message)
 
-    def came(self, device: str, lane: SendLane, present: Present) -> None:
+    def came(self, device: str, lane: SendLane, present: DevicePresent) -> None:
         with self._changed:
             former, self._lanes[device] = self._lanes.get(device), lane
             self._working[device] = present.working
-            self._hardware[device] = plain(present.hardware)[:MOST_HARDWARE].strip()
+            self._hardware[device] = sanitize(present.hardware)[:MOST_HARDWARE].strip()
             self._changed.notify_all()
         if former is not None:  # it has come back before we noticed that it was gone
             former.close(0.0)
@@ -96,7 +96,7 @@ class Presence:
                         reminded_s = now_s
                         since = f", for {format_duration(now_s - began_s)}" if now_s - began_s >= REMIND_S else ""
                         here = f"{len(devices) - len(missing)} here"
-                        self._say(f"waiting for {', '.join(self._awaited)} to join ({here}){since}")
+                        self._log(f"waiting for {', '.join(self._awaited)} to join ({here}){since}")
                     self._changed.wait(LOOK_S)
             finally:
                 self._awaited = ()
@@ -105,7 +105,7 @@ class Presence:
         """Those of them that are here, once there is one. As `wait_for`."""
         if not self.names & set(devices):
             self._awaited = tuple(map(self._called, devices))
-            self._say(f"waiting for one of {', '.join(self._awaited)} to join")
+            self._log(f"waiting for one of {', '.join(self._awaited)} to join")
         try:
             with self._changed:
                 while not (here := [d for d in devices if d in self._lanes]):
@@ -122,7 +122,7 @@ class Presence:
                 return f"{device} ({REVOKED}: a new key and a ticket bring it back)"
         return device
 
-    def engaged(self, device: str, run: str) -> None:
+    def run_started(self, device: str, run: str) -> None:
         """A process of the device is called to the run."""
         with self._changed:
             self._working[device] = run
@@ -132,10 +132,10 @@ class Presence:
         with self._changed:
             self._working[device] = ""
 
-    def linked(self, device: str, run: str, ways: Sequence[Way]) -> None:
+    def linked(self, device: str, run: str, paths: Sequence[PeerPath]) -> None:
         """How a device at work has got to others."""
         with self._changed:
-            self._ways[device] = (run, tuple(ways))
+            self._ways[device] = (run, tuple(paths))
 
     def works_for(self, device: str, run: str) -> bool:
         """Whether a process of a device that is here was called to the run, and has not ended."""
@@ -147,29 +147,35 @@ class Presence:
         with self._changed:
             return [d for d in devices if d in self._lanes and self._working.get(d) != run]
 
-    def devices(self, ids: Mapping[str, str], runs: Collection[str]) -> tuple[DeviceNews, ...]:
-        """What people are told of those that are here. `ids` are by name, `runs` go on."""
+    def devices(self, ids: Mapping[str, str], runs: Collection[str]) -> tuple[DeviceStatus, ...]:
+        """What is shown of those that are here. `ids` are by name, `runs` go on."""
         with self._changed:
             return tuple(
-                DeviceNews(
-                    name=name, id=ids.get(name, ""), hardware=self._hardware.get(name, ""),
+                DeviceStatus(
+                    name=name,
+                    id=ids.get(name, ""),
+                    hardware=self._hardware.get(name, ""),
                     working=self._working.get(name) in runs,
                 )
                 for name in sorted(self._lanes)
-            )  # fmt: skip
+            )
 
-    def links(self, relayed: Sequence[RelayedLink], runs: Collection[str]) -> tuple[LinkNews, ...]:
-        """What people are told of connections between devices at work, some of which are relayed."""
+    def links(self, relayed: Sequence[RelayedLink], runs: Collection[str]) -> tuple[LinkStatus, ...]:
+        """What is shown of connections between devices at work, some of which are relayed."""
         with self._changed:
-            ways = {d: found for d, (run, found) in self._ways.items() if run in runs and self._working.get(d) == run}
-        return tuple(_link_news(device, way, relayed) for device, found in sorted(ways.items()) for way in found)
+            paths = {d: found for d, (run, found) in self._ways.items() if run in runs and self._working.get(d) == run}
+        return tuple(_link_status(device, way, relayed) for device, found in sorted(paths.items()) for way in found)
 
 
-def _link_news(device: str, way: Way, relayed: Sequence[RelayedLink]) -> LinkNews:
+def _link_status(device: str, way: PeerPath, relayed: Sequence[RelayedLink]) -> LinkStatus:
     pair = (device, way.device)
     carried = [link for link in relayed if set(link.devices) == set(pair)] if way.relayed else []
     halves = [link.latency_s for link in carried if link.latency_s is not None]
-    return LinkNews(
-        devices=pair, relayed=way.relayed, carried_bytes=sum(link.carried_bytes for link in carried),
-        latency_s=way.latency_s if not way.relayed else max(halves, default=None), streams=way.streams, bbr=way.bbr,
-    )  # fmt: skip
+    return LinkStatus(
+        devices=pair,
+        relayed=way.relayed,
+        carried_bytes=sum(link.carried_bytes for link in carried),
+        latency_s=way.latency_s if not way.relayed else max(halves, default=None),
+        streams=way.streams,
+        bbr=way.bbr,
+    )

@@ -4,8 +4,8 @@ kernel 3, forward and backward; the batch and the images are smaller where their
 what it could do at best, in a product of two large matrices: what training reaches and that are FusionLLM's S and S*,
 and their ratio is lambda.
 
-`python -m isthmus.runtime.service.speed ACCELERATOR [BYTES]`, with how much memory its owner gives, reads a `Compute`
-from standard input and prints JSON.
+`python -m isthmus.runtime.service.speed ACCELERATOR [BYTES]`, with how much memory its owner gives, reads a
+`MeasureSpeed` from standard input and prints JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from isthmus.accelerators import Accelerator, open_accelerator
 from isthmus.job.settings import DTYPES, Precision
-from isthmus.runtime.messages.probe import Attention, Compute, Figure, Kind, Product
+from isthmus.runtime.messages.probe import AttentionShape, Kind, MatrixProduct, MeasureSpeed, SpeedSample
 from isthmus.runtime.processes.memory_limit import limit_memory, machine_memory_bytes
 from isthmus.runtime.service.layer_speed import measure_layers
 from isthmus.training.faults import is_short_of_memory
@@ -40,10 +40,10 @@ LONG_S = 2.0
 """Of something that takes longer one pass is enough."""
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class TimedWork(msgspec.Struct, frozen=True, kw_only=True):
     """As in `Computes`."""
 
-    figures: tuple[Figure, ...]
+    figures: tuple[SpeedSample, ...]
     shorter: str = ""
     peak_flops_per_s: float
     host_bytes_per_s: float = 0.0
@@ -69,9 +69,9 @@ def _pass_s(accelerator: Accelerator, act: Callable[[], object]) -> float:
     return begun.seconds_to(ended)
 
 
-def measure(accelerator: Accelerator, asked: Compute, offered_bytes: int | None = None) -> Measured:
+def measure(accelerator: Accelerator, asked: MeasureSpeed, offered_bytes: int | None = None) -> TimedWork:
     """`offered_bytes` is what its owner gives of the memory."""
-    figures: list[Figure] = []
+    figures: list[SpeedSample] = []
     shorter = ""
     memory = accelerator.memory()
     if asked.trial is not None:
@@ -87,11 +87,13 @@ def measure(accelerator: Accelerator, asked: Compute, offered_bytes: int | None 
             if not any(figure.precision == precision for figure in figures):
                 figures += measure_convolutions(accelerator, precision)
     peak_flops_per_s = max([measure_peak(accelerator), *(f.flops_per_s for f in figures if f.precision == "fp32")])
-    return Measured(
-        figures=tuple(figures), shorter=shorter, peak_flops_per_s=peak_flops_per_s,
+    return TimedWork(
+        figures=tuple(figures),
+        shorter=shorter,
+        peak_flops_per_s=peak_flops_per_s,
         host_bytes_per_s=measure_copies(accelerator) if accelerator.asynchronous else 0.0,
         memory_bytes=memory.free + memory.reserved if accelerator.asynchronous else machine_memory_bytes(),
-    )  # fmt: skip
+    )
 
 
 def conv_flops(side: int, batch: int = 1) -> int:
@@ -100,40 +102,42 @@ def conv_flops(side: int, batch: int = 1) -> int:
     return forward * (3 * LAYERS - 1)
 
 
-def measure_convolutions(accelerator: Accelerator, precision: Precision) -> list[Figure]:
+def measure_convolutions(accelerator: Accelerator, precision: Precision) -> list[SpeedSample]:
     """Passes of the largest size that is needed and fits, the best of all sizes; none where no size fits."""
-    found: list[Figure] = []
+    found: list[SpeedSample] = []
     with _where_it_fits():
         layers = [nn.Conv2d(CHANNELS, CHANNELS, KERNEL, padding=1) for _ in range(LAYERS)]
         stack = nn.Sequential(*layers).to(accelerator.device, DTYPES[precision])
         for side in SIDES:
             images = torch.randn(1, CHANNELS, side, side).to(accelerator.device, DTYPES[precision])
             taken_s = seconds(accelerator, lambda images=images: stack(images).square().mean().backward())
-            found.append(Figure(what="convolutions", precision=precision, flops=conv_flops(side), seconds=taken_s))
+            found.append(SpeedSample(what="convolutions", precision=precision, flops=conv_flops(side), seconds=taken_s))
             if taken_s >= LEAST_S:
                 break
     return sorted(found, key=lambda figure: figure.flops_per_s)[-1:]
 
 
-def measure_operators(accelerator: Accelerator, asked: Compute, precision: Precision) -> Iterator[Figure]:
+def measure_operators(accelerator: Accelerator, asked: MeasureSpeed, precision: Precision) -> Iterator[SpeedSample]:
     """A model's products, and its attention, each as often as the model has it; forward. What does not fit into memory
     is left out."""
     kinds: tuple[Kind, ...] = ("products", "attention")
     for what in kinds:
         flops, taken_s = 0, 0.0
-        for operator in (o for o in asked.operators if isinstance(o, Product) == (what == "products")):
+        for operator in (o for o in asked.operators if isinstance(o, MatrixProduct) == (what == "products")):
             with _where_it_fits():
                 one_s = seconds(accelerator, _act(accelerator, operator, DTYPES[precision]))
                 flops, taken_s = flops + operator.flops, taken_s + operator.count * one_s
         if flops:
-            yield Figure(what=what, precision=precision, flops=flops, seconds=taken_s)
+            yield SpeedSample(what=what, precision=precision, flops=flops, seconds=taken_s)
 
 
-def _act(accelerator: Accelerator, operator: Product | Attention, dtype: torch.dtype) -> Callable[[], object]:
+def _act(
+    accelerator: Accelerator, operator: MatrixProduct | AttentionShape, dtype: torch.dtype
+) -> Callable[[], object]:
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=accelerator.device).to(dtype)
 
-    if isinstance(operator, Product):
+    if isinstance(operator, MatrixProduct):
         a, b = made(operator.batch, operator.m, operator.k), made(operator.batch, operator.k, operator.n)
         return lambda: torch.bmm(a, b)
     o = operator
@@ -182,7 +186,7 @@ def measure_copies(accelerator: Accelerator) -> float:
 
 
 if __name__ == "__main__":
-    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Compute)
+    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=MeasureSpeed)
     name, offered = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None
     if wanted.trial is not None:
         importlib.import_module("torch._dynamo")  # the first optimizer does: that is not what a stage takes

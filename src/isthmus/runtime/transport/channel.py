@@ -29,11 +29,11 @@ from torch import Tensor
 from isthmus.accelerators.staging import Fill
 from isthmus.errors import PeerError
 from isthmus.runtime.identity import Identity, Party
-from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import ParcelMessage
-from isthmus.runtime.transport.attempts import Unreached
-from isthmus.runtime.transport.pacing import is_paced, round_trip_s
+from isthmus.runtime.transport.connect_retries import Unreached
 from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_dialled
+from isthmus.runtime.transport.tcp_congestion import round_trip_s, uses_bbr
 from isthmus.training.layout import check_header, receive_buffer, unpack
 
 MAGIC = b"ISTH"
@@ -124,19 +124,24 @@ def chunks(pieces: Iterable[memoryview], size: int = CHUNK_BYTES) -> Iterator[me
 
 
 class SocketChannel:
-    """A channel over a connected stream. `patience_s` bounds every wait for progress within a frame."""
+    """A channel over a connected stream. `timeout_s` bounds every wait for progress within a frame."""
 
     def __init__(
-        self, connection: Connection, other: str, patience_s: float = 60.0, *, party: Party | None = None,
+        self,
+        connection: Connection,
+        other: str,
+        timeout_s: float = 60.0,
+        *,
+        party: Party | None = None,
         most_header_bytes: int = MAX_HEADER_BYTES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`party` is whoever the connection was authenticated to, None where it was not. Headers that are larger than
         `most_header_bytes` are refused before they are received."""
         self.other = other
         self.party = party
         self._most_header_bytes = most_header_bytes
         self.began_s = 0.0
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._socket = connection
         # A timeout belongs to a socket object: were there one only, the endless wait for the next frame in the
         # receiving thread would lift the deadline of a send. Both have one always, as blocking mode is shared.
@@ -146,8 +151,8 @@ class SocketChannel:
         self._closed = threading.Event()
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.settimeout(patience_s)
-        self._incoming.settimeout(patience_s)
+        self._socket.settimeout(timeout_s)
+        self._incoming.settimeout(timeout_s)
 
     @property
     def latency_s(self) -> float | None:
@@ -159,7 +164,7 @@ class SocketChannel:
     @property
     def bbr(self) -> bool:
         """Whether this end sends by it."""
-        return is_paced(self._socket)
+        return uses_bbr(self._socket)
 
     def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
         pieces = frame(message, payload)
@@ -182,7 +187,7 @@ class SocketChannel:
         try:
             sent = self._socket.sendmsg(pieces)
         except TimeoutError:
-            raise PeerError(f"{self.other}: took nothing for {self._patience_s:g} s") from None
+            raise PeerError(f"{self.other}: took nothing for {self._timeout_s:g} s") from None
         except OSError as e:
             raise PeerError(f"{self.other}: connection lost while sending: {e.strerror or e}") from None
         self._sent += sent
@@ -232,9 +237,9 @@ class SocketChannel:
         got = None
         while got is None:
             try:
-                self._incoming.settimeout(self._patience_s if idle_s is None else idle_s)
+                self._incoming.settimeout(self._timeout_s if idle_s is None else idle_s)
                 got = self._incoming.recv_into(prefix)
-                self._incoming.settimeout(self._patience_s)
+                self._incoming.settimeout(self._timeout_s)
             except TimeoutError:
                 if idle_s is not None:
                     raise PeerError(f"silent for {idle_s:g} s") from None
@@ -256,8 +261,7 @@ class SocketChannel:
                 got = self._incoming.recv_into(buffer[at : at + CHUNK_BYTES])
             except TimeoutError:
                 raise PeerError(
-                    f"stalled for {self._patience_s:g} s in the middle of a frame, "
-                    f"{self._missing} bytes short"
+                    f"stalled for {self._timeout_s:g} s in the middle of a frame, {self._missing} bytes short"
                 ) from None
             except OSError as e:
                 raise PeerError(f"connection lost in the middle of a frame: {e.strerror or e}") from None
@@ -302,29 +306,35 @@ def _check(message: AnyMessage, payload_bytes: int, guard: Guard | None) -> None
         guard(message)
 
 
-def connected(host: str, port: int, other: str, patience_s: float) -> socket.socket:
-    """A socket to whoever listens there. Unreached when nobody answers within `patience_s`."""
+def connected(host: str, port: int, other: str, timeout_s: float) -> socket.socket:
+    """A socket to whoever listens there. Unreached when nobody answers within `timeout_s`."""
     try:
-        return socket.create_connection((host, port), timeout=patience_s)
+        return socket.create_connection((host, port), timeout=timeout_s)
     except (OSError, UnicodeError, OverflowError) as e:  # the last two: what it calls its address is none
         reason = e.strerror if isinstance(e, OSError) and e.strerror else e
         raise Unreached(f"{other}: cannot connect to {host}:{port}: {reason}") from None
 
 
 def dial(
-    host: str, port: int, other: str, patience_s: float, *, identity: Identity | None = None,
-    expected: Party | None = None, most_header_bytes: int = MAX_HEADER_BYTES,
-) -> SocketChannel:  # fmt: skip
-    """Connect to whoever listens there; `other` is its name. Unreached when nobody answers within `patience_s`.
+    host: str,
+    port: int,
+    other: str,
+    timeout_s: float,
+    *,
+    identity: Identity | None = None,
+    expected: Party | None = None,
+    most_header_bytes: int = MAX_HEADER_BYTES,
+) -> SocketChannel:
+    """Connect to whoever listens there; `other` is its name. Unreached when nobody answers within `timeout_s`.
 
     With an identity the connection is TLS, and who answers must be the `expected` party; without, plain TCP.
     """
-    connection = connected(host, port, other, patience_s)
+    connection = connected(host, port, other, timeout_s)
     if identity is None:
-        return SocketChannel(connection, other, patience_s, most_header_bytes=most_header_bytes)
+        return SocketChannel(connection, other, timeout_s, most_header_bytes=most_header_bytes)
     assert expected is not None, "a secure connection is to somebody"
     try:
         secured = secure_dialled(connection, identity, expected)
     except PeerError as e:
         raise type(e)(f"{other} at {host}:{port}: {e}") from None
-    return SocketChannel(secured, other, patience_s, party=expected, most_header_bytes=most_header_bytes)
+    return SocketChannel(secured, other, timeout_s, party=expected, most_header_bytes=most_header_bytes)

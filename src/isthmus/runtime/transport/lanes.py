@@ -23,26 +23,26 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.fleet import Link
-from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import Credit, Heartbeat, ParcelMessage, PartsMessage
 from isthmus.runtime.transport.channel import Channel, frame
 from isthmus.runtime.transport.shaping import ShapedLink
 from isthmus.training.layout import pack
 
 
-class Packed(NamedTuple):
+class PackedMessage(NamedTuple):
     message: AnyMessage
     payload: Sequence[memoryview]
     sent: Callable[[], None] | None = None
     """Called when the payload's memory is not needed any more, in any thread."""
 
 
-Packer = Callable[[], Packed]
+Packer = Callable[[], PackedMessage]
 """Makes what is sent of a message: its payload, and a header that says how it is packed. Called in the lane's packing
 thread, in the order in which messages are handed over."""
 
 
-class Departure(msgspec.Struct, frozen=True):
+class QueuedSend(msgspec.Struct, frozen=True):
     """When a message left: the start and end of its way onto the link, in seconds of the monotonic clock."""
 
     message: AnyMessage
@@ -97,7 +97,7 @@ class _Entry(msgspec.Struct):
     size_bytes: int
     """Of the tensors as the receiver holds them: what credits count."""
     ready_s: float
-    packed: Future[tuple[Packed, float]] | None = None
+    packed: Future[tuple[PackedMessage, float]] | None = None
     """What is sent and when it was made; None sends the tensors from where they are."""
     blocked_s: float = 0.0
     """Since when it waits for credits, if it had to."""
@@ -112,19 +112,19 @@ class SendLane:
         *,
         shape: Link | None = None,
         credits: Credits | None = None,
-        patience_s: float = 60.0,
-        on_departure: Callable[[Departure], None] = lambda _: None,
+        timeout_s: float = 60.0,
+        on_departure: Callable[[QueuedSend], None] = lambda _: None,
         on_error: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         """`shape` emulates a link; `credits` bound the parcels on the way. Callbacks run in the lane's threads.
 
         `on_error` is called once at most, with what ended the lane: PeerError when the other side is gone, or has
-        granted nothing for `patience_s`. Whatever is handed over after that is dropped.
+        granted nothing for `timeout_s`. Whatever is handed over after that is dropped.
         """
         self._channel = channel
         self._link = ShapedLink(channel, shape, self._fail) if shape is not None else None
         self._credits = credits
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._on_departure = on_departure
         self._on_error = on_error
         self._changed = credits.changed if credits is not None else threading.Condition()
@@ -138,9 +138,13 @@ class SendLane:
         self._thread.start()
 
     def put(
-        self, message: AnyMessage, tensors: Sequence[Tensor] = (), packer: Packer | None = None, *,
+        self,
+        message: AnyMessage,
+        tensors: Sequence[Tensor] = (),
+        packer: Packer | None = None,
+        *,
         background: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Hand over a message; returns at once.
 
         The tensors are sent from where they lie in host memory, or as what `packer` makes of them: they must not change
@@ -178,10 +182,10 @@ class SendLane:
         self._link.reshape(shape)
 
     def drain(self) -> None:
-        """Wait until all that was handed over has left, or the lane has ended; give up after its patience."""
+        """Wait until all that was handed over has left, or the lane has ended; give up after its timeout."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._ended or not (self._waiting or self._urgent or self._sending), self._patience_s
+                lambda: self._ended or not (self._waiting or self._urgent or self._sending), self._timeout_s
             )
 
     def close(self, flush_s: float = 5.0) -> None:
@@ -240,16 +244,16 @@ class SendLane:
 
     def _wait_for_credits(self, entry: _Entry) -> None:
         assert self._credits is not None, "only credits hold a message back"
-        left_s = max(entry.blocked_s, self._credits.given_s) + self._patience_s - time.monotonic()
+        left_s = max(entry.blocked_s, self._credits.given_s) + self._timeout_s - time.monotonic()
         if left_s <= 0:
             raise PeerError(
-                f"{self._channel.other}: took none of {self._credits.used_bytes} bytes for {self._patience_s:g} s"
+                f"{self._channel.other}: took none of {self._credits.used_bytes} bytes for {self._timeout_s:g} s"
             )
         self._changed.wait(left_s)
 
     def _send(self, entry: _Entry) -> None:
         if entry.packed is None:
-            message, payload, sent = Packed(entry.message, [pack(t) for t in entry.tensors])
+            message, payload, sent = PackedMessage(entry.message, [pack(t) for t in entry.tensors])
         else:
             (message, payload, sent), packed_s = entry.packed.result()
             entry.ready_s = max(entry.ready_s, packed_s)
@@ -264,7 +268,7 @@ class SendLane:
             pieces = frame(message, payload)
             wire_bytes = sum(p.nbytes for p in pieces)
             start_s, end_s = self._link.send(pieces, entry.ready_s, sent)
-        self._on_departure(Departure(message, start_s, end_s, size_bytes, wire_bytes))
+        self._on_departure(QueuedSend(message, start_s, end_s, size_bytes, wire_bytes))
 
     def _fail(self, error: Exception) -> None:
         if self._end():
@@ -282,5 +286,5 @@ class SendLane:
         return not ended
 
 
-def _timed(packer: Packer) -> tuple[Packed, float]:
+def _timed(packer: Packer) -> tuple[PackedMessage, float]:
     return packer(), time.monotonic()

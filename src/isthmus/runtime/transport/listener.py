@@ -14,7 +14,7 @@ from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.secure import Connection, await_hello, secure_accepted
-from isthmus.runtime.transport.unknown import UNKNOWN_S, Unknown, WaitingRooms
+from isthmus.runtime.transport.unauthenticated import UNKNOWN_S, PendingConnections, Unauthenticated
 
 CROWDED_S = 0.01
 """After a connection was cut for another the next is accepted so much later: whoever comes has time to say who it is,
@@ -34,18 +34,24 @@ class Listener:
     """One listening address. Without an identity it is plain TCP, which is for loopback and for trusted networks."""
 
     def __init__(
-        self, host: str, port: int = 0, *, identity: Identity | None = None, trusted_network: bool = False,
-        patience_s: float = 60.0, stranger: Stranger | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        host: str,
+        port: int = 0,
+        *,
+        identity: Identity | None = None,
+        trusted_network: bool = False,
+        timeout_s: float = 60.0,
+        unknown_peer: Stranger | None = None,
+    ) -> None:
         """Binds; nothing is accepted before `start`. UserError for an address that cannot be bound, or that others
         could reach without TLS."""
         if identity is None and not trusted_network:
             refuse_exposure(host)
         self._identity = identity
-        self._patience_s = patience_s
-        self._stranger = stranger
-        self._strangers = WaitingRooms()
-        self._adopted = WaitingRooms()
+        self._timeout_s = timeout_s
+        self._unknown_peer = unknown_peer
+        self._unknown_peers = PendingConnections()
+        self._adopted = PendingConnections()
         """Strangers take no room of those who come by way of the coordinator."""
         self._known: Counter[str] = Counter()
         """Connections of those who have said who they are, by id."""
@@ -58,12 +64,12 @@ class Listener:
             raise UserError(f"cannot listen on {host}:{port}: {reason}") from None
         self.port: int = self._socket.getsockname()[1]
 
-    def start(self, greet: Greet) -> None:
-        threading.Thread(target=self._accept, args=(greet,), name=f"accept on {self.port}", daemon=True).start()
+    def start(self, on_connection: Greet) -> None:
+        threading.Thread(target=self._accept, args=(on_connection,), name=f"accept on {self.port}", daemon=True).start()
 
-    def adopt(self, connection: socket.socket, other: str, greet: Greet) -> None:
+    def adopt(self, connection: socket.socket, other: str, on_connection: Greet) -> None:
         """As if it had been accepted here: for what was dialled from here on somebody else's behalf."""
-        self._receive(connection, other, other, self._adopted, greet)
+        self._receive(connection, other, other, self._adopted, on_connection)
 
     def close(self) -> None:
         """Accept nobody more; connections that were handed on stay."""
@@ -72,7 +78,7 @@ class Listener:
             self._socket.shutdown(socket.SHUT_RDWR)  # ends the accept that waits in its thread: close does not
         self._socket.close()
 
-    def _accept(self, greet: Greet) -> None:
+    def _accept(self, on_connection: Greet) -> None:
         while True:
             try:
                 connection, address = self._socket.accept()
@@ -80,29 +86,34 @@ class Listener:
                 if self._closed.wait(ACCEPT_AGAIN_S):
                     return
                 continue
-            self._receive(connection, str(address[0]), f"{address[0]}:{address[1]}", self._strangers, greet)
-            if self._strangers.crowded():
+            self._receive(connection, str(address[0]), f"{address[0]}:{address[1]}", self._unknown_peers, on_connection)
+            if self._unknown_peers.crowded():
                 self._closed.wait(CROWDED_S)
 
     def _receive(
-        self, connection: socket.socket, address: str, other: str, rooms: WaitingRooms, greet: Greet
-    ) -> None:  # fmt: skip
+        self, connection: socket.socket, address: str, other: str, rooms: PendingConnections, on_connection: Greet
+    ) -> None:
         if self._identity is None:
-            act = partial(self._attend_plain, connection, other, greet)
+            act = partial(self._attend_plain, connection, other, on_connection)
         else:
             try:
-                unknown = Unknown(connection, address)
+                unknown = Unauthenticated(connection, address)
             except OSError:  # this process has too many files open
                 connection.close()
                 return
             rooms.enter(unknown)
-            act = partial(self._welcome, connection, self._identity, other, rooms, unknown, greet)
+            act = partial(self._welcome, connection, self._identity, other, rooms, unknown, on_connection)
         threading.Thread(target=act, name=f"receive {other}", daemon=True).start()
 
     def _welcome(
-        self, connection: socket.socket, identity: Identity, other: str, rooms: WaitingRooms, unknown: Unknown,
-        greet: Greet,
-    ) -> None:  # fmt: skip
+        self,
+        connection: socket.socket,
+        identity: Identity,
+        other: str,
+        rooms: PendingConnections,
+        unknown: Unauthenticated,
+        on_connection: Greet,
+    ) -> None:
         connection.settimeout(UNKNOWN_S)
         try:
             with rooms.bounded(unknown):
@@ -113,12 +124,12 @@ class Listener:
             connection.close()
             return  # who cannot say who they are are not answered, nor written about: a scan must not fill a disk
         if channel is not None:
-            self._attend(channel, greet)
+            self._attend(channel, on_connection)
 
-    def _attend_plain(self, connection: socket.socket, other: str, greet: Greet) -> None:
-        self._attend(SocketChannel(connection, other, self._patience_s), greet)
+    def _attend_plain(self, connection: socket.socket, other: str, on_connection: Greet) -> None:
+        self._attend(SocketChannel(connection, other, self._timeout_s), on_connection)
 
-    def _attend(self, channel: SocketChannel, greet: Greet) -> None:
+    def _attend(self, channel: SocketChannel, on_connection: Greet) -> None:
         id = channel.party.id if channel.party is not None else ""
         with self._counting:
             full = id != "" and self._known[id] >= MOST_OF_ONE
@@ -127,21 +138,21 @@ class Listener:
             channel.close()
             return
         try:
-            greet(channel)
+            on_connection(channel)
         finally:
             with self._counting:
                 self._known[id] -= 1
                 self._known += Counter()
 
     def _authenticated(self, connection: socket.socket, identity: Identity, other: str) -> SocketChannel | None:
-        """None for a stranger, who has been dealt with."""
-        secured, party = secure_accepted(connection, identity, strangers=self._stranger is not None)
+        """None for an unknown peer, who has been dealt with."""
+        secured, party = secure_accepted(connection, identity, unknown_peers=self._unknown_peer is not None)
         if party is not None:
-            return SocketChannel(secured, other, self._patience_s, party=party)
-        assert self._stranger is not None, "others have a certificate"
+            return SocketChannel(secured, other, self._timeout_s, party=party)
+        assert self._unknown_peer is not None, "others have a certificate"
         secured.settimeout(UNKNOWN_S)
         try:
-            self._stranger(secured)
+            self._unknown_peer(secured)
         finally:
             secured.close()
         return None

@@ -1,6 +1,6 @@
 """The coordinator's part where two devices cannot reach each other: it copies bytes between two connections of theirs.
 
-    A ── TLS ──► coordinator ◄── TLS ── B       both dial out: B is parked here, A asks for it
+    A ── TLS ──► coordinator ◄── TLS ── B       both dial out: B is waiting for a relay here, A asks for it
     A ◄─────────── bytes ─────────────► B       TLS with the coordinator ends on both connections; what it copies from
                                                 then on is TLS between A and B, who verify each other
 
@@ -18,32 +18,33 @@ import time
 from collections import defaultdict, deque
 
 from isthmus.errors import PeerError
-from isthmus.runtime.messages.every import AnyMessage
-from isthmus.runtime.messages.relay import Park, Reach, Through
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.relay import RelayConnect, RelayReady, RelayWait
 from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.transport.channel import SocketChannel
-from isthmus.runtime.transport.pacing import round_trip_s
-from isthmus.runtime.transport.relayed import RelayedLink
+from isthmus.runtime.transport.relay_status import RelayedLink
+from isthmus.runtime.transport.tcp_congestion import round_trip_s
 
 COPY_BYTES = 1 << 18
 MOST_PARKED = 8
 """Connections of one device that wait to be wanted: it parks the next one when one is taken."""
 WAIT_S = 3.0
-"""How long a device is waited for that is wanted: it parked before anybody was told of it, unless it is gone."""
+"""How long a device is waited for that is wanted: it waiting for a relay before anybody was notified of it, unless it
+is gone."""
 MOST_STREAMS = 64
 """Relayed connections at once, of one device."""
 
 
-class _Wish:
-    """Somebody wants a parked device."""
+class _RelayRequest:
+    """Somebody wants a waiting for a relay device."""
 
     def __init__(self) -> None:
         self.answers: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
 
 
-class _Parked:
+class _WaitingDevice:
     def __init__(self) -> None:
-        self.wishes: queue.SimpleQueue[_Wish] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[_RelayRequest] = queue.SimpleQueue()
 
 
 class _Stream:
@@ -80,37 +81,38 @@ class _Stream:
         except OSError:
             self.close()
 
-    def news(self) -> RelayedLink:
+    def current_status(self) -> RelayedLink:
         trips = [round_trip_s(end) for end in self._ends]
         known = [trip for trip in trips if trip is not None]
         return RelayedLink(
-            devices=self._names, carried_bytes=sum(self._carried),
+            devices=self._names,
+            carried_bytes=sum(self._carried),
             latency_s=sum(known) / 2 if len(known) == len(trips) else None,
-        )  # fmt: skip
+        )
 
 
 class Relay:
     """Pairs connections. Each is served in the thread that it came with."""
 
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._parked: defaultdict[tuple[str, str], deque[_Parked]] = defaultdict(deque)
+        self._waiting_devices: defaultdict[tuple[str, str], deque[_WaitingDevice]] = defaultdict(deque)
         """By run and id."""
         self._streams: set[_Stream] = set()
 
-    def serve(self, channel: SocketChannel, first: Park | Reach, names: dict[str, str]) -> None:
+    def serve(self, channel: SocketChannel, first: RelayWait | RelayConnect, names: dict[str, str]) -> None:
         """Until the connection ends. `names` are those of devices by id. OSError, PeerError."""
         assert channel.party is not None, "strangers do not come here"
-        if isinstance(first, Park):
-            self._park(channel, first.run, channel.party.id)
+        if isinstance(first, RelayWait):
+            self._wait_for_relay(channel, first.run, channel.party.id)
         else:
             self._reach(channel, first, channel.party.id, names)
 
     def links(self) -> list[RelayedLink]:
         with self._changed:
             streams = list(self._streams)
-        return sorted((stream.news() for stream in streams), key=lambda link: link.devices)
+        return sorted((stream.current_status() for stream in streams), key=lambda link: link.devices)
 
     def cut(self, id: str) -> None:
         """Whatever leads to or from this device."""
@@ -125,60 +127,60 @@ class Relay:
         for stream in streams:
             stream.close()
 
-    def _park(self, channel: SocketChannel, run: str, id: str) -> None:
-        parked = _Parked()
+    def _wait_for_relay(self, channel: SocketChannel, run: str, id: str) -> None:
+        waiting_device = _WaitingDevice()
         with self._changed:
-            places = self._parked[run, id]
-            if sum(len(found) for (_, of), found in self._parked.items() if of == id) >= MOST_PARKED:
-                raise PeerError(f"{channel.other}: parked {MOST_PARKED} connections already")
-            places.append(parked)
+            places = self._waiting_devices[run, id]
+            if sum(len(found) for (_, of), found in self._waiting_devices.items() if of == id) >= MOST_PARKED:
+                raise PeerError(f"{channel.other}: waiting for a relay {MOST_PARKED} connections already")
+            places.append(waiting_device)
             self._changed.notify_all()
-        wish: _Wish | None = None
+        request: _RelayRequest | None = None
         try:
-            wish = self._awaited(channel, parked)
-            if wish is None:
+            request = self._awaited(channel, waiting_device)
+            if request is None:
                 return
-            channel.send(Through(run=run))
-            while not isinstance(said := _said(channel, self._patience_s), Through):
+            channel.send(RelayReady(run=run))
+            while not isinstance(said := _said(channel, self._timeout_s), RelayReady):
                 if said is None:
                     raise PeerError(f"{channel.other}: closed a connection that was wanted")
-            wish.answers.put(channel.bare())
+            request.answers.put(channel.bare())
         except (OSError, PeerError):
-            if wish is not None:
-                wish.answers.put(None)
+            if request is not None:
+                request.answers.put(None)
             raise
         finally:
-            self._leave(run, id, parked)
+            self._leave(run, id, waiting_device)
 
-    def _awaited(self, channel: SocketChannel, parked: _Parked) -> _Wish | None:
+    def _awaited(self, channel: SocketChannel, waiting_device: _WaitingDevice) -> _RelayRequest | None:
         """Until somebody wants it; meanwhile both sides see that the other is there. None when it leaves."""
         while True:
             try:
-                return parked.wishes.get(timeout=self._patience_s / 4)
+                return waiting_device.requests.get(timeout=self._timeout_s / 4)
             except queue.Empty:
                 channel.send(Heartbeat(run=""))
-                if _said(channel, self._patience_s) is None:
+                if _said(channel, self._timeout_s) is None:
                     return None
 
-    def _leave(self, run: str, id: str, parked: _Parked) -> None:
+    def _leave(self, run: str, id: str, waiting_device: _WaitingDevice) -> None:
         with self._changed:
-            places = self._parked[run, id]
-            if parked in places:
-                places.remove(parked)
+            places = self._waiting_devices[run, id]
+            if waiting_device in places:
+                places.remove(waiting_device)
             if not places:
-                del self._parked[run, id]
+                del self._waiting_devices[run, id]
         with contextlib.suppress(queue.Empty):  # somebody who came at the last moment
             while True:
-                parked.wishes.get_nowait().answers.put(None)
+                waiting_device.requests.get_nowait().answers.put(None)
 
-    def _reach(self, channel: SocketChannel, asked: Reach, id: str, names: dict[str, str]) -> None:
+    def _reach(self, channel: SocketChannel, asked: RelayConnect, id: str, names: dict[str, str]) -> None:
         far = self._fetched(asked, id)
         if far is None:
             failure = f"device {names.get(asked.id, asked.id)!r} has no connection here that could be relayed"
-            channel.send(Through(run=asked.run, failure=failure))
+            channel.send(RelayReady(run=asked.run, failure=failure))
             return
         try:
-            channel.send(Through(run=asked.run))
+            channel.send(RelayReady(run=asked.run))
             near = channel.bare()
         except (OSError, PeerError):
             far.close()
@@ -197,31 +199,34 @@ class Relay:
             with self._changed:
                 self._streams.discard(stream)
 
-    def _fetched(self, asked: Reach, id: str) -> socket.socket | None:
-        """A connection to the device that is wanted, which may be about to park; None if it does not come."""
+    def _fetched(self, asked: RelayConnect, id: str) -> socket.socket | None:
+        """A connection to the device that is wanted, which may be about to wait for a relay; None if it does not
+        come."""
         deadline_s = time.monotonic() + WAIT_S
         while (left_s := deadline_s - time.monotonic()) > 0:
-            wish = _Wish()
+            request = _RelayRequest()
             with self._changed:
                 if sum(id in stream.ids for stream in self._streams) >= MOST_STREAMS:
                     return None
-                places = self._parked.get((asked.run, asked.id))
+                places = self._waiting_devices.get((asked.run, asked.id))
                 if not places:
                     self._changed.wait(left_s)
                     continue
-                places.popleft().wishes.put(wish)
+                places.popleft().requests.put(request)
             with contextlib.suppress(queue.Empty):
-                if (found := wish.answers.get(timeout=WAIT_S)) is not None:
+                if (found := request.answers.get(timeout=WAIT_S)) is not None:
                     return found
         return None
 
 
-def _said(channel: SocketChannel, patience_s: float) -> AnyMessage | None:
-    """The next message of a parked device; None when it has closed the connection."""
+def _said(channel: SocketChannel, timeout_s: float) -> AnyMessage | None:
+    """The next message of a waiting for a relay device; None when it has closed the connection."""
 
     def check(message: AnyMessage) -> None:
-        if not isinstance(message, Heartbeat | Through) or message.tensors:
-            raise PeerError(f"sent {type(message).__name__}, which is nothing for a connection that is parked")
+        if not isinstance(message, Heartbeat | RelayReady) or message.tensors:
+            raise PeerError(
+                f"sent {type(message).__name__}, which is nothing for a connection that is waiting for a relay"
+            )
 
-    received = channel.receive(check, idle_s=patience_s)
+    received = channel.receive(check, idle_s=timeout_s)
     return None if received is None else received[0]

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity import Identity, Party, party_of
-from isthmus.runtime.transport.attempts import HungUp
-from isthmus.runtime.transport.pacing import pace
+from isthmus.runtime.transport.connect_retries import HungUp
+from isthmus.runtime.transport.tcp_congestion import use_bbr
 
 RECORD_BYTES = 1 << 14
 """The most that one TLS record holds."""
@@ -191,13 +191,13 @@ def _peeked(connection: socket.socket, size_bytes: int) -> bytes:
 
 
 def secure_accepted(
-    connection: socket.socket, identity: Identity, *, strangers: bool
+    connection: socket.socket, identity: Identity, *, unknown_peers: bool
 ) -> tuple[TlsConnection, Party | None]:
-    """The server's end. None for one that shows no certificate, which only `strangers` allows; every other is of the
-    fleet and in date. PeerError."""
+    """The server's end. None for one that shows no certificate, which only `unknown_peers` allows; every other is of
+    the fleet and in date. PeerError."""
     context = _context(identity, ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0  # no session is resumed: each connection shows its certificate
-    context.verify_mode = ssl.CERT_OPTIONAL if strangers else ssl.CERT_REQUIRED
+    context.verify_mode = ssl.CERT_OPTIONAL if unknown_peers else ssl.CERT_REQUIRED
     return _shake_hands(connection, context, server_side=True)
 
 
@@ -268,6 +268,6 @@ def _shake_hands(
     except PeerError:
         session.close()
         raise
-    pace(session)
+    use_bbr(session)
     session.setblocking(False)
     return TlsConnection(_Shared(session)), party

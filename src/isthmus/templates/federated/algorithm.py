@@ -4,7 +4,7 @@ A model is one vector: its parameters, one after another. Keep operations elemen
 the same lines train many clients at once.
 """
 
-from isthmus.federated import Algorithm, Update
+from isthmus.federated import Algorithm, ClientUpdate
 
 
 class MyAlgorithm(Algorithm, frozen=True):
@@ -23,7 +23,7 @@ class MyAlgorithm(Algorithm, frozen=True):
 
     def client(self, local, broadcast, state):
         """One client in one round: SGD from the server's model, over its own data."""
-        return Update(values={"change": local.descend(broadcast["model"])})
+        return ClientUpdate(values={"change": local.descend(broadcast["model"])})
 
     def server(self, server, combined, cohort):
         """The server's next values."""

@@ -11,6 +11,14 @@ from isthmus.training.compression.sparse2bit import Sparse2Bit
 from isthmus.training.compression.topk import TopK
 
 __all__ = [
-    "Bf16", "Codec", "ErrorFeedback", "Int8", "NoCodec", "SampleFeedback", "Sparse2Bit", "TopK", "codec_names",
+    "Bf16",
+    "Codec",
+    "ErrorFeedback",
+    "Int8",
+    "NoCodec",
+    "SampleFeedback",
+    "Sparse2Bit",
+    "TopK",
+    "codec_names",
     "codec_of",
-]  # fmt: skip
+]

@@ -13,9 +13,12 @@ from isthmus.training.compression.sparse2bit import Sparse2Bit
 from isthmus.training.compression.topk import TopK
 
 _MAKERS: Mapping[str, Callable[[float], Codec]] = {
-    "none": lambda _: NoCodec(), "bf16": lambda _: Bf16(), "int8": lambda _: Int8(), "topk": TopK,
+    "none": lambda _: NoCodec(),
+    "bf16": lambda _: Bf16(),
+    "int8": lambda _: Int8(),
+    "topk": TopK,
     "sparse2bit": Sparse2Bit,
-}  # fmt: skip
+}
 
 
 def codec_names() -> list[str]:

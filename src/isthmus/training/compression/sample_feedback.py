@@ -28,9 +28,7 @@ class SampleFeedback:
     def size_bytes(self) -> int:
         return sum(error.nbytes for error, _ in self._errors.values())
 
-    def encode(
-        self, codec: Codec, samples: Sequence[int], gradient: Tensor, name: str, scale: float = 1.0
-    ) -> Tensor:
+    def encode(self, codec: Codec, samples: Sequence[int], gradient: Tensor, name: str, scale: float = 1.0) -> Tensor:
         """The payload of a gradient and of what earlier payloads left out of these samples'.
 
         `gradient` [len(samples), ...] is contiguous and stays as it is; it is `scale` times too large. Raises what the

@@ -56,9 +56,9 @@ class Sparse2Bit:
         chunks = -(-flat.numel() // SPARSE_CHUNK)
         high = magnitudes > _means(magnitudes, chunk, chunks)[chunk]
         levels = _means(magnitudes, 2 * chunk + high, 2 * chunks)
-        return torch.cat([
-            as_bytes(to_bf16(levels)), pack_flags(torch.cat([values < 0, high])), pack_positions(where, flat.numel())
-        ])  # fmt: skip
+        return torch.cat(
+            [as_bytes(to_bf16(levels)), pack_flags(torch.cat([values < 0, high])), pack_positions(where, flat.numel())]
+        )
 
     def decode(self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, name: str = "tensor") -> Tensor:
         data = checked_payload(self, payload, shape, dtype, name)

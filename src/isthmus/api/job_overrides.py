@@ -1,0 +1,60 @@
+"""The job that a call adds up to: a file or a struct, and what is given in place of what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from isthmus.errors import UserError
+from isthmus.federated.job import is_federated
+from isthmus.federated.task_spec import is_site_file
+from isthmus.job import Job, checked, load_job
+from isthmus.overrides import overridden_struct
+from isthmus.plans import Objective
+from isthmus.units import parse_duration
+
+Config = TypeVar("Config", bound=msgspec.Struct)
+
+
+def job_of(job: Job | str | Path, overrides: Mapping[str, object] = {}) -> Job:
+    """The job with overrides, as `training.steps`. UserError for a file that is no pipeline's job."""
+    if isinstance(job, Job):
+        return checked(overridden_struct(job, overrides, "job"))
+    path = Path(job)
+    if is_federated(path):
+        what = "is a federated job, of which nothing is placed on a fleet: run `isthmus simulate`"
+        raise UserError(f"{path}: {what}, `train`, or `serve` for one with sites")
+    if is_site_file(path):
+        raise UserError(f"{path}: is a site's file: `isthmus join --site {path}` takes part with it")
+    return load_job(path, overrides)
+
+
+class Changes(msgspec.Struct, frozen=True, kw_only=True):
+    """Options in place of what a job says; None: as it says."""
+
+    fleet: str | None = None
+    planner: str | None = None
+    devices: int | None = None
+    steps: int | None = None
+    objective: Objective | None = None
+    max_step: str | None = None
+    max_price: float | None = None
+
+    def of(self, job: Job) -> Job:
+        """UserError for a limit that is none."""
+        if self.max_step is not None:
+            parse_duration(self.max_step, "--max-step")
+        if self.max_price is not None and not 0 < self.max_price < float("inf"):
+            raise UserError(f"--max-price: got {self.max_price:g}, expected a finite number above 0")
+        plan = {"objective": self.objective, "max_step": self.max_step, "max_price": self.max_price}
+        job = _replaced(job, {"fleet": self.fleet, "planner": self.planner, "devices": self.devices})
+        return msgspec.structs.replace(
+            job, plan=_replaced(job.plan, plan), training=_replaced(job.training, {"steps": self.steps})
+        )
+
+
+def _replaced(config: Config, given: Mapping[str, object]) -> Config:
+    return msgspec.structs.replace(config, **{name: value for name, value in given.items() if value is not None})

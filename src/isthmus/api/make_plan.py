@@ -1,0 +1,179 @@
+"""Which plan a job is run with, and what the simulator says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from isthmus.api.proof import as_proven
+from isthmus.cost import Problem, build_again, layouts_of
+from isthmus.cost.compressed import limited_as
+from isthmus.errors import UserError, unknown_name
+from isthmus.fleet import Fleet
+from isthmus.job import Job, Prepared, constraints_of, fleet_of
+from isthmus.planners import LeastBound, check_constraints, check_planner, over_counts, scheduled
+from isthmus.planners import plan as make_plan
+from isthmus.plans import Plan, PlanPeriod, Replica, load_plan
+from isthmus.protocol import RunSpec
+from isthmus.runtime.coordinator.private_feedback import check_feedback
+from isthmus.runtime.coordinator.run import run_spec
+from isthmus.runtime.coordinator.stages import stage_pairs
+from isthmus.simulator import SimulationOptions, simulate
+from isthmus.trace import Span, Trace, steady_step_s
+
+SIMULATED_STEPS = 8
+SCORED_STEPS = 2
+"""Of a candidate, beside a period of averaging: the first step, which fills the pipeline, and the last, which nothing
+follows."""
+HEADER_BYTES = 400
+"""A frame's prefix and header, about: it matters on slow links with small tensors only."""
+
+
+def fleet_for(job: Job) -> Fleet:
+    """The job's fleet. It, the planner and the plan's terms are checked before the model is captured, which takes
+    longer."""
+    check_planner(job.planner)
+    fleet = fleet_of(job)
+    check_constraints(job.planner, constraints_of(job, fleet))
+    return fleet
+
+
+def make(
+    job: Job,
+    problem: Problem,
+    planner: str | None = None,
+    bound: Callable[[Problem], LeastBound] | None = None,
+    *,
+    timed: bool = False,
+) -> Plan:
+    """The plan of the job's planner, or of another, with the best of the job's numbers of micro-batches.
+
+    `bound` is what no plan of a problem undercuts, by default the highest that a check of the document proves; `timed`
+    lets the planner minimise time, whatever its plan is judged by.
+    """
+
+    def simulated_s(candidate: Plan) -> float:
+        spec = msgspec.structs.replace(plan_spec(job, candidate), steps=SCORED_STEPS + candidate.sync.period)
+        counts = problem.flow.graph.count is not None
+        options = SimulationOptions(clips=job.training.exchanges_norms, counts=counts, header_bytes=HEADER_BYTES)
+        return steady_step_s(simulate(candidate, problem.fleet, spec, options))
+
+    def planned(cut: Problem) -> Plan:
+        return make_plan(planner or job.planner, cut.timed() if timed else cut, simulated_s)
+
+    plan = over_counts(problem, job.counts, planned, simulated_s, bound)
+    return plan if bound is not None else as_proven(problem, plan, job.counts)
+
+
+def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> Plan:
+    """A new plan to run; or the one in the document, where people may have moved cuts, swapped devices, set limits or
+    chosen other codecs, whatever compression the job asks for.
+
+    Where cuts or devices were edited, all else is computed anew.
+    """
+    if document is None:
+        plan = make(prepared.job, prepared.problem(fleet))
+        check_feedback(prepared, plan, fleet)
+        return plan
+    plan = read_plan(prepared.job, fleet, document)
+    problem = prepared.problem(fleet).cut_into(plan.micro_batches)
+    for number, replica in enumerate(plan.replicas):
+        _check_covers(replica, len(problem.flow.operators) - 1, f"plan file {document}: replicas[{number}]")
+    try:
+        again = scheduled(problem, build_again(problem, layouts_of(plan), plan))
+        as_limited = limited_as(problem, again, [replica.schedule for replica in plan.replicas]).replicas
+    except UserError as e:
+        raise type(e)(f"plan file {document}: {e}") from None
+    alike = _but_memory(as_limited) == _but_memory(plan.replicas)
+    if alike and (again.predicted, again.sync) == (plan.predicted, plan.sync):
+        return msgspec.structs.replace(plan, replicas=as_limited)  # other limits need other memory
+    note = f"{document.name} is not as planner {plan.planner} left it: all figures were computed anew"
+    return msgspec.structs.replace(again, notes=(*again.notes, note))
+
+
+def _but_memory(replicas: Sequence[Replica]) -> list[object]:
+    return [
+        msgspec.structs.asdict(replica)
+        | {"stages": [msgspec.structs.asdict(stage) | {"memory": None} for stage in replica.stages]}
+        for replica in replicas
+    ]
+
+
+def _check_covers(replica: Replica, last: int, source: str) -> None:
+    ends = [-1, *(stage.last for stage in replica.stages)]
+    if any(s.first != end + 1 for s, end in zip(replica.stages, ends, strict=False)) or ends[-1] != last:
+        ranges = ", ".join(f"{stage.first}..{stage.last}" for stage in replica.stages)
+        raise UserError(
+            f"{source}: stages run operators {ranges}, the model has 0..{last}, each in one stage: "
+            "it was made for another model, or an edit left a gap"
+        )
+
+
+def read_plan(job: Job, fleet: Fleet, document: Path) -> Plan:
+    """A plan document; UserError when it is for another model, batch or schedule, or names an unknown device."""
+    plan = load_plan(document)
+    if not plan.replicas:
+        raise UserError(f"plan file {document}: replicas: got none, expected at least one")
+    if plan.micro_batches in job.counts:
+        job = job.cut_into(plan.micro_batches)
+    for field, got, expected in (
+        ("model", plan.model, job.model.name),
+        ("micro_batches", plan.micro_batches, job.training.micro_batches),
+        ("micro_batch_size", plan.micro_batch_size, job.micro_batch_size),
+        ("schedule.name", plan.replicas[0].schedule.name, job.schedule),
+    ):
+        if got != expected:
+            raise UserError(f"plan file {document}: {field}: got {got!r}, the job has {expected!r}")
+    unknown = [device for device in plan.devices if device not in fleet.names]
+    if unknown:
+        raise UserError(f"plan file {document}: {unknown_name('device', unknown[0], fleet.names)}")
+    return plan
+
+
+def plan_spec(job: Job, plan: Plan) -> RunSpec:
+    """The job's training steps alone: what a plan without its model can be simulated for."""
+    return RunSpec(steps=job.training.steps, micro_batches=plan.micro_batches, micro_batch_size=plan.micro_batch_size)
+
+
+def simulation_options(prepared: Prepared, plan: Plan) -> SimulationOptions:
+    """The simulator's view of the job."""
+    pairs = stage_pairs(plan, prepared.captured, clips=prepared.job.training.exchanges_norms)
+    size = plan.micro_batch_size
+    edges: dict[tuple[int, int], int] = {}
+    for pair in pairs:
+        for crossing in pair.evaluation.sends:
+            key = (crossing.source, crossing.target)
+            edges[key] = edges.get(key, 0) + crossing.spec.nbytes(size)
+    return SimulationOptions(
+        clips=prepared.job.training.exchanges_norms,
+        counts=prepared.captured.train.count is not None,
+        eval_edges=edges,
+        header_bytes=HEADER_BYTES,
+    )
+
+
+def predict(prepared: Prepared, plan: Plan, fleet: Fleet, spec: RunSpec) -> Trace:
+    """A few steps of the run on the virtual clock."""
+    steps = min(spec.steps, spec.start_step + max(SIMULATED_STEPS, SCORED_STEPS + plan.sync.period))
+    return simulate(plan, fleet, msgspec.structs.replace(spec, steps=steps), simulation_options(prepared, plan))
+
+
+def predict_periods(prepared: Prepared, periods: Sequence[PlanPeriod]) -> Trace:
+    """A few steps under each of a run's plans, from the step and the time on at which it came into force."""
+    spans: list[Span] = []
+    period, steps = 1, prepared.job.training.steps
+    for number, one in enumerate(periods):
+        end = min((later.first_step for later in periods[number + 1 :]), default=steps)
+        if one.first_step >= end:
+            continue
+        cut = prepared.cut_into(one.plan.micro_batches)
+        found = predict(cut, one.plan, one.fleet, run_spec(cut, one.first_step))
+        period = found.period
+        spans += [
+            msgspec.structs.replace(span, start_s=span.start_s + one.since_s, end_s=span.end_s + one.since_s)
+            for span in found.spans
+            if span.step < end
+        ]
+    return Trace(source="simulator", run=prepared.job.name, spans=tuple(spans), period=period)

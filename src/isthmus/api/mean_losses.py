@@ -1,0 +1,26 @@
+"""The losses of a run's folder: also for who wants to know no more than how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from isthmus.documents import read_lines
+
+LOSSES = "losses.jsonl"
+
+
+class LossPoint(msgspec.Struct, frozen=True, kw_only=True):
+    step: int
+    """Optimizer steps done."""
+    loss: float | None
+    """None for one that is not a number: JSON has no word for it."""
+    split: str = "train"
+
+
+def losses_in(run: Path, note: Callable[[str], None] = lambda _: None) -> list[LossPoint]:
+    """What was told so far, in its order; none where there is no such file. `note` is notified of lines that cannot be
+    read."""
+    return read_lines(run / LOSSES, LossPoint, note)

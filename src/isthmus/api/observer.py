@@ -1,0 +1,170 @@
+"""Who gets what goes on while a call works."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+import msgspec
+
+from isthmus.fleet import Fleet
+from isthmus.graph import OpGraph
+from isthmus.planners import Observer as SearchObserver
+from isthmus.plans import Plan
+
+if TYPE_CHECKING:
+    from isthmus.api.federated_results import FederatedResult
+    from isthmus.api.runs import Run
+    from isthmus.federated.history import RoundLine
+
+
+class StepDone(msgspec.Struct, frozen=True, kw_only=True):
+    """An optimizer step that is done."""
+
+    step: int
+    """Steps done, this one included."""
+    steps: int
+    """Of the whole run."""
+    loss: float | None
+    tokens_per_s: float | None = None
+    """Of text; None before a second step."""
+    samples_per_s: float | None = None
+    """Of other data; None before a second step."""
+    busy: Mapping[str, float] = {}
+    """By device: the share of the step that it computed, 0 to 1."""
+    link_bytes: Mapping[tuple[str, str], int] = {}
+    """By (source, target): what this step sent."""
+
+
+class Search(SearchObserver, Protocol):
+    """A search for a plan, as it is watched."""
+
+    def end(self) -> bool:
+        """End it with the best plan so far. False where the planner was never heard of, and cannot."""
+        ...
+
+    def show(self) -> None:
+        """Called now and then, by another thread than the planner's: that may be in a solver."""
+        ...
+
+
+class Observer(Protocol):
+    """Every method does nothing: a class derived from this one overrides those that it needs.
+
+    >>> from isthmus.api.observer import Observer, StepDone
+    >>> class Losses(Observer):
+    ...     def __init__(self) -> None:
+    ...         self.seen: list[float | None] = []
+    ...
+    ...     def stepped(self, done: StepDone) -> None:
+    ...         self.seen.append(done.loss)
+    >>> losses = Losses()
+    >>> losses.stepped(StepDone(step=1, steps=2, loss=0.5))
+    >>> losses.seen
+    [0.5]
+    """
+
+    def note(self, text: str) -> None:
+        """One line for a person: a device that was lost, a checkpoint, a warning."""
+
+    def search(self) -> AbstractContextManager[Search]:
+        """A planner begins."""
+        return _unwatched()
+
+    def planned(self, plan: Plan, fleet: Fleet, graph: OpGraph) -> None:
+        """A run is to follow this plan."""
+
+    def began(self, plan: Plan) -> None:
+        """Devices start to work."""
+
+    def stepped(self, done: StepDone) -> None:
+        """An optimizer step is done."""
+
+    def evaluated(self, step: int, loss: float) -> None:
+        """The held-out loss after so many steps."""
+
+    def saved(self, step: int, directory: Path) -> None:
+        """A checkpoint is complete."""
+
+    def went_back(self, step: int) -> None:
+        """A device was lost: the run goes on after this step, and what was notified of later ones is void."""
+
+    def ended(self) -> None:
+        """Devices work no more, for whatever reason."""
+
+    def reported(self, run: Run) -> None:
+        """The run's folder is complete."""
+
+    def rounds_began(self, rounds: int) -> None:
+        """A federated run is to have so many."""
+
+    def round_done(self, line: RoundLine) -> None:
+        """A round is committed. Called in another thread."""
+
+    def rounds_reported(self, result: FederatedResult) -> None:
+        """The federated run's folder is complete."""
+
+
+class Silent(Observer):
+    """Tells nobody."""
+
+
+class Written(Observer):
+    """Writes a line for each thing that a person may want to know.
+
+    >>> import sys
+    >>> Written(sys.stdout).evaluated(3, 0.5)
+    step 3: held-out loss 0.5000
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def note(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
+    def stepped(self, done: StepDone) -> None:
+        self.note(f"step {done.step}/{done.steps}" + ("" if done.loss is None else f", loss {done.loss:.4f}"))
+
+    def evaluated(self, step: int, loss: float) -> None:
+        self.note(f"step {step}: held-out loss {loss:.4f}")
+
+    def saved(self, step: int, directory: Path) -> None:
+        self.note(f"checkpoint of step {step}: {directory}")
+
+
+class Unwatched:
+    """A search that nobody watches, and that can be ended all the same."""
+
+    def __init__(self) -> None:
+        self._looks, self._ending = False, False
+
+    def planning(self, name: str) -> None:
+        self._looks = False
+
+    def part(self, words: str) -> None:
+        pass
+
+    def looked_at(self, candidates: int) -> None:
+        self._looks = True
+
+    def found(self, step_s: float) -> None:
+        pass
+
+    def stopped(self) -> bool:
+        return self._ending
+
+    def end(self) -> bool:
+        self._ending = self._looks
+        return self._looks
+
+    def show(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _unwatched() -> Generator[Search]:
+    yield Unwatched()

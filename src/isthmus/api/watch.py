@@ -1,0 +1,110 @@
+"""What a run's progress becomes: events for who observes it, points in the log, calls of the user's hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from isthmus.api.folder import RunFolder
+from isthmus.api.mean_losses import LossPoint
+from isthmus.api.observer import Observer, StepDone
+from isthmus.errors import IsthmusError, UserError
+from isthmus.job import Hooks, Prepared, load_hooks
+from isthmus.protocol import Item
+from isthmus.runtime.coordinator.run import run_spec
+from isthmus.trace import Span
+
+SPEED_STEPS = 16
+"""Over which speeds are averaged: what several steps did may be told at once."""
+
+
+class LoadedHooks:
+    """The job's hooks, imported. Whatever one raises ends the run as the user's error, not ours."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks, self._loaded = hooks, load_hooks(hooks)
+
+    def call(self, kind: str, *arguments: object) -> None:
+        if kind not in self._loaded:
+            return
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is data, and a hook may print
+                self._loaded[kind](*arguments)
+        except IsthmusError:
+            raise
+        except Exception as e:
+            reason = " ".join(f"{type(e).__name__}: {e}".split())
+            raise UserError(f"hooks.{kind}: {getattr(self._hooks, kind)} raised {reason}") from e
+
+
+class Watch:
+    """Turns what the coordinator sees into events, logs and hooks."""
+
+    def __init__(self, prepared: Prepared, folder: RunFolder, observer: Observer, hooks: LoadedHooks) -> None:
+        self._job = prepared.job
+        self._eval_micro_batches = run_spec(prepared).eval_micro_batches
+        self._folder = folder
+        self._observer = observer
+        self._hooks = hooks
+        ids = prepared.samples.columns.get("input_ids")
+        self._tokens = ids.shape[0] if ids is not None and ids.shape else 0
+        self._ends_s: deque[float] = deque(maxlen=SPEED_STEPS + 1)
+        self._heldout: dict[int, list[tuple[float, int]]] = {}
+
+    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+        if item.kind == "train":
+            self._trained(item, loss, spans)
+        elif item.kind == "eval" and loss is not None:
+            self._evaluated(item, loss)
+
+    def _trained(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+        self._ends_s.append(time.monotonic())
+        done, t = item.step + 1, self._job.training
+        if loss is not None:
+            self._folder.log(LossPoint(step=done, loss=loss))
+        busy: dict[str, float] = {}
+        sent: dict[tuple[str, str], int] = {}
+        for span in spans:
+            if span.step == item.step and span.track == "compute":
+                busy[span.device] = busy.get(span.device, 0.0) + span.end_s - span.start_s
+            elif span.step == item.step and span.track == "send":
+                sent[span.device, span.other] = sent.get((span.device, span.other), 0) + span.size_bytes
+        steps = len(self._ends_s) - 1  # the first step's start is not known
+        elapsed_s = (self._ends_s[-1] - self._ends_s[0]) / steps if steps else None
+        rate = t.batch_size / elapsed_s if elapsed_s else None
+        self._observer.stepped(
+            StepDone(
+                step=done,
+                steps=t.steps,
+                loss=loss,
+                link_bytes=sent,
+                busy={device: min(1.0, busy_s / elapsed_s) for device, busy_s in busy.items()} if elapsed_s else {},
+                tokens_per_s=rate * self._tokens if rate and self._tokens else None,
+                samples_per_s=None if self._tokens else rate,
+            )
+        )
+        self._hooks.call("step", done, loss)
+
+    def _evaluated(self, item: Item, loss: float) -> None:
+        """An evaluation comes in several items; its loss is their mean by micro-batches."""
+        parts = self._heldout.setdefault(item.step, [])
+        parts.append((loss, item.micro_batches))
+        total = sum(n for _, n in parts)
+        mean = sum(x * n for x, n in parts) / total
+        if total == self._eval_micro_batches:
+            self._folder.log(LossPoint(step=item.step, loss=mean, split="heldout"))
+            self._observer.evaluated(item.step, mean)
+
+    def rolled_back(self, step: int) -> None:
+        """What comes after this step will be told once more."""
+        self._folder.forget_losses(step)
+        self._heldout = {at: parts for at, parts in self._heldout.items() if at < step}
+        self._ends_s.clear()
+        self._observer.went_back(step)
+
+    def saved(self, step: int, directory: Path) -> None:
+        self._observer.saved(step, directory)
+        self._hooks.call("checkpoint", step, directory)

@@ -1,0 +1,415 @@
+"""Where clients train: one resident module, the clients' data and states, and the sums of the open phase."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from isthmus.accelerators import HOST, Accelerator
+from isthmus.accelerators.copies import all_to_device, to_host
+from isthmus.data.clients import ClientData, Redrawn
+from isthmus.errors import PeerError, UserError, users_code
+from isthmus.federated.admission import checked, first_state, refusal_of, unwritten
+from isthmus.federated.algorithms import BUFFERS, Algorithm, ClientUpdate, Combine, Pass, Values
+from isthmus.federated.device_sum import sums_on
+from isthmus.federated.emulated_speed import Pacer
+from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
+from isthmus.federated.partial import PartialSum
+from isthmus.federated.resident import Resident
+from isthmus.federated.stacked import Stacked, StackedLocal, check_alike, rows_for
+from isthmus.federated.stale_models import staleness_weight, without_stale_models
+from isthmus.federated.states import StateLost, States
+from isthmus.protocol.federated_events import NONE, ClientTask, ClientTime, PhaseId, PhaseSetup, RefusedUpdate
+from isthmus.rng import torch_seed
+
+
+class TrainingTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client trainer needs besides the model: the same on every executor of a run."""
+
+    algorithm: Algorithm
+    local: LocalConfig
+    seed: int
+
+
+class ClientTrainer:
+    """Trains the clients that it is asked to, and folds their updates. One thread."""
+
+    def __init__(
+        self,
+        work: TrainingTask,
+        module: nn.Module,
+        data: ClientData,
+        states: States | None,
+        *,
+        lasts: Callable[[float, int], float] = lambda seconds, _: seconds,
+        admit: Callable[[ClientUpdate], ClientUpdate] | None = None,
+        log: Callable[[str], None] = lambda _: None,
+        accelerator: Accelerator = HOST,
+    ) -> None:
+        """`states` is None for algorithms that keep nothing. `lasts(seconds, round)` is how long training that took
+        `seconds` of a core lasts on an emulated executor; `admit` refuses an update (PeerError) or clips it; `log` is
+        told of states that are lost."""
+        self.resident = Resident(module, accelerator)
+        self._accelerator = accelerator
+        self._work = work
+        self._data = data
+        self._states = states
+        self._pacer = Pacer(lasts)
+        self._admit = admit
+        self._log = log
+        self._passes: Sequence[Pass] = work.algorithm.passes
+        self._workspace = Workspace(self.resident)
+        self._draws = False
+        """Whether a client's training draws from torch's generator."""
+        self._tried: set[int] = set()
+        """Passes of which a client was trained, and seen to draw or not."""
+        self._stacked = Stacked(self.resident)
+        self._compared: set[int] = set()
+        """Passes of which a client was trained by itself too, after it was together with others."""
+        self._broadcast: Values = {}
+        self._past: list[Values] = []
+        """What was told a round before, and so on."""
+        self.add_up_in([{}] * len(self._passes))
+        self._scale = (1, 1)
+        self._phase_id: PhaseId | None = None
+        self._renewed: set[int] = set()
+        """Clients of this turn whose state of before is lost."""
+        self._written: list[tuple[int, int]] = []
+        """(client, state) of this turn."""
+        self._replaced: list[tuple[int, int, int]] = []
+        """(state, the one in its place, the round that is to be on disk before it can go)."""
+
+    def add_up_in(self, accumulators: Sequence[Mapping[str, Tensor]]) -> None:
+        """From the next phase on, in this memory: by pass, int64 [numbers] of every value that is summed."""
+        down = self._down_one if sums_on(self._accelerator.device) else None
+        self._partials = [
+            PartialSum(self._returns(n), accumulators=accumulator, down=down)
+            for n, accumulator in enumerate(accumulators)
+        ]
+
+    def _down_one(self, value: Tensor) -> Tensor:
+        return to_host(self._accelerator, {"": value})[""]
+
+    def _summable(self, update: ClientUpdate) -> ClientUpdate:
+        """Where its values can be added up."""
+        if sums_on(self._accelerator.device):
+            return update
+        return ClientUpdate(values=to_host(self._accelerator, update.values), state=update.state, weight=update.weight)
+
+    def warm_up(self, client: int = 0, shapes: Sequence[tuple[int, int]] = ()) -> None:
+        """Compute one gradient: the first takes a hundred times as long, and would be fitted as a client's time. The
+        same for clients trained as one, of these `shapes` (rows, samples of a batch).
+
+        Also finds out whether the model draws random numbers: seeding torch takes as long as a small client.
+        """
+        self._workspace.rewind()
+        model = self.resident.vector(out=self._workspace.take())
+        columns = self._cast(self._data.load(client))
+        few = {name: column[: self._work.local.batch_size] for name, column in columns.items()}
+        buffers = self.resident.buffers()
+        with users_code(self.resident.given(client, few)):
+            # No vector of a gradient is made: it may never be needed.
+            self.resident.descend(model, few, 0.0, out=model)
+        self._draws = self.resident.draws(few)
+        self.resident.set_buffers(buffers)
+        if shapes and (self._draws or len(buffers)):
+            what = "draws random numbers" if self._draws else "keeps running means"
+            raise UserError(f"execution.together: got more than 1 for a model that {what}, expected 1, or 0")
+        for rows, samples in shapes:
+            one = {name: column[:1] for name, column in columns.items()}
+            several = {name: c.expand(rows, samples, *c.shape[1:]).clone() for name, c in one.items()}
+            with users_code(f"model, of {rows} clients together"):
+                self._stacked.trace(model.expand(rows, -1).clone(), several)
+
+    def open(self, opening: PhaseSetup, broadcast: Mapping[str, Tensor]) -> None:
+        """A phase begins; what is left of another one is dropped."""
+        self._phase_id = opening.phase
+        self._pacer.open(opening.phase.round)
+        self._broadcast, self._past = without_stale_models(all_to_device(self._accelerator, broadcast))
+        self._scale = (opening.samples, opening.clients)
+        self.clear()
+        self._written = []
+        self._renewed.clear()
+        if self._states is not None:
+            self._states.free(old for old, _, round_ in self._replaced if round_ <= opening.durable_round)
+            self._replaced = [entry for entry in self._replaced if entry[2] > opening.durable_round]
+
+    def _returns(self, number: int) -> Mapping[str, Combine]:
+        returns = self._passes[number].returns
+        return {**returns, BUFFERS: "weighted_mean"} if len(self.resident.buffers()) else returns
+
+    def train(self, tasks: Sequence[ClientTask]) -> tuple[tuple[ClientTime, ...], tuple[RefusedUpdate, ...]]:
+        """Train clients one after another. An update that is not finite is refused, and nothing of it is left."""
+        if len(tasks) > 1:
+            return self._train_vmapped(tasks)
+        timed: list[ClientTime] = []
+        refused: list[RefusedUpdate] = []
+        for task in tasks:
+            self._pacer.begin()
+            try:
+                state = self._train_one(task)
+            except PeerError as e:
+                refused.append(refusal_of(task.client, e))
+                continue
+            timed.append(self._timed(task, self._pacer.end(), state))
+        return tuple(timed), tuple(refused)
+
+    def _train_one(self, task: ClientTask) -> int:
+        """Returns the client's new state."""
+        return self._take_in(task, self._update_of(task, self._state_of(task)))
+
+    def _update_of(self, task: ClientTask, state: Values | None) -> ClientUpdate:
+        """What a client returns that is trained by itself."""
+        assert self._phase_id is not None, "a phase is open"
+        round_, whole_broadcast = self._phase_id.round - task.late, self._broadcast_to(task)
+        local = PlainLocal(
+            self.resident,
+            self._workspace,
+            self._work.local,
+            self._load([task]),
+            seed=self._work.seed,
+            round_=round_,
+            client=task.client,
+        )
+        if BUFFERS in whole_broadcast:
+            self.resident.set_buffers(whole_broadcast[BUFFERS])
+        first = self._phase_id.number not in self._tried
+        if self._draws or first:
+            torch.manual_seed(torch_seed(self._work.seed, round_, task.client))
+        before = self._accelerator.random_state() if first else None
+        broadcast = {name: value for name, value in whole_broadcast.items() if name != BUFFERS}
+        with users_code(self._who(task)):
+            update = self._returned(broadcast, lambda one: one.client(local, broadcast, state))
+        if before is not None:  # it may be the algorithm that draws
+            self._tried.add(self._phase_id.number)
+            self._draws = self._draws or not torch.equal(before, self._accelerator.random_state())
+        if BUFFERS not in whole_broadcast:
+            return update
+        return ClientUpdate(
+            values={**update.values, BUFFERS: self.resident.buffers()}, state=update.state, weight=update.weight
+        )
+
+    def _broadcast_to(self, task: ClientTask) -> Values:
+        """Of the round in which it began."""
+        return self._past[task.late - 1] if task.late else self._broadcast
+
+    def _who(self, task: ClientTask) -> str:
+        """For what goes wrong with it."""
+        alone = len(self.resident.buffers()) and task.samples % self._work.local.batch_size == 1
+        return f"client {task.client}" + (" (its last batch is one sample: see local.drop_last)" if alone else "")
+
+    def _train_vmapped(self, tasks: Sequence[ClientTask]) -> tuple[tuple[ClientTime, ...], tuple[RefusedUpdate, ...]]:
+        """As one by one, but for the bits. Each gets an equal part of the time.
+
+        The first one is repeated until they are as many as `rows_for` says, and its copies thrown away.
+        """
+        assert self._phase_id is not None, "a phase is open"
+        self._pacer.begin()
+        rows = [*tasks, *[tasks[0]] * (rows_for(len(tasks)) - len(tasks))]
+        local = StackedLocal(
+            self._stacked,
+            self._work.local,
+            self._load(rows),
+            seed=self._work.seed,
+            round_=self._phase_id.round - tasks[0].late,
+            clients=[task.client for task in rows],
+        )
+        broadcast = self._broadcast_to(tasks[0])
+        states = self._states_of(rows)
+        compare = self._phase_id.number not in self._compared
+        before = None if states is None or not compare else {name: v[0].clone() for name, v in states.items()}
+        with users_code(f"{len(tasks)} clients together"):
+            update = self._returned(broadcast, lambda one: one.client(local, broadcast, states))
+        taken, refused = self._take_in_rows(tasks, _first(_of_rows(update, len(rows)), len(tasks)))
+        each_s = self._pacer.end() / len(tasks)
+        if compare:
+            self._compared.add(self._phase_id.number)
+            alone = self._update_of(tasks[0], before)
+            if self._draws:
+                raise UserError("execution.together: got more than 1 for an algorithm that draws random numbers")
+            check_alike(alone, update)
+        return tuple(self._timed(task, each_s, state) for task, state in taken), refused
+
+    def _timed(self, task: ClientTask, seconds: float, state: int) -> ClientTime:
+        return ClientTime(task.client, task.samples, seconds, state, task.client in self._renewed)
+
+    def _returned(self, broadcast: Values, train: Callable[[Pass], ClientUpdate]) -> ClientUpdate:
+        """UserError for what is no update, for a state that got lost, and for a client that wrote to what others are
+        told too: their bits would depend on who trained where."""
+        assert self._phase_id is not None, "a phase is open"
+        with unwritten(broadcast, "a client", "received", "a copy of its own"):
+            update = checked(train(self._passes[self._phase_id.number]))
+        if self._states is not None and update.state is None and len(self._passes) == 1:
+            raise UserError("algorithm: a client returned no state, but init_client gives one: return it always")
+        return update
+
+    def _take_in_rows(
+        self, tasks: Sequence[ClientTask], update: ClientUpdate
+    ) -> tuple[Sequence[tuple[ClientTask, int]], tuple[RefusedUpdate, ...]]:
+        """All of them at once where that can be; else, and to find out whose numbers are bad, one by one. Returns the
+        clients that are in, with their new states."""
+        if self._admit is None and not self.partial.collects:
+            with contextlib.suppress(PeerError):
+                values = self._summable(staleness_weight(update, tasks[0].late, rows=True))
+                self.partial.fold_rows(values, len(tasks), tasks[0].samples)
+                return list(zip(tasks, self._keep(tasks, update.state), strict=True)), ()
+        taken: list[tuple[ClientTask, int]] = []
+        refused: list[RefusedUpdate] = []
+        for row, task in enumerate(tasks):
+            state = None if update.state is None else {name: value[row] for name, value in update.state.items()}
+            values = {name: value[row] for name, value in update.values.items()}
+            try:
+                taken.append(
+                    (task, self._take_in(task, ClientUpdate(values=values, state=state, weight=update.weight)))
+                )
+            except PeerError as e:
+                refused.append(refusal_of(task.client, e))
+        return taken, tuple(refused)
+
+    def expect(self, tasks: Sequence[ClientTask]) -> None:
+        """These clients come next, in this order: their states are brought nearer."""
+        if self._states is not None:
+            self._states.expect(task.state for task in tasks if task.state != NONE)
+
+    def hand_over(self) -> None:
+        """What was kept is where other executors read it. To be called before anybody is notified of it."""
+        if self._states is not None:
+            self._states.flush()
+
+    def _take_in(self, task: ClientTask, update: ClientUpdate) -> int:
+        """Returns the client's new state."""
+        admitted = update if self._admit is None else self._admit(update)
+        self.partial.fold(task.client, self._summable(staleness_weight(admitted, task.late)), task.samples)
+        return self._keep_one(task, update.state)
+
+    def _load(self, tasks: Sequence[ClientTask]) -> dict[str, Tensor]:
+        """The samples of all of them, one client after another."""
+        assert self._phase_id is not None, "a phase is open"
+        several = len(tasks) > 1
+        source = self._data
+        if isinstance(source, Redrawn):
+            source = source.of_round(self._work.seed, self._phase_id.round - tasks[0].late)
+        data = source.load_many([t.client for t in tasks]) if several else source.load(tasks[0].client)
+        samples, expected = len(next(iter(data.values()))), sum(t.samples for t in tasks)
+        if samples != expected:
+            who = "clients" if several else "client"
+            named = ", ".join(str(t.client) for t in tasks)
+            raise UserError(f"{who} {named}: the data has {samples} samples, expected {expected}")
+        return self._cast(data)
+
+    def _cast(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        dtype = self.resident.dtype
+        cast = {name: c.to(dtype) if c.dtype.is_floating_point else c for name, c in data.items()}
+        return all_to_device(self._accelerator, cast)
+
+    def _state_of(self, task: ClientTask) -> Values | None:
+        """What its client keeps; what `init_client` gives if it comes for the first time."""
+        if self._states is None:
+            return None
+        (kept,), found = self._kept([task])
+        if not kept:
+            return first_state(self._work.algorithm, self._broadcast["model"])
+        return {name: value[0] for name, value in found.items()}
+
+    def _states_of(self, tasks: Sequence[ClientTask]) -> Values | None:
+        """The same of several, stacked."""
+        if self._states is None:
+            return None
+        kept, found = self._kept(tasks)
+        if all(kept):
+            return found
+        first = first_state(self._work.algorithm, self._broadcast["model"])
+        assert first is not None, "clients keep something"
+        states = {name: value.expand(len(tasks), *value.shape) for name, value in first.items()}
+        if not any(kept):
+            return states
+        rows = self.resident.up(torch.tensor(kept).nonzero().flatten())
+        return {name: value.index_copy(0, rows, found[name]) for name, value in states.items()}
+
+    def _kept(self, tasks: Sequence[ClientTask]) -> tuple[list[bool], Values]:
+        """Which of the tasks' clients have a state, and those states, stacked. UserError for one that is lost and that
+        the algorithm cannot do without."""
+        assert self._states is not None, "clients keep something"
+        while True:
+            kept = [task.state != NONE and task.client not in self._renewed for task in tasks]
+            read = [task for task, has in zip(tasks, kept, strict=True) if has]
+            try:
+                found = self._states.read([t.client for t in read], [t.state for t in read]) if read else {}
+                return kept, all_to_device(self._accelerator, found)
+            except StateLost as lost:
+                if not self._work.algorithm.state_can_be_lost:
+                    raise lost.refusal() from None
+                self._renewed |= lost.clients
+                self._log(f"{lost}; {_clients(lost.clients)} on with a new one")
+
+    def _keep_one(self, task: ClientTask, state: Values | None) -> int:
+        return self._keep([task], None if state is None else {name: _row(value) for name, value in state.items()})[0]
+
+    def _keep(self, tasks: Sequence[ClientTask], states: Values | None) -> Sequence[int]:
+        """The clients' new states, stacked, are kept until it is known what becomes of the phase."""
+        assert self._phase_id is not None, "a phase is open"
+        if states is None:
+            return [NONE] * len(tasks)
+        if self._states is None:
+            raise UserError("algorithm: a client returned a state, but init_client gives none: return one there too")
+        # What is no tensor is left as it is, to be refused by name.
+        tensors = {n: v for n, v in states.items() if isinstance(v, Tensor)}  # pyright: ignore[reportUnnecessaryIsInstance]
+        here = {**states, **to_host(self._accelerator, tensors)}
+        numbers = self._states.write([t.client for t in tasks], self._phase_id.round, here)
+        for task, number in zip(tasks, numbers, strict=True):
+            self._written.append((task.client, number))
+            if task.state != NONE:
+                self._replaced.append((task.state, number, self._phase_id.round))
+        return numbers
+
+    @property
+    def partial(self) -> PartialSum:
+        """The open phase's sums."""
+        assert self._phase_id is not None, "a phase is open"
+        return self._partials[self._phase_id.number]
+
+    def clear(self) -> None:
+        """The sums are sent: more clients of the phase begin anew."""
+        self.partial.begin(*self._scale)
+
+    def forget(self, kept: Collection[int] = ()) -> None:
+        """The phase is dropped: its sums, and the states that it wrote of all clients but those `kept`."""
+        if self._states is not None:
+            gone = {state for client, state in self._written if client not in kept}
+            self._states.free(gone)
+            self._replaced = [entry for entry in self._replaced if entry[1] not in gone]
+        self._written = []
+        self._phase_id = None
+
+
+def _clients(numbers: Collection[int]) -> str:
+    few = ", ".join(map(str, sorted(numbers)[:4]))
+    if len(numbers) == 1:
+        return f"client {few} goes"
+    return f"clients {few}{', ...' if len(numbers) > 4 else ''} go"
+
+
+def _row(value: Tensor) -> Tensor:
+    """As the only one of several. What is no tensor is left as it is, to be refused by name."""
+    return value.unsqueeze(0) if isinstance(value, Tensor) else value  # pyright: ignore[reportUnnecessaryIsInstance]
+
+
+def _of_rows(update: ClientUpdate, rows: int) -> ClientUpdate:
+    """UserError for a value that is not one of each client: added up, it would count for too little."""
+    for name, value in [*update.values.items(), *(update.state or {}).items()]:
+        got = list(value.shape) if isinstance(value, Tensor) else []  # pyright: ignore[reportUnnecessaryIsInstance]
+        if got[:1] != [rows]:
+            what = f"algorithm: {rows} clients trained together give {name!r}: got a tensor {got}"
+            raise UserError(f"{what}, expected [{rows}, ...] (or execution.clients_per_vmap = 1)")
+    return update
+
+
+def _first(update: ClientUpdate, count: int) -> ClientUpdate:
+    """The first rows of an update of several clients."""
+    state = None if update.state is None else {name: value[:count] for name, value in update.state.items()}
+    values = {name: value[:count] for name, value in update.values.items()}
+    return ClientUpdate(values=values, state=state, weight=update.weight)

@@ -1,0 +1,93 @@
+"""What a coordinator asks of a site, and what the site's owner allows: they must be of one mind before anything runs.
+
+Code does not travel: the offer names an algorithm and a model, and the site loads its own if its owner's file names
+the same. The coordinator says how to train (steps, learning rate, seed), as in a simulation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from isthmus.accelerators import AUTO
+from isthmus.data import DataSpec
+from isthmus.data.description import refuse_description
+from isthmus.documents import convert, read_toml
+from isthmus.errors import UserError
+from isthmus.federated.algorithms import AlgorithmSpec, load_algorithm
+from isthmus.federated.local import LocalConfig
+from isthmus.models import ModelSpec
+
+RUN_NAME = "^[0-9a-f]{32}$"
+"""What a run is called at its sites."""
+
+
+class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The work, and which client the site is."""
+
+    job: str
+    run: Annotated[str, Meta(pattern=RUN_NAME)]
+    """The same after a restart: the site keeps its client's states under it."""
+    algorithm: AlgorithmSpec
+    model: ModelSpec
+    local: LocalConfig
+    seed: Annotated[int, Meta(ge=0)]
+    client: Annotated[int, Meta(ge=0)]
+
+
+class SiteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A site's own file: what may run there, and its data, which stay."""
+
+    job: str
+    """Name of the only job that may run here."""
+    algorithm: AlgorithmSpec
+    """The only algorithm that may run here, with its options."""
+    model: ModelSpec
+    """The only model that may be trained here, with its options."""
+    data: DataSpec
+    """This site's data. They are never sent."""
+    threads: Annotated[int, Meta(ge=1)] = 1
+    """Torch threads."""
+    device: str = AUTO
+    """Where it trains: `auto` (an accelerator of this machine, else the CPU), `cpu`, `cuda:1`, ..."""
+    slow_down: Annotated[float, Meta(ge=0)] = 0.0
+    """Emulation: the site sleeps so many times as long as it trained."""
+
+    def check(self, task_spec: TaskSpec) -> None:
+        """UserError for an offer of anything else. Nothing of it has been loaded."""
+        for field, got, expected in (
+            ("job", task_spec.job, self.job),
+            ("algorithm", _described(task_spec.algorithm), _described(self.algorithm)),
+            ("model", _described(task_spec.model), _described(self.model)),
+        ):
+            if got != expected:
+                raise UserError(f"{field}: this site allows {expected}, the coordinator asks for {got}")
+
+
+def is_site_file(path: Path) -> bool:
+    """Whether this is a site's file and no job."""
+    return {"job", "algorithm"} <= read_toml(path, "job file").keys()
+
+
+def load_site(path: Path) -> SiteConfig:
+    """Read and check a site's file, its algorithm included. UserError names the file and the field."""
+    tables = read_toml(path, "site file")
+    if not {"federated", "training"}.isdisjoint(tables):
+        what = "is a coordinator's job, expected a site's file: which algorithm and model may run there, and its data"
+        raise UserError(f"{path}: {what}")
+    config = convert(tables, SiteConfig, str(path))
+    try:
+        refuse_description(config.data)
+        load_algorithm(config.algorithm)
+    except UserError as e:
+        raise UserError(f"{path}: {e}") from None
+    return config
+
+
+def _described(spec: AlgorithmSpec | ModelSpec) -> str:
+    """On one line; equal for equal specs."""
+    options = msgspec.json.encode(spec.options, order="sorted").decode()
+    return spec.name if options == "{}" else f"{spec.name} {options}"

@@ -1,0 +1,120 @@
+"""What is asked of a plan: what it minimises, where the data may be read, what messages are packed with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from isthmus.errors import UserError
+from isthmus.units import format_share
+
+Objective = Literal["time", "cost"]
+
+
+class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What training's messages between stages are packed with."""
+
+    method: str
+    """A ratio planner (`cost.compression`)."""
+    ratio: Annotated[float, Meta(ge=1)] = 100.0
+    """Elements per element that is sent; what it bounds is the method's."""
+    feedback: bool = False
+    """Whether what is left out of a sample's gradients is added when the sample comes again."""
+
+    def __str__(self) -> str:
+        return f"{self.method} at {self.ratio:g}"
+
+
+class OwnSamples(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many samples one holder has."""
+
+    train: Annotated[int, Meta(ge=1)]
+    heldout: Annotated[int, Meta(ge=0)] = 0
+
+
+class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Raises UserError for labels that must stay where nobody holds the data, or own samples of some holders only."""
+
+    objective: Objective = "time"
+    """`cost` minimises the price of a step: devices by the hour while it lasts, and bytes that leave priced sites."""
+    data_holders: tuple[str, ...] = ()
+    """Devices that have the data: each first stage runs on one of them, and sends on every column that later stages
+    take. None where every device has the data: then each stage reads its own columns."""
+    own_samples: tuple[OwnSamples, ...] = ()
+    """What each data holder has, where each has samples of its own: then every one of them runs a copy of the first
+    stage, and feeds it to the same chain. None where they have the same data, and any one of them runs it."""
+    labels_stay: bool = False
+    """The last stage runs on a data holder too, and with it every operator that takes labels."""
+    max_step_s: float | None = None
+    """Of objective `cost`: the longest step that a plan may take, in seconds."""
+    max_price: float | None = None
+    """Of objective `time`: what 1,000 steps may cost, in the unit of the fleet's prices."""
+    compression: CompressionConfig | None = None
+    """How messages between stages are packed. None sends them as they are."""
+    memory_headroom: float = 0.0
+    """Share of each device's memory, 0 or more and less than 1, that a plan leaves free."""
+
+    def __post_init__(self) -> None:
+        if self.max_step_s is not None and self.objective != "cost":
+            raise UserError(f"plan.max_step: got {self.max_step_s:g} s with objective 'time', expected 'cost'")
+        if self.max_price is not None and self.objective != "time":
+            raise UserError(f"plan.max_price: got {self.max_price:g} with objective 'cost', expected 'time'")
+        for field, limit in (("max_step", self.max_step_s), ("max_price", self.max_price)):
+            if limit is not None and not 0 < limit < math.inf:
+                raise UserError(f"plan.{field}: got {limit:g}, expected a finite number above 0")
+        if not 0 <= self.memory_headroom < 1:
+            raise UserError(f"plan.memory_headroom: got {self.memory_headroom:g}, expected at least 0 and less than 1")
+        if self.labels_stay and not self.data_holders:
+            raise UserError("plan.labels_stay: got true without a data_holder, expected one where the labels stay")
+        if self.own_samples and len(self.own_samples) != len(self.data_holders):
+            expected = f"{len(self.data_holders)}, one per holder"
+            raise UserError(f"terms.own_samples: got {len(self.own_samples)} entries, expected {expected}")
+
+    @property
+    def feeders(self) -> tuple[str, ...]:
+        """The holders that feed one chain, each with data of its own; none where they have the same data."""
+        return self.data_holders if self.own_samples else ()
+
+    @property
+    def copied(self) -> bool:
+        """Whether the first stage has copies, and where labels stay the last."""
+        return len(self.feeders) > 1
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The part of all micro-batches that each of the feeders brings."""
+        total = sum(own.train for own in self.own_samples)
+        return tuple(own.train / total for own in self.own_samples)
+
+    @property
+    def limited(self) -> bool:
+        """Whether what is not minimised has a limit."""
+        return self.max_step_s is not None or self.max_price is not None
+
+    @property
+    def after_headroom(self) -> str:
+        """What is said behind the bytes that a device offers a plan."""
+        return f" after {format_share(self.memory_headroom)} headroom" if self.memory_headroom else ""
+
+    def offered_bytes(self, memory_bytes: int) -> int:
+        """What a plan may use of a device's memory."""
+        return memory_bytes - math.ceil(self.memory_headroom * memory_bytes)
+
+    def unlimited(self, objective: Objective) -> Constraints:
+        """The same with another objective and no limit."""
+        return msgspec.structs.replace(self, objective=objective, max_step_s=None, max_price=None)
+
+    def among(self, devices: Collection[str]) -> Constraints:
+        """The terms on a part of the fleet. UserError where no data holder is in it, or not all that have their own."""
+        if not self.data_holders:
+            return self
+        if gone := [name for name in self.feeders if name not in devices]:
+            raise UserError(f"data_holder: {gone[0]} has samples that no other device has, and is not there")
+        left = tuple(name for name in self.data_holders if name in devices)
+        if not left:
+            raise UserError(f"data_holder: none of {', '.join(self.data_holders)} is among {', '.join(devices)}")
+        return msgspec.structs.replace(self, data_holders=left)

@@ -1,0 +1,124 @@
+"""Who trains which clients in a phase: each executor's own client where it has one, else a schedule by fitted times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.planners.cohort import CohortSchedule
+from isthmus.protocol.federated_events import NONE, ClientTask, ClientTime, LinearFit
+from isthmus.protocol.federated_rules import RoundRules
+from isthmus.protocol.federated_throughput import ThroughputModel
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class ClientAssignment:
+    """Every executor's tasks, the largest first: what may be stolen at the end is small."""
+
+    tasks: Mapping[str, tuple[ClientTask, ...]]
+    schedule: CohortSchedule | None = None
+    """Its times are seconds; None where no pace was known when it was made, or nothing was to be scheduled."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Ahead:
+    """A schedule that was made before its round."""
+
+    round: int
+    alive: tuple[str, ...]
+    cohort: Integers
+    schedule: CohortSchedule
+    timed: bool
+    """Whether a pace was known."""
+
+    def fits(self, round_: int, alive: Sequence[str], members: Integers) -> bool:
+        """A second pass may have fewer clients, and executors may have been lost meanwhile."""
+        same = self.round == round_ and self.alive == tuple(alive)
+        return same and np.array_equal(self.cohort, members)
+
+
+class ClientScheduler:
+    """What is known of clients and executors; deals cohorts out. It keeps which is each client's state."""
+
+    def __init__(
+        self,
+        executors: Sequence[str],
+        rules: RoundRules,
+        sizes: Integers,
+        throughput: ThroughputModel,
+        states: NDArray[np.int32] | None,
+    ) -> None:
+        """`sizes` (population,) in samples, 0 for a client that has not said yet; `states` (population,)."""
+        self.sizes = sizes
+        self.states = states
+        self.throughput = throughput
+        self.pinned: dict[str, int] = {}
+        """The client of each executor that has the data of one only."""
+        self.late: Mapping[int, int] = {}
+        """By how many rounds clients of the cohort that is dealt are late; who is not need not be there."""
+        self._rules = rules
+        self._number = {name: number for number, name in enumerate(executors)}
+        self._ahead: _Ahead | None = None
+
+    def number(self, executor: str) -> int:
+        return self._number[executor]
+
+    def line(self, executor: str) -> LinearFit:
+        return self.throughput.line(self._number[executor])
+
+    def samples(self, cohort: Integers) -> int:
+        return int(self.sizes[cohort].sum())
+
+    def keep(self, timed: Sequence[ClientTime]) -> None:
+        """These are the clients' states from now on."""
+        if self.states is not None:
+            kept = [timed_client for timed_client in timed if timed_client.state != NONE]
+            self.states[[timed_client.client for timed_client in kept]] = [timed_client.state for timed_client in kept]
+
+    def assignment(self, round_: int, cohort: Integers, alive: Sequence[str]) -> ClientAssignment:
+        if self.pinned:
+            chosen = set(cohort.tolist())
+            mine = {name: self.pinned[name] for name in alive if self.pinned.get(name) in chosen}
+            return ClientAssignment({name: self._tasks(np.array([client])) for name, client in mine.items()})
+        if self._ahead is not None and self._ahead.fits(round_, alive, cohort):
+            schedule, timed = self._ahead.schedule, self._ahead.timed
+        else:
+            schedule, timed = self._schedule(round_, cohort, alive), self.throughput.known
+        sizes = self.sizes[cohort]
+        dealt: dict[str, tuple[ClientTask, ...]] = {}
+        for name, places in zip(alive, schedule.clients_of(), strict=True):
+            order = places[np.argsort(-sizes[places], kind="stable")]
+            dealt[name] = self._tasks(cohort[order])
+        return ClientAssignment(dealt, schedule if timed else None)
+
+    def plan_ahead(self, round_: int, cohort: Integers, alive: Sequence[str]) -> None:
+        """Make the schedule of a later round now."""
+        schedule = self._schedule(round_, cohort, alive)
+        self._ahead = _Ahead(round_, tuple(alive), cohort, schedule, self.throughput.known)
+
+    def cohort_ahead(self, round_: int) -> Integers | None:
+        """Of a round that was planned ahead."""
+        return self._ahead.cohort if self._ahead is not None and self._ahead.round == round_ else None
+
+    def _schedule(self, round_: int, cohort: Integers, alive: Sequence[str]) -> CohortSchedule:
+        early = round_ - self._rules.first_round < self._rules.warm_up_rounds
+        planner = "uniform" if early else self._rules.planner
+        sizes = self.sizes[cohort].astype(np.float64)
+        return self.throughput.schedule(planner, sizes, (self._number[name] for name in alive))
+
+    def _tasks(self, clients: Integers) -> tuple[ClientTask, ...]:
+        """Whole columns at a time: one number out of an array takes as long as a task."""
+        numbers, sizes = clients.tolist(), self.sizes[clients].tolist()
+        if self.late:
+            lates = [self.late.get(client, 0) for client in numbers]
+            return tuple(
+                ClientTask(*timed_client, late=late) for *timed_client, late in zip(numbers, sizes, lates, strict=True)
+            )
+        if self.states is None:
+            return tuple(map(ClientTask, numbers, sizes))
+        return tuple(map(ClientTask, numbers, sizes, self.states[clients].tolist()))

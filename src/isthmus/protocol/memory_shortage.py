@@ -1,0 +1,58 @@
+"""How much memory a stage took; where that was too little, what plans may count on there from then on."""
+
+from __future__ import annotations
+
+import msgspec
+
+from isthmus.units import format_size
+
+
+class MemoryShortage(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes, when memory was short."""
+
+    asked: int
+    """What could not be had; 0 where that is not known."""
+    free: int
+    """Of the hardware's memory, for all processes."""
+    total: int
+    reserved: int
+    """By the device's process, with what it had before it got the stage."""
+    before: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """What a stage can have there while other processes keep what they have."""
+        return max(1, self.free + self.reserved - self.before)
+
+    @property
+    def needed(self) -> int:
+        """What the stage would have taken by then."""
+        return max(1, self.reserved - self.before + self.asked)
+
+    @property
+    def description(self) -> str:
+        asked = f"asked for {format_size(self.asked)}, " if self.asked else ""
+        held = f"{format_size(self.reserved)} reserved by this device"
+        # an allocator takes memory in blocks, and needs one that is in one piece
+        short = " but in no block that is large enough" if 0 < self.asked <= self.free else ""
+        return f"{asked}{format_size(self.free)} of {format_size(self.total)} free{short}, {held}"
+
+
+class MemoryPeak(msgspec.Struct, frozen=True, kw_only=True):
+    """The most that a stage took while it ran, in bytes."""
+
+    size_bytes: int
+    """Of an accelerator, in tensors; of the CPU, by how much the process's resident set exceeded what it was before."""
+    reserved_bytes: int
+    """Of an accelerator, what torch's allocator took from it, for tensors and to give it to others of them; of the CPU,
+    the same again."""
+    resident: bool
+    """Whether it is of a resident set."""
+
+
+def believed_bytes(short: MemoryShortage, planned: int, stated: int) -> int:
+    """The memory that plans may count on, after a stage of `planned` bytes did not fit where `stated` were thought to
+    be: what is there, in the plan's own measure. A stage that needed more than was planned will do so again, so that
+    what is there counts as less, in proportion; and never as much as would give the same plan again."""
+    in_proportion = planned * min(1.0, short.capacity / short.needed)
+    return max(1, min(stated, short.capacity, planned - 1, int(in_proportion)))

@@ -1,0 +1,82 @@
+"""A joining device that gets the state of the run while the others train: who gives what, and when it is close enough.
+
+    others     step k ───── k+1 ───── k+2 ───── ... ───── n   (stop, change the plan)
+                 │ a copy      │ gradients of each step      │
+    joining device     └──────► state of k ──► repeats k+1, k+2 ... ──► state of n
+
+A step's gradients are a third of the state with Adam, and less is to be waited for: those of the last step alone. It
+comes to nothing where gradients take longer than steps; then the state travels while all wait, as it does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+
+from isthmus.protocol.coordinator_events import ReceiveState, SendState
+from isthmus.protocol.recovery import state_donors
+
+CLOSE_STEPS = 1
+"""So far behind the others a joining device may be for them to stop and let it in."""
+MOST_TIMES = 20
+"""A joining device that is not close after so many times the steps that the first copy took never will be."""
+
+
+class StateTransfer:
+    """The joining devices of one change of plan, from the state after `step` steps on."""
+
+    def __init__(self, number: int, step: int, needs: Mapping[str, Set[str]], holds: Mapping[str, Set[str]]) -> None:
+        """By device: the parts that joining devices need, and those that devices at work have. `number` counts the
+        run's followings: what is still said of an earlier one is none of this one's."""
+        self.number = number
+        self.step = step
+        self.donated = state_donors(needs, holds)
+        """By device at work, the parts that it gives."""
+        self.donors = {
+            device: tuple(donor for donor, parts in sorted(self.donated.items()) if parts & wanted)
+            for device, wanted in sorted(needs.items())
+        }
+        """By joining device, its donors."""
+        self._at: dict[tuple[str, str], int] = {}
+        self._copied: int | None = None
+        """Steps that the first copies took."""
+        self._first_lag = 0
+
+    def begins(self) -> Iterator[ReceiveState | SendState]:
+        """The state and the gradients of each step are given from now on."""
+        for device, donors in self.donors.items():
+            yield ReceiveState(device, self.number, self.step, {donor: self.donated[donor] for donor in donors})
+        for device, parts in sorted(self.donated.items()):
+            yield SendState(device, self.number, self.step, parts)
+
+    def ends(self) -> Iterator[SendState]:
+        """Nothing is given any more."""
+        for device in sorted(self.donated):
+            yield SendState(device, self.number, self.step, frozenset())
+
+    def state_received(self, device: str, of: str, step: int) -> None:
+        """The joining device has the state of that device's parts after so many steps."""
+        if of in self.donors.get(device, ()):
+            self._at[device, of] = step
+
+    def reached(self) -> int | None:
+        """The step whose state all joining devices have at least; None before they have any."""
+        pairs = [(device, of) for device, donors in self.donors.items() for of in donors]
+        return min((self._at[pair] for pair in pairs), default=None) if self._at.keys() >= set(pairs) else None
+
+    def is_close(self, done: int) -> bool:
+        """Whether the joining devices are nearly there, with so many steps done."""
+        reached = self.reached()
+        return reached is not None and reached >= done - CLOSE_STEPS
+
+    def will_not_converge(self, done: int) -> bool:
+        """Whether steps are quicker than their gradients travel."""
+        reached = self.reached()
+        if reached is None:
+            return False
+        if self._copied is None:
+            self._copied, self._first_lag = done - self.step, done - reached
+        return done - reached > self._first_lag + CLOSE_STEPS or done - self.step > MOST_TIMES * (self._copied + 1)
+
+    @property
+    def waited_for(self) -> frozenset[str]:
+        return frozenset(self.donors)

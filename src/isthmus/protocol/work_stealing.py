@@ -1,0 +1,67 @@
+"""Clients that change hands while a phase is open: to idle executors, from lost ones. Changes the phase it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from isthmus.protocol.federated_events import ClientTask, Notify, PhaseClosed, TasksGranted, TasksRecalled
+from isthmus.protocol.federated_phase import OpenPhase
+from isthmus.protocol.federated_scheduler import ClientScheduler
+
+
+def grant_tasks(executor: str, tasks: tuple[ClientTask, ...], opened: OpenPhase, *, holds: bool) -> Notify:
+    opened.idle.pop(executor, None)
+    opened.give(executor, tasks)
+    return Notify(executor, TasksGranted(phase=opened.phase, tasks=tasks, holds=holds))
+
+
+def assign_idle(opened: OpenPhase, scheduler: ClientScheduler, *, holds: bool) -> list[Notify]:
+    """Ask others for idle executors, or close these: nothing that has not begun is left."""
+    out: list[Notify] = []
+    asked_for = set(opened.recalls.values())
+    for thief in [name for name in opened.idle if name not in asked_for]:
+        if opened.unassigned:
+            out.append(grant_tasks(thief, (opened.unassigned.pop(0),), opened, holds=holds))
+        elif (victim := opened.victim(thief)) is not None:
+            opened.recalls[victim] = thief
+            recalled = TasksRecalled(phase=opened.phase, own=scheduler.line(victim), thief=scheduler.line(thief))
+            out.append(Notify(victim, recalled))
+        elif not opened.recalls:
+            del opened.idle[thief]
+            out.append(Notify(thief, PhaseClosed(phase=opened.phase)))
+    return out
+
+
+def assign_returned(
+    tasks: tuple[ClientTask, ...], thief: str | None, opened: OpenPhase, scheduler: ClientScheduler, *, holds: bool
+) -> list[Notify]:
+    """What a victim gave back goes to whoever it was asked for, if that one is idle still."""
+    out: list[Notify] = []
+    if tasks and thief is not None and thief in opened.idle:
+        opened.stolen += len(tasks)
+        out.append(grant_tasks(thief, tasks, opened, holds=holds))
+    else:
+        opened.unassigned += tasks
+    return [*out, *assign_idle(opened, scheduler, holds=holds)]
+
+
+def forget_executor(executor: str, opened: OpenPhase) -> list[ClientTask]:
+    """The clients that a lost executor held."""
+    opened.recalls.pop(executor, None)  # whoever it was asked for is idle still
+    for victim in [v for v, thief in opened.recalls.items() if thief == executor]:
+        opened.recalls[victim] = ""  # what it gives back will be spare
+    return opened.lose(executor)
+
+
+def reassign(
+    tasks: Sequence[ClientTask], names: Sequence[str], opened: OpenPhase, scheduler: ClientScheduler, *, holds: bool
+) -> list[Notify]:
+    """Clients of a lost executor, each to whom it ends soonest with. Whoever has sent its sums sends more."""
+    load_s = {name: opened.load_s(name) for name in names}
+    given: dict[str, list[ClientTask]] = {}
+    for task in sorted(tasks, key=lambda t: -t.samples):
+        name = min(names, key=lambda n: load_s[n] + scheduler.line(n).seconds(task.samples))
+        load_s[name] += scheduler.line(name).seconds(task.samples)
+        given.setdefault(name, []).append(task)
+    out = [grant_tasks(name, tuple(mine), opened, holds=holds) for name, mine in given.items()]
+    return [*out, *assign_idle(opened, scheduler, holds=holds)]

@@ -1,0 +1,348 @@
+"""What leaves data holders under a plan, and whether noise can cover it: which values each stage must clip first.
+
+A stage is raw where it computes on samples as they are: it reads columns that are no labels, or takes values of such a
+stage that were not covered. Raw stages run on data holders; what they send to other holders stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from isthmus.data import ColumnSpec
+from isthmus.errors import UserError
+from isthmus.fleet import Fleet
+from isthmus.graph import Flow, OpGraph, StageGraph
+from isthmus.graph.labels import label_columns
+from isthmus.graph.mixing import mixes, sample_axis
+from isthmus.graph.opgraph import Op
+from isthmus.graph.partition import Crossing
+from isthmus.job import Prepared, constraints_of
+from isthmus.plans import ActivationNoise, Plan, format_epsilon
+from isthmus.plans.feeder_order import had_before
+from isthmus.runtime.coordinator.stages import StagePair, stage_pairs
+from isthmus.training.accounting import epsilon_of, noise_multiplier_for, squared_mu
+from isthmus.training.clip_and_noise import Boundary, Released
+from isthmus.units import format_count
+
+FIELD = "privacy.activations"
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+MOST_NAMED = 3
+
+
+class Protection(NamedTuple):
+    """Of a plan; stages are numbered as workers."""
+
+    raw: frozenset[int]
+    released: Mapping[int, Released]
+    noise: ActivationNoise | None
+    noise_multiplier: float
+    train: int
+    """Releases of a training sample in one pass: stages of a replica whose values leave."""
+    heldout: int
+    """Of a held-out sample in one evaluation."""
+
+    def freezes(self, worker: int) -> bool:
+        """Whether the stage's weights do not learn."""
+        return worker in self.raw and self.noise is not None and self.noise.weights == "frozen"
+
+    def trains_raw(self, worker: int) -> bool:
+        """Whether the stage's weights learn from raw samples that noise is to protect."""
+        return worker in self.raw and self.noise is not None and self.noise.weights == "trained"
+
+
+NONE = Protection(frozenset(), {}, None, 0.0, 0, 0)
+"""Of a job that asks for no noise."""
+
+
+class _Graph(NamedTuple):
+    """One of the model's graphs, with its stages."""
+
+    graph: OpGraph
+    stages: Sequence[StageGraph]
+    inputs: frozenset[str]
+    """Operators and columns that tell of more than labels."""
+
+
+def protection(prepared: Prepared, plan: Plan, pairs: Sequence[StagePair], holders: Sequence[str]) -> Protection:
+    """What must be covered. UserError where noise on the plan's messages would not cover what leaves, or the accounting
+    not what they tell."""
+    privacy = prepared.job.privacy
+    if privacy is None:
+        return NONE
+    noise = privacy.activations
+    labels = _labels(prepared)
+    _check_labels(labels, prepared.samples.columns)
+    graphs = [
+        _Graph(graph, stages, _telling(graph, labels))
+        for graph, stages in (
+            (prepared.captured.train, [pair.train for pair in pairs]),
+            (prepared.captured.eval, [pair.evaluation for pair in pairs]),
+        )
+    ]
+    devices = plan.devices
+    held = [device in holders for device in devices]
+    # Of holders with data of their own none may have another's.
+    trusted = [False] * len(devices) if prepared.job.plan.feeders else held
+    raw = _raw(graphs, labels, held, trusted)
+    for worker in sorted(raw):
+        _check_gradients(pairs[worker].train, graphs[0], devices, trusted)
+        _check_stage(pairs[worker], devices[worker], noise)
+    if noise.weights == "trained":
+        _check_trained(prepared, plan, pairs, raw, trusted)
+    leaves = {
+        worker: tuple(
+            tuple(_sent_values(each, worker, devices, trusted, noise, is_raw=worker in raw)) for each in graphs
+        )
+        for worker in range(len(devices))
+        if held[worker]
+    }
+    train, heldout = (_most_per_replica(plan, {w for w in raw if leaves[w][mode]}) for mode in (0, 1))
+    if not train:
+        raise UserError(f"{FIELD}: by the plan nothing leaves {', '.join(holders)}, expected another device to compute")
+    multiplier = noise.noise_multiplier or _multiplier(prepared, noise, train, heldout)
+    released = {
+        worker: Released(
+            train=_boundary(leaves[worker][0], noise, multiplier),
+            evaluation=_boundary(leaves[worker][1], noise, multiplier),
+        )
+        for worker in sorted(raw)
+        if any(leaves[worker])
+    }
+    return Protection(raw, released, noise, multiplier, train, heldout)
+
+
+def protection_text(prepared: Prepared, plan: Plan, fleet: Fleet) -> list[str]:
+    """For people: what becomes of what leaves data holders, and what it is to tell. UserError as `protection`."""
+    if prepared.job.privacy is None:
+        return []
+    pairs = stage_pairs(plan, prepared.captured, clips=False)
+    found = protection(prepared, plan, pairs, constraints_of(prepared.job, fleet).data_holders)
+    return list(_described(prepared, plan, found))
+
+
+def _described(prepared: Prepared, plan: Plan, found: Protection) -> Iterator[str]:
+    noise = found.noise
+    if noise is None:
+        return
+    for worker, released in found.released.items():
+        boundary = released.train
+        takers = ", ".join(dict.fromkeys(plan.devices[target] for target in boundary.targets))
+        yield (
+            f"Values that leave {plan.devices[worker]} for {takers} are clipped to {boundary.clip:.4g} per sample "
+            f"({boundary.per_sample} numbers) and noised with sigma {boundary.deviation:.4g}."
+        )
+    passes, evaluations = planned_passes(prepared)
+    one, all_passes = (
+        epsilon_of(squared_mu(found.noise_multiplier, found.train * count), noise.delta) for count in (1, passes)
+    )
+    yield (
+        f"Local privacy of each training sample at delta {noise.delta:g}: epsilon "
+        f"{format_epsilon(one)} per epoch, {format_epsilon(all_passes)} after {passes}."
+    )
+    if evaluations:
+        spent = epsilon_of(squared_mu(found.noise_multiplier, found.heldout * evaluations), noise.delta)
+        after = format_count(evaluations, "evaluation")
+        yield f"Of each held-out sample: epsilon {format_epsilon(spent)} after {after}."
+    names = ", ".join(dict.fromkeys(plan.devices[worker] for worker in sorted(found.raw)))
+    if noise.weights == "frozen":
+        yield f"Weights on {names} stay as they are; those behind the noise learn."
+    else:
+        yield (
+            f"Weights on {names} are trained on samples without noise, and leave in checkpoints and snapshots: epsilon "
+            "says nothing of what they tell."
+        )
+    what = "are public here" if noise.labels == "public" else "stay"
+    yield f"Labels {what}; what gradients and losses tell of them is not covered. The noise's time is in no plan."
+
+
+def planned_passes(prepared: Prepared) -> tuple[int, int]:
+    """How often a run uses a training sample at most, and a held-out one."""
+    t, samples = prepared.job.training, counted_samples(prepared)
+    evaluations = -(-t.steps // t.eval_every) if t.eval_every else 0
+    turns = had_before(samples, t.steps * t.micro_batches)
+    passes = max(-(-had * prepared.job.micro_batch_size // size) for had, size in zip(turns, samples, strict=True))
+    return passes, evaluations
+
+
+def counted_samples(prepared: Prepared) -> tuple[int, ...]:
+    """Training samples of each holder with data of its own, or of all together."""
+    return tuple(own.train for own in prepared.samples.holders.values()) or (prepared.samples.train,)
+
+
+def _multiplier(prepared: Prepared, noise: ActivationNoise, train: int, heldout: int) -> float:
+    assert noise.epsilon is not None, "one measure of noise is given"
+    passes, evaluations = planned_passes(prepared)
+    return noise_multiplier_for(noise.epsilon, noise.delta, max(train * passes, heldout * evaluations))
+
+
+def _labels(prepared: Prepared) -> frozenset[str]:
+    """Columns."""
+    flow = Flow(prepared.captured.train)
+    return frozenset(flow.by_name[name].target for name in label_columns(flow))
+
+
+def _check_labels(labels: frozenset[str], columns: Mapping[str, ColumnSpec]) -> None:
+    """Next tokens are the text itself, which gradients tell of."""
+    for label in sorted(labels & columns.keys()):
+        spec = columns[label]
+        alike = [name for name, other in columns.items() if name not in labels and other == spec]
+        if alike and spec.dtype not in FLOATS:
+            raise UserError(
+                f"{FIELD}: labels {label!r} are of the kind of {alike[0]!r}, as next tokens are: gradients tell of "
+                "labels, and so of the samples themselves, which noise on values does not cover"
+            )
+
+
+def _telling(graph: OpGraph, labels: frozenset[str]) -> frozenset[str]:
+    found: set[str] = set()
+    for op in graph.ops:
+        own = op.kind == "placeholder" and op.target not in labels
+        if own or any(ref.op in found for ref in op.refs()):
+            found.add(op.name)
+    return frozenset(found)
+
+
+def _raw(
+    graphs: Sequence[_Graph], labels: frozenset[str], held: Sequence[bool], trusted: Sequence[bool]
+) -> frozenset[int]:
+    raw: set[int] = set()
+    for worker, is_held in enumerate(held):
+        for each in graphs:
+            stage = each.stages[worker]
+            reads = any(column not in labels for column in stage.columns)
+            if reads and not is_held:
+                raise UserError(f"{FIELD}: stage {worker} reads samples, expected data holders alone to")
+            takes = any(c.source in raw and c.value.op in each.inputs for c in stage.receives)
+            if (is_held and reads) or (trusted[worker] and takes):
+                raw.add(worker)
+    return frozenset(raw)
+
+
+def _most_per_replica(plan: Plan, workers: set[int]) -> int:
+    """Stages of one replica among these workers: a sample passes one copy of each."""
+    first, most = 0, 0
+    for replica in plan.replicas:
+        most = max(most, len({stage for worker, stage in enumerate(replica.stage_of, first) if worker in workers}))
+        first += len(replica.workers)
+    return most
+
+
+def _check_stage(pair: StagePair, device: str, noise: ActivationNoise) -> None:
+    """A sample's values must be its own, and nothing but them may leave."""
+    for stage in (pair.train, pair.evaluation):
+        mixing = mixes(stage)
+        if mixing is not None:
+            raise UserError(
+                f"{FIELD}: {_at(mixing)} on {device} computes over all samples of a micro-batch, expected values that "
+                "are of one sample each: a sample would leave with others, too"
+            )
+        if stage.loss is not None:
+            raise UserError(
+                f"{FIELD}: the plan computes the loss of raw samples on {device}, where no noise covers it, expected a "
+                "stage on another device before"
+            )
+    written = next((op for op in pair.train.ops if op.mutates), None)
+    if written is not None and noise.weights == "frozen":
+        raise UserError(
+            f"{FIELD}.weights: got 'frozen', and {_at(written)} on {device} keeps what it saw of other samples, "
+            "expected a stage that writes no buffer"
+        )
+
+
+def _check_gradients(stage: StageGraph, whole: _Graph, devices: Sequence[str], held: Sequence[bool]) -> None:
+    for c in stage.receives:
+        if c.gradient and not held[c.source]:
+            raw = next(r for r in stage.receives if r.value.op in whole.inputs and held[r.source])
+            raise UserError(
+                f"{FIELD}: {devices[stage.index]} takes {_value(raw)} as it is and sends gradients to "
+                f"{devices[c.source]}, which would tell of it, expected a plan whose holders run neighbouring stages"
+            )
+
+
+def _check_trained(
+    prepared: Prepared, plan: Plan, pairs: Sequence[StagePair], raw: frozenset[int], held: Sequence[bool]
+) -> None:
+    """Gradients of weights that learn from raw samples stay where they are."""
+    if prepared.job.plan.feeders:
+        raise UserError(
+            f"{FIELD}.weights: got 'trained' with plan.holders_data = 'own', expected 'frozen': holders would sum "
+            "gradients of raw samples with each other"
+        )
+    t = prepared.job.training
+    if t.exchanges_norms:
+        field, got = ("clip_norm", t.clip_norm) if t.clip_norm > 0 else ("non_finite", t.non_finite)
+        field, got = ("precision", t.precision) if t.loss_scaling is not None else (field, got)
+        raise UserError(
+            f"training.{field}: got {got!r} beside {FIELD}.weights = 'trained', by which norms of gradients of raw "
+            "samples would leave the data holders, expected weights = 'frozen', or a step that no norm decides"
+        )
+    for worker in sorted(raw):
+        train, device = pairs[worker].train, plan.devices[worker]
+        others = {**{n: (o,) for n, o in train.shared_from.items()}, **train.shared_with}
+        for name, stages in others.items():
+            if not all(held[stage] for stage in stages):
+                raise UserError(
+                    f"{FIELD}.weights: got 'trained', and {device} shares parameter {name!r} with another device, to "
+                    "which its gradients or values would go, expected none that is shared"
+                )
+        for group in plan.sync.groups:
+            members = plan.members(group)
+            outside = [plan.devices[m] for m in members if worker in members and not held[m]]
+            if outside:
+                raise UserError(
+                    f"{FIELD}.weights: got 'trained', and {device} sums gradients with {outside[0]}, which holds no "
+                    "data, expected replicas whose cuts are alike"
+                )
+
+
+def _sent_values(
+    whole: _Graph, worker: int, devices: Sequence[str], held: Sequence[bool], noise: ActivationNoise, *, is_raw: bool
+) -> Iterator[Crossing]:
+    """What must be covered of what the stage sends to devices that hold no data."""
+    for c in whole.stages[worker].sends:
+        if held[c.target]:
+            continue
+        if c.value.op in whole.inputs:
+            if is_raw:  # else it was covered before
+                _check_value(c, devices)
+                yield c
+        elif noise.labels == "stay":
+            raise UserError(
+                f"{FIELD}.labels: got 'stay', and {_value(c)} goes from {devices[worker]} to {devices[c.target]}, "
+                'expected plan.labels_stay = true, or labels = "public"'
+            )
+
+
+def _check_value(c: Crossing, devices: Sequence[str]) -> None:
+    where = f"{_value(c)}, which goes from {devices[c.source]} to {devices[c.target]},"
+    if c.spec.dtype not in FLOATS:
+        raise UserError(f"{FIELD}: {where} is {c.spec.dtype}, expected floating point: noise cannot cover it")
+    if sample_axis(c.spec) is None:
+        raise UserError(
+            f"{FIELD}: {where} has shape {[str(s) for s in c.spec.shape_at(1)]} per sample, expected one axis of "
+            "samples: a sample's values cannot be distinguished from others'"
+        )
+
+
+def _boundary(crossings: Sequence[Crossing], noise: ActivationNoise, multiplier: float) -> Boundary:
+    specs = {c.value: c.spec for c in crossings}
+    axes = ((ref, sample_axis(spec)) for ref, spec in specs.items())
+    numbers = sum(math.prod(spec.shape_at(1)) for spec in specs.values())
+    clip = noise.norm(numbers)
+    return Boundary(
+        values=tuple((ref, axis) for ref, axis in axes if axis is not None),
+        per_sample=numbers,
+        targets=tuple(sorted({c.target for c in crossings})),
+        clip=clip,
+        deviation=multiplier * clip,
+    )
+
+
+def _at(op: Op) -> str:
+    return f"{op.target} ({op.source})" if op.source else op.target
+
+
+def _value(c: Crossing) -> str:
+    return f"value {c.value.op!r}"

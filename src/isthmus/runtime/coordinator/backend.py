@@ -1,0 +1,257 @@
+"""Who works for a run: device processes started here, or devices that joined a fleet."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from isthmus.data import DataSpec
+from isthmus.data.description import DataDescription, check_description
+from isthmus.errors import IsthmusError
+from isthmus.plans.worker_ids import device_of
+from isthmus.runtime.coordinator.data_holders import DataQueries
+from isthmus.runtime.messages.run import PeerPath
+from isthmus.runtime.processes.data_description import described_at
+from isthmus.runtime.processes.launcher import Launcher, ProcessPlace
+from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.transport.acceptor import Acceptor
+from isthmus.runtime.transport.listener import Listener
+
+
+class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A call to work."""
+
+    run: str
+    devices: tuple[str, ...]
+    """At the beginning."""
+    others: tuple[str, ...] = ()
+    """Who may be called later."""
+    timeout_s: float
+    threads: int
+    logs: Path
+    """Where what devices write to standard error goes, as far as it is written on this machine."""
+    stages: Mapping[str, int] = {}
+    """By device that may get several at once: how many."""
+    stop: Stop = msgspec.field(default_factory=Stop)
+    """Devices are waited for no longer."""
+
+
+class Session(Protocol):
+    """Devices at work for a run."""
+
+    def ended(self) -> Mapping[str, str]:
+        """Of which devices the process has ended otherwise than well, and how."""
+        ...
+
+    def starting(self, device: str) -> bool:
+        """Whether a process of it is known to be there, or on its way."""
+        ...
+
+    def returns(self, device: str) -> bool:
+        """Whether one that is lost is expected among the offers."""
+        ...
+
+    def offers(self) -> Collection[str]:
+        """Who could work and does not, as far as is known here."""
+        ...
+
+    def call(self, device: str) -> None:
+        """Have one of them connect to the acceptor, with all its workers."""
+        ...
+
+    def leaving(self) -> Collection[str]:
+        """Who is to leave without loss; each is called once."""
+        ...
+
+    def bandwidth(self, source: str, target: str) -> float | None:
+        """Bytes/s of a link between two devices, probed now; None where that cannot be. Any thread; takes seconds."""
+        ...
+
+    def linked(self, device: str, paths: Sequence[PeerPath]) -> None:
+        """The device has a stage, and has got to others in these ways."""
+        ...
+
+
+def paths_of(device: str, paths: Sequence[PeerPath], worker_ids: Collection[str]) -> list[PeerPath]:
+    """Of the ways that a device has taken those to other devices with one of these worker ids, each once."""
+    found = {device_of(way.device): way for way in paths if way.device in worker_ids}
+    return [msgspec.structs.replace(way, device=other) for other, way in found.items() if other != device]
+
+
+class NoSession:
+    """Devices come by themselves."""
+
+    def ended(self) -> Mapping[str, str]:
+        return {}
+
+    def starting(self, device: str) -> bool:
+        return False
+
+    def returns(self, device: str) -> bool:
+        return False
+
+    def offers(self) -> Collection[str]:
+        return ()
+
+    def call(self, device: str) -> None:
+        pass
+
+    def leaving(self) -> Collection[str]:
+        return ()
+
+    def bandwidth(self, source: str, target: str) -> float | None:
+        return None
+
+    def linked(self, device: str, paths: Sequence[PeerPath]) -> None:
+        pass
+
+
+class Backend(Protocol):
+    @property
+    def survives_coordinator(self) -> bool:
+        """Whether devices go on while their coordinator is away."""
+        ...
+
+    def expects_reconnect(self, run: str) -> None:
+        """Devices may be at work for this run of a coordinator that was lost: those that come before it is called
+        wait."""
+        ...
+
+    def asks(self, stop: Stop) -> DataQueries:
+        """About data, until that is to stop."""
+        ...
+
+    def at_work(self, call: RunRequest, acceptor: Acceptor) -> AbstractContextManager[Session]:
+        """While inside, the devices of the call connect to the acceptor, each on a connection of its own."""
+        ...
+
+
+class LocalBackend(msgspec.Struct, frozen=True, kw_only=True):
+    """A process for each device, on this machine or in a place on it."""
+
+    host: str = "127.0.0.1"
+    """Address that the coordinator listens on."""
+    places: Mapping[str, ProcessPlace] = {}
+    """Per device; loopback where a device is not named."""
+    trusted_network: bool = False
+    """Plain TCP beyond loopback: for network namespaces of our own."""
+    respawn_after_s: float | None = None
+    """A device whose process ended could work again after so long: as a machine that starts anew. None: never."""
+    starts_again: bool = False
+    """Where no process is left, all could work again at once: one that ended alone stands for a machine that is lost,
+    but all of them did not end for that."""
+
+    @property
+    def survives_coordinator(self) -> bool:
+        return False
+
+    def expects_reconnect(self, run: str) -> None:
+        """None outlives its coordinator."""
+
+    def asks(self, stop: Stop) -> DataQueries:
+        return _LocalDataQueries(self.places)
+
+    @contextlib.contextmanager
+    def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[Session]:
+        listener = Listener(self.host, trusted_network=self.trusted_network, timeout_s=call.timeout_s)
+        listener.start(acceptor.on_connection)
+        address = f"{self.host}:{listener.port}"
+        try:
+            with Launcher(
+                address, call.run, timeout_s=call.timeout_s, threads=call.threads, logs=call.logs
+            ) as launcher:
+                work = _LocalSession(self, call, launcher)
+                for device in call.devices:
+                    work.call(device)
+                yield work
+        finally:
+            listener.close()
+
+
+class _LocalDataQueries:
+    def __init__(self, places: Mapping[str, ProcessPlace]) -> None:
+        self._places = places
+
+    def here(self, devices: Sequence[str], *, every: bool) -> list[str]:
+        return list(devices)
+
+    def describe(
+        self, devices: Sequence[str], data: DataSpec, *, heldout: bool
+    ) -> dict[str, DataDescription | IsthmusError]:
+        """Devices in the same folder have the same data: one of them is asked, and speaks for all."""
+        found: dict[tuple[tuple[str, ...], Path | None], DataDescription | IsthmusError] = {}
+        said: dict[str, DataDescription | IsthmusError] = {}
+        for device in devices:
+            place = self._places.get(device, ProcessPlace())
+            where = place.prefix, place.data
+            if where not in found:
+                found[where] = self._described(device, place, data, heldout=heldout)
+            said[device] = found[where]
+        return said
+
+    def _described(
+        self, device: str, place: ProcessPlace, data: DataSpec, *, heldout: bool
+    ) -> DataDescription | IsthmusError:
+        try:
+            found = described_at(place, data, heldout=heldout)
+            check_description(found, heldout=heldout)
+        except IsthmusError as e:
+            # Where all are in one place it is of no help to say who was asked.
+            return type(e)(f"device {device!r}: {e}") if place.data is not None else e
+        return found
+
+    def are_equal(self, one: tuple[str, str], other: tuple[str, str]) -> bool:
+        """They have one key."""
+        return one[1] == other[1]
+
+
+class _LocalSession:
+    def __init__(self, backend: LocalBackend, call: RunRequest, launcher: Launcher) -> None:
+        self._backend = backend
+        self._call = call
+        self._launcher = launcher
+        self._ended_s: dict[str, float] = {}
+
+    def ended(self) -> Mapping[str, str]:
+        return self._launcher.ended()
+
+    def starting(self, device: str) -> bool:
+        return self._launcher.running(device)
+
+    def returns(self, device: str) -> bool:
+        return self._respawn_after_s is not None
+
+    @property
+    def _respawn_after_s(self) -> float | None:
+        if self._backend.starts_again and not self._launcher.any_runs:
+            return 0.0
+        return self._backend.respawn_after_s
+
+    def offers(self) -> Collection[str]:
+        after_s, now_s = self._respawn_after_s, time.monotonic()
+        found = [d for d in self._call.others if not self._launcher.started(d)]
+        if after_s is not None:
+            for device in self._launcher.ended():
+                if now_s - self._ended_s.setdefault(device, now_s) >= after_s:
+                    found.append(device)
+        return found
+
+    def leaving(self) -> Collection[str]:
+        return ()
+
+    def bandwidth(self, source: str, target: str) -> float | None:
+        return None
+
+    def linked(self, device: str, paths: Sequence[PeerPath]) -> None:
+        pass
+
+    def call(self, device: str) -> None:
+        self._ended_s.pop(device, None)
+        place = self._backend.places.get(device, ProcessPlace())
+        self._launcher.start(device, place, self._call.stages.get(device, 1))

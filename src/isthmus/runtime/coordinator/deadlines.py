@@ -1,0 +1,96 @@
+"""Whom the coordinator waits for, since when, and when that is too long. Nobody is waited for in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+from isthmus.protocol.phases import Phase
+
+FIRST_S, MOST_S = 3.0, 30.0
+"""A wait is notified of after so long, then each time after twice as long, but for the longest pause between two
+words."""
+MOST_NAMES = 8
+"""At once: of a large cohort it is enough to know a few."""
+WHAT = {
+    "joining": "to join",
+    "holding": "to stop",
+    "recalling": "to come back",
+    "planning": "for a plan",
+    "fetching": "to give what they hold",
+    "placing": "to set up their stages",
+    "settling": "to be at the same step",
+}
+BOUNDED: dict[str, str] = {"joining": "join", "holding": "stop", "recalling": "come back"}
+"""What takes no longer than a message does. In the other phases data move: whoever makes no progress with them, or
+falls silent, is noticed by its connection."""
+
+
+STARTING = 3.0
+"""Times the limit for who is to join, while a process of its device is known to be there: slow is not dead, and where
+there is ten times more to do than the machine can, torch alone takes a minute to import."""
+
+
+class Waits:
+    """Tells whom something waits for, and for how long."""
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
+        self._what = ""
+        self._since: dict[str, float] = {}
+        self._next_s = 0.0
+        self._pause_s = FIRST_S
+
+    def look(
+        self, what: str, whom: Collection[str], now_s: float, *, usual_s: float = 0.0, until: str = ""
+    ) -> dict[str, float]:
+        """Asked again and again: these are waited for `what`. Since when each of them is. A wait that is no longer
+        than `usual_s` is nothing to tell; `until` is told with it."""
+        if what != self._what or self._since.keys().isdisjoint(whom):
+            self._what, self._since = what, {}
+            self._pause_s = max(FIRST_S, usual_s)
+            self._next_s = now_s + self._pause_s
+        self._since = {device: self._since.get(device, now_s) for device in sorted(whom)}
+        if self._since and now_s >= self._next_s:
+            self._pause_s = min(2 * self._pause_s, max(MOST_S, usual_s))
+            self._next_s = now_s + self._pause_s
+            longest = sorted(self._since.items(), key=lambda wait: wait[1])
+            waited = ", ".join(f"{device} for {now_s - since_s:.0f} s" for device, since_s in longest[:MOST_NAMES])
+            more = f" and {len(longest) - MOST_NAMES} more" if len(longest) > MOST_NAMES else ""
+            self._log(f"waiting {what}: {waited}{more}{until}")
+        return self._since
+
+
+class Deadlines:
+    def __init__(self, timeout_s: float, start_s: float, log: Callable[[str], None]) -> None:
+        """`start_s`: how long it may take a device to start a process, which is no silence yet."""
+        self._limits_s = {"joining": max(start_s, timeout_s), "holding": timeout_s, "recalling": timeout_s}
+        self._phases = Waits(log)
+        self._items = Waits(log)
+        self._item, self._waited_s, self._longest_s = -1, 0.0, 0.0
+        """Of the item that others have finished: its number, for how long somebody is behind, and for how long somebody
+        was with one before."""
+
+    def missed(
+        self, phase: Phase, awaited: Collection[str], now_s: float, starting: Callable[[str], bool] = lambda _: False
+    ) -> Iterator[tuple[str, str]]:
+        """Of those who are awaited in this phase, who is late, and what to say of it. `starting` tells of which devices
+        a process is there that may only be slow."""
+        whom = awaited or (("the planner",) if phase == "planning" else ())
+        since = self._phases.look(WHAT.get(phase, ""), whom, now_s)
+        limit_s = self._limits_s.get(phase)
+        if limit_s is None:
+            return
+        for device, since_s in since.items():
+            late = now_s - since_s > limit_s
+            allowed_s = limit_s * STARTING if late and phase == "joining" and starting(device) else limit_s
+            if now_s - since_s > allowed_s:
+                yield device, f"it did not {BOUNDED[phase]} within {allowed_s:g} s"
+
+    def lag(self, item: int, behind: Collection[str], now_s: float) -> None:
+        """These have not finished an item that others have. Stages of a pipeline end one after the other: only a wait
+        that is twice as long as any before is told."""
+        if item != self._item:
+            self._longest_s = max(self._longest_s, self._waited_s)
+            self._item = item
+        since = self._items.look("to finish what others have", behind, now_s, usual_s=2 * self._longest_s)
+        self._waited_s = max((now_s - since_s for since_s in since.values()), default=0.0)

@@ -1,0 +1,522 @@
+"""The coordinator's driver: carries out a `Coordinator` machine's instructions over real connections."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import msgspec
+from torch import Tensor
+
+from isthmus.errors import Diverged, FleetTooSmall, IsthmusError, PeerError, UserError
+from isthmus.plans.worker_ids import device_of, is_first
+from isthmus.protocol.attempts import StepFailure
+from isthmus.protocol.coordinator import Coordinator
+from isthmus.protocol.coordinator_events import (
+    AssignStage,
+    BeginEpoch,
+    CallDevice,
+    CommitCheckpoint,
+    CoordinatorEvent,
+    CoordinatorInstruction,
+    DeviceJoined,
+    DeviceLeaving,
+    DeviceLost,
+    DeviceOffered,
+    DeviceReady,
+    Disconnect,
+    FetchState,
+    FinishRun,
+    FleetChanged,
+    HaltDevices,
+    Inventory,
+    ItemDone,
+    ItemReported,
+    MakePlan,
+    NoPlan,
+    OpenItem,
+    Pause,
+    PlaceWeights,
+    PlanMade,
+    ReceiveState,
+    ReleaseDevice,
+    RestartRun,
+    RetireSnapshots,
+    SendState,
+    SnapshotCopied,
+    StateFetched,
+    StateReceived,
+    StepFailed,
+    StopRequested,
+    TransferEnded,
+)
+from isthmus.protocol.work import Item
+from isthmus.runtime.coordinator.backend import NoSession, Session, paths_of
+from isthmus.runtime.coordinator.deadlines import Deadlines
+from isthmus.runtime.coordinator.failure_detector import FailureDetector, without_name
+from isthmus.runtime.coordinator.joiners import Joiners
+from isthmus.runtime.coordinator.link_probes import LinkProbes
+from isthmus.runtime.coordinator.run_callbacks import Address, Outcome, Recovery, RunCallbacks
+from isthmus.runtime.messages.all_messages import FROM_DEVICES, AnyMessage
+from isthmus.runtime.messages.assignment import Assignment
+from isthmus.runtime.messages.recovery import (
+    FetchedMessage,
+    FetchMessage,
+    InventoryMessage,
+    PauseMessage,
+    RetireMessage,
+    SnapshotCopiedMessage,
+)
+from isthmus.runtime.messages.run import (
+    AssignMessage,
+    Failed,
+    HaltMessage,
+    Heartbeat,
+    JoinRun,
+    OpenMessage,
+    ReadyMessage,
+    ReportMessage,
+    WeightsMessage,
+)
+from isthmus.runtime.messages.state_transfer import (
+    SendStateMessage,
+    StateMessage,
+    StatePart,
+    StateReceivedMessage,
+    TransferEndedMessage,
+)
+from isthmus.runtime.processes.compute_threads import ComputeThreads
+from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
+from isthmus.runtime.transport.lanes import SendLane
+from isthmus.trace import Span
+from isthmus.training.layout import header_of
+
+TICK_S = 0.25
+"""How often to look whether everybody is still there."""
+MOST_SPANS = 500_000
+"""What is kept of a trace: days of training would not fit in memory."""
+FAMILIES: Mapping[str, type[IsthmusError]] = {"lost": PeerError, "diverged": Diverged, "failed": UserError}
+"""What a run's failure is, by how it ended."""
+LATE_ITEMS = 64
+"""Spans of an item may come with a later item's report, at most this many later."""
+
+
+class CoordinatorHost:
+    """Runs the machine in the thread that calls `coordinate`, over the connections that its acceptor hands on."""
+
+    def __init__(
+        self,
+        machine: Coordinator,
+        run: str,
+        callbacks: RunCallbacks,
+        *,
+        timeout_s: float,
+        others: Sequence[str] = (),
+        start_s: float = 0.0,
+    ) -> None:
+        """`others` may join besides the devices of the first plan; `start_s` is how long a process may take to come."""
+        self.machine = machine
+        self._run = run
+        self._callbacks = callbacks
+        self._timeout_s = timeout_s
+        self._inbox: queue.SimpleQueue[ReceivedMessage | CoordinatorEvent] = queue.SimpleQueue()
+        self._planners = ComputeThreads()
+        self._over = threading.Event()
+        self._lanes: dict[str, SendLane] = {}
+        self._addresses: dict[str, Address] = {}
+        self._items: dict[int, Item] = {}
+        self._reports: dict[str, int] = dict.fromkeys(machine.devices, 0)
+        self._fresh: list[Span] = []
+        self._spans: list[Span] = []
+        self._late_s: dict[str, float] = {}
+        self._origin_s = 0.0
+        self._failure: IsthmusError | None = None
+        self._assigned: Mapping[str, Assignment] = {}
+        self._joiners = Joiners(run, callbacks, self._lanes)
+        self._work: Session = NoSession()
+        self._losses = FailureDetector(self._ended)
+        self._deadlines = Deadlines(timeout_s, start_s, callbacks.note)
+        self._offered: set[str] = set()
+        self._trials = LinkProbes(callbacks)
+        self._recoveries: list[Recovery] = []
+        self._short = False
+        """Whether memory was short on a device since the last step."""
+        self._verdict: IsthmusError | None = None
+        """On the device that was lost last."""
+        self._disturbed: tuple[float, str] | None = None
+        """Since when, and why, nobody is at work."""
+        self._begun: tuple[BeginEpoch, int] | None = None
+        """The epoch that is in the making, and how many steps it does again."""
+        self._reached = 0
+        """Steps that all devices have done."""
+        self.acceptor = Acceptor(
+            run, {*machine.devices, *others}, on_message=self._inbox.put, guard=self._guard, timeout_s=timeout_s
+        )
+        """Takes the devices' connections."""
+
+    def coordinate(self, work: Session | None = None, stop: Stop | None = None) -> Outcome:
+        """Run to the end, with the devices that are at work.
+
+        To stop is to finish what is leased, to save and to end; a second Ctrl-C ends at once.
+        """
+        self._work = work or self._work
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        try:
+            with (stop or Stop()).calls(lambda: self._inbox.put(StopRequested())):
+                finish = self._loop()
+            ended_s = time.monotonic()
+            for lane in self._lanes.values():
+                lane.close()
+        finally:
+            self._over.set()
+            self.acceptor.close()
+            self._planners.end()
+        return Outcome(
+            outcome=finish.outcome,
+            reason=str(self._failure or finish.reason),
+            failure=self._failure,
+            spans=tuple(self._spans),
+            late_s=self._late_s,
+            elapsed_s=ended_s - (self._origin_s or ended_s),
+            recoveries=tuple(self._recoveries),
+            origin_s=self._origin_s,
+        )
+
+    def _beat(self) -> None:
+        """In a thread of its own: a hook or a slow disk may hold up the coordinating thread for long."""
+        while not self._over.wait(self._timeout_s / 4):
+            for lane in list(self._lanes.values()):
+                lane.put(Heartbeat(run=self._run))
+
+    def _ended(self) -> Mapping[str, str]:
+        """Of those that work, or are to."""
+        joining = self.machine.statistics().phase == "joining"
+        concerned = self._lanes.keys() | (self.machine.awaited if joining else set())
+        return {device: how for device, how in self._work.ended().items() if device in concerned}
+
+    def tell(self, event: CoordinatorEvent) -> None:
+        """Something that a person or another part of the program wants. Any thread."""
+        self._inbox.put(event)
+
+    def _loop(self) -> FinishRun:
+        finish: FinishRun | None = None
+        looked_s = 0.0
+        while finish is None:
+            with contextlib.suppress(queue.Empty):
+                for event in self._translate(self._inbox.get(timeout=TICK_S)):
+                    finish = self._handle(event) or finish
+            now_s = time.monotonic()
+            if finish is None and (self._losses.certain or now_s - looked_s >= TICK_S):
+                looked_s = now_s
+                finish = self._look(now_s)
+        return finish
+
+    def _look(self, now_s: float) -> FinishRun | None:
+        """Who is lost, and who could work."""
+        machine = self.machine
+        phase = machine.statistics().phase
+        awaited = {device_of(worker_id) for worker_id in machine.awaited}
+        for device, why in self._deadlines.missed(phase, awaited, now_s, self._work.starting):
+            self._losses.disconnected(device, why)
+        for device in machine.awaited if phase == "recalling" else ():
+            if not self._work.returns(device):
+                self._losses.disconnected(device, "it has left")
+        self._deadlines.lag(*machine.behind, now_s)
+        if (verdict := self._losses.decide(now_s)) is not None:
+            device, self._verdict = verdict
+            if isinstance(self._verdict, UserError):  # the job's fault: every other device would say the same
+                self._failure = self._verdict
+                for lane in self._lanes.values():
+                    lane.put(HaltMessage(run=self._run))
+                return FinishRun("lost", str(self._verdict))
+            permanent = self._losses.permanent  # one that cannot work is not asked again
+            known = {*self._lanes, *machine.devices, *machine.awaited}
+            further = tuple(worker_id for worker_id in sorted(known - {device}) if device_of(worker_id) == device)
+            for name in (device, *further):
+                self.acceptor.forget(name, permanent=permanent)
+            self._losses.cleared(device)
+            returns = self._work.returns(device) and not permanent and phase != "recalling"  # is not waited for twice
+            reason = without_name(self._verdict, device)
+            return self._handle(DeviceLost(device=device, reason=reason, worker_ids=further, returns=returns))
+        if self._trials.look(self._work, running=phase == "running"):
+            self._inbox.put(FleetChanged())
+        offers = {d for d in self._work.offers() if d not in self._lanes and self._callbacks.is_known(d)}
+        fresh, self._offered = offers - self._offered, offers
+        finish: FinishRun | None = None
+        requests = [DeviceOffered(device=device) for device in sorted(fresh)]
+        leaving = frozenset(self._work.leaving())
+        gone = [DeviceLeaving(device=worker_id) for worker_id in list(self._lanes) if device_of(worker_id) in leaving]
+        for event in (*requests, *gone):
+            finish = self._handle(event) or finish
+        return finish
+
+    def _handle(self, event: CoordinatorEvent) -> FinishRun | None:
+        finish: FinishRun | None = None
+        if isinstance(
+            event, StopRequested | DeviceLost | DeviceJoined | DeviceOffered | DeviceLeaving | FleetChanged
+        ):  # of this process, and of now
+            event = msgspec.structs.replace(event, epoch=self.machine.epoch)
+        for instruction in self.machine.handle(event):
+            finish = self._carry_out(instruction) or finish
+        if finish is not None and finish.outcome in FAMILIES:
+            family = FleetTooSmall if self._short else FAMILIES[finish.outcome]
+            lost = finish.outcome == "lost" and not self.machine.survives
+            self._failure = self._verdict if lost else family(finish.reason)
+        return finish
+
+    def _guard(self, device: str, message: AnyMessage) -> None:
+        """Refuse what no device sends, before its tensors are received. Any thread."""
+        if not isinstance(message, FROM_DEVICES):
+            raise PeerError(f"sent {type(message).__name__} to the coordinator")
+        if isinstance(message, StateMessage | StatePart):
+            self._joiners.check(device, message, self.machine.epoch)
+            return
+        item = self._items.get(message.item) if isinstance(message, ReportMessage) else None
+        if isinstance(message, FetchedMessage) or (item is not None and message.epoch != self.machine.epoch):
+            self._callbacks.check_parts(message.tensors)
+        elif item is not None and item.kind == "save":
+            self._callbacks.check_state(device, message.tensors)
+        elif message.tensors:
+            raise PeerError(f"sent {type(message).__name__} with tensors")
+
+    def _translate(self, received: ReceivedMessage | CoordinatorEvent) -> list[CoordinatorEvent]:
+        """What a device sent, as events for the machine."""
+        if not isinstance(received, tuple):
+            return [received]
+        device, message, tensors = received
+        if isinstance(message, JoinRun):
+            return [self._joined(device, message)]
+        if device not in self._lanes:
+            return []  # of one that was fenced meanwhile
+        epoch, owner = message.epoch if isinstance(message, msgspec.Struct) else 0, device_of(device)
+        match message:
+            case None:
+                self._losses.disconnected(owner, "its connection closed")
+            case Exception():
+                self._losses.disconnected(owner, str(message).removeprefix(f"device {device!r}: "))
+            case ReadyMessage(paths=paths, notes=notes):
+                for note in notes:
+                    self._callbacks.note(f"{device}: {note}")
+                if is_first(device):
+                    self._work.linked(device, paths_of(device, paths, self.machine.devices))
+                return [DeviceReady(device=device, epoch=epoch)]
+            case InventoryMessage(holdings=holdings):
+                return [Inventory(device=device, holdings=holdings, epoch=epoch)]
+            case SnapshotCopiedMessage(of=of, step=step):
+                return [SnapshotCopied(device=device, of=of, step=step, epoch=epoch)]
+            case StateReceivedMessage(of=of, step=step, number=number):
+                return [StateReceived(device=device, of=of, step=step, number=number, epoch=epoch)]
+            case TransferEndedMessage(number=number):
+                return [TransferEnded(device=device, number=number, epoch=epoch)]
+            case StateMessage() | StatePart():
+                return [*self._joiners.pass_on(device, message, tensors)] if epoch == self.machine.epoch else []
+            case FetchedMessage():
+                if epoch == self.machine.epoch:
+                    self._callbacks.give({h.name: t for h, t in zip(message.tensors, tensors, strict=True)})
+                return [StateFetched(device=device, epoch=epoch)]
+            case ReportMessage() if epoch == self.machine.epoch:
+                if message.item != self._reports.get(device) or message.item not in self._items:
+                    expected = self._reports.get(device)
+                    failure = PeerError(f"device {device!r}: reported item {message.item}, not {expected}")
+                    self._losses.reported(owner, failure)
+                    return []
+                return [self._reported(device, message, tensors)]
+            case Failed(fault="other"):
+                if epoch == self.machine.epoch:
+                    self._losses.accused(owner, message.reason)
+            case Failed(failure=StepFailure() as failure):
+                if epoch == self.machine.epoch:
+                    self._losses.cleared(owner)  # whoever worked with it blames it now
+                    if message.shortage is not None:
+                        self._short = True
+                        self._callbacks.short(device, message.shortage)
+                    self._verdict = PeerError(f"device {device!r}: {failure.reason}")
+                    return [StepFailed(device=device, failure=failure, epoch=epoch)]
+            case Failed(starts_again=True):
+                self._losses.failed(owner, message.reason)
+            case Failed():
+                family = UserError if message.fault == "user" else PeerError
+                self._losses.reported(owner, family(f"device {owner!r}: {message.reason}"))
+            case _:
+                pass
+        return []
+
+    def _joined(self, device: str, message: JoinRun) -> DeviceJoined:
+        channel = self.acceptor.channel(device)
+        self._lanes[device] = SendLane(channel, timeout_s=self._timeout_s)
+        party = channel.party.id if channel.party is not None else ""
+        self._addresses[device] = Address(message.host, message.port, party)
+        return DeviceJoined(device=device, holdings=message.holdings)
+
+    def _reported(self, device: str, message: ReportMessage, tensors: list[Tensor]) -> ItemReported:
+        self._reports[device] = message.item + 1
+        reported_spans = map(self._localise, message.spans)
+        self._fresh += [s for s in reported_spans if s.other != s.device]  # what stays in a device is on no link
+        owner = device_of(device)
+        self._late_s[owner] = self._late_s.get(owner, 0.0) + message.late_s
+        item = self._items[message.item]
+        if item.kind == "save":
+            state = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+            self._callbacks.saved(item, device, state, message.peak)
+        return ItemReported(
+            device=device,
+            item=message.item,
+            loss=message.loss,
+            count=message.count,
+            epoch=message.epoch,
+            non_finite=message.non_finite,
+        )
+
+    def _localise(self, span: Span) -> Span:
+        """A device speaks of items and of the machine's clock; a trace of steps and of the run's."""
+        item = self._items.get(span.step)
+        return msgspec.structs.replace(
+            span,
+            step=item.step if item is not None else -1,
+            device=device_of(span.device),
+            other=device_of(span.other),
+            start_s=span.start_s - self._origin_s,
+            end_s=span.end_s - self._origin_s,
+        )
+
+    def _carry_out(self, instruction: CoordinatorInstruction) -> FinishRun | None:
+        run, epoch = self._run, self.machine.epoch
+        match instruction:
+            case BeginEpoch():
+                self._begin(instruction)
+            case AssignStage(device=device):
+                if not self._assigned:
+                    self._assigned = self._callbacks.assignments(self._addresses)
+                self._log(device, AssignMessage(run=run, epoch=epoch, assignment=self._assigned[device]))
+            case PlaceWeights(device=device, own=own):
+                weights = self._callbacks.weights(device, own)
+                headers = tuple(header_of(name, t) for name, t in weights.items())
+                self._log(
+                    device, WeightsMessage(run=run, epoch=epoch, own=own, tensors=headers), list(weights.values())
+                )
+            case OpenItem(item=item):
+                self._open(item, epoch)
+            case ItemDone(item=item, loss=loss, note_=note_):
+                self._advance(item, loss)
+                if note_:
+                    self._callbacks.note(note_)
+            case CommitCheckpoint(item=item, finite=finite):
+                self._callbacks.commit(item, finite=finite)
+            case Pause(device=device):
+                self._disturb()
+                self._log(device, PauseMessage(run=run, epoch=epoch))
+            case Disconnect(device=device):
+                self._dismiss(device)
+            case MakePlan(waits=waits):
+                if waits:
+                    self._disturb()
+                self._planners.start(partial(self._plan, instruction, epoch), "planner")
+            case CallDevice(device=device):
+                if is_first(device):  # its other workers come with it
+                    self._work.call(device)
+            case RestartRun(devices=devices, count=count, most=most, reasons=reasons):
+                again = f"calling {', '.join(devices)} again, attempt {count} of {most}"
+                self._callbacks.note(f"too few devices are left ({reasons}): {again}")
+            case FetchState(device=device, step=step, parts=parts):
+                self._log(device, FetchMessage(run=run, epoch=epoch, step=step, parts=parts))
+            case ReceiveState():
+                self._joiners.follow(instruction, epoch)
+            case SendState(device=device, number=number, step=step, parts=parts):
+                if not parts:
+                    self._joiners.forget(device)
+                self._log(device, SendStateMessage(run=run, epoch=epoch, number=number, step=step, parts=parts))
+            case RetireSnapshots(step=step):
+                self._callbacks.acknowledged(step)
+                for device in self._lanes:
+                    self._log(device, RetireMessage(run=run, epoch=epoch, step=step))
+            case ReleaseDevice(device=device):
+                self._callbacks.note(f"{device} has left")
+                self._log(device, HaltMessage(run=run, epoch=epoch))
+                self._lanes[device].drain()
+                self._dismiss(device)
+            case HaltDevices():
+                for device in self._lanes:
+                    self._log(device, HaltMessage(run=run, epoch=epoch))
+            case FinishRun():
+                return instruction
+        return None
+
+    def _log(self, device: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+        """To one who may have gone meanwhile."""
+        if (lane := self._lanes.get(device)) is not None:
+            lane.put(message, tensors)
+
+    def _dismiss(self, device: str) -> None:
+        lane = self._lanes.pop(device, None)
+        self.acceptor.forget(device)
+        self._losses.cleared(device)
+        self._offered.discard(device)
+        if lane is not None:
+            lane.close(0.0)
+
+    def _plan(self, wanted: MakePlan, epoch: int) -> None:
+        try:
+            layout, worth_it = self._callbacks.plan(wanted)
+        except Exception as e:  # whatever it is, the run must be told: it waits for a plan
+            reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
+            self._inbox.put(NoPlan(reason=reason, epoch=epoch))
+        else:
+            self._inbox.put(PlanMade(layout=layout, worth_it=worth_it, epoch=epoch))
+
+    def _begin(self, begin: BeginEpoch) -> None:
+        self._callbacks.begin(begin, self.machine.layout)
+        self._assigned = {}
+        self._joiners.clear()
+        self._reports = dict.fromkeys(self.machine.devices, begin.first_item)
+        self._begun = (begin, max(0, self._reached - begin.step))
+        self._reached = begin.step
+        if self._disturbed is not None:
+            source = "the last checkpoint" if begin.from_checkpoint else "the devices' memory"
+            self._callbacks.note(f"epoch {begin.epoch}: going on after step {begin.step}, out of {source}")
+
+    def _disturb(self) -> None:
+        """The devices' work is interrupted."""
+        if self._disturbed is None:
+            reason = "the plan is changed for a better one"
+            if self._verdict is not None or self._begun is None:
+                reason = str(self._verdict or "the coordinator was started again")
+            self._disturbed = (time.monotonic(), reason)
+            self._callbacks.note(reason)
+
+    def _at_work_again(self, since_s: float, reason: str) -> None:
+        assert self._begun is not None, "items are opened in an epoch"
+        begin, redone = self._begun
+        found = Recovery(
+            reason=reason,
+            step=begin.step,
+            redone=redone,
+            from_checkpoint=begin.from_checkpoint,
+            seconds=time.monotonic() - since_s,
+        )
+        self._recoveries.append(found)
+        self._disturbed = self._verdict = None
+        self._callbacks.note(f"at work again after {found.seconds:.1f} s, {redone} steps are done again")
+
+    def _open(self, item: Item, epoch: int) -> None:
+        self._origin_s = self._origin_s or time.monotonic()
+        if self._disturbed is not None:
+            self._at_work_again(*self._disturbed)
+        self._items[item.index] = item
+        self._items.pop(item.index - LATE_ITEMS - self.machine.spec.lease_ahead, None)
+        self._callbacks.opened(item)
+        for device in self.machine.devices:
+            self._log(device, OpenMessage(run=self._run, epoch=epoch, item=item))
+
+    def _advance(self, item: Item, loss: float | None) -> None:
+        fresh, self._fresh = self._fresh, []
+        if len(self._spans) < MOST_SPANS:
+            self._spans += fresh
+        if item.kind == "train":
+            self._reached, self._short = item.step + 1, False
+        if self._callbacks.advanced(item, loss, tuple(fresh)):
+            self._inbox.put(FleetChanged())

@@ -1,0 +1,85 @@
+"""What donors send for joining devices, passed on to the devices that receive it. The coordinator keeps none of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.protocol.coordinator_events import ReceiveState, TransferEnded
+from isthmus.runtime.coordinator.run_callbacks import RunCallbacks
+from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
+from isthmus.runtime.transport.lanes import SendLane
+
+MOST_STRETCH_BYTES = 1 << 20
+MOST_WAITING = 32
+"""Bytes for each element of a parameter that may wait to be sent on: two copies of a state with Adam, and some more."""
+
+
+class Joiners:
+    """Who follows whom. `check` may be called by any thread, all else by one."""
+
+    def __init__(self, run: str, callbacks: RunCallbacks, lanes: Mapping[str, SendLane]) -> None:
+        """`lanes` to the devices that are here."""
+        self._run = run
+        self._callbacks = callbacks
+        self._lanes = lanes
+        self._receivers: dict[str, list[str]] = {}
+        """By device that sends its state."""
+        self._most_waiting_bytes: dict[str, int] = {}
+        """By joining device."""
+        self._number = 0
+        """Of the following; what is still under way of an earlier one goes no further."""
+
+    def follow(self, wanted: ReceiveState, epoch: int) -> None:
+        self._number = wanted.number
+        for donor in wanted.donated:
+            self._receivers.setdefault(donor, []).append(wanted.device)
+        donated = {donor: self._callbacks.shapes(parts) for donor, parts in wanted.donated.items()}
+        elements = sum(math.prod(shape) for shapes in donated.values() for shape in shapes.values())
+        self._most_waiting_bytes[wanted.device] = MOST_WAITING * elements
+        trained, config = self._callbacks.updates()
+        if (lane := self._lanes.get(wanted.device)) is not None:
+            lane.put(
+                ReceiveStateMessage(
+                    run=self._run, epoch=epoch, number=wanted.number, donated=donated, trained=trained, config=config
+                )
+            )
+        self._callbacks.note(f"{wanted.device} gets its state, from step {wanted.step} on, while the others train")
+
+    def forget(self, donor: str) -> None:
+        """It sends no more."""
+        for joiner in self._receivers.pop(donor, ()):
+            self._drop(joiner)
+
+    def clear(self) -> None:
+        for joiner in {n for joiners in self._receivers.values() for n in joiners}:
+            self._drop(joiner)
+        self._receivers.clear()
+
+    def _drop(self, joiner: str) -> None:
+        """What it will not follow any more need not go down its line beside its work."""
+        if (lane := self._lanes.get(joiner)) is not None:
+            lane.drop_background()
+
+    def check(self, device: str, message: StateMessage | StatePart, epoch: int) -> None:
+        """Before its tensors are received: PeerError unless it is a stretch of bytes, or says what bytes will be."""
+        sizes = [h.nbytes for h in message.tensors if h.dtype == "uint8"]
+        fits = len(sizes) == len(message.tensors) <= 1 and sum(sizes) <= MOST_STRETCH_BYTES
+        if message.of != device or not fits:
+            raise PeerError(f"sent what is not its own, or no stretch of bytes: {message.of!r}, {sizes}")
+        if isinstance(message, StateMessage) and message.epoch == epoch:
+            self._callbacks.check_parts(message.headers)
+
+    def pass_on(self, device: str, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> list[TransferEnded]:
+        """To those who follow the device. One whose line is slower than the device's would fill our memory."""
+        if message.number != self._number:
+            return []
+        for joiner in self._receivers.get(device, ()):
+            if (lane := self._lanes.get(joiner)) is not None:
+                if lane.background_bytes() > self._most_waiting_bytes[joiner]:
+                    return [TransferEnded(device=joiner, number=message.number, epoch=message.epoch)]
+                lane.put(message, tensors, background=True)
+        return []

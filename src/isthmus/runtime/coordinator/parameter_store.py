@@ -1,0 +1,74 @@
+"""A run's variables, as far as its coordinator has them: a module's first values, a checkpoint's, what devices gave."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from isthmus.job import Prepared
+from isthmus.training.scaling import LOSS_SCALE, LossScale
+from isthmus.training.snapshot import part_of
+from isthmus.training.weights import initial_weights, rest, resume
+
+
+class ParameterStore:
+    """The module is built when something of it is wanted, and not before: of a large one that takes long, and a
+    coordinator that was started again finds everything in its devices' memory."""
+
+    def __init__(self, prepared: Prepared, written: frozenset[str]) -> None:
+        """`written`: names of all that training changes."""
+        self._prepared = prepared
+        self._written = written
+        self._found: dict[str, Tensor] = {}
+        self._others: dict[int, dict[str, Tensor]] = {}
+        """Of replicas but the first, what a checkpoint holds of theirs alone."""
+        self._rest: dict[str, Tensor] | None = None
+
+    @property
+    def rest(self) -> Mapping[str, Tensor]:
+        """What no stage uses or changes: part of a checkpoint all the same."""
+        return self._complete()[1]
+
+    def begin(self) -> None:
+        """From the very beginning."""
+        self._others = {}
+        self._found, self._rest = self._built()
+
+    def load(self, checkpoint: Path) -> None:
+        """UserError when it is torn, or of another model or optimizer."""
+        found, unused = self._complete()
+        expected = self._written | unused.keys()
+        self._found, self._others = resume(found, expected, self._prepared.job.optimizer, checkpoint)
+
+    def forget_others(self) -> None:
+        """What replicas have of their own is in their memory now, or nowhere."""
+        self._others = {}
+
+    def give(self, tensors: Mapping[str, Tensor]) -> None:
+        self._found = self._found | dict(tensors)
+
+    def of(
+        self, names: Collection[str], prefixes: tuple[str, ...], *, replica: int, without: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Variables of these names, and all that begins with one of these; `without` some parts of the state."""
+        if not self._found.keys() >= {name for name in names if part_of(name) not in without}:
+            self._complete()
+        values = self._found | self._others.get(replica, {})
+        return {k: v for k, v in values.items() if (k in names or k.startswith(prefixes)) and part_of(k) not in without}
+
+    def _complete(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """All variables, and those that no stage holds."""
+        if self._rest is None:
+            built, self._rest = self._built()
+            self._found = built | self._found
+        return self._found, self._rest
+
+    def _built(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        made, job = self._prepared, self._prepared.job
+        found = initial_weights(made.build, made.captured, job.training.seed)
+        own = {name for name in found if name not in made.captured.constants}
+        if (scaling := job.training.loss_scaling) is not None:
+            found[LOSS_SCALE] = LossScale(scaling).state()
+        return found, rest(found, set(self._written), own)

@@ -1,0 +1,44 @@
+"""What a coordinator must know when it is started again: in the run's folder, written before it takes effect.
+
+Readable for its owner alone: whoever knows the run's name may speak for its devices where links are plain TCP.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from isthmus.errors import UserError
+from isthmus.plans import Plan
+from isthmus.runtime.identity.files import write_private
+
+RECORD = "record.json"
+
+
+class RecoveryRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    run: str
+    lineage: tuple[tuple[int, int], ...]
+    """Plan epochs that trained, each with the step that it began from."""
+    plan: Plan
+    """Of the newest epoch."""
+
+
+def write_record(folder: Path, record: RecoveryRecord) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_private(folder / RECORD, msgspec.json.encode(record))
+
+
+def read_record(folder: Path) -> RecoveryRecord | None:
+    """None when no run was left in the middle here."""
+    try:
+        return msgspec.json.decode((folder / RECORD).read_bytes(), type=RecoveryRecord)
+    except FileNotFoundError:
+        return None
+    except ValueError as e:  # msgspec's, or UnicodeDecodeError
+        raise UserError(f"{folder / RECORD}: cannot be read: {e}") from None
+
+
+def remove_record(folder: Path) -> None:
+    """The run is over."""
+    (folder / RECORD).unlink(missing_ok=True)

@@ -1,0 +1,366 @@
+"""One training run: its devices, the coordinator, checkpoints, and what is left behind."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from isthmus.errors import PeerError, UserError
+from isthmus.fleet import Fleet
+from isthmus.job import Prepared
+from isthmus.plans import Plan, PlanPeriod, PrivacySpent
+from isthmus.plans.worker_ids import device_of, worker_id
+from isthmus.protocol import Coordinator, Item, Lineage, RunSpec, StateLayout
+from isthmus.protocol.coordinator_events import BeginEpoch, MakePlan
+from isthmus.protocol.drift import DriftReport, RateChange
+from isthmus.protocol.link_reprobe import Pair
+from isthmus.protocol.memory_shortage import MemoryPeak, MemoryShortage
+from isthmus.runtime.coordinator.activation_privacy import counted_samples
+from isthmus.runtime.coordinator.backend import Backend, LocalBackend, RunRequest
+from isthmus.runtime.coordinator.data_holders import DataHolders, Digests, unchanged
+from isthmus.runtime.coordinator.host import CoordinatorHost
+from isthmus.runtime.coordinator.parameter_store import ParameterStore
+from isthmus.runtime.coordinator.plans import Plans
+from isthmus.runtime.coordinator.privacy_ledger import opened_ledger
+from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, remove_record, write_record
+from isthmus.runtime.coordinator.run_callbacks import Address, Outcome
+from isthmus.runtime.coordinator.stage_assignments import StageAssignments
+from isthmus.runtime.messages.assignment import Assignment
+from isthmus.runtime.processes.signals import Stop
+from isthmus.trace import Span
+from isthmus.training.checkpoint import CheckpointWriter, Manifest, read_manifest, replica_prefix
+from isthmus.training.engine import EngineConfig
+from isthmus.training.layout import TensorHeader
+
+START_S = 60.0
+"""How long a device may take to start a process, on a machine that is busy."""
+
+
+class Watcher(msgspec.Struct, frozen=True, kw_only=True):
+    """Who wants to know of a run's progress."""
+
+    accepted: Callable[[], None] = lambda: None
+    """Everything was checked, the checkpoint to go on from too, and nothing was written yet."""
+    advanced: Callable[[Item, float | None, tuple[Span, ...]], None] = lambda item, loss, spans: None
+    saved: Callable[[int, Path], None] = lambda step, directory: None
+    acknowledged: Callable[[int], None] = lambda step: None
+    """The state after this step is held twice: no single loss takes the run back behind it."""
+    rolled_back: Callable[[int], None] = lambda step: None
+    """The run goes on after this step: what was notified of later ones is void."""
+    noted: Callable[[str], None] = lambda text: None
+
+
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run runs."""
+
+    emulate: bool = True
+    resume_from: Path | None = None
+    """A checkpoint to go on from."""
+    record: RecoveryRecord | None = None
+    """Of a run whose coordinator was lost: devices may be at work for it, and hold more than the checkpoint."""
+    believed: Fleet | None = None
+    """The fleet as an earlier session of the run measured it, for plans; None: as stated."""
+    backend: Backend = LocalBackend()
+    """Who computes."""
+    holders: DataHolders | None = None
+    """Who has the data; None: every device, and nobody compares."""
+    stop: Stop = msgspec.field(default_factory=Stop)
+    replan: Callable[[Fleet], Plan] | None = None
+    """Plans for the devices that are left, or that came. None: the run ends when a device is lost."""
+
+
+def run_spec(prepared: Prepared, start_step: int = 0) -> RunSpec:
+    job, t = prepared.job, prepared.job.training
+    samples = min(t.eval_samples, prepared.samples.heldout)
+    count = min(samples // job.micro_batch_size, prepared.samples.heldout_batches(job.micro_batch_size))
+    if t.eval_every and not count:
+        raise UserError(
+            f"training.eval_samples: {samples} held-out samples are fewer than a micro-batch ({job.micro_batch_size})"
+        )
+    return RunSpec(
+        steps=t.steps,
+        micro_batches=t.micro_batches,
+        micro_batch_size=job.micro_batch_size,
+        eval_every=t.eval_every,
+        eval_micro_batches=count,
+        save_every=t.save_every,
+        lease_ahead=job.runtime.lease_ahead,
+        start_step=start_step,
+        non_finite_steps=t.most_non_finite_steps,
+        recovery_attempts=job.runtime.recovery_attempts,
+    )
+
+
+class RunController:
+    """The run's side of the coordinator: what each device gets, and what becomes of what it returns."""
+
+    def __init__(
+        self, prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: RunOptions, watcher: Watcher
+    ) -> None:
+        self.job = prepared.job
+        self._record = options.record
+        self.run = self._record.run if self._record is not None else secrets.token_hex(16)
+        self._prepared = prepared
+        self._fleet = fleet
+        self._folder = folder
+        self._options = options
+        self._watcher = watcher
+        self._writer = CheckpointWriter(folder / "checkpoints", keep=self.job.training.keep_checkpoints)
+        first = self._record.plan if self._record is not None else plan
+        self._plans = Plans(prepared, first, fleet, options.replan, believed=options.believed, emulate=options.emulate)
+        self._lineage = Lineage(self._record.lineage if self._record is not None else ())
+        self.peaks: dict[str, MemoryPeak] = {}
+        """By device of the plan in force."""
+        self._begun: BeginEpoch | None = None
+        self._news = DriftReport()
+        self._periods: list[PlanPeriod] = []
+        """Since when by the monotonic clock."""
+        self._holders = options.holders
+        self._values = ParameterStore(prepared, self.now.written)
+        self._ledger = opened_ledger(folder, self.now.protection.noise, counted_samples(prepared))
+        self._loaded_step: int | None = None
+        """Of the state that `_values` are; None when they are of several."""
+        self.start_step = self._begun_from(options.resume_from) if options.resume_from is not None else 0
+        if self._record is None:
+            self._load(options.resume_from)
+
+    @property
+    def spent(self) -> PrivacySpent | None:
+        """What messages disclosed of samples, where noise covers them. Nothing is sent any more."""
+        return self._ledger.close() if self._ledger is not None else None
+
+    @property
+    def now(self) -> StageAssignments:
+        """Of the plan that is in force."""
+        return self._plans.now
+
+    def machine(self) -> Coordinator:
+        """The coordinator of this run, new or started again."""
+        spec = run_spec(self._prepared, self.start_step)
+        survives = self._options.replan is not None
+        layout = self.now.layout if survives else None
+        if self._record is None:
+            return Coordinator(self.now.plan.worker_ids, spec, layout=layout)
+        newest = max((epoch for epoch, _ in self._record.lineage), default=-1)
+        return Coordinator(self.now.plan.worker_ids, spec, newest + 1, layout=layout, lineage=self._lineage)
+
+    def _begun_from(self, checkpoint: Path) -> int:
+        """The step of the checkpoint to go on from. UserError where the run cannot."""
+        manifest = self._manifest(checkpoint)
+        if self._holders is not None and manifest.data and not unchanged(manifest.data, self._holders.digests):
+            self.note(
+                "resume: nobody can tell whether the data are those of before: of the devices that had them "
+                f"({', '.join(manifest.data)}) none is here with the same key"
+            )
+        return manifest.step
+
+    def _manifest(self, checkpoint: Path) -> Manifest:
+        """UserError where the run cannot go on from it."""
+        job, manifest = self.job, read_manifest(checkpoint)
+        for field, got, saved in (
+            ("training.seed", job.training.seed, manifest.seed),
+            ("training.batch_size", job.training.batch_size, manifest.batch),
+            ("training.shuffle", job.training.shuffle, manifest.shuffle),
+        ):
+            if got != saved:
+                raise UserError(f"resume: {field}: got {got}, the checkpoint {checkpoint.name} was made with {saved}")
+        return manifest
+
+    def _load(self, checkpoint: Path | None) -> None:
+        """The checkpoint's values, or at the very beginning the model's own."""
+        if checkpoint is None:
+            self._values.begin()
+            self._loaded_step = 0
+        else:
+            self._loaded_step = self._manifest(checkpoint).step
+            self._values.load(checkpoint)
+
+    def plan(self, wanted: MakePlan) -> tuple[StateLayout, bool]:
+        return self._plans.make(wanted)
+
+    def begin(self, begin: BeginEpoch, layout: StateLayout) -> None:
+        self._plans.begin(layout, begin.step)
+        self.peaks.clear()
+        self._periods.append(self._period(begin.step, time.monotonic()))
+        first, self._begun = self._begun is None and self._record is None, begin
+        self._lineage.begin(begin.epoch, begin.step)
+        if self._options.backend.survives_coordinator:
+            write_record(self._folder, RecoveryRecord(run=self.run, lineage=self._lineage.began, plan=self.now.plan))
+        if not begin.from_checkpoint:
+            self._loaded_step = None
+            self._values.forget_others()
+        elif self._loaded_step != begin.step:
+            # By its step: a newer one may be there that the run was not resumed from, because it is torn.
+            resumed = begin.step == self.start_step
+            self._load(self._options.resume_from if resumed else self._writer.at(begin.step))
+        if not first:
+            self._writer.discard()
+            self._watcher.rolled_back(begin.step)
+
+    def _period(self, step: int, now_s: float) -> PlanPeriod:
+        return PlanPeriod(plan=self.now.plan, fleet=self.now.fleet, first_step=step, since_s=now_s)
+
+    def periods(self, origin_s: float) -> tuple[PlanPeriod, ...]:
+        """The run's plans, in seconds since the origin."""
+        found = self._periods or [self._period(self.start_step, origin_s)]
+        return tuple(msgspec.structs.replace(p, since_s=max(0.0, p.since_s - origin_s)) for p in found)
+
+    def give(self, tensors: Mapping[str, Tensor]) -> None:
+        self._values.give(tensors)
+
+    def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
+        self.now.check_parts(tensors)
+
+    def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]:
+        epoch, step = (self._begun.epoch, self._begun.step) if self._begun is not None else (0, self.start_step)
+        found = self.now.assignments(self.run, epoch, step, addresses)
+        digests = self._digests
+        return {d: msgspec.structs.replace(entry, digests=digests.get(device_of(d), {})) for d, entry in found.items()}
+
+    @property
+    def _digests(self) -> Digests:
+        return self._holders.digests if self._holders is not None else {}
+
+    def is_known(self, device: str) -> bool:
+        return self._holders is None or self._holders.is_known(device)
+
+    def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
+        """Values of the variables that a device's stage uses, and the optimizer state of those that it owns."""
+        names, prefixes = self.now.needs(device)
+        return self._values.of(names, prefixes, replica=self.now.replica(device), without=own)
+
+    def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
+        self.now.check_state(device, tensors)
+
+    def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:
+        return self.now.shapes(parts)
+
+    def updates(self) -> tuple[frozenset[str], EngineConfig]:
+        return self.now.owned, self.job.engine()
+
+    def opened(self, item: Item) -> None:
+        if self._ledger is not None:
+            self._ledger.opened(item, self.job.micro_batch_size, self.now.protection)
+
+    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> bool:
+        self._watcher.advanced(item, loss, spans)
+        if self._ledger is not None and (entry := self._ledger.after(item, self.job.training.batch_size)):
+            self.note(entry)
+        if item.kind != "train":
+            return False
+        return self._believed(self._plans.measured(item.step, spans))
+
+    def _believed(self, found: Sequence[RateChange]) -> bool:
+        for text in filter(None, map(self._news.fresh, found)):
+            self.note(text)
+        return self._plans.is_worth_asking()
+
+    def to_try(self) -> Pair | None:
+        return self._plans.to_try()
+
+    def emulated(self, link: Pair) -> float | None:
+        return self._plans.emulated(link)
+
+    def tried(self, link: Pair, bandwidth_bytes_per_s: float | None) -> bool:
+        return self._believed(self._plans.tried(link, bandwidth_bytes_per_s))
+
+    def short(self, device: str, shortage: MemoryShortage) -> None:
+        self.note(self._plans.short(device, shortage))
+
+    def note(self, text: str) -> None:
+        self._watcher.noted(text)
+
+    def acknowledged(self, step: int) -> None:
+        self._watcher.acknowledged(step)
+
+    def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
+        if peak is not None:
+            self._peaked(device_of(device), peak)
+        pair, replica = self.now.by_worker_id[device], self.now.replica(device)
+        stage = f"stage-{pair.view.stage - pair.view.first}"
+        if not replica and not pair.copy:
+            self._writer.write(item.step, stage, state)
+        elif state:
+            own = {f"{replica_prefix(replica)}{name}": value for name, value in state.items()}
+            self._writer.write(item.step, f"replica-{replica}-{stage}", own)
+
+    def _peaked(self, device: str, peak: MemoryPeak) -> None:
+        """All stages of a device tell of one process."""
+        before = self.peaks.get(device, peak)
+        self.peaks[device] = max(before, peak, key=lambda found: found.size_bytes)
+
+    def commit(self, item: Item, *, finite: bool) -> None:
+        t = self.job.training
+        self._writer.write(item.step, "rest", self._values.rest)
+        directory = self._writer.commit(
+            Manifest(
+                step=item.step,
+                seed=t.seed,
+                batch=t.batch_size,
+                shuffle=t.shuffle,
+                finite=finite,
+                data={device: dict(entry) for device, entry in self._digests.items()},
+            )
+        )
+        self._watcher.saved(item.step, directory)
+
+
+def train(prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: RunOptions, watcher: Watcher) -> Outcome:
+    """Run the job to its end. Raises UserError for what a device refused; a lost device that the run cannot go on
+    without is an outcome."""
+    callbacks = RunController(prepared, plan, fleet, folder, options, watcher)
+    watcher.accepted()
+    job, first = prepared.job, callbacks.now.plan.used
+    others = tuple(name for name in fleet.names if name not in first) if options.replan is not None else ()
+    stages = _most_stages(callbacks.now.plan)
+    further = [worker_id(device, number) for device, count in stages.items() for number in range(1, count)]
+    host = CoordinatorHost(
+        callbacks.machine(),
+        callbacks.run,
+        callbacks,
+        timeout_s=job.timeout_s,
+        others=(*others, *further),
+        start_s=START_S,
+    )
+    # Who works for a run whose coordinator was started again comes by itself; who does not is lost, like any other.
+    called, callable_later = ((), (*first, *others)) if options.record is not None else (first, others)
+    call = RunRequest(
+        run=callbacks.run,
+        devices=called,
+        others=callable_later,
+        timeout_s=job.timeout_s,
+        threads=job.runtime.threads,
+        logs=folder / "logs",
+        stages=stages,
+        stop=options.stop,
+    )
+    with options.backend.at_work(call, host.acceptor) as work:
+        outcome = host.coordinate(work, options.stop)
+    remove_record(folder)
+    outcome = msgspec.structs.replace(
+        outcome, periods=callbacks.periods(outcome.origin_s), spent=callbacks.spent, peaks=callbacks.peaks
+    )
+    if isinstance(outcome.failure, UserError):
+        raise outcome.failure
+    return outcome
+
+
+def _most_stages(plan: Plan) -> dict[str, int]:
+    """By device that may get several: where labels stay, a data holder gets the first and the last stage under this
+    plan or a later one."""
+    found = Counter(plan.devices)
+    if plan.constraints.labels_stay:
+        found |= Counter(dict.fromkeys(plan.constraints.data_holders, 2))
+    return {device: count for device, count in found.items() if count > 1}
+
+
+def check_outcome(outcome: Outcome) -> None:
+    """PeerError for a run that ended because a device was lost, Diverged for one whose numbers are not finite."""
+    if outcome.outcome in ("lost", "diverged"):
+        raise outcome.failure or PeerError(outcome.reason)

@@ -1,0 +1,149 @@
+"""What a coordinator is given to do besides coordination, and what is left of a run when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+from torch import Tensor
+
+from isthmus.errors import IsthmusError
+from isthmus.plans import PlanPeriod, PrivacySpent
+from isthmus.protocol.coordinator_events import BeginEpoch, Ending, MakePlan
+from isthmus.protocol.memory_shortage import MemoryPeak, MemoryShortage
+from isthmus.protocol.recovery import StateLayout
+from isthmus.protocol.work import Item
+from isthmus.runtime.messages.assignment import Assignment
+from isthmus.trace import Span
+from isthmus.training.engine import EngineConfig
+from isthmus.training.layout import TensorHeader
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run ended, and what it left."""
+
+    outcome: Ending
+    reason: str
+    spans: tuple[Span, ...]
+    """Times count from the first item's opening. Of a long run, the first `MOST_SPANS`."""
+    elapsed_s: float
+    """Since the first item's opening; 0 when there was none."""
+    late_s: Mapping[str, float]
+    """Per device, by how much real computing overran its emulated duration."""
+    failure: IsthmusError | None = None
+    """Why the run could not go on."""
+    recoveries: tuple[Recovery, ...] = ()
+    origin_s: float = 0.0
+    """The monotonic clock at the first item's opening; 0 when there was none."""
+    periods: tuple[PlanPeriod, ...] = ()
+    """The run's plans."""
+    peaks: Mapping[str, MemoryPeak] = {}
+    """By device, of its stage under the last plan."""
+    spent: PrivacySpent | None = None
+    """What messages disclosed of samples, in this session and those before it; None where nothing covers them."""
+
+
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan epoch that was not the first."""
+
+    reason: str
+    """Why the epoch before ended."""
+    step: int
+    """From where it went on."""
+    redone: int
+    """Steps that had been done beyond that."""
+    from_checkpoint: bool
+    seconds: float
+    """From when the reason was known until devices were at work again."""
+
+
+class Address(NamedTuple):
+    """Where a device listens for others, and the id of its key, empty where connections are plain TCP."""
+
+    host: str
+    port: int
+    id: str = ""
+
+
+class RunCallbacks(Protocol):
+    """What a run does besides coordination: plans, assignments, weights, checkpoints, progress."""
+
+    def plan(self, wanted: MakePlan) -> tuple[StateLayout, bool]:
+        """A plan for these devices, and whether it is worth the change. Any thread. UserError when there is none."""
+        ...
+
+    def begin(self, begin: BeginEpoch, layout: StateLayout) -> None:
+        """An epoch begins. What it goes on from is to be on record when this returns."""
+        ...
+
+    def give(self, tensors: Mapping[str, Tensor]) -> None:
+        """Parts of the state that the epoch goes on from, out of a device's memory."""
+        ...
+
+    def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]: ...
+
+    def is_known(self, device: str) -> bool:
+        """Whether plans can be made with a device that came: it was asked what data it has."""
+        ...
+
+    def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
+        """What a device's stage needs, but for the parts that it has itself."""
+        ...
+
+    def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
+        """Before they are received: PeerError unless they are the device's part of a checkpoint. Any thread."""
+        ...
+
+    def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
+        """Before they are received: PeerError unless they are parts of the model. Any thread."""
+        ...
+
+    def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """Of parts of the model."""
+        ...
+
+    def updates(self) -> tuple[frozenset[str], EngineConfig]:
+        """What optimizers update, and how."""
+        ...
+
+    def opened(self, item: Item) -> None:
+        """Devices are about to hear of the item: what it makes leave them is to be on record when this returns."""
+        ...
+
+    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> bool:
+        """Every device has finished the item; `spans` are those reported since the last call. Whether they say that
+        devices or links are not as the plan assumed."""
+        ...
+
+    def to_try(self) -> tuple[str, str] | None:
+        """A link, by source and target, that is to be probed now."""
+        ...
+
+    def emulated(self, link: tuple[str, str]) -> float | None:
+        """Bytes/s of a link that is emulated here. Any thread."""
+        ...
+
+    def tried(self, link: tuple[str, str], bandwidth_bytes_per_s: float | None) -> bool:
+        """What a probe found, None for nothing. Whether the link is not as the plan assumed."""
+        ...
+
+    def short(self, device: str, shortage: MemoryShortage) -> None:
+        """The device's memory was too little for its stage: plans are made with what there is from now on."""
+        ...
+
+    def acknowledged(self, step: int) -> None:
+        """The state after this step is held by more than one device."""
+        ...
+
+    def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
+        """A device's part of a checkpoint is here, and the most memory that it had so far."""
+        ...
+
+    def commit(self, item: Item, *, finite: bool) -> None:
+        """All parts are here; `finite`: their weights are."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something that a person may want to know."""
+        ...

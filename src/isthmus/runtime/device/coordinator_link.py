@@ -1,0 +1,177 @@
+"""A device's connection to the coordinator of a run; when it breaks it is made again.
+
+The device works on meanwhile, as far as its leases reach, and keeps what it holds in memory. A coordinator that was
+started again asks for that. One that has fenced this device takes it back as a joining device.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.protocol.events import Opened
+from isthmus.protocol.recovery import StateHolding
+from isthmus.runtime.device.events import CoordinatorMessage
+from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.recovery import FetchMessage, PauseMessage, RetireMessage
+from isthmus.runtime.messages.run import AssignMessage, HaltMessage, Heartbeat, JoinRun, OpenMessage, WeightsMessage
+from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, SendStateMessage, StateMessage, StatePart
+from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
+from isthmus.runtime.transport.connect_retries import WAITS_S, Unreached, until_reached
+from isthmus.runtime.transport.lanes import PackedMessage, Packer, SendLane
+from isthmus.training.layout import pack
+from isthmus.training.snapshot import Snapshot
+
+TELL_S = 3.0
+"""After so long without word from it a device says so, then each time after twice as long."""
+AWAY_PATIENCES = 10
+"""For so many times its timeout a device waits for a coordinator that went away."""
+ORDERS = (
+    AssignMessage
+    | WeightsMessage
+    | PauseMessage
+    | FetchMessage
+    | RetireMessage
+    | HaltMessage
+    | SendStateMessage
+    | ReceiveStateMessage
+    | StateMessage
+    | StatePart
+)
+
+
+class CoordinatorGone(PeerError):
+    """It stays away, or does not speak as one."""
+
+
+class CoordinatorLink:
+    """Orders and leases go to the inbox; in the end, of a coordinator that stays away, a CoordinatorGone."""
+
+    def __init__(
+        self,
+        coordinator: tuple[str, int],
+        identity: Identity | None,
+        join: JoinRun,
+        inbox: queue.SimpleQueue[object],
+        holdings: Callable[[], tuple[StateHolding, ...]],
+        timeout_s: float,
+    ) -> None:
+        """Dials: PeerError when nobody answers before the timeout. `holdings` may be called by another thread."""
+        self._coordinator = coordinator
+        self._identity = identity
+        self._join = join
+        self._inbox = inbox
+        self._holdings = holdings
+        self._timeout_s = timeout_s
+        self._over = threading.Event()
+        self._newest_epoch = -1
+        self._channel, self._lane = until_reached(self._connected, timeout_s, Unreached)
+        threading.Thread(target=self._listen, name="receive from coordinator", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def send(self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: Snapshot | None = None) -> None:
+        """What is said while the coordinator is away is lost: it will ask anew. Tensors `of` a snapshot are said when
+        that is copied; nobody waits here."""
+        self._lane.put(message, tensors, _when_whole(message, tensors, of))
+
+    def send_background(self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: Snapshot | None = None) -> None:
+        """What all else is said before."""
+        self._lane.put(message, tensors, _when_whole(message, tensors, of), background=True)
+
+    def background_bytes(self) -> int:
+        """Of that, what waits to be said."""
+        return self._lane.background_bytes()
+
+    def forget_meanwhile(self) -> None:
+        self._lane.drop_background()
+
+    def outdated(self, epoch: int) -> bool:
+        """Whether the coordinator has begun another epoch since, or the run is over."""
+        return self._newest_epoch > epoch or self._over.is_set()
+
+    def close(self) -> None:
+        self._over.set()
+        self._lane.close()
+        self._channel.close()
+
+    def _connected(self) -> tuple[SocketChannel, SendLane]:
+        channel = dial(
+            *self._coordinator,
+            "coordinator",
+            self._timeout_s,
+            identity=self._identity,
+            expected=Party("coordinator", ""),
+            most_header_bytes=MAX_ASSIGNMENT_BYTES,
+        )
+        lane = SendLane(channel, timeout_s=self._timeout_s, on_error=lambda _: channel.close())
+        lane.put(msgspec.structs.replace(self._join, holdings=self._holdings()))
+        return channel, lane
+
+    def _beat(self) -> None:
+        while not self._over.wait(self._timeout_s / 4):
+            self._lane.put(Heartbeat(run=self._join.run))
+
+    def _listen(self) -> None:
+        """Until the end of the run: on one connection after another."""
+        received_s = time.monotonic()
+        failed, why, sent_s = 0, PeerError("coordinator: closed the connection"), TELL_S
+        while not self._over.is_set():
+            try:
+                while (received := self._channel.receive(idle_s=self._timeout_s)) is not None:
+                    received_s, failed, sent_s = time.monotonic(), 0, TELL_S
+                    self._on_message(*received)
+            except PeerError as e:
+                why = e
+            if self._over.is_set():
+                return
+            away_s, gone_s = AWAY_PATIENCES * self._timeout_s, time.monotonic() - received_s
+            if gone_s >= sent_s:
+                sent_s = 2 * max(gone_s, TELL_S)
+                print(
+                    f"device {self._join.device}: waiting for the coordinator, not heard for {gone_s:.0f} s of "
+                    f"{away_s:g} s at most: {why}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            if gone_s > away_s:
+                self._inbox.put(CoordinatorGone(f"{why}; it did not come back for {away_s:g} s"))
+                return
+            self._over.wait(WAITS_S[min(failed, len(WAITS_S) - 1)])
+            failed += 1
+            try:
+                lane = self._lane
+                self._channel, self._lane = self._connected()
+                self._newest_epoch = -1  # a coordinator that was started again does not know of epochs that never began
+                lane.close(0.0)
+            except PeerError as e:
+                why = e
+
+    def _on_message(self, message: AnyMessage, tensors: list[Tensor]) -> None:
+        if isinstance(message, OpenMessage):
+            self._inbox.put(Opened(item=message.item, epoch=message.epoch))
+        elif isinstance(message, ORDERS):
+            self._newest_epoch = max(self._newest_epoch, message.epoch)
+            if isinstance(message, HaltMessage):
+                self._over.set()
+            self._inbox.put(CoordinatorMessage(message, tensors))
+        elif not isinstance(message, Heartbeat):
+            self._inbox.put(CoordinatorGone(f"coordinator: sent {type(message).__name__}, not for a device"))
+
+
+def _when_whole(message: AnyMessage, tensors: Sequence[Tensor], of: Snapshot | None) -> Packer | None:
+    if of is None or of.whole:
+        return None
+
+    def packed() -> PackedMessage:
+        of.wait()
+        return PackedMessage(message, [pack(tensor) for tensor in tensors])
+
+    return packed

@@ -1,0 +1,113 @@
+"""Copies of snapshots on another device: sent a little after each item, behind all that the pipeline sends.
+
+Nothing waits for them. What a snapshot costs is one copy in memory, and link time that would have been idle as far as
+there is any: the interval between snapshots is chosen so (`snapshot_interval`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.runtime.messages.assignment import SnapshotReplication
+from isthmus.runtime.messages.recovery import SnapshotMessage, SnapshotPart
+from isthmus.training.layout import header_of
+from isthmus.training.snapshot import Snapshot, check_state, size_bytes
+
+STRETCH = "stretch"
+"""How a tensor of a buffer's bytes is called in a frame."""
+SPARE_ITEMS = 0.8
+"""Of the items between two snapshots, how many it takes to send one: the last ones are to spare."""
+Put = Callable[[SnapshotMessage | SnapshotPart, Sequence[Tensor]], None]
+
+
+class SnapshotSender:
+    """Sends the snapshots of one stage. Used by the compute lane alone."""
+
+    def __init__(self, run: str, epoch: int, source: int, snapshot_copy: SnapshotReplication, put: Put) -> None:
+        """`put` hands a message to the link, behind all others."""
+        self._run, self._epoch, self._source = run, epoch, source
+        self._snapshot_copy = snapshot_copy
+        self._put = put
+        self._snapshot: Snapshot | None = None
+        self._step = self._sent = self._share_bytes = 0
+
+    def begin(self, step: int, taken: Snapshot) -> None:
+        begun = SnapshotMessage(run=self._run, epoch=self._epoch, source=self._source, step=step, headers=taken.headers)
+        self._put(begun, ())
+        self._snapshot, self._step, self._sent = taken, step, 0
+        items = max(1, int(SPARE_ITEMS * self._snapshot_copy.every))
+        self._share_bytes = -(-taken.flat.numel() // items)
+
+    def go_on(self) -> None:
+        """An item is done: hand over the next part of the snapshot."""
+        if self._snapshot is None:
+            return
+        flat = self._snapshot.flat
+        until = min(flat.numel(), self._sent + self._share_bytes)
+        while self._sent < until:
+            stretch = flat[self._sent : min(until, self._sent + self._snapshot_copy.stretch_bytes)]
+            message = SnapshotPart(
+                run=self._run,
+                epoch=self._epoch,
+                source=self._source,
+                step=self._step,
+                offset=self._sent,
+                tensors=(header_of(STRETCH, stretch),),
+            )
+            self._put(message, [stretch])
+            self._sent += stretch.numel()
+        if until == flat.numel():
+            self._snapshot = None
+
+
+class SnapshotReceiver:
+    """Takes the snapshots of the stages that this device keeps copies of. Each stage's link has one thread."""
+
+    def __init__(
+        self, shapes: Mapping[int, Mapping[str, tuple[int, ...]]], complete: Callable[[int, int, Snapshot], None]
+    ) -> None:
+        """`shapes`: by stage, of its parts. `complete` gets stage, step and the whole snapshot."""
+        self._shapes = shapes
+        self._complete = complete
+        self._begun: dict[int, tuple[int, Snapshot, int]] = {}
+        """By stage: step, what is here of it, and how many bytes that is."""
+
+    def guard(self, message: SnapshotMessage | SnapshotPart) -> None:
+        """Refuse what the plan does not expect before anything is allocated for it."""
+        if message.source not in self._shapes:
+            raise PeerError(f"stage {message.source} sent a snapshot, and is not mirrored here")
+        if isinstance(message, SnapshotMessage):
+            if message.tensors:
+                raise PeerError("a snapshot's first frame has tensors")
+            check_state(self._shapes[message.source], message.headers)
+            return
+        begun = self._begun.get(message.source)
+        sizes = [h.shape[0] for h in message.tensors if h.dtype == "uint8" and len(h.shape) == 1]
+        fits = (
+            begun is not None
+            and (message.step, message.offset) == (begun[0], begun[2])
+            and len(message.tensors) == len(sizes) == 1
+            and begun[2] + sizes[0] <= begun[1].flat.numel()
+        )
+        if not fits:
+            raise PeerError(f"stage {message.source} sent bytes {message.offset} of a snapshot out of turn")
+
+    def accept(self, message: SnapshotMessage | SnapshotPart, tensors: Sequence[Tensor]) -> None:
+        source = message.source
+        if isinstance(message, SnapshotMessage):
+            flat = torch.empty(size_bytes(message.headers), dtype=torch.uint8)
+            self._begun[source] = (message.step, Snapshot(message.headers, flat), 0)
+            here = 0
+        else:
+            step, taken, here = self._begun[source]
+            taken.flat[here : here + tensors[0].numel()] = tensors[0]
+            here += tensors[0].numel()
+            self._begun[source] = (step, taken, here)
+        step, taken, _ = self._begun[source]
+        if here == taken.flat.numel():
+            del self._begun[source]
+            self._complete(source, step, taken)

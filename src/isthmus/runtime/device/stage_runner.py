@@ -1,0 +1,499 @@
+"""The worker's driver: carries out a `Worker` machine's instructions with a real engine, links and clock."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from isthmus.accelerators.clock import DeviceClock
+from isthmus.accelerators.copies import to_device
+from isthmus.data import Dataset
+from isthmus.errors import InternalError, StepError
+from isthmus.graph import Ref
+from isthmus.plans import Packing
+from isthmus.protocol.events import (
+    Arrived,
+    Collect,
+    Collected,
+    Compute,
+    Computed,
+    Fill,
+    Filled,
+    KeepSnapshot,
+    Merge,
+    Opened,
+    Parcel,
+    PartsArrived,
+    Report,
+    Save,
+    Saved,
+    Send,
+    SendParts,
+    SnapshotKept,
+    Stop,
+    Take,
+    Taken,
+    Update,
+    Updated,
+    WorkerEvent,
+    WorkerInstruction,
+)
+from isthmus.protocol.work import Item
+from isthmus.protocol.worker import Worker
+from isthmus.runtime.device.batches import Batches
+from isthmus.runtime.device.compute_turns import ComputeTurns, no_turns
+from isthmus.runtime.device.copy_streams import CopyStreams
+from isthmus.runtime.device.events import CoordinatorMessage, ItemDone
+from isthmus.runtime.device.finite_flags import watch_of
+from isthmus.runtime.device.links import StageLinks
+from isthmus.runtime.device.parcel_checks import label, sent_packings
+from isthmus.runtime.device.snapshot_replicas import SnapshotSender
+from isthmus.runtime.device.snapshots import Snapshots
+from isthmus.runtime.device.state_transfer import StateDonor
+from isthmus.runtime.device.tasklets import Tasklets
+from isthmus.runtime.messages.assignment import Assignment, GroupShare
+from isthmus.runtime.processes.malloc_tuning import keep_freed_pages
+from isthmus.trace import Span
+from isthmus.training.clip_and_noise import Privatizer
+from isthmus.training.engine import Engine
+from isthmus.training.scaling import LOSS_SCALE
+from isthmus.training.snapshot import Snapshot
+from isthmus.training.sums import GroupBuffer, Parameters, add_in_order, summed
+
+SWITCH_S = 0.0005
+"""How long a lane waits at most for the interpreter: with Python's 5 ms, what a link brought or took would often wait
+longer for the compute lane to let go than it travels on a local network."""
+
+
+def tune_process() -> None:
+    """Make this process one that computes and communicates at the same time, over and over the same."""
+    sys.setswitchinterval(SWITCH_S)
+    keep_freed_pages()
+
+
+Chore = Callable[[], None]
+"""What another lane leaves to be done between two instructions."""
+
+
+class StageRunner:
+    """Runs one stage. The compute lane is the thread that calls `run`."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        engine: Engine,
+        data: Mapping[str, Dataset],
+        inbox: queue.SimpleQueue[object],
+        report: Callable[[ItemDone], None],
+        saved: Mapping[str, Tensor],
+        private: Privatizer | None = None,
+        sharing: ComputeTurns | None = None,
+    ) -> None:
+        """`data` holds the `train` and `heldout` sets when this stage reads columns; `saved` what a checkpoint has of
+        outer steps, if there is one, among other things. `private` covers what leaves a data holder. Computing is
+        `sharing` with other stages of the device, if there are any."""
+        self.assignment = assignment
+        self.engine = engine
+        self.links: StageLinks
+        self._inbox = inbox
+        self._report = report
+        self._machine = Worker(assignment.view, assignment.epoch)
+        self._finite = watch_of(assignment, engine)
+        accelerator = engine.accelerator
+        clock = DeviceClock(accelerator) if accelerator.asynchronous and assignment.trace else None
+        self.copy_streams = (
+            CopyStreams(accelerator, clock, assignment.device, self.record) if accelerator.asynchronous else None
+        )
+        """Between the accelerator and the host; None on the CPU."""
+        turn = partial(sharing.turn, assignment.view.stage) if sharing is not None else no_turns
+        self._tasklets = Tasklets(assignment.device, accelerator, clock, self.record, turn)
+        self._batches = Batches(assignment, data, self.copy_streams)
+        self._snapshots = Snapshots(self.copy_streams, self._kept)
+        self._steps = assignment.start_step
+        """Behind the engine's state."""
+        self._keep: Callable[[int, Snapshot], None] = lambda step, taken: None
+        self._snapshot_copy: SnapshotSender | None = None
+        self._donor: StateDonor | None = None
+        self._transfer_ended: Chore = lambda: None
+        self._done: deque[WorkerEvent] = deque()
+        """Ends of instructions that the machine has not heard of yet."""
+        self._items: dict[int, Item] = {}
+        self._outgoing: dict[tuple[Parcel, int, int], dict[str, Tensor]] = {}
+        self._norms: Tensor | None = None
+        self._all_finite = True
+        """The loss and gradients of the item that was collected last."""
+        self._count: float | None = None
+        """Of the item's loss: this replica's, or after a sum of gradients with other replicas that of all."""
+        self._buffers = {g.group: _buffer(assignment, g, engine, saved) for g in assignment.groups}
+        self._rounds = {g.group: g.rounds for g in assignment.view.groups}
+        self._state: Snapshot | None = None
+        self._norm_places: dict[int, Tensor] = {}
+        self._spans: deque[Span] = deque()
+        self._packings = sent_packings(assignment)
+        self._private = private
+
+    def record(self, span: Span) -> None:
+        if self.assignment.trace:
+            self._spans.append(span)
+
+    def keeps(self, keep: Callable[[int, Snapshot], None]) -> None:
+        """Whom to tell of a snapshot: its step, and what it holds."""
+        self._keep = keep
+        if (snapshot_copy := self.assignment.snapshot_copy) is not None:
+            known, target = self.assignment, snapshot_copy.stage
+            self._snapshot_copy = SnapshotSender(
+                known.run,
+                known.epoch,
+                known.view.stage,
+                snapshot_copy,
+                lambda message, tensors: self.links.snapshot_copy(target, message, tensors),
+            )
+
+    def set_donor(self, donor: StateDonor | None, ended: Chore = lambda: None) -> None:
+        """From its step on, which is not over yet or the last one done; `ended` is called when it cannot go on."""
+        if donor is not None and not self.assignment.discloses:
+            ended()
+            return
+        self._donor, self._transfer_ended = donor, ended
+        if donor is not None and donor.step == self._steps:
+            donor.begin(self._whole_state())
+
+    def _send_state(self, given: Mapping[str, Tensor]) -> None:
+        """A step is done, with these gradients."""
+        donor = self._donor
+        if donor is None:
+            return
+        if not donor.begun:
+            if donor.step == self._steps:
+                donor.begin(self._whole_state())
+            return
+        train, state = self.assignment.train, self.engine.state()
+        mutated = {name for op in train.ops for name in op.mutates}
+        written = {op.target: state[op.target] for op in train.variables() if op.name in mutated}
+        written |= {name: value for name, value in state.items() if name == LOSS_SCALE}
+        if not donor.go_on({**written, **given}):
+            self._donor = None
+            self._transfer_ended()
+
+    def copied(self, state: Mapping[str, Tensor]) -> Snapshot:
+        """A copy of the stage's tensors in host memory, which what is computed next does not spoil."""
+        return self._snapshots.of(state)
+
+    def _kept(self, step: int, taken: Snapshot) -> None:
+        self._keep(step, taken)
+        if self._snapshot_copy is not None:
+            self._snapshot_copy.begin(step, taken)
+
+    def _hold(self) -> None:
+        """Before the stage's state is changed in place: copies of it, and of what is sent of it, must be done."""
+        self._snapshots.hold()
+        self.links.hold()
+
+    def live(self) -> tuple[int, Mapping[str, Tensor]] | None:
+        """How many steps are done and the state after them, in host memory, if that is what the engine has at this
+        moment. Snapshots that are still being copied are handed on first.
+
+        Buffers change with each forward, and averaged parameters are not the replicas' own before they are averaged.
+        Within a period a replica's state is nobody else's: who went on from it would lose what the others learned.
+        """
+        self._snapshots.hand_on(wait=True)
+        view = self.assignment.view
+        if view.averages != "gradients" and self._steps % view.period:
+            return None
+        changing = view.averages != "gradients" or any(op.mutates for op in self.assignment.train.ops)
+        if changing and not self._machine.settled:
+            return None
+        return self._steps, self._snapshots.here(self._whole_state())
+
+    def _whole_state(self) -> dict[str, Tensor]:
+        """The engine's, and that of outer steps."""
+        found = self.engine.state()
+        for buffer in self._buffers.values():
+            found |= buffer.state()
+        return found
+
+    def run(self) -> CoordinatorMessage:
+        """Until the coordinator says something that is nothing for this stage; it may go on after that. Raises what
+        went wrong in any lane."""
+        tune_process()
+        while True:
+            event = self._next()
+            if isinstance(event, CoordinatorMessage):
+                return event
+            for instruction in self._machine.handle(event):
+                try:
+                    result = self._carry_out(instruction)
+                except StepError as e:
+                    raise self._placed(e, instruction) from e
+                if result is not None:
+                    self._done.append(result)
+                self._snapshots.hand_on()
+
+    def _placed(self, error: StepError, instruction: WorkerInstruction) -> StepError:
+        assert not isinstance(instruction, Stop), "to stop computes nothing"
+        micro_batch = instruction.micro_batch if isinstance(instruction, Compute) else -1
+        return self._batches.placed(error, self._items[instruction.item], micro_batch)
+
+    def _next(self) -> WorkerEvent | CoordinatorMessage:
+        """The next event. Arrivals go before the end of a tasklet, so that the next choice sees all of them."""
+        while True:
+            try:
+                # No deadline here: when the coordinator stays away whoever listens to it puts an error into the inbox.
+                found = self._inbox.get(block=not self._done)
+            except queue.Empty:
+                return self._done.popleft()
+            if isinstance(found, Exception):
+                raise found
+            if callable(found):
+                found()
+                continue
+            if isinstance(found, Opened) and found.epoch == self.assignment.epoch:
+                found = Opened(item=self.assignment.share.part(found.item), epoch=found.epoch)
+                self._items[found.item.index] = found.item
+            if isinstance(found, Opened | Arrived | PartsArrived | CoordinatorMessage):
+                return found
+
+    def _carry_out(self, instruction: WorkerInstruction) -> WorkerEvent | None:
+        match instruction:
+            case Compute(work="B"):
+                self._backward(instruction)
+                return Computed(work="B", item=instruction.item, micro_batch=instruction.micro_batch)
+            case Compute():
+                self._forward(instruction)
+                return Computed(work=instruction.work, item=instruction.item, micro_batch=instruction.micro_batch)
+            case Send():
+                self._send(instruction)
+            case SendParts():
+                self._send_parts(instruction)
+            case Merge():
+                self._merge(instruction)
+            case Fill(item=item, groups=groups):
+                self._fill(item, groups)
+                return Filled(item=item)
+            case Take(item=item, groups=groups):
+                self._take(groups)
+                return Taken(item=item)
+            case Collect(item=item):
+                return Collected(item=item, finite=self._collect(item))
+            case Update(item=item, skip=skip):
+                self._update(item, skip=skip)
+                return Updated(item=item)
+            case Save(item=item):
+                state, wanted = self._whole_state(), self.assignment.saves
+                self._state = self.copied({k: v for k, v in state.items() if wanted is None or k in wanted})
+                self._finite.saved(state)
+                return Saved(item=item)
+            case KeepSnapshot(item=item):
+                self._snapshots.keep(self._steps, self._whole_state())
+                return SnapshotKept(item=item)
+            case Report(item=item):
+                self._finish(item)
+            case Stop():
+                raise InternalError("the machine was not told to stop")
+        return None
+
+    def _forward(self, work: Compute) -> None:
+        training = work.work == "F"
+        item = self._items[work.item]
+        number = item.first_micro_batch + work.micro_batch
+        stage = self.assignment.train if training else self.assignment.evaluation
+        self._take_shared(work.item)
+        inputs = self._batches.columns(stage, item, work.micro_batch)
+        view = self.assignment.view
+        for source in view.of(view.forward_from if training else view.eval_from, item, work.micro_batch):
+            tensors = self.links.take("forward", source, work.item, work.micro_batch)
+            inputs |= {c.value: t for c, t in zip(stage.received_from(source), tensors, strict=True)}
+        if training and work.micro_batch == view.own(item)[0]:
+            self.links.reshape(item.step)
+        with self._tasklets.micro_batch(work.work, work.item, work.micro_batch, self._least_s(work)):
+            out = self.engine.forward(item.step, number, inputs) if training else self.engine.evaluate(number, inputs)
+            covered = self._private.forward(number, out, training=training) if self._private is not None else {}
+            if training:
+                self._finite.forward(number, inputs, out | covered)
+        for target in view.of(view.forward_to if training else view.eval_to, item, work.micro_batch):
+            leaves = out if self._private is None or not self._private.covers(target) else out | covered
+            crossing = stage.sent_to(target)
+            self._outgoing["forward", target, work.micro_batch] = {label(c.value): leaves[c.value] for c in crossing}
+
+    def _backward(self, work: Compute) -> None:
+        stage = self.assignment.train
+        view, item = self.assignment.view, self._items[work.item]
+        came: dict[int, dict[Ref, Tensor]] = {}
+        for target in sorted(view.of(view.backward_from, item, work.micro_batch), reverse=True):
+            due = [c.value for c in stage.sent_to(target) if c.gradient]
+            tensors = self.links.take("backward", target, work.item, work.micro_batch)
+            came[target] = dict(zip(due, tensors, strict=True))
+        number = item.first_micro_batch + work.micro_batch
+        with self._tasklets.micro_batch(work.work, work.item, work.micro_batch, self._least_s(work)):
+            arrived = list(came.values()) if self._private is None else self._private.backward(number, came)
+            gradients = self.engine.backward(number, arrived)
+            self._finite.backward(number, gradients)
+        for source in view.of(view.backward_to, item, work.micro_batch):
+            due = [c.value for c in stage.received_from(source) if c.gradient]
+            self._outgoing["backward", source, work.micro_batch] = {label(r): gradients[r] for r in due}
+
+    def _least_s(self, work: Compute) -> float | None:
+        """Emulation: a tasklet lasts at least its FLOPs on the emulated device."""
+        emulation = self.assignment.emulation
+        if emulation is None:
+            return None
+        flops = emulation.flops_backward if work.work == "B" else emulation.flops_forward
+        return flops / emulation.speed(self._items[work.item].step)
+
+    def _take_shared(self, item: int) -> None:
+        not_owned = self.assignment.train.shared_from
+        for owner in self.assignment.view.parameter_owners:
+            if not self.links.holds("shared", owner, item):
+                continue  # taken by an earlier micro-batch of this item
+            names = [n for n, o in not_owned.items() if o == owner]
+            self.engine.set_shared(dict(zip(names, self.links.take("shared", owner, item), strict=True)))
+
+    def _send(self, send: Send) -> None:
+        stage = self.assignment.train
+        number, finite = 0.0, True
+        tensors: dict[str, Tensor] = {}
+        packings: dict[str, Packing] = {}
+        samples: list[int] = []
+        match send.parcel:
+            case "forward" | "backward":
+                tensors = self._outgoing.pop((send.parcel, send.target, send.micro_batch))
+                if self._items[send.item].kind == "train":
+                    packings = self._packings[send.parcel, send.target]
+                if any(packing.feedback for packing in packings.values()):
+                    tensors = {name: t.contiguous() for name, t in tensors.items()}  # sample after sample
+                    samples = self._batches.samples(self._items[send.item], send.micro_batch)
+            case "shared":
+                tensors = self.engine.shared_values(
+                    [n for n, users in stage.shared_with.items() if send.target in users]
+                )
+            case "shared_gradient":
+                tensors = self.engine.take_shared_gradients(
+                    [n for n, o in stage.shared_from.items() if o == send.target]
+                )
+            case "count":
+                number = self.engine.count
+            case "norms":
+                assert self._norms is not None, "norms are sent after collect"
+                tensors, finite = {"norms": self._norms}, self._all_finite
+        scale = self.engine.loss_scale
+        self.links.send(
+            send, tensors, number, packings, samples, finite=finite, scale=scale.value if scale is not None else 1.0
+        )
+
+    def _gather(self, item: int) -> None:
+        """This replica's sums are complete: the count of its loss is known, and what borrowers of parameters summed."""
+        view = self.assignment.view
+        if view.counts:
+            others = [s for s in view.others if self.links.holds("count", s, item)]
+            known = {s: self.links.take_number("count", s, item) for s in others}
+            if view.has_loss:
+                known[view.stage] = self.engine.count
+            self._count = sum(known[s] for s in sorted(known))
+        for user in sorted(view.parameter_users, reverse=True):
+            names = [n for n, users in self.assignment.train.shared_with.items() if user in users]
+            arrived = self.links.take("shared_gradient", user, item)
+            self.engine.add_gradients(dict(zip(names, arrived, strict=True)))
+
+    def _fill(self, item: int, groups: Sequence[int]) -> None:
+        with self._tasklets.tasklet("fill", item):
+            if self.assignment.view.averages == "gradients":
+                self._gather(item)
+            for group in groups:
+                self._buffers[group].fill(self._count or 0.0)
+
+    def _send_parts(self, send: SendParts) -> None:
+        flat = self._buffers[send.group].flat
+        (message,) = (m for m in self._rounds[send.group][send.round].sends if m.other == send.target)
+        first, last = message.parts.span(flat.numel())
+        self.links.send_parts(send, flat[first:last])
+
+    def _merge(self, merge: Merge) -> None:
+        flat, turn = self._buffers[merge.group].flat, self._rounds[merge.group][merge.round]
+        self.links.hold()
+        arrived: dict[int, Tensor] = {}
+        for message in sorted(turn.receives, key=lambda m: m.other):
+            first, last = message.parts.span(flat.numel())
+            found = self.links.take_parts(merge.group, merge.round, message.other, merge.item)
+            if not turn.adds:
+                flat[first:last] = found
+            elif self.assignment.view.feeding is None:
+                flat[first:last] += found
+            else:
+                arrived[message.other] = found
+        if arrived:
+            first, last = turn.receives[0].parts.span(flat.numel())  # what arrives in a round is of one stretch
+            add_in_order(flat[first:last], self.assignment.view.stage, arrived)
+
+    def _take(self, groups: Sequence[int]) -> None:
+        self._hold()
+        counts = [self._buffers[group].take() for group in groups]
+        view = self.assignment.view
+        if view.counts and view.averages == "gradients" and view.feeding is None:  # copies know the whole count
+            self._count = counts[0]
+
+    def _collect(self, item: int) -> bool:
+        """Whether loss and gradients are finite here."""
+        view = self.assignment.view
+        with self._tasklets.tasklet("collect", item):
+            if not (view.groups and view.averages == "gradients"):
+                self._gather(item)
+            self._norms = self.engine.collect(self._count)
+            self._all_finite = self._finite.collected(self._norms)
+        return self._all_finite
+
+    def _update(self, item: int, *, skip: bool) -> None:
+        with self._tasklets.tasklet("update", item):
+            norms = self._agreed_norms(item) if self.assignment.view.agrees else None
+            given = self.engine.gradients() if self._donor is not None and not skip else {}
+            self._hold()
+            if skip:
+                self.engine.skip_update()
+            else:
+                self.engine.update(self._items[item].step, norms)
+            self._steps = self._items[item].step + 1
+            self._send_state(given)
+
+    def _agreed_norms(self, item: int) -> Tensor:
+        """Those of all parameters of the model, in its own order."""
+        assert self._norms is not None, "norms are known after collect"
+        positions, stage = self.assignment.norm_positions, self.assignment.view.stage
+        count = 1 + max((place for where in positions.values() for place in where), default=-1)
+        norms = torch.zeros(count, device=self._norms.device)
+        for other, where in positions.items():
+            if other not in self._norm_places:
+                self._norm_places[other] = to_device(self.engine.accelerator, torch.tensor(where, dtype=torch.int64))
+            known = self._norms if other == stage else self.links.take("norms", other, item)[0]
+            norms.index_copy_(0, self._norm_places[other], known)
+        return norms
+
+    def _finish(self, item: int) -> None:
+        kind = self._items.pop(item).kind
+        if kind == "save":  # also a run's last item: spans that are not told with it are lost
+            self._tasklets.finish()
+            self.links.drain()
+            self._snapshots.tell()
+        known: tuple[float, float] | None = None
+        if kind == "train":
+            known = self.engine.take_loss()
+        elif kind == "eval":
+            known = self.engine.take_evaluation_loss()
+        spans = tuple(self._spans.popleft() for _ in range(len(self._spans)))
+        state, self._state = self._state, None
+        loss, count = known or (None, None)
+        self._report(ItemDone(item, loss, count, spans, self._tasklets.take_late_s(), state, self._finite.take()))
+        if self._snapshot_copy is not None:
+            self._snapshot_copy.go_on()
+
+
+def _buffer(assignment: Assignment, group: GroupShare, engine: Engine, saved: Mapping[str, Tensor]) -> GroupBuffer:
+    """What this stage sums with a group."""
+    own = {op.name: op.target for op in assignment.train.variables()}
+    parameters = Parameters(engine, {name: own[name] for name in group.parameters})
+    averages, share = assignment.view.averages, assignment.share.count / assignment.share.of
+    return summed(parameters, None if averages == "gradients" else share, assignment.outer, saved)

@@ -1,0 +1,171 @@
+"""How a joining device gets the state of the run while the others train: the donor sends, the joining device receives.
+
+By way of the coordinator, behind all else that the lender has to tell it: reports and heartbeats do not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, SendStateMessage, StateMessage, StatePart
+from isthmus.training.catch_up import CatchUpState
+from isthmus.training.layout import TensorHeader, check_header, header_of
+from isthmus.training.snapshot import Part, Snapshot, by_part, check_state, part_of, size_bytes, snapshot
+
+STRETCH_BYTES = 1 << 18
+"""Sent at once: what else there is to say waits for no more."""
+STRETCH = "stretch"
+MOST_BACKLOG = 2.0
+"""Copies of the sent state that may wait to be sent; with more, steps are quicker than their gradients travel."""
+Put = Callable[[StateMessage | StatePart, Sequence[Tensor], "Snapshot | None"], None]
+"""The tensors are stretches of the snapshot, which may still be being copied."""
+
+
+class StateDonor:
+    """Gives what joining devices need. Used by the compute lane alone."""
+
+    def __init__(
+        self,
+        asked: SendStateMessage,
+        of: str,
+        put: Put,
+        waiting: Callable[[], int],
+        copied: Callable[[Mapping[str, Tensor]], Snapshot] = snapshot,
+    ) -> None:
+        """`of` is this device; `put` hands a message to the connection, behind all others; `waiting` tells how many
+        bytes wait there; `copied` copies tensors to host memory."""
+        self._asked = asked
+        self._of = of
+        self.step = asked.step
+        """From the state after so many steps on."""
+        self._put = put
+        self._waiting = waiting
+        self._copied = copied
+        self._state_bytes = 0
+        self.begun = False
+
+    def begin(self, state: Mapping[str, Tensor]) -> None:
+        """`state` is the stage's, after `step` steps."""
+        self._state_bytes = self._send_state("state", state)
+        self.begun = True
+
+    def go_on(self, given: Mapping[str, Tensor]) -> bool:
+        """The stage has done one more step: `given` are the gradients that its optimizers got, and buffers as they are
+        now. False when this can go on no longer."""
+        if self._waiting() > MOST_BACKLOG * self._state_bytes:
+            return False
+        self.step += 1
+        self._send_state("gradients", given)
+        return True
+
+    def _send_state(self, kind: Literal["state", "gradients"], tensors: Mapping[str, Tensor]) -> int:
+        asked = self._asked
+        taken = self._copied({name: t for name, t in tensors.items() if part_of(name) in asked.parts})
+        self._put(
+            StateMessage(
+                run=asked.run,
+                epoch=asked.epoch,
+                number=asked.number,
+                of=self._of,
+                kind=kind,
+                step=self.step,
+                headers=taken.headers,
+            ),
+            (),
+            None,
+        )
+        for offset in range(0, taken.flat.numel(), STRETCH_BYTES):
+            stretch = taken.flat[offset : offset + STRETCH_BYTES]
+            headers = (header_of(STRETCH, stretch),)
+            self._put(
+                StatePart(
+                    run=asked.run, epoch=asked.epoch, number=asked.number, of=self._of, offset=offset, tensors=headers
+                ),
+                [stretch],
+                taken,
+            )
+        return taken.flat.numel()
+
+
+class _Arriving:
+    """What is here of one copy."""
+
+    def __init__(self, begun: StateMessage) -> None:
+        self.begun = begun
+        self.taken = Snapshot(begun.headers, torch.empty(size_bytes(begun.headers), dtype=torch.uint8))
+        self.here = 0
+
+    @property
+    def whole(self) -> bool:
+        return self.here == self.taken.flat.numel()
+
+    def add(self, message: StatePart, stretch: Tensor) -> None:
+        until = self.here + stretch.numel()
+        fits = stretch.dtype == torch.uint8 and stretch.dim() == 1 and until <= self.taken.flat.numel()
+        if message.offset != self.here or not fits:
+            raise PeerError(f"device {message.of!r} sent bytes {message.offset} out of turn")
+        self.taken.flat[self.here : until] = stretch
+        self.here = until
+
+
+class StateJoiner:
+    """a joining device's side: the states that it follows. PeerError for what was not agreed."""
+
+    def __init__(self, agreed: ReceiveStateMessage) -> None:
+        self.number = agreed.number
+        self._agreed = agreed
+        self._arriving: dict[str, _Arriving] = {}
+        self._receivers: dict[str, CatchUpState] = {}
+
+    def accept(self, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> int | None:
+        """How many steps the donor's parts have behind them here now, if that is news."""
+        of = message.of
+        if of not in self._agreed.donated:
+            raise PeerError(f"device {of!r} sent state that was not requested")
+        if isinstance(message, StateMessage):
+            self._check(message)
+            self._arriving[of] = _Arriving(message)
+        elif of not in self._arriving or len(tensors) != 1:
+            raise PeerError(f"device {of!r} sent bytes out of turn")
+        else:
+            self._arriving[of].add(message, tensors[0])
+        return self._done(of) if self._arriving[of].whole else None
+
+    def states(self) -> Iterator[tuple[int, Mapping[str, Part]]]:
+        """What is here: steps, and parts after them."""
+        return ((catch_up.step, by_part(catch_up.state())) for catch_up in self._receivers.values())
+
+    def _check(self, begun: StateMessage) -> None:
+        shapes, catch_up = self._agreed.donated[begun.of], self._receivers.get(begun.of)
+        if begun.of in self._arriving:
+            raise PeerError(f"device {begun.of!r} began another copy before the last one was whole")
+        if begun.kind == "state" and catch_up is None:
+            check_state(shapes, begun.headers)
+        elif begun.kind == "state" or catch_up is None or begun.step != catch_up.step + 1:
+            raise PeerError(f"device {begun.of!r} lent {begun.kind} of step {begun.step} out of turn")
+        else:
+            _check_gradients(shapes, begun.headers)
+
+    def _done(self, of: str) -> int:
+        arrived = self._arriving.pop(of)
+        tensors = arrived.taken.tensors()
+        if of in self._receivers:
+            self._receivers[of].repeat(tensors)
+        else:
+            agreed = self._agreed
+            self._receivers[of] = CatchUpState(agreed.config, agreed.trained, arrived.begun.step, tensors)
+        return self._receivers[of].step
+
+
+def _check_gradients(shapes: Mapping[str, tuple[int, ...]], headers: Sequence[TensorHeader]) -> None:
+    for header in headers:
+        check_header(header)
+        if header.shape != shapes.get(header.name) or header.packing is not None:
+            raise PeerError(f"lent {header.name!r} of shape {list(header.shape)}, which is not of its stage")
+    if len({h.name for h in headers}) < len(headers):
+        raise PeerError("sent a tensor twice")

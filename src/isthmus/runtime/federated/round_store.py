@@ -1,0 +1,129 @@
+"""What is kept of a federated run, in its folder: the server's values, committed rounds, their lines, evaluations.
+
+job.json   rounds.jsonl   rounds/   privacy.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.errors import UserError
+from isthmus.federated.algorithms import BUFFERS, Values
+from isthmus.federated.evaluation import Evaluation, Evaluator
+from isthmus.federated.history import RoundHistory, RoundLine
+from isthmus.federated.job import FederatedJob
+from isthmus.federated.personal import OwnModels
+from isthmus.federated.server import ROUNDS, Commits, RunIdentity, Server
+from isthmus.protocol.federated_events import RoundRecord
+from isthmus.protocol.federated_rules import RoundRules
+from isthmus.runtime.federated.host import RoundMeasure
+
+JOB, PRIVACY = "job.json", "privacy.json"
+
+
+class RoundResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A round, with what must be seen of it before the next one changes it."""
+
+    record: RoundRecord
+    measure: RoundMeasure
+    values: Values
+    saves: bool
+    states: NDArray[np.int32] | None
+
+
+class RoundStore:
+    """`first_round` is where a resumed run goes on; the server then has the values of the round before."""
+
+    def __init__(self, job: FederatedJob, folder: Path, server: Server, identity: RunIdentity, *, resume: bool) -> None:
+        """UserError for a folder of another job."""
+        self.server = server
+        self.folder = folder
+        self.history = RoundHistory.of(folder)
+        self.first_round = 0
+        self.evaluator: Evaluator | None = None
+        self.own_models: OwnModels | None = None
+        """Of clients that use models of their own."""
+        self._job = job
+        self._clients = identity.clients
+        self._commits = Commits(folder / ROUNDS, identity)
+        self.states: NDArray[np.int32] | None = None
+        """(population,), of algorithms whose clients keep something."""
+        if server.keeps:
+            self.states = np.full(identity.clients, -1, dtype=np.int32)
+        self._passed_over: list[str] = []
+        """Why of committed rounds that are damaged."""
+        self._note: Callable[[str], None] = lambda _: None
+        if resume and (found := self._commits.newest(self._passed_over.append)) is not None:
+            self.first_round = found.round + 1
+            server.restore(found.values, self.first_round)
+            self.states = found.states if server.keeps else None
+
+    def begin(self, note: Callable[[str], None]) -> None:
+        """The folder is the run's now; lines of rounds that will be made again are forgotten. `note` gets what the
+        whole run promises its clients."""
+        self._note = note
+        for why in self._passed_over:
+            note(f"{why}; going on from round {self.first_round}")
+        promised = self._job.guarantee(self._clients, self._job.federated.rounds)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            document = msgspec.json.format(msgspec.json.encode(self._job), indent=1)
+            (self.folder / JOB).write_bytes(document)
+            if promised is not None:
+                promised.write(self.folder / PRIVACY)
+                note(f"privacy: {promised}")
+        except OSError as e:
+            raise UserError(f"run folder {self.folder}: cannot be written: {e.strerror or e}") from None
+        self.history.keep(self.first_round, note)
+
+    def closed(self, record: RoundRecord, measure: RoundMeasure) -> RoundResult:
+        """A round as it is now."""
+        config = self._job.federated
+        saves = record.round + 1 == config.rounds or (record.round + 1) % config.save_every == 0
+        read = saves or (self.own_models is not None and self._is_due(record))
+        kept = self.states.copy() if read and self.states is not None else None
+        return RoundResult(record=record, measure=measure, values=self.server.kept, saves=saves, states=kept)
+
+    def write(self, closed: RoundResult, rules: RoundRules) -> RoundLine:
+        """Evaluate where that is due, write the round's line, make the round durable where that is due."""
+        measure = closed.measure
+        line = RoundLine(
+            record=closed.record,
+            seconds=measure.seconds,
+            opened_at_s=measure.opened_at_s,
+            sent_bytes=measure.sent_bytes,
+            received_bytes=measure.received_bytes,
+            trips=measure.trips,
+            value_bytes=measure.value_bytes,
+            rules=rules.description,
+            evaluation=self._evaluation(closed),
+        )
+        self.history.add(line)
+        self._tell_renewed(closed.record)
+        if closed.saves:
+            self._commits.save(closed.record.round, closed.values, closed.states)
+        return line
+
+    def _tell_renewed(self, record: RoundRecord) -> None:
+        for name, timed in record.trained.items():
+            if clients := [t.client for t in timed if t.renewed]:
+                one, several = f"state of client {clients[0]} was", f"states of {len(clients)} clients were"
+                what = one if len(clients) == 1 else several
+                self._note(f"round {record.round + 1}: {name}: the {what} lost: begun anew")
+
+    def _evaluation(self, closed: RoundResult) -> Evaluation | None:
+        if self.evaluator is None or not self._is_due(closed.record):
+            return None
+        model, own = closed.values["model"], None
+        if self.own_models is not None and closed.states is not None:
+            own = self.own_models.after(model, closed.states, self._note)
+        return self.evaluator.evaluate(model, closed.values.get(BUFFERS), own)
+
+    def _is_due(self, record: RoundRecord) -> bool:
+        config, number = self._job.federated, record.round + 1
+        return bool(config.evaluate_every) and (number % config.evaluate_every == 0 or number == config.rounds)

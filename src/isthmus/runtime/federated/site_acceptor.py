@@ -1,0 +1,74 @@
+"""Sites at the coordinator: one connection each at a time, which may end and begin again while the run goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+
+from torch import Tensor
+
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.federated import PhaseMessage
+from isthmus.runtime.messages.run import JoinRun
+from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.lanes import SendLane
+
+FLUSH_S = 5.0
+
+
+class SiteAcceptor(Acceptor):
+    """Whoever comes again displaces the connection that it had: it knows better than we that this one is dead."""
+
+    def __init__(
+        self,
+        run: str,
+        devices: Collection[str],
+        *,
+        on_message: Callable[[ReceivedMessage], None],
+        guard: Callable[[str, AnyMessage], None],
+        timeout_s: float,
+    ) -> None:
+        super().__init__(run, devices, on_message=on_message, guard=guard, timeout_s=timeout_s)
+        self._endings: dict[SocketChannel, threading.Event] = {}
+
+    def admit(self, channel: SocketChannel, join: JoinRun) -> None:
+        super().admit(channel, join)
+        if (ended := self._endings.pop(channel, None)) is not None:
+            ended.set()
+
+    def _takes(self, channel: SocketChannel, join: JoinRun) -> bool:
+        if join.run != self._run or join.device not in self._devices:
+            return False
+        with self._admitting:
+            former = self._channels.get(join.device)
+            ended = None if former is None else self._endings.get(former)
+        if former is not None and ended is not None:
+            former.close()
+            if not ended.wait(self._timeout_s):  # what it said must be heard before what this one says
+                return False
+        with self._admitting:
+            if self._closed or self._channels.get(join.device) is not former:
+                return False
+            self._channels[join.device] = channel
+            self._endings[channel] = threading.Event()
+            return True
+
+
+class SiteConnection:
+    """A way out with a thread of its own: a site that takes nothing holds up nobody."""
+
+    def __init__(self, channel: SocketChannel, timeout_s: float, fail: Callable[[Exception], None]) -> None:
+        self._lane = SendLane(channel, timeout_s=timeout_s, on_error=fail)
+
+    def put(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+        if isinstance(message, PhaseMessage):  # or one that takes nothing would be kept a model of each round
+            self._lane.withdraw(PhaseMessage)
+        self._lane.put(message, tensors)
+
+    def flush(self) -> None:
+        """What is not taken within seconds is dropped."""
+        self._lane.close(FLUSH_S)
+
+    def close(self) -> None:
+        self._lane.close(0.0)

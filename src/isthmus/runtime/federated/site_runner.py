@@ -1,0 +1,242 @@
+"""A site's process at work for federated runs: it stays warm, and goes on where a connection was lost.
+
+Model, algorithm and data are the site's own. The agent tells of runs; a thread trains for one of them at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isthmus.accelerators import open_accelerator
+from isthmus.data import load_dataset
+from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.federated.admission import first_state
+from isthmus.federated.algorithms import load_algorithm
+from isthmus.federated.client_trainer import TrainingTask
+from isthmus.federated.emulated_speed import SpeedEmulation
+from isthmus.federated.resident import Resident
+from isthmus.federated.site import OwnData, Site, SiteStates
+from isthmus.federated.state_form import StateForm
+from isthmus.federated.task_spec import SiteConfig, TaskSpec
+from isthmus.models import build_model
+from isthmus.protocol.federated_events import ExecutorNotice, PhaseDropped, SendSums, UpdateRefused
+from isthmus.runtime.federated.executor import Executor, take_part
+from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.messages.fleet import StartRun
+from isthmus.runtime.messages.run import HaltMessage, Heartbeat
+from isthmus.runtime.messages.site import RegisteredMessage, TaskMessage, UpdateMessage
+from isthmus.runtime.processes.compute_threads import ComputeThreads
+from isthmus.runtime.transport.channel import SocketChannel, dial
+from isthmus.runtime.transport.message_sender import MessageSender, headers_of
+
+RETRIES_S = (0.5, 1.0, 2.0)
+"""Waits between attempts to reach the coordinator; the last one again and again."""
+
+
+class SiteExecutor(Executor):
+    """Sends what its one client returned, not sums."""
+
+    def __init__(
+        self,
+        site: Site,
+        channel: SocketChannel,
+        sender: MessageSender,
+        run: str,
+        timeout_s: float,
+        log: Callable[[str], None],
+    ) -> None:
+        super().__init__(site, channel, sender, run, timeout_s, clients_per_vmap=1)
+        self._own = site
+        self._log = log
+
+    def _on_notice(self, notice: ExecutorNotice) -> None:
+        match notice:
+            case UpdateRefused(phase=phase, reason=reason):
+                self._log(f"the update of round {phase.round + 1} was refused: {reason}")
+            case PhaseDropped(phase=phase, again=again):
+                what = (
+                    "is tried again: an update made before" if again else "closed before this site's update was in: it"
+                )
+                self._log(f"round {phase.round + 1} {what} counts nowhere")
+            case _:
+                pass
+
+    def _send_sums(self, act: SendSums) -> None:
+        update = self._own.update
+        if update is None or not act.timed:
+            raise UserError("; ".join(r.reason for r in act.refused) or "the client returned nothing")
+        self._sender.put(
+            UpdateMessage(
+                run=self._run,
+                phase=act.phase,
+                seconds=act.timed[0].seconds,
+                weight=update.weight,
+                state=act.timed[0].state,
+                renewed=act.timed[0].renewed,
+                tensors=headers_of(update.values),
+            ),
+            list(update.values.values()),
+        )
+        self._sender.flush()  # the values' memory is used again
+
+
+class SiteRunner:
+    """As the agent's `RunStarter`. `fail` is notified of what makes going on useless: an offer that is not allowed,
+    say."""
+
+    def __init__(
+        self,
+        config: SiteConfig,
+        name: str,
+        folder: Path,
+        *,
+        log: Callable[[str], None],
+        fail: Callable[[IsthmusError], None],
+    ) -> None:
+        """`folder` has the site's key, and states of clients under it. UserError for data that cannot be read, a
+        device that is not here."""
+        self._config = config
+        self._name = name
+        self._folder = folder
+        self._log = log
+        self._fail = fail
+        self._accelerator = open_accelerator(config.device, "device")
+        self._data = OwnData(load_dataset(config.data, "train"))
+        self._warm: tuple[TaskSpec, Site] | None = None
+        self._training = threading.Lock()
+        self._work: _SiteRun | None = None
+        self._threads = ComputeThreads()
+        """Of this run and of those before that are still trained for."""
+
+    def start_run(self, call: StartRun, coordinator: tuple[str, int]) -> None:
+        if self._work is not None and self._work.run == call.run and self._work.thread.is_alive():
+            return  # only the agent's own connection was lost
+        self.end()
+        work = _SiteRun(call.run)
+        self._work = work
+        work.thread = self._threads.start(lambda: self._attend(work, call, coordinator), f"run {call.run}")
+
+    def stop_run(self, run: str) -> None:
+        if self._work is not None and self._work.run == run:
+            self.end()
+
+    def end(self) -> None:
+        """A client that trains is trained to its end, by then for nobody."""
+        if self._work is not None:
+            self._work.stop()
+            self._work = None
+
+    def leave(self) -> None:
+        """At the end of the process: a client that trains is stopped where it is."""
+        self.end()
+        self._threads.end()
+
+    def _attend(self, work: _SiteRun, call: StartRun, coordinator: tuple[str, int]) -> None:
+        """A run, over as many connections as it takes."""
+        torch.set_num_threads(self._config.threads)  # each thread has a number of its own
+        failed = 0
+        while not work.over.is_set():
+            begun_s = time.monotonic()
+            try:
+                with self._training:
+                    self._take_part(work, call, coordinator)
+            except PeerError as e:
+                if time.monotonic() - begun_s > call.timeout_s:
+                    failed = 0
+                wait_s = RETRIES_S[min(failed, len(RETRIES_S) - 1)]
+                failed += 1
+                if not work.over.wait(wait_s):
+                    self._log(f"{e}; trying again")
+            except IsthmusError as e:
+                self._fail(e)
+                return
+            except Exception as e:  # the user's own algorithm or model
+                self._fail(UserError(f"{type(e).__name__}: {' '.join(str(e).split())}"))
+                return
+            else:
+                self._log("the run is over")
+                return
+
+    def _take_part(self, work: _SiteRun, call: StartRun, coordinator: tuple[str, int]) -> None:
+        """One connection, until it ends or the run does."""
+        if work.over.is_set():
+            return
+        channel = dial(
+            *coordinator,
+            "coordinator",
+            call.timeout_s,
+            identity=Identity(self._folder),
+            expected=Party("coordinator", ""),
+        )
+        work.channel = channel
+
+        def act(sender: MessageSender) -> None:
+            task_spec = _task_spec(channel, call.timeout_s)
+            if task_spec is None:
+                return
+            site = self._site(task_spec)
+            sender.put(RegisteredMessage(run=call.run, samples=self._data.samples))
+            SiteExecutor(site, channel, sender, call.run, call.timeout_s, self._log).run()
+
+        take_part(channel, self._name, call.run, call.timeout_s, act)
+
+    def _site(self, task_spec: TaskSpec) -> Site:
+        """The one of before where the same is asked for: nothing is built or read twice."""
+        if self._warm is not None and self._warm[0] == task_spec:
+            return self._warm[1]
+        self._config.check(task_spec)
+        algorithm = load_algorithm(self._config.algorithm)
+        torch.manual_seed(task_spec.seed)
+        module = build_model(self._config.model)
+        first = first_state(algorithm, Resident(module).vector())
+        states = None if first is None else SiteStates(self._folder / "states" / task_spec.run, StateForm(first))
+        site = Site(
+            TrainingTask(algorithm=algorithm, local=task_spec.local, seed=task_spec.seed),
+            module,
+            self._data,
+            states,
+            lasts=SpeedEmulation(eta=self._config.slow_down).clock(),
+            log=self._log,
+            accelerator=self._accelerator,
+        )
+        site.warm_up(task_spec.client)
+        self._warm = (task_spec, site)
+        self._log(f"at work for {task_spec.job} as client {task_spec.client}: {self._data.samples} samples")
+        return site
+
+
+class _SiteRun:
+    """A run that this site works for."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.over = threading.Event()
+        self.channel: SocketChannel | None = None
+        self.thread = threading.Thread()
+
+    def stop(self) -> None:
+        self.over.set()
+        if self.channel is not None:
+            self.channel.close()
+
+
+def _task_spec(channel: SocketChannel, timeout_s: float) -> TaskSpec | None:
+    """What is to be done; None when the run is over before it began."""
+    received: tuple[object, list[Tensor]] | None
+    while (received := channel.receive(idle_s=timeout_s)) is not None:
+        match received[0]:
+            case TaskMessage(task_spec=task_spec):
+                return task_spec
+            case HaltMessage():
+                return None
+            case Heartbeat():
+                pass
+            case other:
+                raise PeerError(f"coordinator: sent {type(other).__name__}, expected an offer")
+    raise PeerError("coordinator: closed the connection")

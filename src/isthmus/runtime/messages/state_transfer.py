@@ -1,0 +1,77 @@
+"""What travels so that a joining device has the state of the run by the time at which it takes part."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from isthmus.runtime.messages.message import Message
+from isthmus.training.engine import EngineConfig
+from isthmus.training.layout import TensorHeader
+
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class OfTransfer(Message, frozen=True, kw_only=True):
+    """Of one following among the run's: what another one still has under way is dropped."""
+
+    number: NotNegative
+
+
+# Coordinator to device
+
+
+class SendStateMessage(OfTransfer, frozen=True, kw_only=True):
+    """Give these parts of your state after `step` steps, and the gradients of each later step; none: give no more."""
+
+    step: NotNegative
+    parts: frozenset[str]
+
+
+class ReceiveStateMessage(OfTransfer, frozen=True, kw_only=True):
+    """Parts of these devices' states will come, and gradients to repeat their steps with."""
+
+    donated: dict[str, dict[str, tuple[int, ...]]]
+    """By device, the shapes of what it gives."""
+    trained: frozenset[str]
+    """Of these names, those that optimizers update."""
+    config: EngineConfig
+
+
+# Device to coordinator, and on to the joining devices
+
+
+class StateMessage(OfTransfer, frozen=True, kw_only=True):
+    """The state after `step` steps begins, or the gradients that led to it; bytes follow in stretches."""
+
+    of: str
+    kind: Literal["state", "gradients"]
+    step: NotNegative
+    headers: tuple[TensorHeader, ...]
+
+
+class StatePart(OfTransfer, frozen=True, kw_only=True):
+    """The next stretch, as one tensor of bytes."""
+
+    of: str
+    offset: NotNegative
+
+
+# Device to coordinator
+
+
+class StateReceivedMessage(OfTransfer, frozen=True, kw_only=True):
+    """The state of that device's parts after so many steps is here."""
+
+    of: str
+    step: NotNegative
+
+
+class TransferEndedMessage(OfTransfer, frozen=True, kw_only=True):
+    """It cannot be followed, or cannot follow."""
+
+
+StateTransferMessage = (
+    SendStateMessage | ReceiveStateMessage | StateMessage | StatePart | StateReceivedMessage | TransferEndedMessage
+)

@@ -1,0 +1,101 @@
+"""A process that opens data where a device would, and says what they are like. It imports no torch, and ends then.
+
+`python -m isthmus.runtime.processes.data_description` reads a question as JSON from standard input and writes the
+answer to standard output.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from isthmus.data import DataSpec
+from isthmus.data.allowed import allowed
+from isthmus.data.description import DataDescription, describe
+from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.runtime.identity import Identity
+from isthmus.runtime.identity.blinded_digests import ONE_OWNER, blinded
+from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.memory_limit import limit_memory
+
+MOST_REASON = 500
+"""Characters of a failure that are told."""
+
+
+class _Question(msgspec.Struct, frozen=True, kw_only=True):
+    data: DataSpec
+    heldout: bool
+    key: bytes
+    """Of the digests."""
+    kinds: tuple[str, ...] | None
+    foreign: bool
+    folder: str | None
+    memory_bytes: int | None
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    description: DataDescription | None = None
+    failure: str = ""
+
+
+def data_key(identity: Path | None) -> bytes:
+    """Under which a device conceals its data's fingerprints; `identity` is the folder with its key, if it has one."""
+    return Identity(identity).data_key() if identity is not None else ONE_OWNER
+
+
+def described_at(place: ProcessPlace, data: DataSpec, *, heldout: bool) -> DataDescription:
+    """What a device in that place says of its data. UserError for what stands in the way, as the device says it;
+    PeerError for a process that was ended."""
+    question = _Question(
+        data=data,
+        heldout=heldout,
+        key=data_key(place.identity),
+        kinds=place.data_kinds,
+        foreign=place.identity is not None,
+        folder=str(place.data) if place.data is not None else None,
+        memory_bytes=place.memory_bytes,
+    )
+    command = [*place.prefix, sys.executable, *place.safety(), "-m", __name__]
+    done = subprocess.run(command, input=msgspec.json.encode(question), stdout=subprocess.PIPE, check=False)
+    try:
+        answer = msgspec.json.decode(done.stdout, type=_Answer)
+    except ValueError:  # it was ended before it answered
+        raise PeerError(f"data: the process that opened them ended with code {done.returncode}") from None
+    if answer.description is None:
+        raise UserError(answer.failure)
+    return answer.description
+
+
+def _answered(question: _Question) -> _Answer:
+    try:
+        if question.folder is not None:
+            os.chdir(question.folder)
+        if question.memory_bytes is not None:
+            limit_memory(question.memory_bytes)
+        with allowed(question.data, question.kinds, foreign=question.foreign):
+            conceal = partial(blinded, key=question.key)
+            return _Answer(description=describe(question.data, heldout=question.heldout, conceal=conceal))
+    except Exception as e:  # whatever it is, it is told in one line where the job is
+        reason = " ".join(str(e).split())
+        text = reason if isinstance(e, IsthmusError) else f"{type(e).__name__}: {reason}"
+        return _Answer(failure=text[:MOST_REASON])
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who asked
+    question = msgspec.json.decode(sys.stdin.buffer.read(), type=_Question)
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what data print is no answer
+    answer = msgspec.json.encode(_answered(question))
+    with open(answers, "wb") as file:
+        file.write(answer)
+
+
+if __name__ == "__main__":
+    main()

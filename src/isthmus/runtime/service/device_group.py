@@ -1,0 +1,46 @@
+"""The devices of one machine as one command: they begin and end together, and one that is lost is only that one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from isthmus.errors import IsthmusError
+
+
+class GroupMember(Protocol):
+    """An `Agent`."""
+
+    def run(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+def run_group(members: Mapping[str, GroupMember], log: Callable[[str], None]) -> None:
+    """Until all have ended; whatever ends this thread ends them. Raises what the last of them ended with, if all ended
+    by errors."""
+    failed: dict[str, IsthmusError] = {}
+
+    def live(name: str, member: GroupMember) -> None:
+        try:
+            member.run()
+        except IsthmusError as e:
+            failed[name] = e
+            if len(failed) < len(members):
+                log(f"{name}: {e}; the other devices go on")
+
+    threads = [
+        threading.Thread(target=live, args=pair, name=f"device {pair[0]}", daemon=True) for pair in members.items()
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    finally:
+        for member in members.values():
+            member.stop()
+        for thread in threads:
+            thread.join()
+    if len(failed) == len(members):
+        raise list(failed.values())[-1]

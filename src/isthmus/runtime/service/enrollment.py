@@ -1,0 +1,197 @@
+"""How a device without a certificate gets one: a ticket's secret and a signing request against a certificate.
+
+    joining device ── TCP, TLS without a certificate ──► coordinator     whoever answers is not believed yet
+             ◄── the authority's certificate ────                  believed when its hash is the ticket's
+    joining device ── TLS, verified against it ────────► coordinator     now it is known who answers
+             ── join frame: secret, request ─────►                 the only frame that an unknown peer may send
+             ◄── certificate, or why not ────────
+
+A frame here is its length (u32) and one msgpack struct, at most `MOST_FRAME_BYTES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Mapping
+from typing import TypeVar, cast
+
+import msgspec
+
+from isthmus.errors import PeerError, UserError
+from isthmus.runtime.identity import Authority, Identity, Roster, Ticket
+from isthmus.runtime.identity.authority import requested_key
+from isthmus.runtime.identity.keys import id_of
+from isthmus.runtime.messages.fleet import JoinAnswer, JoinRequest, NewDevice
+from isthmus.runtime.messages.versions import mismatch, versions_here
+from isthmus.runtime.transport.channel import connected
+from isthmus.runtime.transport.connect_retries import HungUp, Unreached, until_reached
+from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_unknown
+from isthmus.sanitize import MOST_SHOWN, sanitize
+
+MOST_FRAME_BYTES = 1 << 14
+"""Of the devices of a machine, `MOST_NEWCOMERS` at most, with their requests or certificates."""
+MOST_NAME_CHARACTERS = 64
+_PART = re.compile("/[A-Za-z0-9]+$")
+"""Which of a machine's devices."""
+AGAIN_S = 10.0
+"""For so long a joining device tries again where it is hung up on."""
+_LENGTH = struct.Struct(">I")
+Frame = TypeVar("Frame", bound=msgspec.Struct)
+_DECODERS: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[msgspec.Struct]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (JoinRequest, JoinAnswer)
+}
+"""Made on import, as the channel's: several joining devices may come at once."""
+
+
+class Dismissal(PeerError):
+    """The coordinator does not want this device. Trying again is of no use, as the exit code tells a supervisor: a
+    person has to mend something."""
+
+    exit_code = UserError.exit_code
+
+
+def admit(connection: Connection, authority: Authority, roster: Roster) -> str | None:
+    """The coordinator's part; returns the names of the devices that joined, None if nobody did.
+
+    Whatever an unknown peer sends ends in a refusal at the cost of one small frame. OSError and PeerError when it left
+    or sent no join frame.
+    """
+    send_frame(connection, authority.der())
+    asked = _decoded(receive_frame(connection), JoinRequest)
+    try:
+        certificates = _certificates(asked, authority, roster)
+    except PeerError as e:
+        send_frame(connection, msgspec.msgpack.encode(JoinAnswer(refused=str(e))))
+        return None
+    send_frame(connection, msgspec.msgpack.encode(JoinAnswer(certificates)))
+    return ", ".join(device.name for device in asked.devices)
+
+
+def _certificates(asked: JoinRequest, authority: Authority, roster: Roster) -> tuple[bytes, ...]:
+    """PeerError says why there are none. Requests are read by one who knows a ticket's secret only."""
+    now_s = time.time()
+    roster.check(asked.secret, now_s)
+    for device in asked.devices:
+        check_name(device.name)
+    different = mismatch(versions_here(), asked.versions)
+    if different is not None:
+        raise PeerError(different)
+    ids = [id_of(requested_key(device.request)) for device in asked.devices]
+    if len(set(ids)) < len(ids) or len({device.name for device in asked.devices}) < len(ids):
+        raise PeerError("a name or a key is there twice, expected different ones")
+    roster.redeem(asked.secret, {id: d.name for id, d in zip(ids, asked.devices, strict=True)}, now_s)
+    return tuple(authority.certify(device.request, "device")[1] for device in asked.devices)
+
+
+def check_name(name: str) -> None:
+    """PeerError for a name that could not stand in a terminal, a file's name or a fleet file."""
+    machine = _PART.sub("", name)
+    good = name.isprintable() and name == name.strip() and not set(machine) & set("/\\\"'") and name[:1] not in ".-"
+    if not (machine and len(name) <= MOST_NAME_CHARACTERS and good):
+        raise PeerError(
+            f"device name {name[:MOST_NAME_CHARACTERS]!r}: expected 1 to {MOST_NAME_CHARACTERS} printable characters "
+            "without quotes and backslashes, no dot or hyphen first, and no slash but in front of a device's number"
+        )
+
+
+def join(ticket: Ticket, identities: Mapping[str, Identity], timeout_s: float) -> tuple[str, int]:
+    """The part of a machine with devices of these names: afterwards all identities are complete. Returns the address
+    that answered.
+
+    PeerError when no address answers, or who answers is not of the ticket's fleet; Dismissal when it refuses.
+    """
+    return until_reached(lambda: _join(ticket, identities, timeout_s), min(timeout_s, AGAIN_S))
+
+
+def _join(ticket: Ticket, identities: Mapping[str, Identity], timeout_s: float) -> tuple[str, int]:
+    """At the first address that answers. HungUp where it may be worth another attempt."""
+    failures: list[Unreached] = []
+    for host, port in ticket.addresses:
+        try:
+            return _join_at(host, port, ticket, identities, timeout_s)
+        except Unreached as e:
+            failures.append(e)
+    passing = any(isinstance(e, HungUp) for e in failures)
+    raise (HungUp if passing else Unreached)("; ".join(map(str, failures)))
+
+
+def _join_at(
+    host: str, port: int, ticket: Ticket, identities: Mapping[str, Identity], timeout_s: float
+) -> tuple[str, int]:
+    """Unreached where another address may do better."""
+    where = f"coordinator at {host}:{port}"
+    with contextlib.ExitStack() as stack:
+        try:
+            authority = fetch_authority(_dialled(host, port, timeout_s), ticket, timeout_s)
+            connection = secure_unknown(_dialled(host, port, timeout_s), ssl.DER_cert_to_PEM_cert(authority))
+            stack.callback(connection.close)
+            connection.settimeout(timeout_s)
+            receive_frame(connection)  # the authority's certificate once more
+        except (HungUp, ConnectionError) as e:  # a ticket's secret has not been told: it can be tried again
+            raise HungUp(f"{where}: {e}") from None
+        except (OSError, PeerError) as e:
+            raise Unreached(f"{where}: {e}") from None
+        try:
+            new_devices = tuple(NewDevice(name, identity.request()) for name, identity in identities.items())
+            asked = JoinRequest(secret=ticket.secret, devices=new_devices, versions=versions_here())
+            send_frame(connection, msgspec.msgpack.encode(asked))
+            answer = _decoded(receive_frame(connection), JoinAnswer)
+        except OSError as e:
+            raise Unreached(f"{where}: {e.strerror or e}") from None
+    if answer.refused or len(answer.certificates) != len(identities):
+        raise Dismissal(f"{where} refused: {sanitize(answer.refused)[:MOST_SHOWN]}")
+    for identity, certificate in zip(identities.values(), answer.certificates, strict=True):
+        identity.keep(certificate, authority)
+    return host, port
+
+
+def _dialled(host: str, port: int, timeout_s: float) -> socket.socket:
+    return connected(host, port, "no answer", timeout_s)
+
+
+def fetch_authority(connection: socket.socket, ticket: Ticket, timeout_s: float) -> bytes:
+    """The authority's certificate (DER). Nothing is made of the bytes before their hash is known to be right."""
+    secured: TlsConnection = secure_unknown(connection, None)
+    try:
+        secured.settimeout(timeout_s)
+        der = receive_frame(secured)
+    finally:
+        secured.close()
+    if hashlib.sha256(der).digest() != ticket.fingerprint:
+        raise PeerError("who answers there is of another fleet than the ticket")
+    return der
+
+
+def send_frame(connection: Connection, data: bytes) -> None:
+    connection.sendmsg([memoryview(_LENGTH.pack(len(data)) + data)])
+
+
+def receive_frame(connection: Connection) -> bytes:
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    if length > MOST_FRAME_BYTES:
+        raise PeerError(f"sent a frame of {length} bytes, expected at most {MOST_FRAME_BYTES}")
+    return _exactly(connection, length)
+
+
+def _exactly(connection: Connection, size_bytes: int) -> bytes:
+    buffer = bytearray(size_bytes)
+    view, at = memoryview(buffer), 0
+    while at < size_bytes:
+        got = connection.recv_into(view[at:])
+        if not got:
+            raise ConnectionError("closed the connection")
+        at += got
+    return bytes(buffer)
+
+
+def _decoded(data: bytes, kind: type[Frame]) -> Frame:
+    try:
+        return cast(Frame, _DECODERS[kind].decode(data))
+    except Exception as e:  # also RecursionError and UnicodeDecodeError
+        raise PeerError(f"sent no {kind.__name__}: {' '.join(str(e).split())[:200]}") from None

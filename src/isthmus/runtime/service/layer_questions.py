@@ -1,0 +1,73 @@
+"""What a probe asks of devices for a job: its model's operators, and its model's first layers as stages.
+
+Sky Computing (sec. IV-B) times "the first few layers of the training model". More layers are nearer to the whole, and
+take longer, and more memory: stages of about 1/128, 1/64, ..., 1/2 and all of the model's FLOPs are sent, and each
+device measures them one after another as far as they fit and are quick.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+from isthmus.cost.memory import bytes_of
+from isthmus.cost.problem import Problem
+from isthmus.graph import Affine, assign, cuts, partition
+from isthmus.job import Prepared
+from isthmus.runtime.messages.probe import MOST_LAYERS, LayerStage, LayerTrial, MeasureSpeed, SyntheticColumn
+from isthmus.runtime.service.operators import operators_of
+
+SHARES = tuple(2.0**-k for k in reversed(range(MOST_LAYERS)))
+
+
+def speed_question(prepared: Prepared) -> MeasureSpeed:
+    """For any device; whoever asks names the probe."""
+    job = prepared.job
+    return MeasureSpeed(
+        run="",
+        operators=operators_of(prepared.captured.train, job.micro_batch_size),
+        trial=_trial(prepared),
+        threads=job.runtime.threads,
+    )
+
+
+def _trial(prepared: Prepared) -> LayerTrial | None:
+    """None for a model whose operators count no FLOPs."""
+    job, problem = prepared.job, prepared.alone()
+    layers = tuple(_layers(problem, position) for position in _ends(problem))
+    if not layers:
+        return None
+    limits = {name: column.limit for name, column in prepared.samples.columns.items()}
+    graph = problem.flow.graph
+    return LayerTrial(
+        layers=layers,
+        operators=len(problem.flow.operators),
+        engine=job.engine(),
+        precision=job.training.precision,
+        columns={
+            op.target: SyntheticColumn(op=op.name, spec=op.outputs[0], limit=limits.get(op.target))
+            for op in graph.ops
+            if op.kind == "placeholder"
+        },
+        any_batch=graph.batch is None,
+    )
+
+
+def _ends(problem: Problem) -> list[int]:
+    """Where the stages end: the first cuts with so much of the FLOPs before them, and the end of the model."""
+    flops, whole = problem.cumulative_flops, len(problem.flow.operators)
+    possible = [*(cut.position for cut in cuts(problem.flow)), whole]
+    wanted = (bisect.bisect_left(possible, share * flops[-1], key=flops.__getitem__) for share in SHARES)
+    return [end for end in dict.fromkeys(possible[at] for at in wanted) if flops[end]]
+
+
+def _layers(problem: Problem, position: int) -> LayerStage:
+    flow, end = problem.flow, len(problem.flow.operators)
+    stage = partition(flow, assign(flow, [position] if position < end else []))[0]
+    flops = sum((op.flops_forward + op.flops_backward for op in flow.operators[:position]), Affine(0))
+    needed = bytes_of(problem, stage)
+    return LayerStage(
+        stage=stage,
+        operators=position,
+        flops=flops,
+        memory_bytes=needed.weights + needed.gradients + needed.kept(recompute=False),
+    )

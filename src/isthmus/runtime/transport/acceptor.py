@@ -1,0 +1,132 @@
+"""Who may talk to a run's coordinator: one connection per device of the run, and nobody else."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.message import Message
+from isthmus.runtime.messages.run import JoinRun
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.rate_limit import RateLimit
+
+ReceivedMessage = tuple[str, AnyMessage | Exception | None, list[Tensor]]
+"""A device's name and its message with tensors; or what ended its connection, None if it closed it."""
+MOST_MESSAGES_PER_S = 5000.0
+"""Of one device of a run: a report for each item, and heartbeats. Steps take longer than a millisecond."""
+MOST_AT_ONCE = 50_000.0
+First = TypeVar("First", bound=Message)
+
+
+def first_message(channel: SocketChannel, kinds: tuple[type[First], ...], timeout_s: float) -> First | None:
+    """What a new connection says first; None, and the connection closed, if it is none of `kinds`."""
+
+    def only(message: AnyMessage) -> None:
+        if not isinstance(message, kinds) or message.tensors:
+            raise PeerError(f"{type(message).__name__} from an unknown peer")
+
+    try:
+        received = channel.receive(only, idle_s=timeout_s)
+    except PeerError:
+        received = None
+    if received is None or not isinstance(received[0], kinds):
+        channel.close()
+        return None
+    return received[0]
+
+
+class Acceptor:
+    """Admits whoever knows the run's secret name and says a device's name that is free, and receives.
+
+    Every connection has a thread of its own: an unknown peer that is silent, or sends anything at all, holds up nobody.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        devices: Collection[str],
+        *,
+        on_message: Callable[[ReceivedMessage], None],
+        guard: Callable[[str, AnyMessage], None],
+        timeout_s: float,
+    ) -> None:
+        """`guard` refuses (PeerError) a message before its tensors are received. Threads call both."""
+        self._run = run
+        self._devices = devices
+        self._on_message = on_message
+        self._guard = guard
+        self._timeout_s = timeout_s
+        self._admitting = threading.Lock()
+        self._channels: dict[str, SocketChannel] = {}
+        self._banned: set[str] = set()
+        self._closed = False
+
+    def channel(self, device: str) -> SocketChannel:
+        """The connection of a device that has joined."""
+        return self._channels[device]
+
+    def forget(self, device: str, *, permanent: bool = False) -> None:
+        """Hang up; nothing more is heard from that connection. The device may join again, if not `permanent`."""
+        with self._admitting:
+            channel = self._channels.pop(device, None)
+            if permanent:
+                self._banned.add(device)
+        if channel is not None:
+            channel.close()
+
+    def close(self) -> None:
+        with self._admitting:
+            self._closed = True
+        for channel in self._channels.values():
+            channel.close()
+
+    def on_connection(self, channel: SocketChannel) -> None:
+        """Receive from whoever connected: one device until it leaves, or nothing more from an unknown peer."""
+        join = first_message(channel, (JoinRun,), self._timeout_s)
+        if join is not None:
+            self.admit(channel, join)
+
+    def admit(self, channel: SocketChannel, join: JoinRun) -> None:
+        """As `on_connection`, for a connection that has said its first message."""
+        if not self._takes(channel, join):
+            channel.close()  # nothing of the run has changed
+            return
+        device = join.device
+        channel.other = f"device {device!r}"
+        self._tell(channel, (device, join, []))
+        allowance = RateLimit(MOST_MESSAGES_PER_S, MOST_AT_ONCE)
+
+        def check(message: AnyMessage) -> None:
+            allowance.spend(time.monotonic())
+            self._check(device, message)
+
+        try:
+            while (received := channel.receive(check, idle_s=self._timeout_s)) is not None:
+                self._tell(channel, (device, *received))
+            self._tell(channel, (device, None, []))
+        except Exception as e:  # whoever listens decides
+            self._tell(channel, (device, e, []))
+
+    def _tell(self, channel: SocketChannel, heard: ReceivedMessage) -> None:
+        with self._admitting:
+            if self._channels.get(heard[0]) is channel:
+                self._on_message(heard)
+
+    def _takes(self, channel: SocketChannel, join: JoinRun) -> bool:
+        if join.run != self._run or join.device not in self._devices:
+            return False
+        with self._admitting:
+            if self._closed or join.device in self._banned:
+                return False
+            return self._channels.setdefault(join.device, channel) is channel
+
+    def _check(self, device: str, message: AnyMessage) -> None:
+        if message.run != self._run:
+            raise PeerError("sent a frame of another run")
+        self._guard(device, message)

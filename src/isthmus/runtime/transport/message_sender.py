@@ -1,0 +1,59 @@
+"""Sending from any thread: small messages at once, large ones without holding up the sender."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.transport.channel import Channel
+from isthmus.training.layout import TensorHeader, header_of, pack
+
+SWITCH_S = 0.0002
+"""How long one thread keeps others from running Python: the usual 5 ms are longer than a small round."""
+LARGE_BYTES = 1 << 20
+"""From here on a message is sent in a thread of its own. A thread costs as much as a small message."""
+
+
+class MessageSender:
+    """A channel's way out. Messages leave in the order in which they are put."""
+
+    def __init__(self, channel: Channel, on_error: Callable[[PeerError], None]) -> None:
+        """`on_error` is notified of what did not get through, in the thread that sends."""
+        self._channel = channel
+        self._on_error = on_error
+        self._sending = threading.Lock()
+
+    def put(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+        """Tensors are sent from where they are: large ones must not change until `flush`."""
+        payload = [pack(t) for t in tensors]
+        self._sending.acquire()
+        if sum(p.nbytes for p in payload) < LARGE_BYTES:
+            self._send(message, payload)
+        else:
+            threading.Thread(target=self._send, args=(message, payload), name="post", daemon=True).start()
+
+    def _send(self, message: AnyMessage, payload: Sequence[memoryview]) -> None:
+        """Whoever holds the lock hands it to this."""
+        try:
+            self._channel.send(message, payload)
+        except PeerError as e:
+            self._on_error(e)
+        finally:
+            self._sending.release()
+
+    def close(self) -> None:
+        """Nothing is left to end: what is sent is sent by whoever puts it, or by a thread that ends with it."""
+
+    def flush(self) -> None:
+        """Until everything that was put has left, or failed."""
+        with self._sending:
+            pass
+
+
+def headers_of(tensors: Mapping[str, Tensor]) -> tuple[TensorHeader, ...]:
+    """The headers of a message that carries the mapping's tensors, in its order."""
+    return tuple(header_of(name, t) for name, t in tensors.items())

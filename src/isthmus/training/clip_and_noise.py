@@ -1,0 +1,144 @@
+"""Values that leave a data holder: clipped per sample, and covered with noise that nobody else can draw again.
+
+For the values v of one sample, all that leave together in one vector, and a clip C:
+
+    released = clip(v) + noise        clip(v) = v min(1, C / |v|)        noise ~ N(0, deviation^2) each
+
+Gradients that come back are those of the released values, and go back through the clip; noise is a constant:
+
+    dL/dv = s g                            where |v| <= C, s = 1
+    dL/dv = s (g - v <v, g> / |v|^2)       elsewhere, s = C / |v|
+
+A sample whose values are not finite counts as zero: it has no length to clip to, and must not differ from others.
+Noise is drawn and added in float64 and rounded once to the type that travels. Floating-point noise is not the ideal
+Gaussian: its lowest digits can tell values apart (Mironov 2012), which the accounting does not know of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from isthmus.accelerators import HOST, Accelerator
+from isthmus.accelerators.copies import to_device
+from isthmus.graph.opgraph import Ref
+from isthmus.training.secret_noise import SecretNoise, new_key
+
+
+class Boundary(msgspec.Struct, frozen=True, kw_only=True):
+    """What leaves a stage for devices that hold no data, in one pass of one of its graphs."""
+
+    values: tuple[tuple[Ref, int], ...] = ()
+    """Each with the axis along which the samples lie. All of a sample's are clipped together."""
+    per_sample: int = 0
+    """How many numbers they are."""
+    targets: tuple[int, ...] = ()
+    """Stages that take them."""
+    clip: float = 0.0
+    deviation: float = 0.0
+
+
+class Released(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one stage."""
+
+    train: Boundary
+    evaluation: Boundary
+
+
+class _Clipped(NamedTuple):
+    values: Mapping[Ref, Tensor]
+    """As they were computed, in float64, samples first: zero where not finite."""
+    squared: Tensor
+    """Their squared norms, [samples]."""
+    scale: Tensor
+    """min(1, C / norm), [samples]; 0 where values are not finite."""
+
+
+def clip(values: Mapping[Ref, Tensor], boundary: Boundary) -> _Clipped:
+    """Norms and factors of all samples. Values are of equal numbers of samples."""
+    rows = {ref: values[ref].detach().to(torch.float64).movedim(axis, 0) for ref, axis in boundary.values}
+    squared = torch.stack([_sums(row * row) for row in rows.values()]).sum(0)
+    whole = squared.isfinite()
+    squared = torch.where(whole, squared, 0.0)
+    rows = {ref: torch.where(_along(whole, row), row, 0.0) for ref, row in rows.items()}
+    # Not C / max(norm, C): where a norm is C to the last digit, the quotient may come out above 1.
+    scale = torch.where(squared > boundary.clip**2, boundary.clip / squared.sqrt(), 1.0) * whole
+    return _Clipped(rows, squared, scale)
+
+
+def _sums(rows: Tensor) -> Tensor:
+    return rows.flatten(1).sum(1) if rows.ndim > 1 else rows
+
+
+def _along(per_sample: Tensor, rows: Tensor) -> Tensor:
+    return per_sample.view(-1, *[1] * (rows.ndim - 1))
+
+
+def clip_backward(clipped: _Clipped, gradients: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
+    """Gradients of the values from those of the released ones, samples first; where one has none it is zero."""
+    inner = torch.stack([_sums(clipped.values[ref] * g) for ref, g in gradients.items()]).sum(0)
+    pull = torch.where(clipped.scale < 1, inner / clipped.squared.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
+    return {ref: _along(clipped.scale, g) * (g - _along(pull, g) * clipped.values[ref]) for ref, g in gradients.items()}
+
+
+class Privatizer:
+    """Of one stage: what its values become before they leave, and their gradients on the way back.
+
+    Every release draws its noise under a key of its own, from the system's source of random numbers: the job's seed,
+    which the coordinator knows, has no part in it, and neither a second pass nor a repeated step draws the same again.
+    """
+
+    def __init__(
+        self,
+        released: Released,
+        *,
+        keeps: bool,
+        accelerator: Accelerator = HOST,
+        draw_key: Callable[[], bytes] = new_key,
+    ) -> None:
+        """`keeps`: gradients of released values will be asked for. `draw_key` is another in tests alone: no job and no
+        message reaches it."""
+        self.released = released
+        self._accelerator = accelerator
+        self._keeps = keeps
+        self._draw_key = draw_key
+        self._clipped: dict[int, _Clipped] = {}
+
+    def forward(self, micro_batch: int, values: Mapping[Ref, Tensor], *, training: bool) -> dict[Ref, Tensor]:
+        """What leaves in place of the boundary's values: new tensors of their types and strides."""
+        boundary = self.released.train if training else self.released.evaluation
+        if not boundary.values:
+            return {}
+        clipped = clip(values, boundary)
+        if training and self._keeps:
+            self._clipped[micro_batch] = clipped
+        draws = SecretNoise(self._draw_key())
+        found: dict[Ref, Tensor] = {}
+        for ref, axis in boundary.values:
+            row = clipped.values[ref]
+            noise = boundary.deviation * draws.normal(row.shape)
+            noisy = _along(clipped.scale, row) * row + to_device(self._accelerator, noise)
+            found[ref] = torch.empty_like(values[ref]).copy_(noisy.movedim(0, axis))
+        return found
+
+    def covers(self, target: int) -> bool:
+        """Whether values for this stage are to be released ones."""
+        return target in {*self.released.train.targets, *self.released.evaluation.targets}
+
+    def backward(self, micro_batch: int, arrived: Mapping[int, Mapping[Ref, Tensor]]) -> list[Mapping[Ref, Tensor]]:
+        """Gradients of the values as they were computed, from those that came back from each stage."""
+        if not self._keeps or not self.released.train.values:
+            return list(arrived.values())
+        clipped = self._clipped.pop(micro_batch)
+        axes, like, sums = dict(self.released.train.values), dict[Ref, Tensor](), dict[Ref, Tensor]()
+        for target, given in arrived.items():
+            for ref, gradient in given.items() if self.covers(target) else ():
+                rows = gradient.to(torch.float64).movedim(axes[ref], 0)
+                like[ref], sums[ref] = gradient, sums[ref] + rows if ref in sums else rows
+        found = clip_backward(clipped, sums) if sums else {}
+        own = {ref: torch.empty_like(like[ref]).copy_(g.movedim(0, axes[ref])) for ref, g in found.items()}
+        return [*(given for target, given in arrived.items() if not self.covers(target)), own]

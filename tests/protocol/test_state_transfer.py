@@ -1,0 +1,174 @@
+"""A joining device gets the run's state while the others train; what it may cost them, and what ends it."""
+
+from __future__ import annotations
+
+import pytest
+
+from isthmus.protocol import Coordinator, RunSpec, StateHolding, StateLayout
+from isthmus.protocol.coordinator_events import (
+    CoordinatorEvent,
+    CoordinatorInstruction,
+    DeviceJoined,
+    DeviceLeaving,
+    DeviceLost,
+    DeviceOffered,
+    DeviceReady,
+    FetchState,
+    Inventory,
+    ItemReported,
+    MakePlan,
+    OpenItem,
+    Pause,
+    PlaceWeights,
+    PlanMade,
+    ReceiveState,
+    SendState,
+    StateReceived,
+    TransferEnded,
+)
+from isthmus.protocol.state_transfer import CLOSE_STEPS, StateTransfer
+
+PARTS = frozenset({"w", "v"})
+ALONE = StateLayout(parts={"oslo": PARTS}, repeats=True)
+BOTH = StateLayout(parts={"oslo": PARTS, "rome": PARTS}, number=1, repeats=True)
+SPEC = RunSpec(steps=40, micro_batches=1, micro_batch_size=1, lease_ahead=2)
+
+
+class Run:
+    """One device at work, which reports its items in order."""
+
+    def __init__(self, layout: StateLayout = ALONE) -> None:
+        self.machine = Coordinator(("oslo",), SPEC, layout=layout)
+        self.said: list[CoordinatorInstruction] = []
+        self.tell(DeviceJoined(device="oslo"))
+        self.tell(DeviceReady(device="oslo"))
+        self.reported = 0
+
+    def tell(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
+        found = self.machine.handle(event)
+        self.said += found
+        return found
+
+    def work(self, items: int = 1) -> None:
+        for _ in range(items):
+            self.tell(ItemReported(device="oslo", item=self.reported))
+            self.reported += 1
+
+    def finish_leased(self) -> None:
+        while any(isinstance(i, OpenItem) and i.item.index >= self.reported for i in self.said):
+            self.work()
+
+    def rome_is_wanted(self) -> list[CoordinatorInstruction]:
+        assert MakePlan(("oslo", "rome"), must=False) in self.tell(DeviceOffered(device="rome"))
+        self.tell(PlanMade(layout=BOTH))
+        return self.tell(DeviceJoined(device="rome"))
+
+    @property
+    def held(self) -> bool:
+        return any(isinstance(i, Pause) for i in self.said)
+
+
+def test_the_others_go_on_until_the_newcomer_is_close_and_wait_for_one_step() -> None:
+    run = Run()
+    run.work(3)
+    donated = run.rome_is_wanted()
+    assert donated == [ReceiveState("rome", 1, 5, {"oslo": PARTS}), SendState("oslo", 1, 5, PARTS)], (
+        "all that is leased counts"
+    )
+    run.work(8)
+    assert run.machine.statistics().phase == "running"
+    run.tell(StateReceived(device="rome", number=1, of="oslo", step=5))
+    run.work()
+    assert run.machine.statistics().phase == "running", "it is behind"
+    run.tell(StateReceived(device="rome", number=1, of="oslo", step=12 - CLOSE_STEPS))
+    assert run.machine.statistics().phase == "settling"
+    run.finish_leased()
+    assert not run.held, "the joining device lacks the last steps"
+    assert run.machine.awaited == {"rome"}
+    run.tell(StateReceived(device="rome", number=1, of="oslo", step=13))
+    assert not run.held
+    assert run.tell(StateReceived(device="rome", number=1, of="oslo", step=14)) == [Pause("oslo"), Pause("rome")]
+    for device in ("oslo", "rome"):
+        run.tell(Inventory(device=device, holdings=(StateHolding(epoch=0, step=14, parts=PARTS),), epoch=1))
+    assert not any(isinstance(i, FetchState) for i in run.said), "nothing has to travel"
+    assert PlaceWeights("rome", PARTS) in run.said
+
+
+def test_where_updates_cannot_be_repeated_the_state_comes_while_all_wait() -> None:
+    run = Run(StateLayout(parts=ALONE.parts))
+    run.work(3)
+    assert run.rome_is_wanted() == []
+    run.finish_leased()
+    assert run.held
+
+
+def test_a_lender_that_cannot_go_on_ends_it() -> None:
+    run = Run()
+    run.rome_is_wanted()
+    assert run.tell(TransferEnded(device="oslo", number=1)) == [SendState("oslo", 1, 2, frozenset())]
+    run.finish_leased()
+    assert run.held
+
+
+@pytest.mark.parametrize("settling", [False, True])
+def test_a_newcomer_that_is_lost_leaves_the_others_at_work(settling: bool) -> None:
+    run = Run()
+    run.rome_is_wanted()
+    assert run.tell(DeviceOffered(device="cairo")) == []
+    if settling:
+        run.work(3)
+        run.tell(StateReceived(device="rome", number=1, of="oslo", step=2))
+        run.finish_leased()
+        assert run.machine.awaited == {"rome"}
+    out = run.tell(DeviceLost(device="rome", reason="gone"))
+    assert SendState("oslo", 1, 2, frozenset()) in out
+    if settling:
+        assert out[-1] == Pause("oslo"), "the run goes on by another plan"
+    else:
+        assert out[-1] == MakePlan(("cairo", "oslo"), must=False), "what was not asked meanwhile is asked now"
+        run.work(2)
+        assert run.machine.statistics().phase == "running"
+        assert not run.held
+
+
+def test_no_better_plan_is_looked_for_meanwhile_but_one_that_must_be() -> None:
+    run = Run()
+    run.rome_is_wanted()
+    assert run.tell(DeviceOffered(device="cairo")) == []
+    assert run.tell(DeviceLeaving(device="cairo")) == [MakePlan(("oslo", "rome"), must=True)]
+    again = run.tell(PlanMade(layout=BOTH))
+    assert again[0] == SendState("oslo", 1, 2, frozenset())
+    assert again[1:] == [ReceiveState("rome", 2, 2, {"oslo": PARTS}), SendState("oslo", 2, 2, PARTS)]
+
+
+def test_what_is_said_of_the_following_before_does_not_count() -> None:
+    run = Run()
+    run.rome_is_wanted()
+    run.tell(DeviceOffered(device="cairo"))
+    run.tell(DeviceLeaving(device="cairo"))
+    run.tell(PlanMade(layout=BOTH))
+    run.work(2)
+    assert run.tell(StateReceived(device="rome", number=1, of="oslo", step=2)) == []
+    assert run.tell(TransferEnded(device="oslo", number=1)) == []
+    assert run.machine.statistics().phase == "running"
+    run.tell(StateReceived(device="rome", number=2, of="oslo", step=2))
+    assert run.machine.statistics().phase == "settling"
+
+
+def test_parts_come_from_whoever_has_them() -> None:
+    found = StateTransfer(1, 7, {"rome": PARTS}, {"oslo": frozenset({"w"}), "cairo": frozenset({"v"})})
+    assert found.donors == {"rome": ("cairo", "oslo")}
+    found.state_received("rome", "oslo", 9)
+    assert found.reached() is None
+    found.state_received("rome", "cairo", 8)
+    found.state_received("oslo", "rome", 3)
+    assert found.reached() == 8
+
+
+@pytest.mark.parametrize("steps_behind", [range(10, 60), range(10, 0, -1)])
+def test_a_lag_that_grows_is_hopeless(steps_behind: range) -> None:
+    found, hopeless = StateTransfer(1, 0, {"rome": PARTS}, {"oslo": PARTS}), False
+    for step, lag in enumerate(steps_behind):
+        found.state_received("rome", "oslo", step)
+        hopeless = hopeless or found.will_not_converge(step + lag)
+    assert hopeless == (steps_behind.step > 0)

@@ -1,0 +1,378 @@
+"""The coordinator's driver with devices that behave, devices that do not, and strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.errors import PeerError, UserError
+from isthmus.protocol import Coordinator, Item, RunSpec, StateLayout
+from isthmus.protocol.coordinator_events import BeginEpoch, MakePlan
+from isthmus.protocol.memory_shortage import MemoryPeak
+from isthmus.runtime.coordinator.failure_detector import GRACE_S, FailureDetector
+from isthmus.runtime.coordinator.host import CoordinatorHost
+from isthmus.runtime.coordinator.run_callbacks import Address, Outcome
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.assignment import Assignment
+from isthmus.runtime.messages.run import (
+    Credit,
+    Failed,
+    HaltMessage,
+    Heartbeat,
+    Hello,
+    JoinRun,
+    OpenMessage,
+    ReadyMessage,
+    ReportMessage,
+)
+from isthmus.runtime.transport.channel import PREFIX, SocketChannel, dial, frame
+from isthmus.runtime.transport.listener import Listener
+from isthmus.trace import Span
+from isthmus.training.engine import EngineConfig
+from isthmus.training.layout import TensorHeader, header_of, pack
+
+from .wire import assignment
+
+RUN = "secret"
+SPEC = RunSpec(steps=3, micro_batches=2, micro_batch_size=1, save_every=2)
+STATE = {"w": torch.arange(6.0).reshape(2, 3)}
+
+
+class NotedScript:
+    """Notes what it is told."""
+
+    def __init__(self, slow_s: float = 0.0) -> None:
+        """`slow_s`: how long it takes to hear of the second loss."""
+        self.losses: list[float | None] = []
+        self.saved_by: list[tuple[int, str]] = []
+        self.commits: list[int] = []
+        self.slow_s = slow_s
+
+    def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]:
+        return {device: assignment(device, run=RUN) for device in addresses}
+
+    def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
+        return STATE
+
+    def plan(self, wanted: MakePlan) -> tuple[StateLayout, bool]:
+        raise UserError("no plan")
+
+    def begin(self, begin: BeginEpoch, layout: StateLayout) -> None:
+        pass
+
+    def give(self, tensors: Mapping[str, Tensor]) -> None:
+        pass
+
+    def acknowledged(self, step: int) -> None:
+        pass
+
+    def opened(self, item: Item) -> None:
+        pass
+
+    def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
+        pass
+
+    def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def is_known(self, device: str) -> bool:
+        return True
+
+    def to_try(self) -> tuple[str, str] | None:
+        return None
+
+    def emulated(self, link: tuple[str, str]) -> float | None:
+        return None
+
+    def tried(self, link: tuple[str, str], bandwidth_bytes_per_s: float | None) -> bool:
+        return False
+
+    def updates(self) -> tuple[frozenset[str], EngineConfig]:
+        return frozenset(), EngineConfig()
+
+    def note(self, text: str) -> None:
+        pass
+
+    def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
+        if [(t.name, t.shape) for t in tensors] != [("w", (2, 3))]:
+            raise PeerError("saved what is not of its stage")
+
+    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> bool:
+        if item.kind == "train":
+            self.losses.append(loss)
+            time.sleep(self.slow_s if len(self.losses) == 2 else 0.0)
+        return False
+
+    def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
+        assert torch.equal(state["w"], STATE["w"])
+        self.saved_by.append((item.step, device))
+
+    def commit(self, item: Item, *, finite: bool) -> None:
+        assert finite
+        self.commits.append(item.step)
+
+
+class FakeDevice:
+    """A device that reports every item as soon as it is opened. `answer` may do otherwise."""
+
+    def __init__(
+        self, port: int, name: str, answer: Callable[[FakeDevice, Item], None] | None = None, timeout_s: float = 5.0
+    ) -> None:
+        self.name = name
+        self.timeout_s = timeout_s
+        self.channel: SocketChannel = dial("127.0.0.1", port, "coordinator", 5.0)
+        self.answer = answer or FakeDevice.report
+        self.ended: AnyMessage | Exception | None = None
+        self.send(JoinRun(run=RUN, device=name, host="127.0.0.1", port=1))
+        self._thread = threading.Thread(target=self._live, daemon=True)
+        self._thread.start()
+
+    def end(self) -> AnyMessage | Exception | None:
+        """How the device ended, once it has: the run's own end may be known before a device has read of it."""
+        self._thread.join(20)
+        return self.ended
+
+    def send(self, message: AnyMessage, tensors: Mapping[str, Tensor] = {}) -> None:
+        self.channel.send(message, [pack(t) for t in tensors.values()])
+
+    def report(self, item: Item) -> None:
+        state = STATE if item.kind == "save" else {}
+        headers = tuple(header_of(name, t) for name, t in state.items())
+        loss = (2.0 * item.step, 2.0) if item.kind == "train" and self.name == "b" else (None, None)
+        self.send(ReportMessage(run=RUN, item=item.index, loss=loss[0], count=loss[1], tensors=headers), state)
+
+    def _live(self) -> None:
+        try:
+            while (received := self.channel.receive(idle_s=self.timeout_s)) is not None:
+                message = received[0]
+                if received[1]:
+                    self.send(ReadyMessage(run=RUN))
+                elif isinstance(message, OpenMessage):
+                    self.answer(self, message.item)
+                elif isinstance(message, HaltMessage):
+                    self.ended = message
+                    break
+        except PeerError as e:
+            self.ended = e
+        self.channel.close()
+
+
+class Conducted:
+    """a coordinator at work in a thread."""
+
+    def __init__(self, timeout_s: float = 5.0, slow_s: float = 0.0) -> None:
+        self.callbacks = NotedScript(slow_s)
+        self.host = CoordinatorHost(Coordinator(("a", "b"), SPEC), RUN, self.callbacks, timeout_s=timeout_s)
+        listener = Listener("127.0.0.1", timeout_s=timeout_s)
+        listener.start(self.host.acceptor.on_connection)
+        self.port = listener.port
+        self._outcome: list[Outcome] = []
+        self._thread = threading.Thread(target=lambda: self._outcome.append(self.host.coordinate()), daemon=True)
+        self._thread.start()
+
+    def wait_for(self, device: str) -> None:
+        """Until it has joined: what others say in its name may overtake it before."""
+        deadline_s = time.monotonic() + 20
+        while True:
+            with contextlib.suppress(KeyError):
+                self.host.acceptor.channel(device)
+                return
+            assert time.monotonic() < deadline_s, f"{device} did not join"
+            time.sleep(0.01)
+
+    def outcome(self) -> Outcome:
+        self._thread.join(20)
+        assert self._outcome, "the coordinator has not ended"
+        return self._outcome[0]
+
+
+@pytest.fixture
+def conducted(soon_sure: None) -> Conducted:
+    return Conducted()
+
+
+def test_a_run(conducted: Conducted) -> None:
+    devices = [FakeDevice(conducted.port, name) for name in "ab"]
+    assert conducted.outcome().outcome == "done"
+    callbacks = conducted.callbacks
+    assert callbacks.losses == [0.0, 1.0, 2.0]
+    assert sorted(callbacks.saved_by) == [(2, "a"), (2, "b"), (3, "a"), (3, "b")] and callbacks.commits == [2, 3]
+    assert all(isinstance(device.end(), HaltMessage) for device in devices)
+    late = JoinRun(run=RUN, device="a", host="127.0.0.1", port=1)
+    _unknown_peer(conducted.port, b"".join(frame(late, [])))
+
+
+def _unknown_peer(port: int, payload: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+        connection.settimeout(5)
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            connection.sendall(payload)
+            with contextlib.suppress(OSError):  # it may have been shut out by now
+                connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b"", "an unknown peer is told nothing"
+
+
+def test_strangers_change_nothing(conducted: Conducted) -> None:
+    draw = random.Random(0)
+    silent = socket.create_connection(("127.0.0.1", conducted.port), timeout=5)
+    first = FakeDevice(conducted.port, "a")
+    conducted.wait_for("a")
+
+    def join(run: str, device: str) -> JoinRun:
+        return JoinRun(run=run, device=device, host="127.0.0.1", port=1)
+
+    for message in (join("guessed", "b"), join(RUN, "c"), join(RUN, "a"), Hello(run=RUN, stage=0), Heartbeat(run=RUN)):
+        _unknown_peer(conducted.port, b"".join(frame(message, [])))
+    (good,) = frame(join(RUN, "b"), [])
+    _unknown_peer(conducted.port, bytes(good[:4]) + b"\x07" + bytes(good[5:]))  # another version
+    _unknown_peer(conducted.port, bytes(good[: PREFIX.size + 3]))  # half a frame
+    _unknown_peer(conducted.port, PREFIX.pack(b"ISTH", 1, 1 << 31, 1 << 62))  # a frame beyond any memory
+    for size in (0, 1, 20, 5000):
+        _unknown_peer(conducted.port, draw.randbytes(size))
+    FakeDevice(conducted.port, "b")
+    assert conducted.outcome().outcome == "done"
+    assert isinstance(first.end(), HaltMessage), "its connection was not taken over"
+    silent.close()
+
+
+def _misbehaves(device: FakeDevice, item: Item, how: str) -> None:
+    if item.step < 1:
+        device.report(item)
+        return
+    match how:
+        case "another run":
+            device.send(Heartbeat(run="other"))
+        case "not for a coordinator":
+            device.send(Credit(run=RUN, size_bytes=1))
+        case "an item that is not open":
+            device.send(ReportMessage(run=RUN, item=99))
+        case "an item twice":
+            device.report(item)
+            device.report(item)
+        case "tensors with a step":
+            device.send(ReportMessage(run=RUN, item=item.index, tensors=(header_of("w", STATE["w"]),)), STATE)
+        case "garbage":
+            device.channel.send_chunk(memoryview(b"no frame, surely not: " * 3))
+        case "it closes":
+            device.channel.close()
+        case "user":
+            device.send(Failed(run=RUN, reason="data: no file there", fault="user"))
+        case _:
+            device.send(Failed(run=RUN, reason="RuntimeError: out of memory", fault="device"))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("another run", "sent a frame of another run"),
+        ("not for a coordinator", "sent Credit to the coordinator"),
+        ("an item that is not open", "reported item 99"),
+        ("an item twice", "reported item"),
+        ("tensors with a step", "sent ReportMessage with tensors"),
+        ("garbage", "expected a frame that starts with"),
+        ("it closes", "was lost: its connection closed"),
+        ("user", "data: no file there"),
+        ("device", "out of memory"),
+    ],
+)
+def test_a_device_that_misbehaves_is_named(conducted: Conducted, how: str, words: str) -> None:
+    good = FakeDevice(conducted.port, "a")
+    FakeDevice(conducted.port, "b", lambda device, item: _misbehaves(device, item, how))
+    outcome = conducted.outcome()
+    assert outcome.outcome == "lost"
+    assert type(outcome.failure) is (UserError if how == "user" else PeerError)
+    text = str(outcome.failure)
+    assert text.startswith("device 'b'") and text.count("device 'b'") == 1 and words in text
+    assert outcome.reason == text
+    assert good.end() is not None, "halted, or cut off in the middle of a report"
+
+
+def test_a_checkpoint_of_another_shape_is_refused(conducted: Conducted) -> None:
+    def answer(device: FakeDevice, item: Item) -> None:
+        if item.kind != "save":
+            device.report(item)
+            return
+        wrong = {"w": torch.zeros(200, 300)}
+        device.send(ReportMessage(run=RUN, item=item.index, tensors=(header_of("w", wrong["w"]),)), wrong)
+
+    FakeDevice(conducted.port, "a")
+    FakeDevice(conducted.port, "b", answer)
+    assert "device 'b' was lost: saved what is not of its stage" in str(conducted.outcome().failure)
+    assert conducted.callbacks.commits == []
+
+
+def _beat(device: FakeDevice) -> FakeDevice:
+    def beat() -> None:
+        while device.ended is None:
+            device.send(Heartbeat(run=RUN))
+            time.sleep(0.2)
+
+    threading.Thread(target=beat, daemon=True).start()
+    return device
+
+
+@pytest.mark.usefixtures("soon_sure")
+def test_who_does_not_join_or_falls_silent_is_lost() -> None:
+    alone = Conducted(timeout_s=1.0)
+    _beat(FakeDevice(alone.port, "a"))
+    assert str(alone.outcome().failure) == "device 'b' was lost: it did not join within 1 s"
+
+    silent = Conducted(timeout_s=1.0)
+    _beat(FakeDevice(silent.port, "a"))
+    FakeDevice(silent.port, "b", lambda device, item: None)
+    assert str(silent.outcome().failure) == "device 'b' was lost: silent for 1 s"
+
+
+def test_a_slow_hook_does_not_look_like_a_dead_coordinator() -> None:
+    slow = Conducted(timeout_s=1.0, slow_s=1.5)
+    devices = [_beat(FakeDevice(slow.port, name, timeout_s=1.0)) for name in "ab"]
+    assert slow.outcome().outcome == "done"
+    assert all(isinstance(device.end(), HaltMessage) for device in devices)
+
+
+class TestLosses:
+    """When one device fails, its neighbours notice too."""
+
+    def test_nothing_has_happened(self) -> None:
+        assert FailureDetector(dict).decide(0.0) is None
+
+    def test_a_device_that_says_what_went_wrong_is_believed_at_once(self) -> None:
+        losses = FailureDetector(dict)
+        losses.accused("b", "device 'a': closed the link")
+        losses.reported("a", UserError("device 'a': no data"))
+        assert losses.decide(0.0) == ("a", losses._reported[0][1])
+
+    def test_the_one_that_vanished_is_to_blame_not_the_one_that_noticed(self) -> None:
+        losses = FailureDetector(dict)
+        losses.accused("b", "device 'a': closed the link")
+        assert losses.decide(10.0) is None
+        losses.disconnected("b", "its connection closed")
+        losses.disconnected("a", "its connection closed")
+        assert losses.decide(10.0 + GRACE_S / 2) is None
+        device, error = losses.decide(10.0 + GRACE_S) or ("", None)
+        assert device == "a" and str(error) == "device 'a' was lost: its connection closed"
+
+    def test_how_a_process_ended_says_more_than_that_its_connection_closed(self) -> None:
+        losses = FailureDetector(
+            lambda: {"a": "its process was killed by SIGKILL", "b": "its process ended with code 4"}
+        )
+        losses.accused("b", "device 'a': closed the link")
+        losses.disconnected("a", "its connection closed")
+        losses.decide(0.0)
+        device, error = losses.decide(GRACE_S) or ("", None)
+        assert device == "a" and "SIGKILL" in str(error)
+
+    def test_a_broken_link_between_two_that_live(self) -> None:
+        losses = FailureDetector(dict)
+        losses.accused("b", "device 'a': stalled for 60 s")
+        losses.decide(0.0)
+        device, error = losses.decide(GRACE_S) or ("", None)
+        assert device == "b" and str(error) == "device 'b': device 'a': stalled for 60 s"
