@@ -157,3 +157,28 @@ class Device:
 
         snapshot_copy = stage.snapshot_copy
         self._around.later(self.name, "snapshot_copy", lambda: self._around.to_device(self.name, snapshot_copy, arrive))
+
+
+class Transfer(NamedTuple):
+    """A joining device that follows a device at work."""
+
+    joiner: Device
+    donor: Device
+    epoch: int
+    number: int
+    parts: frozenset[str]
+
+
+def view_of(stage: int, stages: int) -> StageView:
+    before, after = ((stage - 1,) if stage else ()), ((stage + 1,) if stage + 1 < stages else ())
+    return StageView(
+        stage=stage,
+        stages=stages,
+        in_flight=stages - stage,
+        forward_from=before,
+        forward_to=after,
+        backward_from=after,
+        backward_to=before,
+        eval_from=before,
+        eval_to=after,
+    )

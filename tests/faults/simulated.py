@@ -11,9 +11,8 @@ import itertools
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
-from isthmus.protocol import Coordinator, Item, Lineage, StageView, StateLayout
+from isthmus.protocol import Coordinator, Item, Lineage, StateLayout
 from isthmus.protocol.coordinator_events import (
     AssignStage,
     BeginEpoch,
@@ -50,19 +49,8 @@ from isthmus.protocol.coordinator_events import (
 from isthmus.protocol.events import Opened
 from isthmus.simulator.clock import VirtualClock
 
-from .device import Device, History, Stage, Surroundings
+from .device import Device, History, Stage, Surroundings, Transfer, view_of
 from .schedule import Fault, Schedule
-
-
-class Loan(NamedTuple):
-    """A joining device that follows a device at work."""
-
-    joiner: Device
-    donor: Device
-    epoch: int
-    number: int
-    parts: frozenset[str]
-
 
 LONGEST_S = 2000.0
 REDIAL_S = 1.0
@@ -272,7 +260,7 @@ class Simulated:
         stage = Stage(
             epoch,
             self._began.step,
-            _view(index, len(machine.devices)),
+            view_of(index, len(machine.devices)),
             machine.devices,
             machine.layout.parts[name],
             machine.layout.snapshot_copies.get(name),
@@ -305,9 +293,9 @@ class Simulated:
         says."""
         donor, joiner = self._devices.get(of), self._devices.get(wanted.device)
         if donor is not None and joiner is not None:
-            self._follow(Loan(joiner, donor, epoch, wanted.number, wanted.donated[of]), wanted.step)
+            self._follow(Transfer(joiner, donor, epoch, wanted.number, wanted.donated[of]), wanted.step)
 
-    def _follow(self, loan: Loan, step: int) -> None:
+    def _follow(self, loan: Transfer, step: int) -> None:
         """One more look, now and then, at how far the lender is; what it has sent of that is for chance to say."""
         joiner, donor, epoch, number, parts = loan
         name, of = joiner.name, donor.name
@@ -501,18 +489,3 @@ class Simulated:
         assert epochs == sorted(epochs), history
         for at, epoch in enumerate(epochs):
             assert Lineage(self._lineage).counts(epoch, at + 1), f"step {at} of epoch {epoch} is of a line that ended"
-
-
-def _view(stage: int, stages: int) -> StageView:
-    before, after = ((stage - 1,) if stage else ()), ((stage + 1,) if stage + 1 < stages else ())
-    return StageView(
-        stage=stage,
-        stages=stages,
-        in_flight=stages - stage,
-        forward_from=before,
-        forward_to=after,
-        backward_from=after,
-        backward_to=before,
-        eval_from=before,
-        eval_to=after,
-    )

@@ -29,7 +29,7 @@ from isthmus.runtime.transport.channel import dial
 from isthmus.runtime.transport.listener import Listener
 from isthmus.training.layout import header_of, pack
 
-from .test_conductor import RUN, STATE, NotedScript
+from .test_coordinator_host import RUN, STATE, NotedScript
 
 ALL = frozenset({"w"})
 SPEC = RunSpec(steps=6, micro_batches=1, micro_batch_size=1)

@@ -16,7 +16,7 @@ from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMe
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.training.layout import header_of
 
-from .test_conductor import NotedScript
+from .test_coordinator_host import NotedScript
 
 SHAPE = (100, 10)
 

@@ -11,8 +11,7 @@ whom changes no bit. Sites have a client each: their clients go to nobody, and a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -20,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.protocol.federated_events import (
-    NONE,
     ClientTask,
     CommitRound,
     CoordinatorEvent,
@@ -40,7 +38,6 @@ from isthmus.protocol.federated_events import (
     PhaseId,
     PhaseOpened,
     PhaseSetup,
-    RefusedUpdate,
     RoundRecord,
     RunInterrupted,
     StartPhase,
@@ -51,19 +48,16 @@ from isthmus.protocol.federated_events import (
     UpdateServer,
 )
 from isthmus.protocol.federated_phase import OpenPhase
+from isthmus.protocol.federated_reports import fault_of, refusal_texts
 from isthmus.protocol.federated_rules import RoundRules, Why
 from isthmus.protocol.federated_scheduler import ClientScheduler
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.protocol.work_stealing import assign_idle, assign_returned, forget_executor, grant_tasks, reassign
 
 Integers = NDArray[np.int64]
-MOST_STATES = 2**31
 STEALING_PAYS_S = 0.01
 """In a phase that is expected to be over sooner, nobody steals: to ask for clients and to be told that there are none
 is two round trips more, of a millisecond each on busy cores."""
-
-TOLD = 3
-"""Refused clients that a run's last line names."""
 
 
 class Waiting(NamedTuple):
@@ -329,7 +323,7 @@ class FederatedCoordinator:
 
     def _on_summed(self, event: SumsSent, opened: OpenPhase) -> list[CoordinatorInstruction]:
         held = opened.held.get(event.executor, {})
-        if (fault := _fault(event, held)) is not None:
+        if (fault := fault_of(event, held)) is not None:
             return [IgnoreSums(event.executor, event.phase), *self._expel(event.executor, fault)]
         opened.report(event.executor, event.timed, event.refused)
         out: list[CoordinatorInstruction] = [MergeSums(event.executor, event.phase), *self._tell_refusals(event)]
@@ -343,7 +337,7 @@ class FederatedCoordinator:
     def _on_late(self, event: SumsSent, opened: OpenPhase) -> list[CoordinatorInstruction]:
         """It counts in this turn; the site is asked again in the next one."""
         before, task = opened.late.pop(event.executor)
-        if (fault := _fault(event, {task.client: task})) is not None:
+        if (fault := fault_of(event, {task.client: task})) is not None:
             return [IgnoreSums(event.executor, event.phase), *self._expel(event.executor, fault)]
         opened.report(event.executor, event.timed, event.refused)
         opened.stale += [(t.client, opened.phase.round - before.round) for t in event.timed]
@@ -385,7 +379,7 @@ class FederatedCoordinator:
                 each = f"{self.rules.deadline_s:g} s" if why == "deadline" else ""
                 tries = f"{phase.attempt + 1} attempts" if phase.attempt else ""
                 after = f", after {' of '.join(filter(None, (tries, each)))}" if tries or each else ""
-                reason = "; ".join([what + after, *opened.reasons, *_refusal_texts(opened.refused)])
+                reason = "; ".join([what + after, *opened.reasons, *refusal_texts(opened.refused)])
                 return [*out, *self._end("diverged" if _diverged(opened, why) else "lost", reason)]
             return [*out, *self._try_again(PhaseId(phase.round, phase.attempt + 1, phase.number))]
         if self.rules.staleness and self.rules.gathering is not None:
@@ -480,23 +474,3 @@ def _diverged(opened: OpenPhase, why: Why) -> bool:
     """Whether every client of the phase was trained, and none to finite numbers."""
     everyone = why == "all" and not opened.done and not opened.reasons
     return everyone and bool(opened.refused) and all(refusal.diverged for refusal in opened.refused)
-
-
-def _refusal_texts(refused: Sequence[RefusedUpdate]) -> list[str]:
-    """Of the refusals the first few, each with its client."""
-    few = [f"client {r.client}: {r.reason.removeprefix(f'client {r.client}: ')}" for r in refused[:TOLD]]
-    return [*few, f"and {len(refused) - TOLD} clients more"] if len(refused) > TOLD else few
-
-
-def _fault(event: SumsSent, held: Mapping[int, ClientTask]) -> str | None:
-    """What is wrong with an executor's report of the clients that it was given."""
-    reported = [t.client for t in event.timed] + [r.client for r in event.refused]
-    if not set(reported) <= held.keys():
-        return "reported clients that it was not given"
-    if len(set(reported)) < len(reported):
-        return "reported a client twice"
-    if any(not 0 <= t.seconds < math.inf for t in event.timed):
-        return "reported a time that is none"
-    if any(not NONE <= t.state < MOST_STATES for t in event.timed):
-        return "reported a state that is none"
-    return None

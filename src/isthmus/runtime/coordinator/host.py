@@ -58,9 +58,10 @@ from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import NoSession, Session, paths_of
 from isthmus.runtime.coordinator.deadlines import Deadlines
 from isthmus.runtime.coordinator.failure_detector import FailureDetector, without_name
+from isthmus.runtime.coordinator.interruptions import Interruptions
 from isthmus.runtime.coordinator.joiners import Joiners
 from isthmus.runtime.coordinator.link_probes import LinkProbes
-from isthmus.runtime.coordinator.run_callbacks import Address, Outcome, Recovery, RunCallbacks
+from isthmus.runtime.coordinator.run_callbacks import Address, Outcome, RunCallbacks
 from isthmus.runtime.messages.all_messages import FROM_DEVICES, AnyMessage
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.recovery import (
@@ -138,33 +139,27 @@ class CoordinatorHost:
         self._failure: IsthmusError | None = None
         self._assigned: Mapping[str, Assignment] = {}
         self._joiners = Joiners(run, callbacks, self._lanes)
-        self._work: Session = NoSession()
-        self._losses = FailureDetector(self._ended)
+        self._session: Session = NoSession()
+        self._failure_detector = FailureDetector(self._ended)
         self._deadlines = Deadlines(timeout_s, start_s, callbacks.note)
         self._offered: set[str] = set()
-        self._trials = LinkProbes(callbacks)
-        self._recoveries: list[Recovery] = []
+        self._link_probes = LinkProbes(callbacks)
+        self._interruptions = Interruptions(callbacks.note)
         self._short = False
         """Whether memory was short on a device since the last step."""
         self._verdict: IsthmusError | None = None
         """On the device that was lost last."""
-        self._disturbed: tuple[float, str] | None = None
-        """Since when, and why, nobody is at work."""
-        self._begun: tuple[BeginEpoch, int] | None = None
-        """The epoch that is in the making, and how many steps it does again."""
-        self._reached = 0
-        """Steps that all devices have done."""
         self.acceptor = Acceptor(
             run, {*machine.devices, *others}, on_message=self._inbox.put, guard=self._guard, timeout_s=timeout_s
         )
         """Takes the devices' connections."""
 
-    def coordinate(self, work: Session | None = None, stop: Stop | None = None) -> Outcome:
+    def coordinate(self, session: Session | None = None, stop: Stop | None = None) -> Outcome:
         """Run to the end, with the devices that are at work.
 
         To stop is to finish what is leased, to save and to end; a second Ctrl-C ends at once.
         """
-        self._work = work or self._work
+        self._session = session or self._session
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         try:
             with (stop or Stop()).calls(lambda: self._inbox.put(StopRequested())):
@@ -183,7 +178,7 @@ class CoordinatorHost:
             spans=tuple(self._spans),
             late_s=self._late_s,
             elapsed_s=ended_s - (self._origin_s or ended_s),
-            recoveries=tuple(self._recoveries),
+            recoveries=tuple(self._interruptions.recoveries),
             origin_s=self._origin_s,
         )
 
@@ -197,7 +192,7 @@ class CoordinatorHost:
         """Of those that work, or are to."""
         joining = self.machine.statistics().phase == "joining"
         concerned = self._lanes.keys() | (self.machine.awaited if joining else set())
-        return {device: how for device, how in self._work.ended().items() if device in concerned}
+        return {device: how for device, how in self._session.ended().items() if device in concerned}
 
     def tell(self, event: CoordinatorEvent) -> None:
         """Something that a person or another part of the program wants. Any thread."""
@@ -211,7 +206,7 @@ class CoordinatorHost:
                 for event in self._translate(self._inbox.get(timeout=TICK_S)):
                     finish = self._handle(event) or finish
             now_s = time.monotonic()
-            if finish is None and (self._losses.certain or now_s - looked_s >= TICK_S):
+            if finish is None and (self._failure_detector.certain or now_s - looked_s >= TICK_S):
                 looked_s = now_s
                 finish = self._look(now_s)
         return finish
@@ -221,35 +216,37 @@ class CoordinatorHost:
         machine = self.machine
         phase = machine.statistics().phase
         awaited = {device_of(worker_id) for worker_id in machine.awaited}
-        for device, why in self._deadlines.missed(phase, awaited, now_s, self._work.starting):
-            self._losses.disconnected(device, why)
+        for device, why in self._deadlines.missed(phase, awaited, now_s, self._session.starting):
+            self._failure_detector.disconnected(device, why)
         for device in machine.awaited if phase == "recalling" else ():
-            if not self._work.returns(device):
-                self._losses.disconnected(device, "it has left")
+            if not self._session.returns(device):
+                self._failure_detector.disconnected(device, "it has left")
         self._deadlines.lag(*machine.behind, now_s)
-        if (verdict := self._losses.decide(now_s)) is not None:
+        if (verdict := self._failure_detector.decide(now_s)) is not None:
             device, self._verdict = verdict
             if isinstance(self._verdict, UserError):  # the job's fault: every other device would say the same
                 self._failure = self._verdict
                 for lane in self._lanes.values():
                     lane.put(HaltMessage(run=self._run))
                 return FinishRun("lost", str(self._verdict))
-            permanent = self._losses.permanent  # one that cannot work is not asked again
+            permanent = self._failure_detector.permanent  # one that cannot work is not asked again
             known = {*self._lanes, *machine.devices, *machine.awaited}
             further = tuple(worker_id for worker_id in sorted(known - {device}) if device_of(worker_id) == device)
             for name in (device, *further):
                 self.acceptor.forget(name, permanent=permanent)
-            self._losses.cleared(device)
-            returns = self._work.returns(device) and not permanent and phase != "recalling"  # is not waited for twice
+            self._failure_detector.cleared(device)
+            returns = (
+                self._session.returns(device) and not permanent and phase != "recalling"
+            )  # is not waited for twice
             reason = without_name(self._verdict, device)
             return self._handle(DeviceLost(device=device, reason=reason, worker_ids=further, returns=returns))
-        if self._trials.look(self._work, running=phase == "running"):
+        if self._link_probes.look(self._session, running=phase == "running"):
             self._inbox.put(FleetChanged())
-        offers = {d for d in self._work.offers() if d not in self._lanes and self._callbacks.is_known(d)}
+        offers = {d for d in self._session.offers() if d not in self._lanes and self._callbacks.is_known(d)}
         fresh, self._offered = offers - self._offered, offers
         finish: FinishRun | None = None
         requests = [DeviceOffered(device=device) for device in sorted(fresh)]
-        leaving = frozenset(self._work.leaving())
+        leaving = frozenset(self._session.leaving())
         gone = [DeviceLeaving(device=worker_id) for worker_id in list(self._lanes) if device_of(worker_id) in leaving]
         for event in (*requests, *gone):
             finish = self._handle(event) or finish
@@ -296,14 +293,14 @@ class CoordinatorHost:
         epoch, owner = message.epoch if isinstance(message, msgspec.Struct) else 0, device_of(device)
         match message:
             case None:
-                self._losses.disconnected(owner, "its connection closed")
+                self._failure_detector.disconnected(owner, "its connection closed")
             case Exception():
-                self._losses.disconnected(owner, str(message).removeprefix(f"device {device!r}: "))
+                self._failure_detector.disconnected(owner, str(message).removeprefix(f"device {device!r}: "))
             case ReadyMessage(paths=paths, notes=notes):
                 for note in notes:
                     self._callbacks.note(f"{device}: {note}")
                 if is_first(device):
-                    self._work.linked(device, paths_of(device, paths, self.machine.devices))
+                    self._session.linked(device, paths_of(device, paths, self.machine.devices))
                 return [DeviceReady(device=device, epoch=epoch)]
             case InventoryMessage(holdings=holdings):
                 return [Inventory(device=device, holdings=holdings, epoch=epoch)]
@@ -323,25 +320,25 @@ class CoordinatorHost:
                 if message.item != self._reports.get(device) or message.item not in self._items:
                     expected = self._reports.get(device)
                     failure = PeerError(f"device {device!r}: reported item {message.item}, not {expected}")
-                    self._losses.reported(owner, failure)
+                    self._failure_detector.reported(owner, failure)
                     return []
                 return [self._reported(device, message, tensors)]
             case Failed(fault="other"):
                 if epoch == self.machine.epoch:
-                    self._losses.accused(owner, message.reason)
+                    self._failure_detector.accused(owner, message.reason)
             case Failed(failure=StepFailure() as failure):
                 if epoch == self.machine.epoch:
-                    self._losses.cleared(owner)  # whoever worked with it blames it now
+                    self._failure_detector.cleared(owner)  # whoever worked with it blames it now
                     if message.shortage is not None:
                         self._short = True
                         self._callbacks.short(device, message.shortage)
                     self._verdict = PeerError(f"device {device!r}: {failure.reason}")
                     return [StepFailed(device=device, failure=failure, epoch=epoch)]
             case Failed(starts_again=True):
-                self._losses.failed(owner, message.reason)
+                self._failure_detector.failed(owner, message.reason)
             case Failed():
                 family = UserError if message.fault == "user" else PeerError
-                self._losses.reported(owner, family(f"device {owner!r}: {message.reason}"))
+                self._failure_detector.reported(owner, family(f"device {owner!r}: {message.reason}"))
             case _:
                 pass
         return []
@@ -392,11 +389,11 @@ class CoordinatorHost:
             case AssignStage(device=device):
                 if not self._assigned:
                     self._assigned = self._callbacks.assignments(self._addresses)
-                self._log(device, AssignMessage(run=run, epoch=epoch, assignment=self._assigned[device]))
+                self._send(device, AssignMessage(run=run, epoch=epoch, assignment=self._assigned[device]))
             case PlaceWeights(device=device, own=own):
                 weights = self._callbacks.weights(device, own)
                 headers = tuple(header_of(name, t) for name, t in weights.items())
-                self._log(
+                self._send(
                     device, WeightsMessage(run=run, epoch=epoch, own=own, tensors=headers), list(weights.values())
                 )
             case OpenItem(item=item):
@@ -408,45 +405,45 @@ class CoordinatorHost:
             case CommitCheckpoint(item=item, finite=finite):
                 self._callbacks.commit(item, finite=finite)
             case Pause(device=device):
-                self._disturb()
-                self._log(device, PauseMessage(run=run, epoch=epoch))
+                self._interruptions.begin(self._verdict)
+                self._send(device, PauseMessage(run=run, epoch=epoch))
             case Disconnect(device=device):
                 self._dismiss(device)
             case MakePlan(waits=waits):
                 if waits:
-                    self._disturb()
+                    self._interruptions.begin(self._verdict)
                 self._planners.start(partial(self._plan, instruction, epoch), "planner")
             case CallDevice(device=device):
                 if is_first(device):  # its other workers come with it
-                    self._work.call(device)
+                    self._session.call(device)
             case RestartRun(devices=devices, count=count, most=most, reasons=reasons):
                 again = f"calling {', '.join(devices)} again, attempt {count} of {most}"
                 self._callbacks.note(f"too few devices are left ({reasons}): {again}")
             case FetchState(device=device, step=step, parts=parts):
-                self._log(device, FetchMessage(run=run, epoch=epoch, step=step, parts=parts))
+                self._send(device, FetchMessage(run=run, epoch=epoch, step=step, parts=parts))
             case ReceiveState():
                 self._joiners.follow(instruction, epoch)
             case SendState(device=device, number=number, step=step, parts=parts):
                 if not parts:
                     self._joiners.forget(device)
-                self._log(device, SendStateMessage(run=run, epoch=epoch, number=number, step=step, parts=parts))
+                self._send(device, SendStateMessage(run=run, epoch=epoch, number=number, step=step, parts=parts))
             case RetireSnapshots(step=step):
                 self._callbacks.acknowledged(step)
                 for device in self._lanes:
-                    self._log(device, RetireMessage(run=run, epoch=epoch, step=step))
+                    self._send(device, RetireMessage(run=run, epoch=epoch, step=step))
             case ReleaseDevice(device=device):
                 self._callbacks.note(f"{device} has left")
-                self._log(device, HaltMessage(run=run, epoch=epoch))
+                self._send(device, HaltMessage(run=run, epoch=epoch))
                 self._lanes[device].drain()
                 self._dismiss(device)
             case HaltDevices():
                 for device in self._lanes:
-                    self._log(device, HaltMessage(run=run, epoch=epoch))
+                    self._send(device, HaltMessage(run=run, epoch=epoch))
             case FinishRun():
                 return instruction
         return None
 
-    def _log(self, device: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+    def _send(self, device: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
         """To one who may have gone meanwhile."""
         if (lane := self._lanes.get(device)) is not None:
             lane.put(message, tensors)
@@ -454,7 +451,7 @@ class CoordinatorHost:
     def _dismiss(self, device: str) -> None:
         lane = self._lanes.pop(device, None)
         self.acceptor.forget(device)
-        self._losses.cleared(device)
+        self._failure_detector.cleared(device)
         self._offered.discard(device)
         if lane is not None:
             lane.close(0.0)
@@ -473,50 +470,24 @@ class CoordinatorHost:
         self._assigned = {}
         self._joiners.clear()
         self._reports = dict.fromkeys(self.machine.devices, begin.first_item)
-        self._begun = (begin, max(0, self._reached - begin.step))
-        self._reached = begin.step
-        if self._disturbed is not None:
-            source = "the last checkpoint" if begin.from_checkpoint else "the devices' memory"
-            self._callbacks.note(f"epoch {begin.epoch}: going on after step {begin.step}, out of {source}")
-
-    def _disturb(self) -> None:
-        """The devices' work is interrupted."""
-        if self._disturbed is None:
-            reason = "the plan is changed for a better one"
-            if self._verdict is not None or self._begun is None:
-                reason = str(self._verdict or "the coordinator was started again")
-            self._disturbed = (time.monotonic(), reason)
-            self._callbacks.note(reason)
-
-    def _at_work_again(self, since_s: float, reason: str) -> None:
-        assert self._begun is not None, "items are opened in an epoch"
-        begin, redone = self._begun
-        found = Recovery(
-            reason=reason,
-            step=begin.step,
-            redone=redone,
-            from_checkpoint=begin.from_checkpoint,
-            seconds=time.monotonic() - since_s,
-        )
-        self._recoveries.append(found)
-        self._disturbed = self._verdict = None
-        self._callbacks.note(f"at work again after {found.seconds:.1f} s, {redone} steps are done again")
+        self._interruptions.epoch_began(begin)
 
     def _open(self, item: Item, epoch: int) -> None:
         self._origin_s = self._origin_s or time.monotonic()
-        if self._disturbed is not None:
-            self._at_work_again(*self._disturbed)
+        if self._interruptions.end():
+            self._verdict = None
         self._items[item.index] = item
         self._items.pop(item.index - LATE_ITEMS - self.machine.spec.lease_ahead, None)
         self._callbacks.opened(item)
         for device in self.machine.devices:
-            self._log(device, OpenMessage(run=self._run, epoch=epoch, item=item))
+            self._send(device, OpenMessage(run=self._run, epoch=epoch, item=item))
 
     def _advance(self, item: Item, loss: float | None) -> None:
         fresh, self._fresh = self._fresh, []
         if len(self._spans) < MOST_SPANS:
             self._spans += fresh
         if item.kind == "train":
-            self._reached, self._short = item.step + 1, False
+            self._interruptions.step_done(item.step + 1)
+            self._short = False
         if self._callbacks.advanced(item, loss, tuple(fresh)):
             self._inbox.put(FleetChanged())

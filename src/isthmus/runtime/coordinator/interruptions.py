@@ -1,0 +1,64 @@
+"""Times in which the devices of a run do not work: from a loss or a new plan until the next epoch's first item."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from isthmus.errors import IsthmusError
+from isthmus.protocol.coordinator_events import BeginEpoch
+from isthmus.runtime.coordinator.run_callbacks import Recovery
+
+
+class Interruptions:
+    """The one that goes on, and a `Recovery` for each that is over."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        """`note` gets one line when an interruption begins, when its epoch begins, and when the devices work again."""
+        self.recoveries: list[Recovery] = []
+        self._note = note
+        self._ongoing: tuple[float, str] | None = None
+        """Since when, and why."""
+        self._begun: tuple[BeginEpoch, int] | None = None
+        """The epoch that began last, and how many steps it repeats."""
+        self._done = 0
+
+    def begin(self, cause: IsthmusError | None) -> None:
+        """The devices stop. Without a `cause` the plan is changed, or, before any epoch, the coordinator was restarted.
+        Another cause in the same interruption changes nothing."""
+        if self._ongoing is not None:
+            return
+        reason = "the plan is changed for a better one"
+        if cause is not None or self._begun is None:
+            reason = str(cause or "the coordinator was started again")
+        self._ongoing = (time.monotonic(), reason)
+        self._note(reason)
+
+    def epoch_began(self, begin: BeginEpoch) -> None:
+        self._begun = (begin, max(0, self._done - begin.step))
+        self._done = begin.step
+        if self._ongoing is not None:
+            source = "the last checkpoint" if begin.from_checkpoint else "the devices' memory"
+            self._note(f"epoch {begin.epoch}: going on after step {begin.step}, out of {source}")
+
+    def step_done(self, steps: int) -> None:
+        """All devices have done `steps` steps."""
+        self._done = steps
+
+    def end(self) -> bool:
+        """The epoch's items are opened. False where no interruption goes on."""
+        if self._ongoing is None:
+            return False
+        assert self._begun is not None, "items are opened in an epoch"
+        (since_s, reason), (begin, redone) = self._ongoing, self._begun
+        recovery = Recovery(
+            reason=reason,
+            step=begin.step,
+            redone=redone,
+            from_checkpoint=begin.from_checkpoint,
+            seconds=time.monotonic() - since_s,
+        )
+        self.recoveries.append(recovery)
+        self._ongoing = None
+        self._note(f"at work again after {recovery.seconds:.1f} s, {redone} steps are done again")
+        return True
