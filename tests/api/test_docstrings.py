@@ -7,6 +7,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import shutil
 
 import pytest
 import torch
@@ -50,6 +51,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
         "data": data,
         "run": run,
         "finished": run.path,
+        "interrupted": shutil.copytree(run.path, folder / "interrupted"),
         "federated": federated.path,
         "folder": folder / "train",
         "federated_folder": folder / "federate",

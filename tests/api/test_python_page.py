@@ -18,6 +18,6 @@ def test_every_snippet_runs(
     for snippet in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE):
         exec(snippet, names)
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("done ")
+    assert said[0].startswith("done ") and said[1] == "24"
     assert said[-2].startswith("1 ") and said[-1].startswith("2 ")
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["linear", "sequential", "sequential-2"]

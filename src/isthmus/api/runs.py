@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 from torch import nn
 
+import isthmus
 from isthmus.api.folder import RunFolder
 from isthmus.api.html import picture_of, table_of
 from isthmus.api.mean_losses import LossPoint
+from isthmus.api.observer import Observer
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
@@ -19,6 +21,7 @@ from isthmus.job import Job
 from isthmus.models.given import is_with_loss
 from isthmus.plans import Plan, PlanPeriod, PrivacySpent, read_spent
 from isthmus.report import ComparisonSummary
+from isthmus.runtime.processes.signals import Stop
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, newest_checkpoint, read_manifest
 
@@ -125,6 +128,26 @@ class Run:
             return self._outcome
         found = self.checkpoint
         return "done" if found is not None and read_manifest(found).step >= self.job.training.steps else "interrupted"
+
+    def resume(
+        self,
+        *,
+        steps: int | None = None,
+        overrides: Mapping[str, object] = {},
+        observer: Observer | None = None,
+        stop: Stop | None = None,
+    ) -> Run:
+        """Continue from the newest checkpoint. Losses and weights are those of a run that never stopped.
+
+        `steps` is the number of optimizer steps at the end, those that are done included; by default what the job
+        says. The other arguments, and the errors, are those of `isthmus.train`. A run of Python objects continues in
+        the process that gave them; another process calls `isthmus.train(model=..., run=..., resume=True)`.
+
+        >>> isthmus.Run(interrupted).resume(steps=5).losses[-1].step
+        5
+        """
+        changed = overrides if steps is None else {**overrides, "training.steps": steps}
+        return isthmus.train(self.job, run=self.path, resume=True, overrides=changed, observer=observer, stop=stop)
 
     def load(self, model: nn.Module) -> int:
         """Put the newest checkpoint's weights into a module like the run's. Returns the optimizer steps that were done.
