@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from isthmus.errors import UserError, check_choice, unknown_name
+from isthmus.errors import UserError, check_choice, plain_types, unknown_name
 
 Document = TypeVar("Document", bound=msgspec.Struct)
 
@@ -68,6 +68,7 @@ def _plain(message: str, tables: Mapping[str, object]) -> str:
     text, _, path = message.partition(" - at `$.")
     path = path.rstrip("`")
     text = text.replace("Object missing required field", "missing key").replace("`", "'")
+    text = plain_types(text)
     text = text[:1].lower() + text[1:]
     if path and text.startswith("expected") and ", got" not in text:
         text = f"{text}, got {_at(tables, path)!r}"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 import sysconfig
 import traceback
 import typing
@@ -130,3 +131,18 @@ def _place(error: BaseException) -> str:
         if not frame.filename.startswith(_NOT_THEIRS):
             return f" ({frame.filename}, line {frame.lineno}, in {frame.name})"
     return ""
+
+
+_TYPES = {
+    "str": "text",
+    "int": "integer",
+    "float": "number",
+    "bool": "true or false",
+    "array": "list",
+    "object": "table",
+}
+
+
+def plain_types(message: str) -> str:
+    """A message of msgspec with its types as files' users call them: "expected 'text | table', got 'list'"."""
+    return re.sub(r"(?<=['`| ])(str|int|float|bool|array|object)(?=['`| ])", lambda found: _TYPES[found[0]], message)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from isthmus.errors import UserError, check_choice, unknown_name
+from isthmus.errors import UserError, check_choice, plain_types, unknown_name
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
@@ -106,7 +106,7 @@ def read_options(owner: str, options: Mapping[str, object], struct: type[Options
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
         where = f" option {path.rstrip('`')!r}" if path else ""
-        raise UserError(f"{owner}{where}: {reason}") from error
+        raise UserError(f"{owner}{where}: {plain_types(reason)}") from error
 
 
 def takes(call: Callable[..., object], name: str) -> bool:

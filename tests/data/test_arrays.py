@@ -101,7 +101,7 @@ def test_only_the_asked_columns_come_and_changes_stay_the_callers():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"size": 4}, "digits option 'size': Expected `int` >= 8"),
+        ({"size": 4}, "digits option 'size': Expected `integer` >= 8"),
         ({"channels": 2}, "digits option 'channels': got 2, expected one of: 1, 3"),
         ({"flatt": True}, "unknown digits option 'flatt': did you mean 'flat'"),
     ],

@@ -105,14 +105,14 @@ def test_a_region_linked_with_itself() -> None:
         ('"16 GiB"', '"0 GiB"', "f.toml: [[device]] 1 'gpu': device 'gpu-0': memory_bytes: got 0, expected"),
         ('"20 ms"', "-1", "f.toml: [[link]] 1: latency: got -1 (it must not be negative), expected a duration"),
         ('"100 Mbit/s"', '"0 bps"', "f.toml: [links] default: bandwidth: got '0 bps' (it must be above zero)"),
-        ("count = 2", "count = 0", "f.toml: [[device]] 1: count: expected 'int' >= 1"),
-        ("count = 2", "count = 99999999999", "f.toml: [[device]] 1: count: expected 'int' <= 100000"),
+        ("count = 2", "count = 0", "f.toml: [[device]] 1: count: expected 'integer' >= 1"),
+        ("count = 2", "count = 99999999999", "f.toml: [[device]] 1: count: expected 'integer' <= 100000"),
         (
             "count = 2",
             "count = 100000",
             "f.toml: [[device]] 2 'big': count: got 100001 devices so far, expected at most",
         ),
-        ("count = 2", 'count = "2"', "f.toml: [[device]] 1: count: expected 'int | null', got 'str'"),
+        ("count = 2", 'count = "2"', "f.toml: [[device]] 1: count: expected 'integer | null', got 'text'"),
         (
             'to = "cloud"',
             'to = "clouds"',

@@ -66,8 +66,8 @@ def test_the_seed_decides_the_weights():
     [
         ("gtp", {}, "unknown model 'gtp': did you mean 'gpt'"),
         ("gpt", {"widht": 3}, "unknown gpt option 'widht': did you mean 'width'"),
-        ("gpt", {"width": "big"}, "gpt option 'width': Expected `int`, got `str`"),
-        ("gpt", {"layers": 0}, "gpt option 'layers': Expected `int` >= 1"),
+        ("gpt", {"width": "big"}, "gpt option 'width': Expected `integer`, got `text`"),
+        ("gpt", {"layers": 0}, "gpt option 'layers': Expected `integer` >= 1"),
         ("gpt", {"width": 10, "heads": 3}, "gpt option 'width': 10 is no multiple of heads=3"),
         ("unet", {"norm": "layer"}, "unknown unet option 'norm': 'layer': expected one of: "),
         ("nowhere.at_all:build", {}, "cannot import nowhere.at_all: ModuleNotFoundError"),

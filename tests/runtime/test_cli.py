@@ -45,7 +45,7 @@ SCHEDULE = "[learning_rate]"
         (SCHEDULE, "[[optimizer]]\nlrr = 1.0\n[learning_rate]", ["optimizer[0].lrr", "optimizer[0].lr"]),
         ("layers =", "layrs =", ["gpt option 'layrs'", "layers"]),
         ("max_bytes =", "mx_bytes =", ["text option 'mx_bytes'", "max_bytes"]),
-        ("steps = 12", 'steps = "many"', ["training.steps", "expected 'int', got 'str'"]),
+        ("steps = 12", 'steps = "many"', ["training.steps", "expected 'integer', got 'text'"]),
         ("steps = 12", "steps = 0", ["training.steps", ">= 1, got 0"]),
         ('"laptop"', '"laptpo"', ["laptpo", "laptop"]),
         ('"laptop"', '"laptop.toml"', ["laptop.toml", "No such file"]),

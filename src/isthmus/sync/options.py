@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from isthmus.errors import UserError, check_choice
+from isthmus.errors import UserError, check_choice, plain_types
 from isthmus.plans.sync import MODES_OF, SyncPlan
 
 
@@ -70,7 +70,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             try:
                 msgspec.convert(value, field.type)
             except msgspec.ValidationError as wrong:
-                raise UserError(f"sync option {field.name!r}: got {value!r}: {wrong}") from None
+                raise UserError(f"sync option {field.name!r}: got {value!r}: {plain_types(str(wrong))}") from None
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"sync option {field.name!r}: got {value}, expected a finite number")
         at_least: dict[str, float] = {
