@@ -41,7 +41,7 @@ print(json.dumps(found))
 """One process for all: what one command imports is still there at the next."""
 IMPORTED = """
 import json, sys
-import isthmus.api.job_overrides, isthmus.api.coordinating, isthmus.federated.job
+import isthmus.api.job_overrides, isthmus.api.serve, isthmus.federated.job
 print(json.dumps(sorted(sys.modules)))
 """
 """What `serve` imports before it listens."""

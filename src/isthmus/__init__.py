@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from isthmus import errors, sync
     from isthmus.api.federated import federate
-    from isthmus.api.federated_results import FederatedResult
-    from isthmus.api.fleets import join, probe, serve
+    from isthmus.api.federated_result import FederatedResult
+    from isthmus.api.join import join
     from isthmus.api.observer import Observer
-    from isthmus.api.planned import compare, plan, simulate, verify
-    from isthmus.api.runs import Run
+    from isthmus.api.plan import compare, plan, simulate, verify
+    from isthmus.api.probe import probe
+    from isthmus.api.run import Run
+    from isthmus.api.serve import serve
     from isthmus.api.training import train
     from isthmus.federated.job import FederatedJob
     from isthmus.fleet import Device, Fleet, Link
@@ -33,26 +35,26 @@ __version__ = "0.1.0"
 _WHERE = {
     "Device": "isthmus.fleet",
     "FederatedJob": "isthmus.federated.job",
-    "FederatedResult": "isthmus.api.federated_results",
+    "FederatedResult": "isthmus.api.federated_result",
     "Fleet": "isthmus.fleet",
     "Job": "isthmus.job",
     "Link": "isthmus.fleet",
     "Observer": "isthmus.api.observer",
     "Plan": "isthmus.plans",
-    "Run": "isthmus.api.runs",
+    "Run": "isthmus.api.run",
     "Stop": "isthmus.runtime.processes.signals",
     "Trace": "isthmus.trace",
-    "compare": "isthmus.api.planned",
+    "compare": "isthmus.api.plan",
     "errors": "isthmus.errors",
     "federate": "isthmus.api.federated",
-    "join": "isthmus.api.fleets",
-    "plan": "isthmus.api.planned",
-    "probe": "isthmus.api.fleets",
-    "serve": "isthmus.api.fleets",
-    "simulate": "isthmus.api.planned",
+    "join": "isthmus.api.join",
+    "plan": "isthmus.api.plan",
+    "probe": "isthmus.api.probe",
+    "serve": "isthmus.api.serve",
+    "simulate": "isthmus.api.plan",
     "sync": "isthmus.sync",
     "train": "isthmus.api.training",
-    "verify": "isthmus.api.planned",
+    "verify": "isthmus.api.plan",
 }
 """By name: the module that has it, or that it is."""
 

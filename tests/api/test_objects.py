@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import isthmus
 from isthmus.api.notebook import NotebookObserver
 from isthmus.api.observer import StepDone
-from isthmus.api.optimizing import read_optimizer
+from isthmus.api.optimizers import read_optimizer
 from isthmus.api.samples import read_arrays
 from isthmus.data import load_dataset
 from isthmus.errors import Interrupted, UserError

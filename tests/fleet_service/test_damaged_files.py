@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isthmus.api import coordinating
-from isthmus.api.joining import JoinOptions, join_as
-from isthmus.api.listening import Serving
+from isthmus.api import serve
+from isthmus.api.join import JoinOptions, join_as
 from isthmus.api.observer import Silent
+from isthmus.api.serve import Serving
 from isthmus.errors import IsthmusError, UserError
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.service.agent import Agent, join_fleet, membership_in
@@ -95,8 +95,8 @@ DAMAGES: tuple[Damage, ...] = (_empty, _torn, _random, _zeros, _another_fleets, 
 
 def _serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`isthmus serve`, ended at once."""
-    monkeypatch.setattr(coordinating, "run_queue", _look_into_queue)
-    coordinating.serve_submitted(msgspec.structs.replace(SERVING, state=folder), Silent(), lambda _: Silent())
+    monkeypatch.setattr(serve, "run_queue", _look_into_queue)
+    serve.serve_submitted(msgspec.structs.replace(SERVING, state=folder), Silent(), lambda _: Silent())
 
 
 def _look_into_queue(service: object, queue: JobQueue, *_: object) -> int:

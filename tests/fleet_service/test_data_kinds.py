@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isthmus.api.joining import kinds_of
+from isthmus.api.join import kinds_of
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.errors import UserError

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from isthmus.api import joining
-from isthmus.api.joining import _of_rank  # pyright: ignore[reportPrivateUsage]
+from isthmus.api import join
+from isthmus.api.join import _of_rank  # pyright: ignore[reportPrivateUsage]
 from isthmus.errors import UserError
 from isthmus.job import prepare
 from isthmus.runtime.device.island_ranks import Island, island_here
@@ -35,8 +35,8 @@ def test_an_environment_that_is_torchruns_only_in_part(tmp_path: Path, monkeypat
 def test_each_rank_takes_the_accelerator_of_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     island = Island(folder=tmp_path, rank=3, count=4, local=2, number=1)
     assert _of_rank("cpu", island) == _of_rank("auto", island) == "cpu"
-    monkeypatch.setattr(joining, "accelerator_names", lambda: ("cuda:0", "cuda:1"))
-    monkeypatch.setattr(joining, "resolve_accelerator", lambda name, field: "cpu" if name == "cpu" else "cuda:0")
+    monkeypatch.setattr(join, "accelerator_names", lambda: ("cuda:0", "cuda:1"))
+    monkeypatch.setattr(join, "resolve_accelerator", lambda name, field: "cpu" if name == "cpu" else "cuda:0")
     assert _of_rank("auto", island) == _of_rank("cuda", island) == "cuda:1"
     with pytest.raises(UserError, match="got 'cuda:0' for 2 ranks, expected a kind"):
         _of_rank("cuda:0", island)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.api import joining
+from isthmus.api import join as device
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.runtime.processes.memory_limit import machine_memory_bytes
@@ -86,7 +86,7 @@ def test_names_of_a_machines_devices(name: str) -> None:
 )
 def test_which_accelerators_are_devices(monkeypatch: pytest.MonkeyPatch, asked: str, found: dict[str, str]) -> None:
     _two_gpus(monkeypatch)
-    assert joining.accelerators_of(asked) == found
+    assert device.accelerators_of(asked) == found
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_which_accelerators_are_devices(monkeypatch: pytest.MonkeyPatch, asked: 
 def test_accelerators_that_cannot_be_devices(monkeypatch: pytest.MonkeyPatch, asked: str, words: list[str]) -> None:
     _two_gpus(monkeypatch)
     with pytest.raises(UserError) as error:
-        joining.accelerators_of(asked)
+        device.accelerators_of(asked)
     assert all(word in str(error.value) for word in words), error.value
 
 
 def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     here = ("cuda:0", "cuda:1")
-    monkeypatch.setattr(joining, "accelerator_names", lambda: here)
+    monkeypatch.setattr(device, "accelerator_names", lambda: here)
     monkeypatch.setattr("isthmus.accelerators.available.accelerator_names", lambda: here)
 
 
@@ -118,7 +118,7 @@ def test_what_is_not_here_ends_the_command(monkeypatch: pytest.MonkeyPatch, tmp_
 
     refused(join("--device", "tpu:1"), 2, "--device", "'tpu:1'", "cpu")
     refused(join("--devices", "0", "--device", "cpu"), 2, "--devices", "beside --device")
-    monkeypatch.setattr(joining, "accelerator_names", tuple)
+    monkeypatch.setattr(device, "accelerator_names", tuple)
     for asked in ("all", "0,2"):
         refused(join("--devices", asked), 2, "--devices", "torch sees no accelerator here", "to take the CPU")
 
@@ -130,7 +130,7 @@ def test_hardware_is_called_by_its_name() -> None:
 
 def test_what_jobs_may_take_is_each_devices_own() -> None:
     machine = machine_memory_bytes()
-    assert joining.memory_of("", "cpu") == machine and joining.memory_of("", "cuda:0") is None
-    assert joining.memory_of("1 GiB", "cuda:0") == 1 << 30 == joining.memory_of("1 GiB")
+    assert device.memory_of("", "cpu") == machine and device.memory_of("", "cuda:0") is None
+    assert device.memory_of("1 GiB", "cuda:0") == 1 << 30 == device.memory_of("1 GiB")
     twice = f"{2 * machine} B"
-    assert joining.memory_of(twice, "cuda:0") == 2 * machine and joining.memory_of(twice) == machine
+    assert device.memory_of(twice, "cuda:0") == 2 * machine and device.memory_of(twice) == machine

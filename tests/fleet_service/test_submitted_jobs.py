@@ -20,11 +20,11 @@ import pytest
 from rich.console import Console
 
 import isthmus as isthmus_package
-from isthmus.api import queueing
-from isthmus.api.federating import FederatedChoices, ServeAs
+from isthmus.api import job_queue
+from isthmus.api.federated_run import FederatedChoices, ServeAs
+from isthmus.api.job_queue import run_queue
 from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Choices
-from isthmus.api.queueing import run_queue
 from isthmus.cli.terminal import Terminal
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, load_federated_job
@@ -78,7 +78,7 @@ def _served(fleet: Fleet, queue: JobQueue, carry: Carry) -> None:
     def run(job: Job, choices: Choices, observer: Observer, stop: Stop) -> SimpleNamespace:
         return SimpleNamespace(outcome="interrupted" if carry(job, choices, observer, stop) == INTERRUPTED else "done")
 
-    with mock.patch.object(queueing, "run_job", run), contextlib.suppress(KeyboardInterrupt):
+    with mock.patch.object(job_queue, "run_job", run), contextlib.suppress(KeyboardInterrupt):
         run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append, _logged)
 
 
@@ -205,7 +205,7 @@ def test_a_federated_job_is_deployed(fleet: Fleet, tmp_path: Path) -> None:
         time.sleep(10)
 
     queue = JobQueue(fleet.state.folder)
-    with mock.patch.object(queueing, "deploy", deploy):
+    with mock.patch.object(job_queue, "deploy", deploy):
         run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append, _logged)
     assert deployed == [(load_federated_job(job), False, fleet.service)]
     assert _states(queue) == ["queued"]

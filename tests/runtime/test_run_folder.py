@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from isthmus.api.folder import RunFolder
-from isthmus.api.mean_losses import LossPoint
+from isthmus.api.losses import LossPoint
 from isthmus.errors import UserError
 from isthmus.job import load_job
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 from safetensors.torch import save_model
 
-from isthmus.api import federated_runs
+from isthmus.api import federated_result
 from isthmus.api.folder import RunFolder
 from isthmus.documents import follow_umask
 from isthmus.errors import UserError
@@ -40,7 +40,7 @@ def write_trace(run: Path) -> Traced:
     """A Perfetto trace of what was predicted and what was measured, in the run's folder."""
     folder = RunFolder.existing(run)
     if folder.is_federated:
-        lines, notes = federated_runs.write_trace(folder)
+        lines, notes = federated_result.write_federated_trace(folder)
         return Traced(folder.perfetto, lines, notes)
     predicted, measured = folder.traces()
     write_perfetto([predicted, measured], folder.perfetto)
@@ -59,7 +59,7 @@ def export_model(run: Path, directory: Path) -> tuple[Exported, list[str]]:
     notes: list[str] = []
     if folder.is_federated:
         unit, job = "rounds", folder.read(FederatedJob)
-        module, done = federated_runs.trained_model(folder, job, notes.append)
+        module, done = federated_result.trained_model(folder, job, notes.append)
     else:
         unit, job = "steps", folder.job()
         module = build_model(job.model)

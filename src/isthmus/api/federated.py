@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 from torch import Tensor, nn
 
-from isthmus.api.federated_results import FederatedResult
-from isthmus.api.federating import FederatedChoices, run_simulated
+from isthmus.api.federated_result import FederatedResult
+from isthmus.api.federated_run import FederatedChoices, run_simulated
 from isthmus.api.folder import GIVEN
 from isthmus.api.given import TARGET, Arrays, columns_of, inputs_of, kept_folder
 from isthmus.api.notebook import default_observer

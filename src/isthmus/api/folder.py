@@ -29,7 +29,7 @@ from typing import TypeVar
 
 import msgspec
 
-from isthmus.api.mean_losses import LOSSES, LossPoint, losses_in
+from isthmus.api.losses import LOSSES, LossPoint, losses_in
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet

@@ -12,7 +12,7 @@ import msgspec
 from torch import Tensor, nn
 
 from isthmus.api.folder import GIVEN, RunFolder
-from isthmus.api.optimizing import Optimizer, read_optimizer
+from isthmus.api.optimizers import Optimizer, read_optimizer
 from isthmus.api.samples import Arrays, Samples, input_names, read_arrays, write_arrays
 from isthmus.data import DataSpec
 from isthmus.errors import UserError

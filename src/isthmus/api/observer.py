@@ -16,8 +16,8 @@ from isthmus.planners import Observer as SearchObserver
 from isthmus.plans import Plan
 
 if TYPE_CHECKING:
-    from isthmus.api.federated_results import FederatedResult
-    from isthmus.api.runs import Run
+    from isthmus.api.federated_result import FederatedResult
+    from isthmus.api.run import Run
     from isthmus.federated.history import RoundLine
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.api.calibration import fitted_text
 from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import fleet_for, plan_for, predict_periods
 from isthmus.api.observer import Observer
-from isthmus.api.runs import Run, finite_points, loss_unit
+from isthmus.api.run import Run, finite_points, loss_unit
 from isthmus.api.search import searched
 from isthmus.api.watch import LoadedHooks, Watch
 from isthmus.data.description import difference
@@ -24,6 +23,7 @@ from isthmus.job import Job, Prepared, constraints_of, described_in, keep_prepar
 from isthmus.plans import Plan
 from isthmus.protocol.drift import fit_fleet
 from isthmus.report import draw_loss, draw_plan, draw_timeline, during, last_period, memory_use, run_summary
+from isthmus.report.fleet_tables import fitted_text
 from isthmus.runtime.coordinator.activation_privacy import protection_text
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.api.mean_losses import losses_in
+from isthmus.api.losses import losses_in
 from isthmus.documents import read_lines
 from isthmus.plans import read_spent
 from isthmus.runtime.service.job_queue import JobQueue, Submitted

@@ -14,7 +14,7 @@ from isthmus.api.job_overrides import job_of
 from isthmus.api.notebook import default_observer
 from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Choices, run_job
-from isthmus.api.runs import Run
+from isthmus.api.run import Run
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.plans import Plan, save_plan

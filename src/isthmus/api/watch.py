@@ -9,7 +9,7 @@ from collections import deque
 from pathlib import Path
 
 from isthmus.api.folder import RunFolder
-from isthmus.api.mean_losses import LossPoint
+from isthmus.api.losses import LossPoint
 from isthmus.api.observer import Observer, StepDone
 from isthmus.errors import IsthmusError, UserError
 from isthmus.job import Hooks, Prepared, load_hooks

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import typer
 
-from isthmus.api.stopping import terminable
+from isthmus.api.stop import terminable
 from isthmus.cli.lazy import lazy_app
 from isthmus.cli.lazy_import import LazyImport
 from isthmus.errors import InternalError, IsthmusError, UserError

@@ -13,9 +13,9 @@ from isthmus.cli.options import TimeoutOption, local_path, notes
 from isthmus.errors import UserError
 
 if TYPE_CHECKING:
-    from isthmus.api import joining
+    from isthmus.api import join as joining
 else:
-    joining = LazyImport("isthmus.api.joining")
+    joining = LazyImport("isthmus.api.join")
 
 app = typer.Typer()
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.api.doctoring import Finding, examine
+from isthmus.api.doctor import Finding, examine
 from isthmus.cli.options import JsonOption, out, print_json
 
 app = typer.Typer()

@@ -23,11 +23,11 @@ from isthmus.errors import UserError
 from isthmus.overrides import read_overrides
 
 if TYPE_CHECKING:
-    from isthmus.api import federating, job_overrides, pipeline
+    from isthmus.api import federated_run, job_overrides, pipeline
     from isthmus.cli import plan_output, terminal
     from isthmus.federated import job as federated_job
 else:
-    federating = LazyImport("isthmus.api.federating")
+    federated_run = LazyImport("isthmus.api.federated_run")
     federated_job = LazyImport("isthmus.federated.job")
     job_overrides = LazyImport("isthmus.api.job_overrides")
     pipeline = LazyImport("isthmus.api.pipeline")
@@ -109,7 +109,7 @@ def simulate_command(
     if federated_job.is_federated(job_file):
         other = {"--fleet": fleet, "--planner": planner, "--devices": devices, "--objective": objective}
         terminal.refuse_options({**other, "--steps": steps, "--plan": plan_file, "--trace": trace_file})
-        fed_job = federating.read_job(job_file, federating.FederatedChoices(), read_overrides(overrides or ()))
+        fed_job = federated_run.read_job(job_file, federated_run.FederatedChoices(), read_overrides(overrides or ()))
         raise typer.Exit(plan_output.show_simulated_rounds(fed_job, json=json))
     changes = job_overrides.Changes(
         fleet=fleet, planner=planner, devices=devices, steps=steps or STEPS, objective=objective
@@ -167,8 +167,10 @@ def train(
     if federated_job.is_federated(job_file):
         other = {"--fleet": fleet, "--planner": planner, "--devices": devices, "--steps": steps, "--plan": plan_file}
         terminal.refuse_options(other)
-        choices = federating.FederatedChoices(resume=resume, run=run, scheme=scheme, executors=executors, rounds=rounds)
-        fed_job = federating.read_job(job_file, choices, read_overrides(overrides or ()))
+        choices = federated_run.FederatedChoices(
+            resume=resume, run=run, scheme=scheme, executors=executors, rounds=rounds
+        )
+        fed_job = federated_run.read_job(job_file, choices, read_overrides(overrides or ()))
         if dry_run:
             raise typer.Exit(plan_output.show_simulated_rounds(fed_job, json=json))
         raise typer.Exit(terminal.show_rounds(fed_job, choices, json=json))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from isthmus.api import naming
+from isthmus.api import names
 from isthmus.cli.lazy_import import LazyImport
 from isthmus.cli.options import JsonOption, out
 from isthmus.report.fleet_tables import names_table, planners_table, topologies_table
@@ -23,7 +23,7 @@ app = typer.Typer()
 @app.command()
 def topologies(json: JsonOption = False) -> None:
     """List the built-in fleets."""
-    found = naming.topologies()
+    found = names.topologies()
     if json:
         typer.echo(msgspec.json.encode(found).decode())
     else:
@@ -33,7 +33,7 @@ def topologies(json: JsonOption = False) -> None:
 @app.command()
 def planners(json: JsonOption = False) -> None:
     """List the planners."""
-    found = naming.planners()
+    found = names.planners()
     if json:
         typer.echo(msgspec.json.encode({kind: one.described for kind, one in found.items()}).decode())
         return

@@ -8,13 +8,9 @@ from pathlib import Path
 import msgspec
 import typer
 
-from isthmus.api.comparison import compare_planners
-from isthmus.api.data_description import description_of
-from isthmus.api.explanation import plan_job, weigh_model
-from isthmus.api.federated_simulating import simulate_rounds
-from isthmus.api.simulation import simulate_job
-from isthmus.api.stopping import Stop
-from isthmus.api.verification import verify_plan
+from isthmus.api.federated_simulation import simulate_rounds
+from isthmus.api.job_plans import compare_planners, describe_data, plan_job, simulate_job, verify_plan, weigh_model
+from isthmus.api.stop import Stop
 from isthmus.cli.options import notes, out, print_json
 from isthmus.cli.terminal import Terminal
 from isthmus.errors import UserError
@@ -121,7 +117,7 @@ def show_simulation(job: Job, document: Path | None, trace_file: Path | None, *,
 
 def write_description(job: Job, target: Path | None) -> None:
     """To the file, or to stdout."""
-    text = description_of(job)
+    text = describe_data(job)
     if target is None:
         typer.echo(text.decode(), nl=False)
         return

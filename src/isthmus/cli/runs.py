@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import typer
 
-from isthmus.api.calibration import fitted_text
 from isthmus.api.export import export_model, write_trace
-from isthmus.api.runs import calibrated
+from isthmus.api.run import calibrated
 from isthmus.cli.options import notes, out, print_json
 from isthmus.fleet import dump_fleet
 from isthmus.report import comparison_table
 from isthmus.report.federated_progress import rounds_table
+from isthmus.report.fleet_tables import fitted_text
 
 
 def trace(run: Path, *, json: bool) -> None:

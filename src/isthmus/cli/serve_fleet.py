@@ -8,13 +8,13 @@ from typing import TextIO
 import typer
 from rich.console import Console
 
-from isthmus.api import coordinating
-from isthmus.api.federating import FederatedChoices
-from isthmus.api.listening import Serving
+from isthmus.api import serve
+from isthmus.api.federated_run import FederatedChoices
+from isthmus.api.job_queue import submit_job
 from isthmus.api.pipeline import Choices
-from isthmus.api.probing import Probing, probe_devices
-from isthmus.api.stopping import Stop
-from isthmus.api.submitting import submit_job
+from isthmus.api.probe import Probing, probe_devices
+from isthmus.api.serve import Serving
+from isthmus.api.stop import Stop
 from isthmus.cli.options import notes, out
 from isthmus.cli.terminal import Terminal, ended
 from isthmus.federated.job import FederatedJob
@@ -27,17 +27,17 @@ LOG_WIDTH = 140
 
 def serve_job(job: Job, choices: Choices, where: Serving, *, json: bool) -> int:
     """The exit code."""
-    return ended(lambda told: coordinating.serve_job(job, choices, where, told, Stop()), json=json)
+    return ended(lambda told: serve.serve_job(job, choices, where, told, Stop()), json=json)
 
 
 def serve_federated(job: FederatedJob, choices: FederatedChoices, where: Serving, *, json: bool) -> int:
     """The exit code."""
-    return ended(lambda told: coordinating.serve_federated(job, choices, where, told, Stop()), json=json)
+    return ended(lambda told: serve.serve_federated(job, choices, where, told, Stop()), json=json)
 
 
 def serve_submitted(where: Serving) -> int:
     """The exit code, after Ctrl-C."""
-    coordinating.serve_submitted(where, Terminal(out(), notes()), _logged)
+    serve.serve_submitted(where, Terminal(out(), notes()), _logged)
     return 130
 
 

@@ -21,14 +21,16 @@ from isthmus.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from isthmus.api import federating, job_overrides, listening, pipeline, probing
+    from isthmus.api import federated_run, job_overrides, pipeline
+    from isthmus.api import probe as probing
+    from isthmus.api import serve as listening
     from isthmus.cli import serve_fleet, terminal
     from isthmus.federated import job as federated_job
 else:
-    federating = LazyImport("isthmus.api.federating")
+    federated_run = LazyImport("isthmus.api.federated_run")
     federated_job = LazyImport("isthmus.federated.job")
-    listening = LazyImport("isthmus.api.listening")
-    probing = LazyImport("isthmus.api.probing")
+    listening = LazyImport("isthmus.api.serve")
+    probing = LazyImport("isthmus.api.probe")
     job_overrides = LazyImport("isthmus.api.job_overrides")
     pipeline = LazyImport("isthmus.api.pipeline")
     serve_fleet = LazyImport("isthmus.cli.serve_fleet")
@@ -77,8 +79,8 @@ def serve(
         raise typer.Exit(serve_fleet.serve_submitted(where))
     if federated_job.is_federated(job_file):
         terminal.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
-        asked = federating.FederatedChoices(resume=resume, run=run)
-        found = federating.read_job(job_file, asked)
+        asked = federated_run.FederatedChoices(resume=resume, run=run)
+        found = federated_run.read_job(job_file, asked)
         raise typer.Exit(serve_fleet.serve_federated(found, asked, where, json=json))
     job = job_overrides.Changes(fleet=fleet, planner=planner, steps=steps).of(job_overrides.job_of(job_file))
     choices = pipeline.Choices(resume=resume, run=run)
@@ -99,7 +101,7 @@ def submit(
     """
     if federated_job.is_federated(job_file):
         terminal.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
-        serve_fleet.submit(state, federating.read_job(job_file, federating.FederatedChoices()))
+        serve_fleet.submit(state, federated_run.read_job(job_file, federated_run.FederatedChoices()))
     else:
         job = job_overrides.Changes(fleet=fleet, planner=planner, steps=steps).of(job_overrides.job_of(job_file))
         serve_fleet.submit(state, job)

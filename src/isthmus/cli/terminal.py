@@ -10,12 +10,12 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from isthmus.api.federated_results import FederatedResult
-from isthmus.api.federating import FederatedChoices, run_simulated
+from isthmus.api.federated_result import FederatedResult
+from isthmus.api.federated_run import FederatedChoices, run_simulated
 from isthmus.api.observer import Observer, Search, StepDone
 from isthmus.api.pipeline import Choices, run_job
-from isthmus.api.runs import Run, is_federated_run
-from isthmus.api.stopping import Stop
+from isthmus.api.run import Run, is_federated_run
+from isthmus.api.stop import Stop
 from isthmus.cli.options import notes, out, print_json
 from isthmus.errors import Interrupted, UserError
 from isthmus.federated.history import RoundLine

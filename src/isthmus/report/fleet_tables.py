@@ -153,3 +153,10 @@ def device_text(device: Device) -> str:
 
 def _link_text(link: Link) -> str:
     return f"{format_duration(link.latency_s)}, {format_bandwidth(link.bandwidth_bytes_per_s)}"
+
+
+def fitted_text(fleet: Fleet) -> str:
+    """Stated speed x factor of each device."""
+    other = [d for d in fleet.devices if d.scale != 1]
+    text = ", ".join(f"{d.name} computes at {format_compute(d.flops_per_s)} x {d.scale:.3g}" for d in other)
+    return text or "all devices compute as stated"

@@ -1,4 +1,4 @@
-"""Runs what is submitted, one job after another, until that is to stop."""
+"""The queue of submitted jobs: hand a job in; run the jobs one after another."""
 
 from __future__ import annotations
 
@@ -9,22 +9,52 @@ import time
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import NamedTuple, TextIO, TypeVar
 
 import msgspec
 
-from isthmus.api.federating import FederatedChoices, deploy
+from isthmus.api.federated_run import FederatedChoices, deploy
 from isthmus.api.folder import RunFolder
+from isthmus.api.jobs import opened
 from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Choices, run_job
-from isthmus.errors import IsthmusError, UserError
-from isthmus.federated.job import FederatedJob
-from isthmus.job import Job
+from isthmus.data.allowed import refuse_paths
+from isthmus.errors import IsthmusError, UserError, unknown_name
+from isthmus.federated.job import FederatedJob, check_deployment
+from isthmus.job import Job, fleet_of
+from isthmus.models import model_names
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.job_queue import JobQueue, State, Submitted, job_log
+from isthmus.runtime.service.status_file import read_status
 from isthmus.sanitize import sanitize
+
+
+class Handed(NamedTuple):
+    number: int
+    before: int
+    """Jobs that wait or run."""
+    served: bool
+    """Whether a coordinator is there."""
+
+
+def submit_job(job: Job | FederatedJob, state: Path | None = None) -> Handed:
+    """Hand it in. Paths in it count from the current folder. UserError for what could not be run anyway."""
+    if isinstance(job, FederatedJob):
+        check_deployment(job)
+    else:
+        fleet_of(job)
+        if ":" not in job.model.name and job.model.name not in model_names():
+            raise unknown_name("model", job.model.name, model_names())
+        refuse_paths(job.data)
+    with opened(state) as (queue, folder):
+        kind = "federated" if isinstance(job, FederatedJob) else "pipeline"
+        number = queue.submit(job.name, kind, msgspec.json.encode(job), Path.cwd())
+        waiting = [j for j in queue.jobs() if j.state in ("queued", "running") and j.number != number]
+        current_status = read_status(folder)
+        return Handed(number, len(waiting), served=current_status is not None and current_status.fresh)
+
 
 LOOK_S = 0.5
 """How often to look into the queue."""

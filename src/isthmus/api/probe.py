@@ -1,16 +1,17 @@
-"""Measured: this machine's devices, or those of a fleet and the links between them."""
+"""Measure this machine's devices, or the devices of a fleet and the links between them."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable
 from pathlib import Path
+from typing import Unpack
 
 import msgspec
 
 from isthmus.accelerators import accelerator_names, resolve_accelerator
-from isthmus.api.joining import accelerators_of, memory_of, part_of
-from isthmus.api.listening import Serving, serving_fleet
+from isthmus.api.join import accelerators_of, memory_of, part_of
+from isthmus.api.serve import Serving, Where, serving_fleet
 from isthmus.errors import UserError
 from isthmus.federated.job import is_federated
 from isthmus.fleet import Fleet
@@ -87,3 +88,25 @@ def _places(asked: Probing) -> dict[str, ProcessPlace]:
         )
         for part, hardware in zip(chosen, found, strict=True)
     }
+
+
+def probe(
+    *names: str,
+    job: str | Path | None = None,
+    device: str = "",
+    memory: str = "",
+    note: Callable[[str], None] = lambda _: None,
+    **where: Unpack[Where],
+) -> Fleet:
+    """Measure this machine's devices; or, by their names, those of a fleet and the links between them.
+
+    With a `job` speeds (FLOP/s) are those of its model's first layers. `device` is one of this machine's, as "cpu";
+    `memory` what may be taken of each. `isthmus.fleet.dump_fleet` writes the fleet as TOML. Devices of a fleet are
+    waited for. UserError for a device that is not here.
+
+    >>> fleet = isthmus.probe(device="cpu")  # doctest: +SKIP
+    """
+    if where and not names:
+        raise UserError(f"probe: got {', '.join(where)} without names of devices, expected them for a fleet")
+    asked = Probing(names=names, job=None if job is None else Path(job), device=device, memory=memory)
+    return probe_devices(asked, Serving(**where), note)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from isthmus.api.federated_results import PICTURES, FederatedResult
+from isthmus.api.federated_result import PICTURES, FederatedResult
 from isthmus.api.folder import RunFolder
 from isthmus.api.observer import Observer
 from isthmus.errors import Interrupted

@@ -1,19 +1,24 @@
-"""The plans of several planners side by side."""
+"""The plan of a job: made and explained, simulated, verified, compared with the plans of other planners."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from isthmus.api.make_plan import make, predict
+import msgspec
+
+from isthmus.api.make_plan import fleet_for, make, plan_spec, predict, read_plan, simulation_options
 from isthmus.api.observer import Observer
 from isthmus.api.proof import proven
 from isthmus.api.search import searched
 from isthmus.cost import Problem, step_price
+from isthmus.data.description import description_file
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
-from isthmus.job import Job, Prepared, fleet_of, prepare
+from isthmus.graph import OpGraph
+from isthmus.job import Job, Prepared, constraints_of, described_here, fleet_of, prepare
 from isthmus.planners import (
     INTERRUPTED,
     LeastBound,
@@ -24,10 +29,99 @@ from isthmus.planners import (
     least,
     planner_names,
 )
-from isthmus.report import ComparedPlan, Comparison, least_headroom, ranked
+from isthmus.plans import Plan, load_plan
+from isthmus.report import ComparedPlan, Comparison, Explanation, explain, least_headroom, ranked
+from isthmus.report.graph_table import GraphWeights, graph_weights
+from isthmus.runtime.coordinator.activation_privacy import protection_text
+from isthmus.runtime.coordinator.private_feedback import check_feedback
 from isthmus.runtime.coordinator.run import run_spec
 from isthmus.runtime.processes.signals import Stop
-from isthmus.trace import steady_step_s
+from isthmus.simulator import SimulationOptions
+from isthmus.simulator import simulate as simulate_plan
+from isthmus.trace import Trace, steady_step_s
+from isthmus.verification import Question, StateBytes, Verdict, state_bytes, verify
+from isthmus.verification.question import FLOAT32_BYTES
+
+
+class Explained(NamedTuple):
+    plan: Plan
+    fleet: Fleet
+    graph: OpGraph
+    explanation: Explanation | None
+    """Why the plan looks as it does, if that was asked for."""
+    leaving: list[str]
+    """What leaves the data holders, in words."""
+
+
+def plan_job(job: Job, observer: Observer, stop: Stop, *, words: bool = False) -> Explained:
+    """The plan that the job would be run with; with `words` explained."""
+    fleet, prepared = fleet_for(job), prepare(job)
+    problem = prepared.problem(fleet)
+    plan = searched(observer, stop, lambda: make(job, problem), best_so_far=True)
+    check_feedback(prepared, plan, fleet)
+    explanation = explain(problem.cut_into(plan.micro_batches), plan) if words else None
+    return Explained(plan, fleet, prepared.captured.train, explanation, list(protection_text(prepared, plan, fleet)))
+
+
+def weigh_model(job: Job) -> GraphWeights:
+    """What each layer, and each operator, computes and keeps."""
+    return graph_weights(prepare(job).flow, job.micro_batch_size)
+
+
+class Simulated(NamedTuple):
+    trace: Trace
+    plan: Plan
+    fleet: Fleet
+    graph: OpGraph | None
+    """None of a plan that was given: the model is not captured for it."""
+
+
+def simulate_job(job: Job, observer: Observer, stop: Stop, document: Path | None = None) -> Simulated:
+    """Of the plan document, or of the plan that is made."""
+    fleet = fleet_for(job)
+    if document is not None:  # a plan says all that the virtual clock needs: the model is not captured
+        plan = read_plan(job, fleet, document)
+        options = SimulationOptions(clips=job.training.exchanges_norms)
+        return Simulated(simulate_plan(plan, fleet, plan_spec(job, plan), options), plan, fleet, None)
+    prepared = prepare(job)
+    plan = searched(observer, stop, lambda: make(job, prepared.problem(fleet)))
+    spec = run_spec(prepared.cut_into(plan.micro_batches))
+    trace = simulate_plan(plan, fleet, spec, simulation_options(prepared, plan))
+    return Simulated(trace, plan, fleet, prepared.captured.train)
+
+
+def verify_plan(job: Job, plan: Plan | Path) -> Verdict:
+    """Of a plan, or of its document. UserError for what is no plan document."""
+    plan, fleet = plan if isinstance(plan, Plan) else load_plan(plan), fleet_of(job)
+    if plan.micro_batches in job.counts:
+        job = job.cut_into(plan.micro_batches)
+    prepared = prepare(job)
+    question = Question(
+        graph=prepared.captured.train,
+        fleet=fleet,
+        micro_batch_size=job.micro_batch_size,
+        micro_batches=job.training.micro_batches,
+        schedule=job.schedule,
+        period=job.sync.period,
+        state=_state(job),
+        constraints=constraints_of(job, fleet, prepared.samples.holders),
+        recompute=job.plan.recompute,
+        counts=job.counts,
+        gradients=job.sync.mode == "every-step",
+    )
+    return verify(plan, question)
+
+
+def _state(job: Job) -> StateBytes:
+    """Of the optimizer that keeps the most: a stage may hold parameters of any."""
+    narrow = job.training.precision != "fp32"
+    largest = max(
+        (state_bytes(o.name, momentum=o.momentum > 0, narrow=narrow) for o in job.optimizer),
+        key=lambda state: state.optimizer,
+    )
+    outer = job.sync.outer
+    tensors = 0 if outer is None else 1 + (outer.momentum > 0)
+    return msgspec.structs.replace(largest, optimizer=largest.optimizer + FLOAT32_BYTES * tensors)
 
 
 class Compared(NamedTuple):
@@ -129,3 +223,8 @@ def _row(
         micro_batches=plan.micro_batches,
     )
     return row, None
+
+
+def describe_data(job: Job) -> bytes:
+    """The text of a description file. Opens the data. UserError."""
+    return description_file(job.data, described_here(job))

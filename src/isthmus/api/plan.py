@@ -12,15 +12,12 @@ from typing import TypedDict, Unpack, cast
 import msgspec
 from torch import Tensor, nn
 
-from isthmus.api.comparison import compare_planners
-from isthmus.api.explanation import plan_job
 from isthmus.api.given import fleet_name, micro_batches_of
 from isthmus.api.job_overrides import job_of
+from isthmus.api.job_plans import compare_planners, plan_job, simulate_job, verify_plan
 from isthmus.api.make_plan import HEADER_BYTES, make
 from isthmus.api.observer import Observer, Silent
 from isthmus.api.search import searched
-from isthmus.api.simulation import simulate_job
-from isthmus.api.verification import verify_plan
 from isthmus.data import ColumnSpec, DataSpec
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError

@@ -1,4 +1,4 @@
-"""A device's side of a fleet."""
+"""A device joins a fleet."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import msgspec
 
@@ -250,3 +251,52 @@ def _memberships(joining: JoinOptions, folders: Mapping[str, Path], timeout_s: f
 
 def _ticket(joining: JoinOptions, ask: Ask) -> Ticket:
     return read_ticket(joining.ticket_file) if joining.ticket_file is not None else decode_ticket(ask())
+
+
+class HowToJoin(TypedDict, total=False):
+    """What a device says of itself."""
+
+    name: str
+    """By default the host's."""
+    device: str
+    """Where it computes: cpu, cuda:0, ...; by default a GPU if there is one."""
+    devices: str
+    """`all`, or numbers of accelerators, of which each is a device of its own."""
+    memory: str
+    """What jobs may take of it, as "4 GiB"; by default all."""
+    data: Path
+    """Folder with its data: jobs name files in it, no others."""
+    data_kinds: str
+    """Kinds of data that jobs may name, parted by commas; by default all."""
+    site: Path
+    """Of a federated run: a TOML file with this site's data, and what may run on them."""
+    state: Path
+    """Folder of its key; by default ~/.local/state/isthmus/device."""
+
+
+def join(
+    ticket: str = "",
+    *,
+    note: Callable[[str], None] = lambda _: None,
+    timeout: str = "60 s",
+    **how: Unpack[HowToJoin],
+) -> None:
+    """Join a fleet and stay, ready to work, until Ctrl-C or dismissal. A ticket is needed the first time.
+
+    `note` gets one line for whatever a person may want to know. UserError for a ticket, name or device that cannot
+    be; PeerError where the coordinator refuses.
+
+    >>> isthmus.join(ticket, name="desk", device="cpu", memory="4 GiB")  # doctest: +SKIP
+    """
+    place = ProcessPlace(data=how.get("data"), data_kinds=kinds_of(how.get("data_kinds", "")))
+    asked = JoinOptions(
+        state=how.get("state"),
+        name=how.get("name"),
+        timeout=timeout,
+        place=place,
+        site=how.get("site"),
+        device=how.get("device", "auto"),
+        devices=how.get("devices", ""),
+        memory=how.get("memory", ""),
+    )
+    join_as(asked, note, lambda: ticket)

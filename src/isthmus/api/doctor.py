@@ -30,4 +30,4 @@ def examine(state: Path | None = None, ticket_file: Path | None = None) -> Exami
     if ticket_file is None and not any((folder / name).exists() for name in ("key.pem", "membership.json")):
         return Examined(list(examine_machine({"keys of a device": folder, "runs": Path("runs")}, PORT)), joined=False)
     # Imported by name, as it needs torch: what is missing is found above
-    return Examined(importlib.import_module("isthmus.api.joining").examined(folder, ticket_file), joined=True)
+    return Examined(importlib.import_module("isthmus.api.join").examined(folder, ticket_file), joined=True)

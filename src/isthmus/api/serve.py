@@ -1,0 +1,170 @@
+"""A coordinator of a fleet: it listens, and trains one job, a federated job at its sites, or all submitted jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+import msgspec
+
+from isthmus.api.federated import federated_job_of
+from isthmus.api.federated_result import FederatedResult
+from isthmus.api.federated_run import FederatedChoices, deploy
+from isthmus.api.job_overrides import job_of
+from isthmus.api.job_queue import Logged, run_queue
+from isthmus.api.notebook import default_observer
+from isthmus.api.observer import Observer, Written
+from isthmus.api.pipeline import Choices, run_job
+from isthmus.api.run import Run
+from isthmus.api.states import PORT, state_folder, timeout_s
+from isthmus.errors import UserError
+from isthmus.federated.job import FederatedJob, is_federated
+from isthmus.job import Job
+from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
+from isthmus.runtime.service.fleet_state import Addresses, FleetState
+from isthmus.runtime.service.job_queue import JobQueue
+
+
+def serve_job(job: Job, choices: Choices, serving: Serving, observer: Observer, stop: Stop) -> Run:
+    """Until it has run."""
+    with serving_fleet(serving, observer.note) as service:
+        return run_job(job, msgspec.structs.replace(choices, backend=service), observer, stop)
+
+
+def serve_federated(
+    job: FederatedJob, choices: FederatedChoices, serving: Serving, observer: Observer, stop: Stop
+) -> FederatedResult:
+    """Until its rounds are done."""
+    return deploy(job, choices, lambda log: serving_fleet(serving, log), observer, stop)
+
+
+def serve_submitted(serving: Serving, observer: Observer, logged: Logged) -> None:
+    """Until Ctrl-C."""
+    folder = (serving.state or state_folder("fleet")).absolute()
+    with serving_fleet(msgspec.structs.replace(serving, state=folder), observer.note) as service:
+        queue = JobQueue(folder)
+        try:
+            run_queue(service, queue, folder, observer.note, logged)
+        finally:
+            queue.close()
+
+
+class Serving(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a coordinator listens, and how it is reached."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = PORT
+    """0: any that is free."""
+    addresses: tuple[str, ...] = ()
+    """HOST or HOST:PORT by which devices reach it; none: `host`."""
+    tickets: int = 0
+    """So many are made at the start."""
+    timeout: str = "60 s"
+    """Silence after which a device is lost."""
+    state: Path | None = None
+    """Folder with the fleet's keys; none: ~/.local/state/isthmus/fleet."""
+    ticket: Callable[[str], None] = lambda _: None
+    """Is given each ticket."""
+
+
+@contextlib.contextmanager
+def serving_fleet(serving: Serving, log: Callable[[str], None]) -> Generator[FleetCoordinator]:
+    """A service that listens."""
+    fleet = FleetState(serving.state or state_folder("fleet"))
+    with (
+        fleet.served(),
+        FleetCoordinator(fleet, serving.host, serving.port, timeout_s=timeout_s(serving.timeout), log=log) as service,
+    ):
+        fleet.listens_at(_addresses(serving, service.port))
+        service.start()
+        log(f"listening on {serving.host}:{service.port} with TLS; state folder {fleet.folder}")
+        for _ in range(serving.tickets):
+            serving.ticket(fleet.ticket())
+        if serving.tickets:
+            log("each ticket lets one machine join, within 24 hours: `isthmus join` asks for it")
+        yield service
+
+
+def _addresses(serving: Serving, port: int) -> Addresses:
+    """UserError where nobody could tell how the coordinator is reached."""
+    if serving.addresses:
+        return tuple(_address(text, port) for text in serving.addresses)
+    if _is_wildcard(serving.host):
+        raise UserError(f"--host {serving.host!r}: tickets need an address that devices can dial: add --address HOST")
+    return ((serving.host, port),)
+
+
+def _is_wildcard(host: str) -> bool:
+    """Of an address that can be bound. "" and "0" stand for every address too."""
+    found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return any(ipaddress.ip_address(entry[4][0]).is_unspecified for entry in found)
+
+
+def _address(text: str, port: int) -> tuple[str, int]:
+    """HOST, HOST:PORT, or [HOST]:PORT for one with colons."""
+    if not text.strip("[]: "):
+        raise UserError(f"--address: got {text!r}, expected HOST or HOST:PORT")
+    host, colon, number = text.rpartition(":")
+    if not colon or text.endswith("]") or (":" in host.strip("[]") and not host.startswith("[")):
+        return text.strip("[]"), port
+    if not number.isdecimal() or not 0 < int(number) < 65536:
+        raise UserError(f"--address {text}: port: got {number!r}, expected a number up to 65535")
+    return host.strip("[]"), int(number)
+
+
+class Where(TypedDict, total=False):
+    """Where a coordinator listens, and how it is reached."""
+
+    host: str
+    """Address to listen on; by default 127.0.0.1."""
+    port: int
+    """By default 7433; 0: any that is free."""
+    addresses: tuple[str, ...]
+    """HOST or HOST:PORT by which devices reach it; by default `host`."""
+    tickets: int
+    """So many are made at the start, each for one device; by default none."""
+    ticket: Callable[[str], None]
+    """Is given each ticket."""
+    timeout: str
+    """Silence after which a device is lost; by default "60 s"."""
+    state: Path | None
+    """Folder with the fleet's keys; by default ~/.local/state/isthmus/fleet."""
+
+
+def serve(
+    job: Job | FederatedJob | str | Path | None = None,
+    *,
+    resume: bool = False,
+    run: str | Path | None = None,
+    overrides: Mapping[str, object] = {},
+    observer: Observer | None = None,
+    stop: Stop | None = None,
+    **where: Unpack[Where],
+) -> Run | FederatedResult | None:
+    """Coordinate devices that join over TLS, and train a job once all that its plan names are here.
+
+    Without a job it does what is submitted, one job after another, until Ctrl-C, and returns None. A federated job
+    trains at the sites that it names. `resume`, `run`, `overrides`, `observer` and `stop` are as of `isthmus.train`.
+
+    UserError for what is wrong with the job, the state folder or the address; PeerError where devices were lost and
+    the run could not go on.
+
+    >>> run = isthmus.serve("job.toml", host="10.0.0.1", tickets=2, ticket=print)  # doctest: +SKIP
+    """
+    told, stop = observer or default_observer(), stop or Stop()
+    serving, folder = Serving(**where), None if run is None else Path(run)
+    if job is None:
+        serve_submitted(serving, told, Written)
+        return None
+    if isinstance(job, FederatedJob) or (not isinstance(job, Job) and is_federated(Path(job))):
+        choices = FederatedChoices(resume=resume, run=folder, again="resume=True")
+        return serve_federated(federated_job_of(job, overrides), choices, serving, told, stop)
+    return serve_job(
+        job_of(job, overrides), Choices(resume=resume, run=folder, again="resume=True"), serving, told, stop
+    )
