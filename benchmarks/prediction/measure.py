@@ -134,8 +134,7 @@ def _run(job: Job, plan: Plan, fleet: Fleet, lab: Lab | None) -> Run:
 
 
 def _inside(words: list[str]) -> tuple[str, ...]:
-    """The coordinating process is in the lab's user namespace already, where there is one: it changes the network
-    only."""
+    """The conductor is in the lab's user namespace already, where there is one: it changes the network only."""
     return tuple(w for w in words if not w.startswith(("--user=", "--preserve-credentials")))
 
 

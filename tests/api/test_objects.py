@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import isthmus
+from isthmus.api.export import export_model
 from isthmus.api.notebook import NotebookObserver
 from isthmus.api.observer import StepDone
 from isthmus.api.optimizers import read_optimizer
@@ -64,6 +66,10 @@ def test_a_run_is_the_plain_loop_goes_on_and_is_stopped_by_a_call(tmp_path: Path
         optimizer.step()
         optimizer.zero_grad()
     assert run.load(model) == steps
+    export_model(run.path, tmp_path / "exported")
+    weights = load_file(tmp_path / "exported" / "model.safetensors")
+    assert weights.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in weights.items())
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
     assert "data:image/png;base64" in run._repr_html_()

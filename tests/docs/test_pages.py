@@ -1,23 +1,33 @@
 """What pages tell a reader to type is typed, literally, in an empty folder.
 
 A page's blocks run one after another in one shell: `bash` as it stands, `python` as a script, and a block with a title
-is written to the file of that name.
+is written to the file of that name. Isthmus is the installed wheel: nothing of the checkout is in reach.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+import isthmus
+from tests.docs.newcomer import ROOT, make_machine, type_in
+
+DOCS = ROOT / "docs"
 PAGES = ["start/first-run.md", "tutorials/own-model.md", "tutorials/federated.md", "../README.md"]
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 END = "END-OF-A-BLOCK"
+COMPLETE = "_ISTHMUS_COMPLETE=complete_bash COMP_CWORD=1 COMP_WORDS='isthmus si' isthmus"
+COMMANDS = [
+    ("isthmus example gpt-stdlib && isthmus plan gpt-stdlib.toml", ["gpt-stdlib.toml", "One step should take"]),
+    ("isthmus models", ["gpt", "hf-gpt2"]),
+    ("isthmus datasets", ["text", "digits"]),
+    ("isthmus algorithms", ["fedavg"]),
+    ("isthmus describe gpt", ["vocab_size"]),
+    (COMPLETE, ["simulate"]),
+]
+"""What works in an empty folder, and words that it prints."""
 
 
 def script_of(text: str) -> str:
@@ -32,15 +42,36 @@ def script_of(text: str) -> str:
     return "\n".join(lines)
 
 
+def script_of_page(page: str) -> str:
+    return script_of((DOCS / page).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Isthmus is installed as the page says."""
+    for library in ("transformers", "hatchling", "pip"):
+        pytest.importorskip(library)
+    folder = tmp_path_factory.mktemp("newcomer")
+    shell = make_machine(folder)
+    printed = type_in(script_of_page("start/install.md"), folder, shell)
+    assert f"isthmus {isthmus.__version__}" in printed
+    return shell
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_works_as_it_is_written(page: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    here = str(Path(sys.executable).parent)
-    environment = {**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    callbacks = script_of((DOCS / page).read_text(encoding="utf-8"))
-    done = subprocess.run(["bash", "-c", callbacks], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    assert "Traceback" not in done.stderr
+def test_a_page_works_as_it_is_written(page: str, machine: dict[str, str], tmp_path: Path) -> None:
+    type_in(script_of_page(page), tmp_path, machine)
+
+
+def test_nothing_is_read_from_the_checkout(machine: dict[str, str], tmp_path: Path) -> None:
+    where = type_in("python -c 'import isthmus; print(isthmus.__file__)'", tmp_path, machine)
+    assert "venv" in where and str(ROOT / "src") not in where
+
+
+@pytest.mark.parametrize(("command", "words"), COMMANDS)
+def test_a_command_needs_no_checkout(command: str, words: list[str], machine: dict[str, str], tmp_path: Path) -> None:
+    printed = type_in(command, tmp_path, machine)
+    assert all(word in printed for word in words), printed
 
 
 def test_the_blocks_of_a_page_in_their_order() -> None:

@@ -51,7 +51,7 @@ def test_a_name_is_described_whatever_it_is_of() -> None:
     assert [(one.kind, one.where) for one in described("gpt")] == [("model", "[model] name")]
     assert [one.where for one in described("privacy")] == ["Pipeline job", "Federated job"]
     assert [one.name for one in described("device")] == ["[[device]]"]
-    (own,) = described("synthetic_reference:build")
+    (own,) = described("tests.docs.synthetic_reference:build")
     assert [(o.key, o.type, o.default) for o in own.options] == [("path", "", "required"), ("width", "integer", "8")]
     with pytest.raises(UserError, match="gpt"):
         described("gtp")

@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from safetensors.torch import save_model
+from safetensors.torch import save_file, save_model
 
 from isthmus.api import federated_result
 from isthmus.api.folder import RunFolder
+from isthmus.api.given import is_given
 from isthmus.documents import follow_umask
 from isthmus.errors import UserError
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob
 from isthmus.models import build_model, is_hugging_face, save_hugging_face
+from isthmus.models.given import own_names
 from isthmus.report import ComparisonSummary, run_summary
 from isthmus.trace import write_perfetto
-from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint
+from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_manifest, read_weights
 
 
 class Traced(NamedTuple):
@@ -60,8 +62,10 @@ def export_model(run: Path, directory: Path) -> tuple[Exported, list[str]]:
     if folder.is_federated:
         unit, job = "rounds", folder.read(FederatedJob)
         module, done = federated_result.trained_model(folder, job, notes.append)
+    elif is_given(job := folder.job()):
+        return _export_given(folder, job.model.name, directory), notes
     else:
-        unit, job = "steps", folder.job()
+        unit = "steps"
         module = build_model(job.model)
         done = load_checkpoint(module, latest_checkpoint(folder.checkpoints))
     if is_hugging_face(module):
@@ -73,3 +77,13 @@ def export_model(run: Path, directory: Path) -> tuple[Exported, list[str]]:
         follow_umask(directory / "model.safetensors")
         (directory / "model.json").write_bytes(msgspec.json.encode(job.model))
     return Exported(directory, done, unit), notes
+
+
+def _export_given(folder: RunFolder, model: str, directory: Path) -> Exported:
+    """The weights of a Python object, which the folder does not hold."""
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    weights = own_names(model, read_weights(checkpoint))
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights, directory / "model.safetensors")
+    follow_umask(directory / "model.safetensors")
+    return Exported(directory, read_manifest(checkpoint).step, "steps")

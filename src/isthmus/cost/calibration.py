@@ -53,7 +53,7 @@ class Warmup(NamedTuple):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of warm-up runs. All in seconds and bytes."""
+    """What warm-up runs tell of their devices. All in seconds and bytes."""
 
     lines: Mapping[tuple[str, Work], AffineFit]
     """By device and kind of work."""

@@ -1,5 +1,4 @@
-"""Who takes part in which round of a simulation: drawn for each round, or, where updates may be late, the clients that
-finish."""
+"""Who takes part in which round of a simulation: drawn anew for each, or, where updates may be late, whoever ends."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ _given: dict[str, nn.Module | Callable[[], nn.Module]] = {}
 
 def give_model(model: nn.Module | Callable[[], nn.Module]) -> str:
     """The name by which a job refers to the module, or to what builds one. The same for modules of one class with
-    parameters of the same names and shapes: a call that resumes the run gives an equal model again."""
+    parameters of the same names and shapes: whoever goes on with a run gives such a one again."""
     if isinstance(model, nn.Module):
         form = hashlib.sha256(repr([(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()]).encode())
         name = f"{PREFIX}{type(model).__name__}-{form.hexdigest()[:8]}"
@@ -47,10 +47,19 @@ def is_with_loss(name: str) -> bool:
     return name.startswith(f"{PREFIX}{WithLoss.__name__}-")
 
 
+def own_names(name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of the model called `name`, under the names that the module which was given has for them."""
+    if not is_with_loss(name):
+        return dict(weights)
+    prefix = "model."  # the field of `WithLoss`
+    return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+
+
 def build_given(name: str) -> nn.Module:
     """A copy of the module, with its weights; under `FakeTensorMode` without them. UserError where it was not given."""
     if name not in _given:
-        raise UserError(f"model {name!r}: a Python object that this process was not given: give it again")
+        what = "is a Python object of another process: pass it again to `isthmus.train` or `isthmus.federate`"
+        raise UserError(f"model {name!r}: {what}")
     model = _given[name]
     if not isinstance(model, nn.Module):
         return model()

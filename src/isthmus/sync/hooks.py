@@ -1,4 +1,4 @@
-"""Callbacks for when a layer's gradients are there, and when all are."""
+"""Who is told when a layer's gradients are there, and when all are."""
 
 from __future__ import annotations
 

@@ -271,6 +271,14 @@ def read_tensors(checkpoint: Path, names: Collection[str] | None = None) -> dict
     return found
 
 
+def read_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """The first replica's weights and buffers under the module's own names; of tied ones, one name. UserError as for
+    `read_tensors`."""
+    found = read_tensors(checkpoint)
+    others = {name for name in found if name.startswith(OPTIMIZER) or name == LOSS_SCALE or split_replica(name)[0]}
+    return {name: value for name, value in found.items() if name not in others}
+
+
 def load_checkpoint(module: nn.Module, checkpoint: Path) -> int:
     """Fill a plain module with a checkpoint's weights; returns the step. Tied parameters are filled once.
 
@@ -280,9 +288,7 @@ def load_checkpoint(module: nn.Module, checkpoint: Path) -> int:
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     kind, filled = type(module).__name__, set[int]()
     with torch.no_grad():
-        for name, value in read_tensors(checkpoint).items():
-            if name.startswith(OPTIMIZER) or name == LOSS_SCALE or split_replica(name)[0]:
-                continue
+        for name, value in read_weights(checkpoint).items():
             if name not in own:
                 raise UserError(f"checkpoint {checkpoint}: weight {name!r} is not in {kind}")
             if own[name].shape != value.shape:

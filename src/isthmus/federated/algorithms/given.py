@@ -20,5 +20,5 @@ def give_algorithm(algorithm: Algorithm) -> str:
 def given_algorithm(name: str) -> Algorithm:
     """UserError where it was not given."""
     if name not in _given:
-        raise UserError(f"algorithm {name!r}: a Python object that this process was not given: give it again")
+        raise UserError(f"algorithm {name!r}: is an object of another process: pass it again to `isthmus.federate`")
     return _given[name]
