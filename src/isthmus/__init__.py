@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from isthmus.api.federated import federate
     from isthmus.api.federated_result import FederatedResult
     from isthmus.api.join import join
-    from isthmus.api.observer import Observer
+    from isthmus.api.observer import Observer, StepDone
     from isthmus.api.plan import compare, plan, simulate, verify
     from isthmus.api.probe import probe
     from isthmus.api.run import Run
@@ -42,6 +42,7 @@ _WHERE = {
     "Observer": "isthmus.api.observer",
     "Plan": "isthmus.plans",
     "Run": "isthmus.api.run",
+    "StepDone": "isthmus.api.observer",
     "Stop": "isthmus.runtime.processes.signals",
     "Trace": "isthmus.trace",
     "compare": "isthmus.api.plan",
@@ -68,6 +69,7 @@ __all__ = [
     "Observer",
     "Plan",
     "Run",
+    "StepDone",
     "Stop",
     "Trace",
     "compare",

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from isthmus.api.folder import RunFolder
+from isthmus.job import load_job
 from isthmus.training.checkpoint import latest_checkpoint, newest_checkpoint, read_manifest, read_tensors
 
 from .commands import (
@@ -62,10 +63,13 @@ def say(kind):
             print(kind, *arguments, file=file)
     return hook
 
-on_step, on_checkpoint, on_finish = say("step"), say("checkpoint"), say("finish")
+def on_step(done):
+    say("step")(done.step, done.heldout_loss, *done.learning_rates, ",".join(done.devices), done.period, done.run)
 
-def fails_at_two(step, loss):
-    if step == 2:
+on_checkpoint, on_finish = say("checkpoint"), say("finish")
+
+def fails_at_two(done):
+    if done.step == 2:
         raise ValueError("no more\\nsteps")
 """
 
@@ -150,6 +154,14 @@ def test_a_whole_run(whole: Done) -> None:
     hooks = Path("hooks.log").read_text().splitlines()
     steps = [line.split()[1] for line in hooks if line.startswith("step")]
     assert steps == [str(n + 1) for n in range(STEPS)]
+    heldout = {p.step: str(p.loss) for p in points if p.split == "heldout"}
+    facts = [line.split()[2:] for line in hooks if line.startswith("step")]
+    assert [held for held, *_ in facts] == [["None", heldout[5], heldout[10]][n // 5] for n in range(STEPS)]
+    job = load_job(Path("job.toml"))
+    for step, (_, *rates, devices, period, folder) in enumerate(facts):
+        factor = job.learning_rate.factor(step, STEPS)
+        assert rates == [str(optimizer.lr * factor) for optimizer in job.optimizer] and len(rates) >= 2
+        assert (devices.split(","), period, folder) == (list(RunFolder(Path("whole")).plan().used), "1", "whole")
     assert [line for line in hooks if line.startswith("checkpoint")] == [
         f"checkpoint {n} whole/checkpoints/step-{n:06d}" for n in (3, 6, 9, 12)
     ]

@@ -94,8 +94,8 @@ class Model(nn.Module):
         print("forward")
         return F.cross_entropy(self.second(torch.relu(self.first(x))), y)
 
-def on_step(step, loss):
-    print("step", step)
+def on_step(done):
+    print("step", done.step)
 """)
     return path
 

@@ -112,7 +112,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
                 keep_prepared(prepared, folder.captured)
             draw_plan(plan, fleet, folder.plan_picture)
 
-    watch = Watch(prepared, folder, observer, hooks)
+    watch = Watch(prepared, plan, folder, observer, hooks)
     observer.began(plan)
     try:
         outcome = run_training(
@@ -123,6 +123,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
             msgspec.structs.replace(_options(prepared, backend, holders, checkpoint, record, believed), stop=stop),
             Watcher(
                 accepted=begin,
+                planned=watch.planned,
                 advanced=watch.advanced,
                 saved=watch.saved,
                 rolled_back=watch.rolled_back,

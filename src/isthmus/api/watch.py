@@ -13,6 +13,7 @@ from isthmus.api.losses import LossPoint
 from isthmus.api.observer import Observer, StepDone
 from isthmus.errors import IsthmusError, UserError
 from isthmus.job import Hooks, Prepared, load_hooks
+from isthmus.plans import Plan
 from isthmus.protocol import Item
 from isthmus.runtime.coordinator.run import run_spec
 from isthmus.trace import Span
@@ -43,7 +44,9 @@ class LoadedHooks:
 class Watch:
     """Turns what the coordinator sees into events, logs and hooks."""
 
-    def __init__(self, prepared: Prepared, folder: RunFolder, observer: Observer, hooks: LoadedHooks) -> None:
+    def __init__(
+        self, prepared: Prepared, plan: Plan, folder: RunFolder, observer: Observer, hooks: LoadedHooks
+    ) -> None:
         self._job = prepared.job
         self._eval_micro_batches = run_spec(prepared).eval_micro_batches
         self._folder = folder
@@ -53,6 +56,12 @@ class Watch:
         self._tokens = ids.shape[0] if ids is not None and ids.shape else 0
         self._ends_s: deque[float] = deque(maxlen=SPEED_STEPS + 1)
         self._heldout: dict[int, list[tuple[float, int]]] = {}
+        self._heldout_loss: float | None = None
+        self._plan, self._epoch = plan, 0
+
+    def planned(self, plan: Plan, epoch: int) -> None:
+        """The run goes on with this plan; it may be the plan of before."""
+        self._plan, self._epoch = plan, epoch
 
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         if item.kind == "train":
@@ -75,18 +84,24 @@ class Watch:
         steps = len(self._ends_s) - 1  # the first step's start is not known
         elapsed_s = (self._ends_s[-1] - self._ends_s[0]) / steps if steps else None
         rate = t.batch_size / elapsed_s if elapsed_s else None
-        self._observer.stepped(
-            StepDone(
-                step=done,
-                steps=t.steps,
-                loss=loss,
-                link_bytes=sent,
-                busy={device: min(1.0, busy_s / elapsed_s) for device, busy_s in busy.items()} if elapsed_s else {},
-                tokens_per_s=rate * self._tokens if rate and self._tokens else None,
-                samples_per_s=None if self._tokens else rate,
-            )
+        factor = self._job.learning_rate.factor(item.step, t.steps)
+        facts = StepDone(
+            step=done,
+            steps=t.steps,
+            loss=loss,
+            heldout_loss=self._heldout_loss,
+            learning_rates=tuple(optimizer.lr * factor for optimizer in self._job.optimizer),
+            link_bytes=sent,
+            busy={device: min(1.0, busy_s / elapsed_s) for device, busy_s in busy.items()} if elapsed_s else {},
+            tokens_per_s=rate * self._tokens if rate and self._tokens else None,
+            samples_per_s=None if self._tokens else rate,
+            devices=self._plan.used,
+            period=self._plan.sync.period,
+            plan_epoch=self._epoch,
+            run=self._folder.path,
         )
-        self._hooks.call("step", done, loss)
+        self._observer.stepped(facts)
+        self._hooks.call("step", facts)
 
     def _evaluated(self, item: Item, loss: float) -> None:
         """An evaluation comes in several items; its loss is their mean by micro-batches."""
@@ -95,6 +110,7 @@ class Watch:
         total = sum(n for _, n in parts)
         mean = sum(x * n for x, n in parts) / total
         if total == self._eval_micro_batches:
+            self._heldout_loss = mean
             self._folder.log(LossPoint(step=item.step, loss=mean, split="heldout"))
             self._observer.evaluated(item.step, mean)
 

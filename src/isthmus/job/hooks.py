@@ -14,7 +14,7 @@ class Hooks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Callables as `package.module:name`, or names registered under the entry-point group `isthmus.hooks`."""
 
     step: str = ""
-    """Called as hook(step: int, loss: float | None) after each step."""
+    """Called as hook(done: isthmus.StepDone) after each optimizer step."""
     checkpoint: str = ""
     """Called as hook(step: int, directory: pathlib.Path) when a checkpoint is complete."""
     finish: str = ""
