@@ -3,7 +3,8 @@
 `python benchmarks/dtfm/search_curves.py [--cases N ...] [--candidates N] [--json PATH] [--picture PATH]`
 
 The cheapest placement among the first n candidates, on the five public networks, three seeds, 5,000 candidates each: a
-population of 100 and 4,900 children, as in the authors' code. *random* are shuffles with whoever comes next as the next
+population of 100 and 4,900 children, as in the authors' code. *random* are shuffles with the next device in line as
+the next
 stage, as that code draws them; *dtfm-kl* searches by the code's rules with Kernighan-Lin's gain. The file is written
 after each run, and runs that it holds are not made again.
 """

@@ -95,7 +95,7 @@ def _of_the_median(line: LinearFit, executor: int, job: FederatedJob, rounds: Se
 
 def outside_training(rounds: Sequence[RoundLine]) -> tuple[float, float]:
     """Seconds from one client's end to the next one's beginning; seconds of a round besides: messages, the wait for the
-    model, the sums' way. Whoever trains more clients has less of the round for training."""
+    model, the sums' way. An executor that trains more clients has less of the round for training."""
     busy = [(line, line.busy_s()) for line in rounds]
     clients = np.array([len(line.record.trained[name]) for line, each in busy for name in each], dtype=np.float64)
     left = np.array([line.seconds - seconds for line, each in busy for seconds in each.values()])

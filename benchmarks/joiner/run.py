@@ -1,9 +1,9 @@
-"""A newcomer: for how long do the others stand still while it gets its state?
+"""A joining device: how long do the others pause while it gets its state?
 
 `python benchmarks/joiner/run.py [--quick] [--json PATH]`
 
 One device trains a model with more than 50 MB of weights and optimizer state; a second one comes, as another replica.
-Each has a line of 100 Mbit/s to the coordinator, by way of which the state travels. With following the newcomer repeats
+Each has a line of 100 Mbit/s to the coordinator, which relays the state. With catch-up the joining device repeats
 the other's steps until it is near; without, its state travels while all wait. The pause is the longest time between the
 ends of two steps, less the usual one.
 """
@@ -63,7 +63,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     follows: bool
     step_s: float
-    """Before the newcomer was heard of."""
+    """Before the new device was known."""
     meanwhile_s: float
     """Median step while its state was on its way."""
     pause_s: float
@@ -140,7 +140,7 @@ class _Work:
         self._launcher.start(device, ProcessPlace())
 
 
-class FarCrew(LocalBackend, frozen=True, kw_only=True):
+class FarBackend(LocalBackend, frozen=True, kw_only=True):
     """Processes here, behind lines of their own."""
 
     comes: threading.Event
@@ -199,11 +199,11 @@ def one_run(prepared: Prepared, fleet: Fleet, *, follows: bool, before: int) -> 
 
     settles = contextlib.nullcontext() if follows else mock.patch.object(Coordinator, "_bring", Coordinator._settle)  # pyright: ignore[reportPrivateUsage]
     with tempfile.TemporaryDirectory() as folder, settles:
-        options = RunOptions(replan=replan, backend=FarCrew(comes=comes))
+        options = RunOptions(replan=replan, backend=FarBackend(comes=comes))
         watcher = Watcher(advanced=advanced, noted=noted)
         outcome = train(prepared, replan(fleet.subset(["a"])), fleet, Path(folder), options, watcher)
     if not outcome.recoveries:
-        raise SystemExit(f"the newcomer never took part: {outcome.reason}")
+        raise SystemExit(f"the new device never took part: {outcome.reason}")
     gaps = [b - a for a, b in itertools.pairwise(ends)]
     step_s = statistics.median(gaps[: before - 1])
     changed = outcome.recoveries[0].step
@@ -220,11 +220,11 @@ def one_run(prepared: Prepared, fleet: Fleet, *, follows: bool, before: int) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps before the newcomer comes")
+    parser.add_argument("--quick", action="store_true", help="fewer steps before the device joins")
     parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     training = TrainingConfig(steps=120, batch_size=16, micro_batches=4)
-    prepared = prepare(Job(name="newcomer", model=MODEL, data=DATA, training=training))
+    prepared = prepare(Job(name="joiner", model=MODEL, data=DATA, training=training))
     fleet = fleet_of(prepared)
     before = 3 if options.quick else 5
     found = [one_run(prepared, fleet, follows=follows, before=before) for follows in (False, True)]
@@ -245,7 +245,7 @@ def main() -> int:
         "step meanwhile",
         "all stand for",
         "called to first step",
-        title=f"A newcomer: {state_bytes / 1e6:.1f} MB of state, 100 Mbit/s",
+        title=f"A joining device: {state_bytes / 1e6:.1f} MB of state, 100 Mbit/s",
     )
     for run in found:
         table.add_row(

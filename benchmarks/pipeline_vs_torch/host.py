@@ -12,7 +12,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def wait_for_quiet(timeout_s: float) -> float:
-    """Return when the machine is quiet, or the patience is over; to be called while nothing of ours computes.
+    """Return when the machine is quiet, or the timeout is over; to be called while nothing of ours computes.
 
     The result is how many cores others used in the last `LOOK_S` seconds.
     """

@@ -48,7 +48,7 @@ class Load:
 
 
 def wait_for_quiet(cores: float, timeout_s: float) -> None:
-    """Until others use at most so many cores for three seconds, or the patience is over."""
+    """Until others use at most so many cores for three seconds, or the timeout is over."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         load = Load()

@@ -134,7 +134,8 @@ def _run(job: Job, plan: Plan, fleet: Fleet, lab: Lab | None) -> Run:
 
 
 def _inside(words: list[str]) -> tuple[str, ...]:
-    """The conductor is in the lab's user namespace already, where there is one: it changes the network only."""
+    """The coordinating process is in the lab's user namespace already, where there is one: it changes the network
+    only."""
     return tuple(w for w in words if not w.startswith(("--user=", "--preserve-credentials")))
 
 

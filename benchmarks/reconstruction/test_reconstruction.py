@@ -1,4 +1,4 @@
-"""Noise hides images from whoever receives feature maps; without it they are as good as seen."""
+"""Noise hides images from a device that receives feature maps; without it they are as good as seen."""
 
 from __future__ import annotations
 

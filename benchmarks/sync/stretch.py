@@ -1,7 +1,7 @@
 """A worker's computation stretched by sleeping, so that it does not depend on how many cores this machine has.
 
 Every module with parameters lasts its share of the step, by its floating-point operations: the forward sleeps after its
-output, the backward before its gradients, so that whoever listens for gradients sees them when they would be due.
+output, the backward before its gradients, so that a listener for gradients sees them when they would be due.
 """
 
 from __future__ import annotations

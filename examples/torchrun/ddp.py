@@ -42,6 +42,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 20 == 19 and dist.get_rank() == 0:
             print(f"step {step + 1}: loss {loss.item():.3f}")

@@ -1,4 +1,4 @@
-"""The script beside this one, three lines changed: the replicas meet layer by layer, over slow links.
+"""`ddp.py` with three lines changed: every worker makes five steps of its own, then all average their models.
 
 torchrun --standalone --nproc-per-node 2 examples/torchrun/synced.py
 """
@@ -37,12 +37,13 @@ def main() -> None:
 
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    sync = isthmus.sync.attach(model, optimizer, mode="dream", period=5)
+    sync = isthmus.sync.attach(model, optimizer, mode="local", period=5)
     for step in range(STEPS):
         batch = torch.randint(1500, (BATCH,), generator=drawn)
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         sync.step()
         if step % 20 == 19 and dist.get_rank() == 0:
             print(f"step {step + 1}: loss {loss.item():.3f}")

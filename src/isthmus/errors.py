@@ -61,7 +61,7 @@ class StepError(IsthmusError):
     exit_code = 2
 
     def __init__(self, what: str, reason: str, step: int = -1) -> None:
-        """`what` raised, for this `reason`. Whoever knows them adds the step and the samples."""
+        """`what` raised, for this `reason`. The caller that knows the step and the samples adds them."""
         super().__init__(f"{what}: {reason}")
         self.what = what
         self.reason = reason

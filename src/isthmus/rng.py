@@ -1,4 +1,4 @@
-"""Random numbers: one stream per client, round and use, whoever draws from it and when.
+"""Random numbers: one stream per client, round and use, independent of the process and of the order.
 
 A stream is a place in a counter that is put through a cipher (Salmon et al., Parallel Random Numbers: As Easy as 1, 2,
 3, 2011), so to go to another client's costs next to nothing. (Rejected: a generator seeded with all four, whose seeding

@@ -184,7 +184,7 @@ def test_several_streams(fleet: Fleet, tmp_path: Path, direct: bool) -> None:
 def test_who_is_not_there_is_named(fleet: Fleet, tmp_path: Path) -> None:
     with mock.patch.object(relay, "WAIT_S", 0.2), _devices(fleet, tmp_path) as (near, far):
         far.close()
-        with pytest.raises(PeerError, match=r"device 'far': does not listen; by way of the coordinator: device .* no"):
+        with pytest.raises(PeerError, match=r"device 'far': does not listen; relayed by the coordinator: device .* no"):
             near.dialer.dial(far.route())
 
 

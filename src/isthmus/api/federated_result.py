@@ -138,7 +138,7 @@ def _nothing_saved(folder: RunFolder, job: FederatedJob) -> UserError:
     lines, config = RoundHistory.of(folder.path).lines(unread.append), job.federated
     done = max((line.record.round + 1 for line in lines), default=0)
     if done >= min(config.save_every, config.rounds):
-        what = f"{ROUNDS}/ holds no round, expected the last of the {done} that {ROUND_LINES} tells of"
+        what = f"{ROUNDS}/ holds no round, expected the last of the {done} that {ROUND_LINES} lists"
     elif done:
         what = f"no round was saved yet: federated.save_every is {config.save_every}, and {done} were made"
     elif unread:

@@ -246,7 +246,7 @@ def _document(value: msgspec.Struct) -> bytes:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a file whole: whoever is killed meanwhile leaves the one before."""
+    """Write a file whole: a process that is killed meanwhile leaves the old file."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(data)
     new.replace(path)

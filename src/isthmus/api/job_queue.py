@@ -61,7 +61,7 @@ LOOK_S = 0.5
 REMIND_S = 30.0
 """How often to say that the queue cannot be written."""
 Logged = Callable[[TextIO], Observer]
-"""Writes what it is told into a job's log."""
+"""Writes each note into a job's log."""
 Opened = Callable[[], contextlib.AbstractContextManager[Observer]]
 Result = TypeVar("Result")
 
@@ -81,7 +81,7 @@ def run_queue(
             try:
                 opened = partial(_opened, state_folder, job, logged)
                 state, detail = _carried_out(job, service, queue, opened, stop, stopped)
-            except OSError as e:  # of its log: a full disk, say. The others, and whoever waits, are not to suffer
+            except OSError as e:  # of its log: a full disk, say. The other jobs go on
                 state, detail = "failed", sanitize(f"its log cannot be written: {e.strerror or e}")
             _stored(partial(queue.end, job.number, state, detail), log)
             log(f"job {job.number} ({job.name}): {state}{': ' if detail else ''}{detail}")

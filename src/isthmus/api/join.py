@@ -13,7 +13,7 @@ import msgspec
 
 from isthmus.accelerators import AUTO, accelerator_names, open_accelerator, resolve_accelerator
 from isthmus.api.states import state_folder
-from isthmus.api.states import timeout_s as read_patience
+from isthmus.api.states import timeout_s as read_timeout
 from isthmus.data import dataset_kinds
 from isthmus.data.allowed import check_kind
 from isthmus.data.callables import is_callable_name
@@ -112,7 +112,7 @@ def part_of(accelerator: str) -> str:
 def join_as(joining: JoinOptions, log: Callable[[str], None], ask: Ask) -> int:
     """Until Ctrl-C or dismissal; the exit code. `ask` is called where a ticket is needed and no file has it."""
     folder = joining.state or state_folder("device")
-    timeout_s = read_patience(joining.timeout)
+    timeout_s = read_timeout(joining.timeout)
     island = island_here(folder)
     if joining.devices:
         return _several(joining, folder, timeout_s, log, ask)

@@ -78,7 +78,7 @@ class NotebookObserver(Observer):
 
 
 def default_observer() -> Observer:
-    """In a notebook one that shows progress; elsewhere nobody is told."""
+    """In a notebook one that shows progress; elsewhere nothing is shown."""
     if "IPython" not in sys.modules:
         return Silent()
     shell: object = importlib.import_module("IPython").get_ipython()

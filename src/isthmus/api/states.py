@@ -10,13 +10,13 @@ from isthmus.units import parse_duration
 
 PORT = 7433
 """Of a coordinator."""
-LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.1, 86400.0
+LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.1, 86400.0
 
 
 def timeout_s(text: str) -> float:
     """Of --timeout. UserError for one that no socket could wait, as none or ages."""
     found = parse_duration(text, "--timeout")
-    if not LEAST_PATIENCE_S <= found <= MOST_PATIENCE_S:
+    if not LEAST_TIMEOUT_S <= found <= MOST_TIMEOUT_S:
         raise UserError(f"--timeout: got {text!r}, expected 0.1 s to 1 day")
     return found
 

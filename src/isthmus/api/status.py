@@ -34,7 +34,7 @@ class _Evaluated(msgspec.Struct, frozen=True):
 
 
 class _Round(msgspec.Struct, frozen=True):
-    """Of a line of `federated/history.py`, what is told here: the whole line is for who has imported torch."""
+    """Of a line of `federated/history.py`, the part that is shown here: reading the whole line imports torch."""
 
     evaluation: _Evaluated | None = None
 

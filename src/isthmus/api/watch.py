@@ -19,7 +19,7 @@ from isthmus.runtime.coordinator.run import run_spec
 from isthmus.trace import Span
 
 SPEED_STEPS = 16
-"""Over which speeds are averaged: what several steps did may be told at once."""
+"""Over which speeds are averaged: reports of several steps may come at once."""
 
 
 class LoadedHooks:
@@ -115,7 +115,7 @@ class Watch:
             self._observer.evaluated(item.step, mean)
 
     def rolled_back(self, step: int) -> None:
-        """What comes after this step will be told once more."""
+        """Steps after this one will be reported once more."""
         self._folder.forget_losses(step)
         self._heldout = {at: parts for at, parts in self._heldout.items() if at < step}
         self._ends_s.clear()

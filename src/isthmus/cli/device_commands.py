@@ -45,7 +45,7 @@ def join(
     ] = 0,
     address: Annotated[str, typer.Option("--address", help="How others reach it, where that is not --host.")] = "",
     relayed: Annotated[
-        bool, typer.Option("--relayed", help="Listen for nobody: other devices come by way of the coordinator.")
+        bool, typer.Option("--relayed", help="Do not listen: the coordinator relays all connections of other devices.")
     ] = False,
     shard: Annotated[
         bool, typer.Option("--shard", help="Under torchrun: each rank holds a part of a stage's weights, not all.")

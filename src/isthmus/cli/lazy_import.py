@@ -6,7 +6,7 @@ import importlib
 
 
 class LazyImport:
-    """A module that is imported when something is taken from it; type checkers are told by `TYPE_CHECKING`."""
+    """A module that is imported when something is taken from it; type checkers see it under `TYPE_CHECKING`."""
 
     def __init__(self, name: str) -> None:
         self._name = name

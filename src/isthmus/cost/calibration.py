@@ -53,7 +53,7 @@ class Warmup(NamedTuple):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """What warm-up runs tell of their devices. All in seconds and bytes."""
+    """Measurements of warm-up runs. All in seconds and bytes."""
 
     lines: Mapping[tuple[str, Work], AffineFit]
     """By device and kind of work."""

@@ -33,7 +33,7 @@ MOST_COLUMNS, MOST_NAME, MOST_DIMS = 256, 200, 16
 MOST_SAMPLE_BYTES = 1 << 32
 """Of one column's sample."""
 MOST_SAMPLES = 1 << 32
-"""Whoever shuffles keeps eight bytes for each."""
+"""A shuffled order keeps eight bytes per sample."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 

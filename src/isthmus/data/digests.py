@@ -1,7 +1,7 @@
 """SHA-256 of files' contents. Of large sets they are kept beside the files' sizes and times, and not read again.
 
 Kept in the user's cache folder. An entry counts for the same inode, size and times of change, which nobody can set
-back; what changed less than two seconds before it was read is read again, since another change may bear the same time.
+back; what changed less than two seconds before it was read is read again, since another change may have the same time.
 """
 
 from __future__ import annotations

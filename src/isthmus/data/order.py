@@ -1,6 +1,6 @@
 """The order in which samples are used: one endless stream, the same on every machine.
 
-Whoever knows (size, seed, shuffle) can name the samples at any range of the stream, so that only ranges
+The samples at any range of the stream follow from (size, seed, shuffle), so that only ranges
 (start, count) need to travel.
 """
 

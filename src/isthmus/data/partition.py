@@ -156,7 +156,7 @@ def _cut(shares: NDArray[np.float64], count: int) -> Integers:
 
 
 def _fed(owner: Integers, clients: int) -> Integers:
-    """Clients that got nothing take one sample each of whoever has most: a client without data cannot train."""
+    """Each client without samples takes one from the client that has most: a client without data cannot train."""
     counts = np.bincount(owner, minlength=clients)
     empty = np.flatnonzero(counts == 0)
     if len(empty):

@@ -42,7 +42,7 @@ def opener() -> Callable[[str | Path], BinaryIO]:
 
 
 def _open(path: str | Path, folder: str | None) -> BinaryIO:
-    # To open a pipe waits for whoever writes it, and to open a device may do anything: only files are waited for.
+    # Opening a pipe blocks until a process writes it, and opening a device may do anything: only files are opened.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if folder is not None:

@@ -72,7 +72,7 @@ class ClientTrainer:
         """Passes of which a client was trained by itself too, after it was together with others."""
         self._broadcast: Values = {}
         self._past: list[Values] = []
-        """What was told a round before, and so on."""
+        """The broadcast of the round before, and so on."""
         self.add_up_in([{}] * len(self._passes))
         self._scale = (1, 1)
         self._phase_id: PhaseId | None = None

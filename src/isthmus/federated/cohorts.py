@@ -1,4 +1,5 @@
-"""Who takes part in which round of a simulation: drawn anew for each, or, where updates may be late, whoever ends."""
+"""Who takes part in which round of a simulation: drawn for each round, or, where updates may be late, the clients that
+finish."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ FEMNIST = "femnist"
 PERSONAL_CLIENTS = 100
 """Evaluated where models are personal, and the job does not say how many."""
 OF_THIS_KIND = {"federated", "partition", "participation", "admission", "aggregation", "deployment"}
-"""Tables that a pipeline's job has not: a file with one of them and no [federated] is to be told of that."""
+"""Tables that a pipeline's job has not: a file with one of them and no [federated] is refused with this reason."""
 
 
 class FederatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -347,9 +347,9 @@ def availability(job: FederatedJob, population: int) -> Availability | None:
 
 
 def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRules:
-    """How the job's rounds go, whoever trains. UserError for rounds that could never be committed."""
+    """How the job's rounds go, in a simulation and deployed. UserError for rounds that could never be committed."""
     rules = job.participation
-    needed = population if rules.poisson else rules.needed(population)  # whoever was drawn is waited for
+    needed = population if rules.poisson else rules.needed(population)  # a round waits for all that were drawn
     if rules.minimum > (asked := _asked(job, needed, population)):
         raise UserError(f"participation.minimum: got {rules.minimum}, expected at most the {asked} clients of a round")
     return RoundRules(

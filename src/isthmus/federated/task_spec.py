@@ -1,4 +1,4 @@
-"""What a coordinator asks of a site, and what the site's owner allows: they must be of one mind before anything runs.
+"""What a coordinator asks of a site, and what the site's owner allows: both must match before anything runs.
 
 Code does not travel: the offer names an algorithm and a model, and the site loads its own if its owner's file names
 the same. The coordinator says how to train (steps, learning rate, seed), as in a simulation.

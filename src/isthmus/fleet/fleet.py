@@ -45,7 +45,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What training reaches in bf16 or fp16; 0 where it is not known: `sustained_flops_per_s` counts then too."""
     host_bytes_per_s: float = 0.0
     """Between an accelerator and the host's memory, the slower way; 0 where nothing is copied, or not known. For
-    people: copies go on beside the work."""
+    people: copies run in the background."""
     measured: tuple[Measurement, ...] = ()
     """What the speeds above come from, and what was measured beside it."""
 

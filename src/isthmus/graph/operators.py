@@ -1,4 +1,4 @@
-"""The operators of torch that a graph may call, and how they are called for a graph that a stranger may have written.
+"""The operators of torch that a graph may call, and how they are called for a graph of an untrusted author.
 
 A name on the allow-list stands for those of its overloads that compute tensors from tensors and numbers. Overloads
 that write to an argument (`out=`) or give anything but tensors are refused.

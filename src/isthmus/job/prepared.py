@@ -135,7 +135,7 @@ def _checked(prepared: Prepared) -> Prepared:
 
 
 def keep_prepared(prepared: Prepared, path: Path) -> None:
-    """For whoever goes on with a run in its middle: it finds the graphs that devices have, and captures nothing."""
+    """For a restart in the middle of a run: it reads the graphs that devices have, and captures nothing."""
     about = _About(origin=prepared.origin, samples=prepared.samples)
     write_captured(path, prepared.captured, msgspec.json.encode(about).decode())
 

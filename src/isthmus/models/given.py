@@ -19,7 +19,7 @@ _given: dict[str, nn.Module | Callable[[], nn.Module]] = {}
 
 def give_model(model: nn.Module | Callable[[], nn.Module]) -> str:
     """The name by which a job refers to the module, or to what builds one. The same for modules of one class with
-    parameters of the same names and shapes: whoever goes on with a run gives such a one again."""
+    parameters of the same names and shapes: a call that resumes the run gives an equal model again."""
     if isinstance(model, nn.Module):
         form = hashlib.sha256(repr([(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()]).encode())
         name = f"{PREFIX}{type(model).__name__}-{form.hexdigest()[:8]}"

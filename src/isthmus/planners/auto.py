@@ -48,7 +48,7 @@ MOST_PLACED = 16
 """Devices up to which `islands`, which takes a second for each number of stages, is asked too."""
 
 Score = Callable[[Plan], float]
-"""Seconds per step of a plan, from whoever knows better than the closed form: the simulator."""
+"""Seconds per step of a plan, by a better estimate than the closed form: the simulator."""
 
 
 def auto(problem: Problem, score: Score | None = None) -> Plan:

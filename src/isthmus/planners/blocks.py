@@ -29,7 +29,7 @@ class BlockItem(NamedTuple):
     uses: tuple[int, ...]
     """Blocks after `made_in` that take it, ascending."""
     held_bytes: int
-    """In the memory of whoever received it."""
+    """In the memory of the device that received it."""
     forward_bytes: int
     """On the wire: where the problem's compression depends on the plan, at least."""
     backward_bytes: int

@@ -1,4 +1,4 @@
-"""What no plan of a problem undercuts, whoever made it: the one bound that certificates state.
+"""The lower bound of all plans of a problem, by any planner: the one bound that certificates state.
 
 It ranges over any number of replicas, whatever planner made the plan, so that the same plan of the same problem has the
 same certificate. Small problems are settled by trying every plan; elsewhere it is the lesser of a bound on one replica,

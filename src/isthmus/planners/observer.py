@@ -2,8 +2,8 @@
 
 A planner is a function from a problem to a plan, its own or a third party's, and its loops lie deep. So who watches is
 held by a context variable, not passed along: loops say `looked_at`, which raises `SearchStopped` once the observer
-wants the search to end, and whoever has built a whole plan says `keep`. Where something better is known that is no
-plan yet, `salvaged` builds it on the way out. Nobody watches by default, and then nothing of this does anything: a
+wants the search to end, and a search that has built a whole plan says `keep`. Where something better is known that is
+no plan yet, `salvaged` builds it on the way out. Nobody watches by default, and then nothing of this does anything: a
 search that is not stopped makes the same plan with an observer and without. There is no clock here, and no signal.
 
 A search that is ended early keeps its plan and drops what it was about to prove: the bound is then that of the
@@ -132,7 +132,8 @@ def part(words: str) -> None:
 
 
 def stopped(candidates: int = 1) -> bool:
-    """Tells of candidates that were looked at; whether to end. Of searches that can end anywhere without raising."""
+    """Reports candidates that were looked at; returns whether to end. Of searches that can end anywhere without
+    raising."""
     watched = _now.get()
     if watched is None:
         return False

@@ -29,8 +29,8 @@ class ActivationNoise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5
     """Of (epsilon, delta) differential privacy."""
     weights: Literal["frozen", "trained"] = "frozen"
-    """Of stages that compute on raw samples: kept as they begin, so that no message tells of another sample than its
-    own; or trained, and then what they tell of samples is not covered."""
+    """Of stages that compute on raw samples: kept as they begin, so that no message depends on another sample than its
+    own; or trained, and then what they reveal of samples is not covered."""
     labels: Literal["stay", "public"] = "stay"
     """Whether labels may leave as they are."""
 

@@ -41,7 +41,7 @@ class SyncIteration(msgspec.Struct, frozen=True, kw_only=True):
     """Averaged here too, because the channel had time left that costs nothing."""
     iteration_s: float
     exposed_s: float
-    """The part of `iteration_s` in which averaging is waited for."""
+    """The part of `iteration_s` in which a worker waits for averaging."""
 
 
 class SyncWorker(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class SyncPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exposed_s(self) -> float:
-        """Seconds per period in which averaging is waited for."""
+        """Seconds per period in which a worker waits for averaging."""
         return sum(iteration.exposed_s for iteration in self.iterations)
 
     def averaged(self, step: int) -> tuple[str, ...]:

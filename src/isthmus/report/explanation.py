@@ -233,7 +233,7 @@ def _crossings(problem: Problem, placed: Placement, replica: Replica) -> Iterato
         )
     for p in replica.shared:
         users = ", ".join(names[user] for user in p.users)
-        yield f"{names[p.owner]} lends {p.name} ({format_size(p.size_bytes)}) to {users}, once per step"
+        yield f"{names[p.owner]} sends its parameter {p.name} ({format_size(p.size_bytes)}) to {users}, once per step"
 
 
 def _left_out(problem: Problem, plan: Plan) -> Iterator[str]:

@@ -12,7 +12,7 @@ def is_watched(console: Console) -> bool:
 
 
 def still_live(console: Console) -> Live | None:
-    """A view that changes when it is told, without a thread of its own and without taking over standard error, for
+    """A view that changes when it is updated, without a thread of its own and without taking over standard error, for
     processes are forked while it is shown; None where nothing stays in place."""
     if not is_watched(console):
         return None

@@ -65,7 +65,7 @@ class SyncedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncChoices:
-    """What the modes can be told; each looks at its own."""
+    """Options of the modes; each reads its own."""
 
     bucket_bytes: int = 1 << 20
     """`every-step`."""

@@ -1,4 +1,4 @@
-"""Who is told when a layer's gradients are there, and when all are."""
+"""Callbacks for when a layer's gradients are there, and when all are."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
 
 Averages are launched in the plan's order on every worker, whatever order gradients come in. Nothing is copied: the
 parameters of a layer are not read again in this step once its gradients are complete, so they are averaged in place.
-What is still on the way at the step's end is waited for there, or, with `forward_overlap`, where the next forward needs
-it (`barriers`).
+At the step's end a worker waits for averages that are still under way, or, with `forward_overlap`, where the next
+forward needs it (`barriers`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sky Computing's layer allocation: the abstract problem, one algorithm per file.
 
-The planners made of them are in `on_fleet`; they bear the names of modules here, so they are not imported here.
+The planners made of them are in `on_fleet`; they have the names of modules here, so they are not imported here.
 """
 
 from isthmus.planners.allocation.certified import certified_layers

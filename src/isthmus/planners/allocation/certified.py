@@ -155,9 +155,9 @@ def _best_simple(problem: LayerProblem) -> Allocation:
 
 def _nothing_fits(problem: LayerProblem, *, proven: bool) -> FleetTooSmall:
     ends = problem.memory_end_table.max(axis=0)
-    homeless = np.flatnonzero(ends <= np.arange(problem.layers))
-    if len(homeless):
-        layer = int(homeless[0])
+    unassigned = np.flatnonzero(ends <= np.arange(problem.layers))
+    if len(unassigned):
+        layer = int(unassigned[0])
         return too_small(problem, int(problem.device_memory_bytes.argmax()), layer, layer + 1)
     short = float(problem.memory_before[-1] - problem.device_memory_bytes.sum())
     reason = f"{math.ceil(short)} bytes short in all" if short > 0 else "whole layers do not go into what they have"

@@ -7,7 +7,7 @@ order of the devices is free and a device may stay empty, as in the paper.
 
     minimise T    sum_d (S_dj - E_dj) = 1    E_dj <= S_dj    S, E rise with j
     s_d sum_j lf_j (S_dj - E_dj) + ct_d S_dL + received <= T          (overlapping: each of the two alone)
-    S_dj <= E_d,reach(j)      whoever started by j has ended where its memory, or the time that is to be beaten, is full
+    S_dj <= E_d,reach(j)      a device that starts by j ends where its memory, or the time to beat, is full
 
 scipy cannot hand HiGHS a known allocation to start from, so the best simple one enters as that time to be beaten.
 """

@@ -19,8 +19,8 @@ def parrot(problem: CohortProblem) -> CohortSchedule:
 def longest_first(problem: CohortProblem) -> Integers:
     """(clients,) the executor that Algorithm 3 gives each client; O(clients x executors).
 
-    Eq. 4 with its ties broken is plainly the executor that would finish first: whoever gives the smallest maximum has
-    either the smallest finishing time, or ties with the executor that has it.
+    Eq. 4 with its ties broken is plainly the executor that would finish first: the executor with the smallest maximum
+    has either the smallest finishing time, or ties with the executor that has it.
     """
     executor_of = np.empty(problem.clients, dtype=np.int64)
     load_s = np.zeros(problem.executors)

@@ -1,6 +1,6 @@
 """DT-FM's placement as planners: equal stages, equal replicas, every device in one of them.
 
-DT-FM is told how many stages and replicas there are; here every factorisation of the number of devices is tried, with
+In DT-FM the numbers of stages and replicas are given; here every factorisation of the number of devices is tried, with
 the model cut into stages of about equal FLOPs, and the plan whose closed form is best is kept. What the paper assumes
 stays: devices count as equal, whatever their speed, and each has the same share of the batch.
 """

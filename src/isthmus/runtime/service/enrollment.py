@@ -164,7 +164,7 @@ def fetch_authority(connection: socket.socket, ticket: Ticket, timeout_s: float)
     finally:
         secured.close()
     if hashlib.sha256(der).digest() != ticket.fingerprint:
-        raise PeerError("who answers there is of another fleet than the ticket")
+        raise PeerError("the coordinator at this address is of another fleet than the ticket")
     return der
 
 

@@ -80,7 +80,7 @@ class PeerDialer(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 return self._secured(self._relayed(route), route), True
             except PeerError as f:
-                raise type(f)(f"{e}; by way of the coordinator: {f}") from None
+                raise type(f)(f"{e}; relayed by the coordinator: {f}") from None
         return self._secured(near, route), False
 
     def _direct(self, route: PeerRoute) -> socket.socket:
