@@ -33,8 +33,8 @@ def test_a_short_search_says_nothing() -> None:
 
 def test_a_long_one_says_a_line_now_and_then() -> None:
     assert lines(16.0) == [
-        "planning: auto, 4 micro-batches, one pipeline, 5,000 looked at, no plan yet, 5 s",
-        "planning: auto, 4 micro-batches, one pipeline, 15,000 looked at, best step so far 250 ms, 15 s",
+        "planning: 5,000 plans tried, no plan yet, 5 s (auto, 4 micro-batches, one pipeline)",
+        "planning: 15,000 plans tried, best step so far 250 ms, 15 s (auto, 4 micro-batches, one pipeline)",
     ]
 
 

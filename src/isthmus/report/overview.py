@@ -3,7 +3,7 @@ printed here: the caller has the console."""
 
 from __future__ import annotations
 
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from isthmus.fleet import Fleet
@@ -14,40 +14,57 @@ from isthmus.report.summary import PlanSummary, StageSummary, plan_summary
 from isthmus.report.tables import new_table, noted, stage_number, titled
 from isthmus.units import format_duration, format_size
 
+COLUMNS = ("stage", "device", "layers", "weights", "compute", "memory", "sends")
+WIDE = 120
+"""In a narrower window, weights, memory and the sizes of messages are left out: `isthmus plan --explain` has them."""
 LEFT_OUT = " is left out"
 """What planners say of a device that a plan does not use."""
 
 
 def plan_overview(plan: Plan, fleet: Fleet, graph: OpGraph | None = None) -> RenderableType:
     """One row per stage and a few lines; `plan_table` has the rest. With its `graph`, operators are shown by module.
+    A window of fewer than `WIDE` columns gets fewer of the table's, so that no cell is broken.
 
     UserError when the plan names a device that is not in the fleet.
     """
-    summary = plan_summary(plan, fleet)
     modules = {op.name: op.module for op in graph.ops if op.module} if graph else {}
-    table = new_table(("stage", "device", "layers", "weights", "compute", "memory", "sends"), ("weights", "compute"))
-    for number, stage in enumerate(summary.stages):
-        if number > 0 and stage.replica != summary.stages[number - 1].replica:
-            table.add_section()
-        table.add_row(*_cells(stage, stage_number(number, summary), modules))
-    counts = f"{plan.micro_batches} micro-batches of {plan.micro_batch_size}"
-    return titled(f"Plan for {plan.model} on fleet {plan.fleet}: {counts}", table, "\n".join(_lines(summary)))
+    return _Overview(plan_summary(plan, fleet), f"Plan for {plan.model} on fleet {plan.fleet}", modules)
 
 
-def _cells(stage: StageSummary, number: str, modules: dict[str, str]) -> tuple[Text, ...]:
-    first, last = (modules.get(op, op) for op in (stage.first_op, stage.last_op))
-    sends = "\n".join(
-        f"{format_size(sent.size_bytes)} to {sent.target}, {format_duration(sent.duration_s)}" for sent in stage.sends
-    )
-    return (
-        Text(number),
-        Text(f"{stage.device} ({stage.region})"),
-        Text(first if first == last else f"{first} .. {last}"),
-        Text(format_size(stage.parameter_bytes)),
-        Text(format_duration(stage.forward_s + stage.backward_s)),
-        Text(f"{format_size(stage.memory_bytes)} of {format_size(stage.memory_available_bytes)}"),
-        Text(sends or "-"),
-    )
+class _Overview:
+    def __init__(self, summary: PlanSummary, title: str, modules: dict[str, str]) -> None:
+        self._summary, self._title, self._modules = summary, title, modules
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        summary, wide = self._summary, options.max_width >= WIDE
+        left_out = set[str]() if wide else {"weights", "memory"}
+        table = new_table((name for name in COLUMNS if name not in left_out), ("weights", "compute"))
+        for column in table.columns:  # a narrow window shortens layers, and breaks no cell
+            column.no_wrap = str(column.header) != "layers"
+        for number, stage in enumerate(summary.stages):
+            if number > 0 and stage.replica != summary.stages[number - 1].replica:
+                table.add_section()
+            cells = self._cells(stage, stage_number(number, summary), sizes=wide)
+            table.add_row(*(cell for name, cell in zip(COLUMNS, cells, strict=True) if name not in left_out))
+        counts = f"{summary.micro_batches} micro-batches of {summary.micro_batch_size}"
+        yield titled(f"{self._title}: {counts}", table, "\n".join(_lines(summary)))
+
+    def _cells(self, stage: StageSummary, number: str, *, sizes: bool) -> tuple[Text, ...]:
+        first, last = (self._modules.get(op, op) for op in (stage.first_op, stage.last_op))
+        sends = "\n".join(
+            (f"{format_size(sent.size_bytes)} " if sizes else "")
+            + f"to {sent.target}, {format_duration(sent.duration_s)}"
+            for sent in stage.sends
+        )
+        return (
+            Text(number),
+            Text(f"{stage.device} ({stage.region})"),
+            Text(first if first == last else f"{first} .. {last}", no_wrap=True, overflow="ellipsis"),
+            Text(format_size(stage.parameter_bytes)),
+            Text(format_duration(stage.forward_s + stage.backward_s)),
+            Text(f"{format_size(stage.memory_bytes)} of {format_size(stage.memory_available_bytes)}"),
+            Text(sends or "-"),
+        )
 
 
 def _lines(plan: PlanSummary) -> list[str]:

@@ -78,13 +78,13 @@ class PlanningProgress:
         best = "no plan yet" if self._best_s is None else f"best step so far {format_duration(self._best_s)}"
         what = [part for part in (self._planner, self._part) if part]
         took = format_duration(now_s - self._began_s)
-        facts = [f"planning: {', '.join(what)}", f"{self._candidates:,} looked at", best, took]
-        if self._ending:
-            facts.append("ending")
-        text = Text(sanitize(", ".join(facts)))
+        facts = [f"planning: {self._candidates:,} plans tried", best, took, *(["ending"] if self._ending else [])]
+        details = f" ({sanitize(', '.join(what))})"
+        text = Text(", ".join(facts), no_wrap=True, overflow="ellipsis")
         if self._live is None:
-            self._console.print(text, soft_wrap=True, highlight=False)
+            self._console.print(text.append(details), soft_wrap=True, highlight=False)
             return
         self._live.start()  # nothing is shown of a search that ends sooner
-        text.append("; Ctrl-C ends it", "dim")
+        text.append("; Ctrl-C takes the best so far" if self._best_s is not None else "; Ctrl-C ends it", "dim")
+        text.append(details, "dim")  # last: a narrow window cuts it
         self._live.update(text, refresh=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 import rich.progress
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from isthmus.plans import Plan
@@ -19,7 +17,9 @@ from isthmus.report.live import is_watched
 from isthmus.sanitize import sanitize
 from isthmus.units import format_duration, format_size
 
-MOST_ROWS = 8
+MOST_DEVICES, MOST_LINKS = 8, 4
+LEAST_SHARE = 0.01
+"""Of the busiest link: a link that carries less carries only short messages, and is not shown."""
 PLAIN_EVERY_S = 5.0
 PLAIN_SHARE = 0.1
 
@@ -105,24 +105,22 @@ class Progress:
 
 
 class _View:
-    """The live view: a bar of steps, then devices with how busy they are beside links with what they carry."""
+    """The live view: a bar of steps, then a line each for losses and speed, busy devices, and busy links."""
 
     def __init__(self, console: Console, plan: Plan) -> None:
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             rich.progress.BarColumn(bar_width=None),
             rich.progress.TextColumn("{task.percentage:.0f} %"),
-            rich.progress.TimeElapsedColumn(),
-            rich.progress.TextColumn("left"),
             rich.progress.TimeRemainingColumn(),
+            rich.progress.TextColumn("left"),
             console=console,
             expand=True,
         )
         self._task: rich.progress.TaskID | None = None
-        self._heading = Text(f"{plan.model} on {plan.fleet}, {sum(len(r.stages) for r in plan.replicas)} stages")
-        self._step_s = plan.predicted.step_s
+        heading = f"{plan.model} on {plan.fleet}, {sum(len(r.stages) for r in plan.replicas)} stages"
         self._held_out = ""
-        waiting = Group(self._heading, Text("waiting for the first step"))
+        waiting = Text(f"{heading}: waiting for the first step")
         # Standard output is data, and stays where the caller sent it.
         self._live = Live(waiting, console=console, refresh_per_second=4, redirect_stdout=False)
 
@@ -144,34 +142,39 @@ class _View:
         if self._task is None:
             self._task = self._bar.add_task("steps", total=steps)
         self._bar.update(self._task, completed=step, total=steps)
-        facts = [f"loss {loss}", self._held_out, speed, f"predicted step {format_duration(self._step_s)}"]
-        columns = Table.grid(padding=(0, 4))
-        columns.add_row(_busy_grid(busy), _link_grid(link_bytes))
-        self._live.update(Group(self._heading, self._bar, Text(", ".join(fact for fact in facts if fact)), columns))
+        facts = ", ".join(fact for fact in (f"loss {loss}", self._held_out, speed) if fact)
+        lines = [
+            Text(line, no_wrap=True, overflow="ellipsis")
+            for line in (facts, _busy_text(busy), _links_text(link_bytes))
+            if line
+        ]
+        self._live.update(Group(self._bar, *lines))
 
     def validation(self, step: int, loss: float) -> None:
         self._held_out = f"held out {_loss(loss)} (step {step})"
 
 
-def _busy_grid(busy: Mapping[str, float]) -> Table:
-    grid = Table.grid(padding=(0, 1))
-    for device, share in list(busy.items())[:MOST_ROWS]:
-        grid.add_row(Text(device), ProgressBar(total=1.0, completed=share, width=20), Text(f"{share:4.0%} busy"))
-    if len(busy) > MOST_ROWS:
-        grid.add_row(Text(f"and {len(busy) - MOST_ROWS} more", "dim"))
-    return grid
+def _busy_text(busy: Mapping[str, float]) -> str:
+    """The busiest devices first."""
+    ranked = sorted(busy.items(), key=lambda entry: -entry[1])
+    shown = [f"{device} {share:.0%}" for device, share in ranked[:MOST_DEVICES]]
+    return f"busy: {_listed(shown, len(ranked))}" if shown else ""
 
 
-def _link_grid(link_bytes: Mapping[tuple[str, str], int]) -> Table:
-    """The links that carry most."""
-    grid = Table.grid(padding=(0, 1))
-    ranked = sorted(link_bytes.items(), key=lambda entry: -entry[1])
-    for (source, target), size in ranked[:MOST_ROWS]:
-        grid.add_row(Text(f"{source} to {target}"), Text(f"{format_size(size)} per step", justify="right"))
-    if len(ranked) > MOST_ROWS:
-        rest = sum(size for _, size in ranked[MOST_ROWS:])
-        grid.add_row(Text(f"and {len(ranked) - MOST_ROWS} more", "dim"), Text(f"{format_size(rest)} per step"))
-    return grid
+def _links_text(link_bytes: Mapping[tuple[str, str], int]) -> str:
+    """The links that carry most, both directions together."""
+    carried: dict[tuple[str, str], int] = {}
+    for (source, target), size in link_bytes.items():
+        ends = (min(source, target), max(source, target))
+        carried[ends] = carried.get(ends, 0) + size
+    ranked = sorted(carried.items(), key=lambda entry: -entry[1])
+    used = [entry for entry in ranked if entry[1] >= LEAST_SHARE * ranked[0][1]]
+    shown = [f"{first} <-> {second} {format_size(size)}" for (first, second), size in used[:MOST_LINKS]]
+    return f"sent per step: {_listed(shown, len(used))}" if shown else ""
+
+
+def _listed(shown: Sequence[str], count: int) -> str:
+    return ", ".join([*shown, *([f"and {count - len(shown)} more"] if count > len(shown) else [])])
 
 
 def _speed(tokens_per_s: float | None, samples_per_s: float | None) -> str:
