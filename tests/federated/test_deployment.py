@@ -256,8 +256,8 @@ def test_late_updates_count_once_and_for_less(tmp_path: Path, monkeypatch: pytes
 
 def test_a_site_that_is_too_late_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, said = served(tmp_path, monkeypatch, "quorum = 0.5", {"a": 0.01, "b": 0.5}, rounds=2)
-    ended = "round 1 ended without its update, which counts nowhere if it comes"
-    assert f"site b: {ended}; rounds go on without it until it is in time" in said
+    ended = "round 1 ended without its update, which is ignored if it comes"
+    assert f"site b: {ended}; rounds do not wait for this site until it is in time again" in said
 
 
 def newest_round(run: Path) -> int:

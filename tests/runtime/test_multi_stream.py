@@ -16,7 +16,7 @@ from isthmus.errors import PeerError
 from isthmus.fleet import Link
 from isthmus.runtime.messages.relay import StreamHello
 from isthmus.runtime.transport.channel import SocketChannel
-from isthmus.runtime.transport.multi_stream import BLOCK_BYTES, MOST_STRANDS, MultiStream, StreamAssembler, streams_for
+from isthmus.runtime.transport.multi_stream import BLOCK_BYTES, MOST_STREAMS, MultiStream, StreamAssembler, streams_for
 from isthmus.training.layout import pack
 
 from .channel_cases import parcel
@@ -47,7 +47,7 @@ def _read(stream_group: MultiStream, size: int) -> bytes:
     return bytes(found)
 
 
-@given(st.integers(1, MOST_STRANDS), st.lists(SIZES, max_size=3))
+@given(st.integers(1, MOST_STREAMS), st.lists(SIZES, max_size=3))
 def test_bytes_come_in_order(count: int, messages: list[list[int]]) -> None:
     data = [[bytes([17 * i + j + 1]) * size for j, size in enumerate(sizes)] for i, sizes in enumerate(messages)]
     whole = b"".join(b"".join(pieces) for pieces in data)
@@ -94,7 +94,7 @@ def test_strands_are_put_together_by_name() -> None:
     SocketChannel(MultiStream([pairs[1][0], pairs[2][0]]), "x", 5.0).send(parcel(3))
     received = found[2].receive(idle_s=5)
     assert received is not None and received[0] == parcel(3)
-    for number, of in ((1, 2), (2, 2), (-1, 2), (0, 1), (0, MOST_STRANDS + 1)):
+    for number, of in ((1, 2), (2, 2), (-1, 2), (0, 1), (0, MOST_STREAMS + 1)):
         with pytest.raises(PeerError, match="stream"):
             assembler.add(channels[3], StreamHello(run="r", stream_group="one", number=number, of=of))
     for a, b in pairs:
@@ -106,4 +106,4 @@ def test_as_many_streams_as_the_link_has_room_for() -> None:
     assert streams_for(Link(0.0002, 1.25e9)) == 1  # 10 Gbit/s in one room
     assert streams_for(Link(0.05, 2.5e6)) == 1  # 20 Mbit/s over an ocean
     assert streams_for(Link(0.1, 1.25e8)) == 6  # 1 Gbit/s at 100 ms: 25 MB on the way
-    assert streams_for(Link(0.2, 1.25e9)) == MOST_STRANDS
+    assert streams_for(Link(0.2, 1.25e9)) == MOST_STREAMS

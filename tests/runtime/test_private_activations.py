@@ -281,7 +281,7 @@ def test_labels_of_a_holder_alone_stay_where_it_runs_both_ends() -> None:
         (
             with_noise(job_of("gpt", {"sequence_length": 16, "width": 16, "layers": 1, "heads": 2}, TEXT), PUBLIC),
             "add",
-            r"labels 'labels' are of the kind of 'input_ids', as next tokens are",
+            r"labels 'labels' have the shape and type of 'input_ids', as next tokens have",
         ),
         (with_noise(job_of("cnn", {"batch_norm": True}, DIGITS), PUBLIC), "relu", r"batch_norm.default"),
     ],

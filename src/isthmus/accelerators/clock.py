@@ -8,7 +8,7 @@ import time
 from isthmus.accelerators.accelerator import Accelerator, DeviceEvent
 
 ANCHOR_S = 30.0
-"""An anchor is used for so long: the two clocks drift, and seconds between far events are told in few digits."""
+"""How long an anchor is used. The two clocks drift, and the time between two distant events has few digits."""
 TRIES = 3
 
 

@@ -6,7 +6,7 @@
                            r      r
     down      ─────────────┤ 1 ├──┤ 2 ├────────►  r: waits for the event behind the tasklet; packs, then copies
 
-A way is a stream. Its copies go through host buffers that are used again, and only whoever needs the bytes on the host
+A way is a stream. Its copies go through host buffers that are used again. Only code that needs the bytes on the host
 waits for the event behind them. The CPU has no ways: nothing is copied there.
 """
 
@@ -199,7 +199,7 @@ class CopyStream:
             self.accelerator.wait(self._last)
 
     def tell(self) -> None:
-        """Tell of the trips that are over."""
+        """Report the copies that are complete."""
         if self._clock is None:
             return
         with self._telling:

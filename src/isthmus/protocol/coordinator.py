@@ -8,8 +8,8 @@
 It leases items ahead of the slowest device, so that no device waits for it, and commits a checkpoint once every
 device has reported its part.
 
-A lost device is fenced: a new plan epoch begins, and whatever is of an older one is dropped, from whomever. Those
-left stop, say what they hold (`recovery`), get a plan made for them, and go on from the latest step whose state is
+A lost device is fenced: a new plan epoch begins, and messages of older epochs are dropped. The remaining devices
+stop, report what they hold (`recovery`), get a new plan, and go on from the latest step whose state is
 whole, in memory or in the last checkpoint. A plan that is changed for a better one, for one who leaves or for one who
 came goes the same way, but that all finish what is leased first: then nothing is lost. What a joining device needs it
 gets

@@ -61,7 +61,7 @@ class RateChange(NamedTuple):
 
 
 FAR = 2.0
-"""A log line reports a rate again when it is so many times more or less than what they were told last."""
+"""A log line reports a rate again when it differs from the last reported rate by this factor."""
 
 
 def apart(rate: float, other: float) -> bool:
@@ -69,7 +69,7 @@ def apart(rate: float, other: float) -> bool:
 
 
 class DriftReport:
-    """What is shown of rates that are believed anew: rates that swing a little are told once."""
+    """Which new rates to report. A rate that changes little is reported once."""
 
     def __init__(self) -> None:
         self._reported: dict[Key, float] = {}

@@ -1,11 +1,11 @@
 """Asynchronous rounds, played ahead: who is at work, when each one ends, and so which updates make which round.
 
 FedBuff (Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, 2022, Alg. 1): so many clients are at
-work at any time, each from the model as it was when it began; the next K that end make a round; whoever ends is
+work at any time, each from the model as it was when it began. The next K that end make a round. A client that ends is
 replaced at once. How long a client takes is drawn from a half-normal distribution, as in the paper's experiments, times
-its samples. Who is how late is therefore a function of the seed, and a run gives the same bits wherever its clients are
-trained. (Rejected: let the executors' own times decide. No run could be repeated, and a few executors are never as many
-as the clients that are at work.)
+its samples. Each client's delay is therefore a function of the seed, and a run gives the same bits wherever its clients
+are trained. (Rejected: let the executors' own times decide. No run could be repeated, and a few executors are never as
+many as the clients that are at work.)
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Buffer:
             dropped = self._rules.dropout > 0 and self._draws.random() < self._rules.dropout
             if not dropped and round_ - began <= self._rules.staleness:
                 done[client] = round_ - began
-            if len(done) < self.size:  # else whoever comes next begins with the round's new model
+            if len(done) < self.size:  # else the next client begins with the round's new model
                 self._fill(round_, done, among, sums)
         return dict(sorted(done.items()))
 

@@ -56,8 +56,8 @@ from isthmus.protocol.work_stealing import assign_idle, assign_returned, forget_
 
 Integers = NDArray[np.int64]
 STEALING_PAYS_S = 0.01
-"""In a phase that is expected to be over sooner, nobody steals: to ask for clients and to be told that there are none
-is two round trips more, of a millisecond each on busy cores."""
+"""No executor steals in a phase that is expected to end sooner. Asking in vain costs two round trips, of a millisecond
+each on busy cores."""
 
 
 class Waiting(NamedTuple):
@@ -80,8 +80,8 @@ class FederatedStatistics(msgspec.Struct, frozen=True):
 class FederatedCoordinator:
     """The machine. It keeps which is each client's state: a number, 4 bytes a client, part of what a commit saves.
 
-    Whoever trains a client tells the state's number, and is told it when the client is to go on: what the numbers mean
-    is for those who keep the states.
+    An executor that trains a client reports the state's number, and receives it when the client is trained again. Only
+    the executors, which keep the states, know what a number means.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class PhaseId(msgspec.Struct, frozen=True, order=True):
 
 
 class ClientTask(msgspec.Struct, frozen=True, array_like=True, gc=False):  # a million of them are looked at in vain
-    """A client to be trained. `state` says which of its states to go on from, as whoever kept it numbered it."""
+    """A client to be trained. `state` is the number of the state to go on from, given by the executor that keeps it."""
 
     client: int
     samples: int

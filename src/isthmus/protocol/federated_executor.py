@@ -42,7 +42,7 @@ from isthmus.protocol.federated_events import (
 )
 
 AHEAD = 16
-"""Tasks that are told to be coming: to read the states of so many at once takes as long as to read a few."""
+"""How many tasks are announced in advance. Reading this many states at once takes as long as reading a few."""
 
 
 class ExecutorStatistics(msgspec.Struct, frozen=True):
@@ -92,7 +92,7 @@ class ExecutorMachine:
             self._stale += 1
             if isinstance(event, TasksTrained) and event.phase in self._dropped:
                 self._dropped.remove(event.phase)
-                return [ReportDrained(event.phase)]  # until then this executor is waited for in no other turn
+                return [ReportDrained(event.phase)]  # before this, no other phase waits for this executor
             return [ReportReturned(event.phase, ())] if isinstance(event, TasksRecalled) else []
         match event:
             case TasksGranted(tasks=tasks, holds=holds):

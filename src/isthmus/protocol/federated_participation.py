@@ -40,7 +40,8 @@ class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     minimum: Annotated[int, Meta(ge=1)] = 1
     """Fewer clients than this never make a round."""
     deadline: str = "600 s"
-    """After this a round closes with whoever is in, or is tried again if that is fewer than `minimum`."""
+    """After this time a round closes with the updates received so far, or is tried again if they are fewer than
+    `minimum`."""
     attempts: Annotated[int, Meta(ge=1)] = 3
     """How often a round that fails is tried again before the run ends."""
     staleness: Annotated[int, Meta(ge=0)] = 0

@@ -27,7 +27,7 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
     needed: int = 1
     """Clients that a round wants; more may be asked (over-selection)."""
     poisson: bool = False
-    """Whoever was drawn is wanted: `needed` is the population then."""
+    """Each client is drawn independently, and every drawn client is needed. `needed` is the population then."""
     quorum: float = 1.0
     minimum: int = 1
     deadline_s: float = 600.0
@@ -39,11 +39,11 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
     single: bool = False
     """One client at a time, its result back at once (the FA scheme)."""
     staleness: int = 0
-    """Rounds that an update may be late and count still, for less (FedBuff); 0: late ones count nowhere."""
+    """Rounds that an update may be late; it then has a smaller weight (FedBuff). 0: late updates are ignored."""
     at_work: int = 0
     """Of a simulation with late updates: clients at work at any time, of whom a round is the next `needed` that end."""
     gathering: ExecutorChurn | None = None
-    """None: a run begins when all are here, and whoever is lost stays lost."""
+    """None: a run begins when all executors are connected, and a lost executor stays lost."""
 
     def enough(self, needed: int) -> int:
         """Clients that close a round of which `needed` are wanted, before the last of them is in."""

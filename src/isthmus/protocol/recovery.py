@@ -36,7 +36,7 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True):
     keep_every: int = 0
     """Steps between snapshots in memory, at least; 0 for none."""
     number: int = 0
-    """Of the plan, as whoever made it counts."""
+    """The plan's number, given by its planner."""
     period: int = 1
     """Steps after which replicas are equal: snapshots and changes of plan wait for it."""
     repeats: bool = False
@@ -87,8 +87,8 @@ def recovery_step(parts: Set[str], held: Held, lineage: Lineage) -> int | None:
 
 
 def state_donors(needs: Mapping[str, Set[str]], holds: Mapping[str, Set[str]]) -> dict[str, frozenset[str]]:
-    """By device, what it gives for others to have what they need and do not hold. Each part is asked for once, of
-    whoever holds it and gives least so far."""
+    """By device, the parts that it sends to devices that need them and do not hold them. Each part is sent once, by the
+    holder that sends the fewest parts so far."""
     missing = sorted({part for device, wanted in needs.items() for part in wanted - holds.get(device, frozenset())})
     given: Counter[str] = Counter()
     found: dict[str, set[str]] = {}

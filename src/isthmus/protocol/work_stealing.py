@@ -35,7 +35,7 @@ def assign_idle(opened: OpenPhase, scheduler: ClientScheduler, *, holds: bool) -
 def assign_returned(
     tasks: tuple[ClientTask, ...], thief: str | None, opened: OpenPhase, scheduler: ClientScheduler, *, holds: bool
 ) -> list[Notify]:
-    """What a victim gave back goes to whoever it was asked for, if that one is idle still."""
+    """The clients that a victim gave back go to the thief, if the thief is still idle."""
     out: list[Notify] = []
     if tasks and thief is not None and thief in opened.idle:
         opened.stolen += len(tasks)
@@ -47,16 +47,17 @@ def assign_returned(
 
 def forget_executor(executor: str, opened: OpenPhase) -> list[ClientTask]:
     """The clients that a lost executor held."""
-    opened.recalls.pop(executor, None)  # whoever it was asked for is idle still
+    opened.recalls.pop(executor, None)  # the thief is still idle
     for victim in [v for v, thief in opened.recalls.items() if thief == executor]:
-        opened.recalls[victim] = ""  # what it gives back will be spare
+        opened.recalls[victim] = ""  # the clients that it gives back are unassigned
     return opened.lose(executor)
 
 
 def reassign(
     tasks: Sequence[ClientTask], names: Sequence[str], opened: OpenPhase, scheduler: ClientScheduler, *, holds: bool
 ) -> list[Notify]:
-    """Clients of a lost executor, each to whom it ends soonest with. Whoever has sent its sums sends more."""
+    """Assign each client of a lost executor to the executor that finishes it first. An executor that has already sent
+    its sums sends sums again."""
     load_s = {name: opened.load_s(name) for name in names}
     given: dict[str, list[ClientTask]] = {}
     for task in sorted(tasks, key=lambda t: -t.samples):

@@ -6,7 +6,7 @@ do), and not by C, as where a sample is added or left out. Against that sensitiv
 release is mu-Gaussian differentially private with mu = 2 / m (Dong, Roth and Su 2022, Theorem 1). Releases, under
 different multipliers too, compose to the square root of the sum of their mu^2 (Corollary 2 there), exactly.
 
-Nothing is claimed for samples being drawn at random: whoever receives a message knows whose it is.
+There is no amplification by sampling: the receiver of a message knows which sample it is of.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     non_finite: OnNonFinite = "stop"
     """With `skip` a loss that is not finite has gradients of NaN: every stage and replica that they reach knows it."""
     kernels: Kernels = Kernels()
-    """Of the process: whoever makes an engine sees to it."""
+    """Set for the whole process, by the code that makes the engine."""
     loss_scaling: LossScaling | None = None
     """Gradients are computed larger than they are, as float16 needs it; steps that are not finite are left out."""
 
@@ -98,7 +98,8 @@ class Engine(Protocol):
         ...
 
     def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add to the summed gradients of owned parameters (op names): those of borrowers, or of all replicas."""
+        """Add to the summed gradients of owned parameters (op names): from the users of tied weights, or from all
+        replicas."""
         ...
 
     def take_gradients(self, names: Sequence[str]) -> dict[str, Tensor | None]:

@@ -8,8 +8,8 @@ the program sees. It hands out the shares of what arrives, puts together what le
               update            ── values ─►             parameters as computing takes them
 
 Reduce and broadcast move the bytes of an all-reduce; so the optimizer, clipping and averaging between replicas are
-rank 0's alone, and the others hold no state. (Rejected: an update on each rank, which all that changes parameters
-would have to be told.) Where a stage is too large for one rank, each owns its part of all of that: `sharded_island`.
+rank 0's alone, and the others hold no state. (Rejected: an update on each rank. All code that changes parameters would
+have to run on every rank.) Where a stage is too large for one rank, each rank owns a part of it: `sharded_island`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gaussian noise that nobody else can draw again.
 
-Torch's generator takes 32 bits of a seed, and numpy's tell their state to whoever knows enough of their output: noise
-of either could be found, and taken off again. This is ChaCha20's key stream under a key of 256 bits from the system, as
-numbers by Box and Muller (1958).
+Torch's generator uses 32 bits of a seed, and the state of numpy's generators follows from enough of their output. An
+attacker could compute the noise of either, and subtract it. This module uses ChaCha20's key stream under a key of 256
+bits from the system, as Gaussian numbers by Box and Muller (1958).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A stage whose parameters are shared out over ranks, as FSDP2 does it (ZeRO, stage 3).
 
 Each rank keeps its part of every parameter that the stage owns: master weights, gradient, optimizer state. A parameter
-is put together where an operator needs it, in the type that it computes in, and let go of after the last that does;
-what autograd would save of it is put together again in the backward. Its gradient is summed over the ranks in
-`gradient_dtype` and each keeps its part. (torch's `fully_shard` does this to modules: here are operators.)
+is gathered where an operator needs it, in the type that the operator computes in, and freed after the last use.
+Autograd saves none of it: the backward pass gathers it again. Its gradient is summed over the ranks in
+`gradient_dtype`, and each rank keeps its part. (torch's `fully_shard` does this to modules. This does it to operators.)
 
     forward    part ── all-gather ──► parameter ─► operators ─► let go
     backward   part ── all-gather ──► parameter ─► its gradient ── reduce-scatter ──► part of the sum

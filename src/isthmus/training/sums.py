@@ -32,7 +32,7 @@ class GroupBuffer(Protocol):
         ...
 
     def take(self) -> float:
-        """Hand the sums to the engine; returns the count of all replicas, 0 where none is told."""
+        """Hand the sums to the engine. Returns the count of all replicas, 0 if none was received."""
         ...
 
     def state(self) -> dict[str, Tensor]:

@@ -71,7 +71,8 @@ class _Up(_Deferred):
 
 
 class _Down(_Deferred):
-    """`memory` holds the values of when it was queued: whoever writes there later without an order is found there."""
+    """`memory` keeps the values that it had when the copy was queued. A later write without an order shows as a
+    difference."""
 
     def __init__(self, point: Point, buffer: Tensor, memory: Tensor, used: tuple[DeviceAllocation, ...]) -> None:
         super().__init__(point, buffer, memory.to(buffer.dtype, copy=True), used)

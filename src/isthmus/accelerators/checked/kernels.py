@@ -293,8 +293,8 @@ def _item(tensor: Tensor) -> object:
 
 
 def _conj(tensor: Tensor) -> Tensor:
-    """At once. Torch marks a view as conjugated and leaves the work to whoever reads it: what knows of this mark are
-    kernels in C++, which crash over tensors of a device that is written in Python."""
+    """Conjugates at once. Torch only marks a view as conjugated and leaves the work to the kernels that read it. Those
+    kernels are in C++, and crash over tensors of a device that is written in Python."""
     return _aten.conj_physical.default(tensor)
 
 

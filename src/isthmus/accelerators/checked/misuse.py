@@ -6,7 +6,8 @@ from isthmus.errors import InternalError
 
 
 class Misuse(InternalError):
-    """A mistake that hardware would show as wrong numbers, now and then. Kept in `FOUND`, whoever catches it."""
+    """A mistake that would give wrong numbers on hardware, but not every time. `FOUND` keeps it, even if a caller
+    catches it."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)

@@ -32,7 +32,7 @@ def allocation_of(tensor: Tensor) -> DeviceAllocation:
 
 
 def host_buffer_of(tensor: Tensor) -> DeviceAllocation | None:
-    """The buffer that holds it, whoever made the tensor of the buffer's memory; None for other memory."""
+    """The host buffer whose memory the tensor uses; None for other memory."""
     address = tensor.data_ptr()
     for start, found in tuple(_host_buffers.items()):
         if start <= address < start + found.size:

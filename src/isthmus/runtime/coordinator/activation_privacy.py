@@ -62,7 +62,7 @@ class _Graph(NamedTuple):
     graph: OpGraph
     stages: Sequence[StageGraph]
     inputs: frozenset[str]
-    """Operators and columns that tell of more than labels."""
+    """Operators and columns that depend on more than labels."""
 
 
 def protection(prepared: Prepared, plan: Plan, pairs: Sequence[StagePair], holders: Sequence[str]) -> Protection:
@@ -151,10 +151,13 @@ def _described(prepared: Prepared, plan: Plan, found: Protection) -> Iterator[st
     else:
         yield (
             f"Weights on {names} are trained on samples without noise, and leave in checkpoints and snapshots: epsilon "
-            "says nothing of what they tell."
+            "does not cover what these weights reveal."
         )
     what = "are public here" if noise.labels == "public" else "stay"
-    yield f"Labels {what}; what gradients and losses tell of them is not covered. The noise's time is in no plan."
+    yield (
+        f"Labels {what}. What gradients and losses reveal about labels is not covered. "
+        "Plans do not count the time that noise takes."
+    )
 
 
 def planned_passes(prepared: Prepared) -> tuple[int, int]:
@@ -184,14 +187,14 @@ def _labels(prepared: Prepared) -> frozenset[str]:
 
 
 def _check_labels(labels: frozenset[str], columns: Mapping[str, ColumnSpec]) -> None:
-    """Next tokens are the text itself, which gradients tell of."""
+    """UserError for labels that are the samples themselves, as next tokens are: gradients reveal labels."""
     for label in sorted(labels & columns.keys()):
         spec = columns[label]
         alike = [name for name, other in columns.items() if name not in labels and other == spec]
         if alike and spec.dtype not in FLOATS:
             raise UserError(
-                f"{FIELD}: labels {label!r} are of the kind of {alike[0]!r}, as next tokens are: gradients tell of "
-                "labels, and so of the samples themselves, which noise on values does not cover"
+                f"{FIELD}: labels {label!r} have the shape and type of {alike[0]!r}, as next tokens have: gradients "
+                "reveal labels, and so the samples themselves, which noise on values does not cover"
             )
 
 
@@ -257,7 +260,7 @@ def _check_gradients(stage: StageGraph, whole: _Graph, devices: Sequence[str], h
             raw = next(r for r in stage.receives if r.value.op in whole.inputs and held[r.source])
             raise UserError(
                 f"{FIELD}: {devices[stage.index]} takes {_value(raw)} as it is and sends gradients to "
-                f"{devices[c.source]}, which would tell of it, expected a plan whose holders run neighbouring stages"
+                f"{devices[c.source]}, which would reveal it, expected a plan whose holders run neighbouring stages"
             )
 
 

@@ -1,7 +1,7 @@
-"""What devices say of a job's data: their descriptions, and which of them hold the same samples.
+"""Devices' descriptions of a job's data, and which devices hold the same samples.
 
-The coordinator opens no file of the data. Whoever reads them compares its own with another reader's, by digests that
-mean nothing to the coordinator (`isthmus.runtime.identity.blinded_digests`).
+The coordinator opens no data file. Devices that read data compare theirs with each other's, by digests that mean
+nothing to the coordinator (`isthmus.runtime.identity.blinded_digests`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whom the coordinator waits for, since when, and when that is too long. Nobody is waited for in silence."""
+"""Timeouts of the devices that the coordinator waits for. Every long wait is logged."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Iterator
 from isthmus.protocol.phases import Phase
 
 FIRST_S, MOST_S = 3.0, 30.0
-"""A wait is notified of after so long, then each time after twice as long, but for the longest pause between two
-words."""
+"""A wait is logged after FIRST_S, then after pauses that double up to MOST_S."""
 MOST_NAMES = 8
-"""At once: of a large cohort it is enough to know a few."""
+"""Names in one line: a few are enough of a large cohort."""
 WHAT = {
     "joining": "to join",
     "holding": "to stop",
@@ -21,17 +20,17 @@ WHAT = {
     "settling": "to be at the same step",
 }
 BOUNDED: dict[str, str] = {"joining": "join", "holding": "stop", "recalling": "come back"}
-"""What takes no longer than a message does. In the other phases data move: whoever makes no progress with them, or
-falls silent, is noticed by its connection."""
+"""Phases that take no longer than a message. In the other phases data are sent: the connection notices a device that
+makes no progress or is silent."""
 
 
 STARTING = 3.0
-"""Times the limit for who is to join, while a process of its device is known to be there: slow is not dead, and where
-there is ten times more to do than the machine can, torch alone takes a minute to import."""
+"""Factor on the time limit for joining while the device's process is known to run. Slow is not dead: on a machine with
+ten times more work than it can do, importing torch takes a minute."""
 
 
 class Waits:
-    """Tells whom something waits for, and for how long."""
+    """Logs which devices are awaited, and for how long."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
@@ -43,8 +42,8 @@ class Waits:
     def look(
         self, what: str, whom: Collection[str], now_s: float, *, usual_s: float = 0.0, until: str = ""
     ) -> dict[str, float]:
-        """Asked again and again: these are waited for `what`. Since when each of them is. A wait that is no longer
-        than `usual_s` is nothing to tell; `until` is told with it."""
+        """To be called repeatedly with the devices that are awaited, `what` for. Returns since when, by device. A wait
+        that is no longer than `usual_s` is not logged. `until` is the end of the log line."""
         if what != self._what or self._since.keys().isdisjoint(whom):
             self._what, self._since = what, {}
             self._pause_s = max(FIRST_S, usual_s)
@@ -62,7 +61,7 @@ class Waits:
 
 class Deadlines:
     def __init__(self, timeout_s: float, start_s: float, log: Callable[[str], None]) -> None:
-        """`start_s`: how long it may take a device to start a process, which is no silence yet."""
+        """`start_s`: how long a device may take to start its process."""
         self._limits_s = {"joining": max(start_s, timeout_s), "holding": timeout_s, "recalling": timeout_s}
         self._phases = Waits(log)
         self._items = Waits(log)
@@ -73,8 +72,8 @@ class Deadlines:
     def missed(
         self, phase: Phase, awaited: Collection[str], now_s: float, starting: Callable[[str], bool] = lambda _: False
     ) -> Iterator[tuple[str, str]]:
-        """Of those who are awaited in this phase, who is late, and what to say of it. `starting` tells of which devices
-        a process is there that may only be slow."""
+        """The awaited devices that missed this phase's time limit, each with the reason. `starting` says whether a
+        device's process runs, and may only be slow."""
         whom = awaited or (("the planner",) if phase == "planning" else ())
         since = self._phases.look(WHAT.get(phase, ""), whom, now_s)
         limit_s = self._limits_s.get(phase)
@@ -87,8 +86,8 @@ class Deadlines:
                 yield device, f"it did not {BOUNDED[phase]} within {allowed_s:g} s"
 
     def lag(self, item: int, behind: Collection[str], now_s: float) -> None:
-        """These have not finished an item that others have. Stages of a pipeline end one after the other: only a wait
-        that is twice as long as any before is told."""
+        """Note that these devices have not finished an item that others have. Stages of a pipeline end one after the
+        other, so only a wait that is twice as long as the longest before is logged."""
         if item != self._item:
             self._longest_s = max(self._longest_s, self._waited_s)
             self._item = item

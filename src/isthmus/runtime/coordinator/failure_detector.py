@@ -1,4 +1,4 @@
-"""Which device is to blame: when one fails its neighbours notice too, and may say so before it is missed itself."""
+"""Decides which device failed. Its neighbours notice the failure too, and may report it before its own timeout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FailureDetector:
     """Everything heard of devices that are gone, and the verdict."""
 
     def __init__(self, ended: Callable[[], Mapping[str, str]]) -> None:
-        """`ended` tells of which devices the process has ended, and how."""
+        """`ended` returns, by device, how the device's process ended."""
         self._ended = ended
         self._reported: list[tuple[str, IsthmusError]] = []
         self._failed: dict[str, str] = {}
@@ -39,7 +39,7 @@ class FailureDetector:
         self._accusers.setdefault(device, reason)
 
     def cleared(self, device: str) -> None:
-        """It is out. Whoever had trouble with it, or with the plan that is given up, has no more."""
+        """Forget the device, which is out of the run, and all accusations: they are of the plan that is given up."""
         self._reported = [(d, failure) for d, failure in self._reported if d != device]
         self._disconnected.pop(device, None)
         self._failed.pop(device, None)

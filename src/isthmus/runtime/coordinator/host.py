@@ -328,7 +328,7 @@ class CoordinatorHost:
                     self._failure_detector.accused(owner, message.reason)
             case Failed(failure=StepFailure() as failure):
                 if epoch == self.machine.epoch:
-                    self._failure_detector.cleared(owner)  # whoever worked with it blames it now
+                    self._failure_detector.cleared(owner)  # its neighbours accuse it now
                     if message.shortage is not None:
                         self._short = True
                         self._callbacks.short(device, message.shortage)
@@ -459,7 +459,7 @@ class CoordinatorHost:
     def _plan(self, wanted: MakePlan, epoch: int) -> None:
         try:
             layout, worth_it = self._callbacks.plan(wanted)
-        except Exception as e:  # whatever it is, the run must be told: it waits for a plan
+        except Exception as e:  # of any kind: the run waits for a plan, and must learn that there is none
             reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
             self._inbox.put(NoPlan(reason=reason, epoch=epoch))
         else:

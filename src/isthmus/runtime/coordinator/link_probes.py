@@ -1,4 +1,4 @@
-"""Whether a link that was slow, and carries nothing since, has recovered: tried beside the work."""
+"""Probes in the background whether a slow link that is no longer used has recovered."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a coordinator must know when it is started again: in the run's folder, written before it takes effect.
+"""The state that a restarted coordinator needs: in the run's folder, written before it takes effect.
 
-Readable for its owner alone: whoever knows the run's name may speak for its devices where links are plain TCP.
+Only the owner can read it: over plain TCP, a process that knows the run's name can pose as the run's devices.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ class RunController:
             self._writer.write(item.step, f"replica-{replica}-{stage}", own)
 
     def _peaked(self, device: str, peak: MemoryPeak) -> None:
-        """All stages of a device tell of one process."""
+        """All stages of a device report the memory of one process."""
         before = self.peaks.get(device, peak)
         self.peaks[device] = max(before, peak, key=lambda found: found.size_bytes)
 

@@ -160,11 +160,12 @@ class StageAssignments:
         return sum(math.prod(self._shapes[name]) for name in parts)
 
     def moving_s(self, now: StageAssignments) -> float:
-        """About how long all wait until every device has the state of its stage, if `now` is in force.
+        """An estimate of how long all devices wait until each has the state of its stage, if `now` is in force.
 
-        State goes by way of the coordinator, to all devices at the same time. Where the coordinator is no fleet says:
-        what is known of a device's own line is its fastest link. A joining device that gets its state while the others
-        train is waited for as long as one step's gradients take; it cannot if that is longer than a step.
+        State is relayed by the coordinator, to all devices at the same time. A fleet does not say where its coordinator
+        is, so the speed of a device's own line is taken as that of its fastest link. A joining device that gets its
+        state while the others train delays them by the transfer of one step's gradients. It cannot catch up if that
+        takes longer than a step.
         """
         found = [0.0]
         for worker_id, parts in self.layout.parts.items():

@@ -50,12 +50,12 @@ class Batches:
         return item.first_sample + micro_batch * self._size
 
     def _place(self, item: Item, micro_batch: int) -> tuple[SampleOrder, int]:
-        """Of a training micro-batch, the order of whoever reads it, and the position of its first sample."""
+        """The sample order of the device that reads a training micro-batch, and the position of its first sample."""
         first = self._first(item, micro_batch)
         return (self._order, first) if self._joined is None else self._joined.own(first // self._size, self._size)
 
     def _held_out(self, item: Item, micro_batch: int) -> range:
-        """In the data of whoever reads them."""
+        """Positions in the held-out data of the device that reads them."""
         first, feeding = self._first(item, micro_batch), self._assignment.view.feeding
         if feeding is not None:
             first = feeder_slot(feeding.heldout, first // self._size).number * self._size

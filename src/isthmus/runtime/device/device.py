@@ -94,7 +94,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     trusted_network: bool = False
     """Plain TCP beyond loopback."""
     relayed: bool = False
-    """Others come by way of the coordinator only."""
+    """Other devices reach this device only through the coordinator's relay."""
     island: Path | None = None
     """Where this process meets the other ranks of the device, if there are any."""
     ranks: int = 1
@@ -109,7 +109,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def data_key(self) -> bytes:
-        """Under which this device tells of its samples."""
+        """The key that blinds this device's digests of samples."""
         return ONE_OWNER if self.identity is None else self.identity.data_key()
 
 
@@ -149,7 +149,7 @@ class DeviceWorker:
     def work(self) -> None:
         """Until the run is over. Errors of this device reach the coordinator before they are raised here."""
         try:
-            # Not before the coordinator can be told that it is not there.
+            # Only now: a missing accelerator is reported to the coordinator.
             self._accelerator = open_accelerator(self._site.accelerator, f"device {self._site.device}: accelerator")
             while not isinstance((order := self._next()).message, HaltMessage):
                 try:
@@ -185,7 +185,7 @@ class DeviceWorker:
             except Exception as e:
                 self._survive(e)
         while True:
-            # No deadline here: when the coordinator stays away whoever listens to it puts an error into the inbox.
+            # No timeout here: when the coordinator stays away, its receiving thread puts an error into the inbox.
             found = self._inbox.get()
             if isinstance(found, CoordinatorMessage):
                 return found
@@ -388,7 +388,7 @@ class DeviceWorker:
         return island_engine(made, values, self._ranks)
 
     def _give_up(self) -> None:
-        """Let go of the stage; its state stays in memory, if it is that of a whole step."""
+        """Close the stage. Its state stays in memory if it is that of a whole step."""
         self._control.forget_meanwhile()
         joiner, self._joiner = self._joiner, None
         for step, parts in joiner.states() if joiner is not None else ():
@@ -484,7 +484,7 @@ class DeviceWorker:
 
 
 def _reason(error: Exception) -> str:
-    """One line: whatever was raised here, it is told on another machine."""
+    """The error in one line: it is logged on another machine."""
     text = in_one_line(error)
     return text if isinstance(error, IsthmusError) else f"{type(error).__name__}: {text}"
 

@@ -14,7 +14,7 @@ from isthmus.training.snapshot import Snapshot
 
 
 class ItemDone(msgspec.Struct, frozen=True):
-    """What a device tells of a finished item."""
+    """A device's report of a finished item."""
 
     item: int
     loss: float | None

@@ -124,7 +124,7 @@ class StageLinks:
                 lane.put(Heartbeat(run=self._run))
 
     def _failed(self, error: Exception) -> None:
-        """Whoever takes from the inbox decides: a lane has no one to raise to. Nothing is said of closed links."""
+        """Put the error into the inbox: a lane has no caller to raise to. Errors of closed links are ignored."""
         with self._ending:
             if not self._closed:
                 self._inbox.put(error)
@@ -163,7 +163,7 @@ class StageLinks:
 
         def encode() -> tuple[AnyMessage, list[Tensor]]:
             packs = all(map(is_finite, tensors.values())) if packings else False
-            # What is not finite no codec takes, and whoever receives it must know.
+            # No codec takes numbers that are not finite, and the receiver must see them.
             found = message(packings if packs else {})
             with_feedback = partial(feedback.encode, samples=samples, scale=scale)
             return found, _encoded(found.tensors, list(tensors.values()), with_feedback)

@@ -38,8 +38,8 @@ class PeerConnections:
         worker_id: str = "",
         near: Mapping[str, tuple[str, int]] = {},
     ) -> None:
-        """With an identity this device can also be reached by way of the coordinator, under the name of this
-        `worker_id`. `near` are the addresses inside of this device at which its other workers listen."""
+        """With an identity, other devices can also reach this one through the coordinator's relay, by `worker_id`.
+        `near` holds the addresses inside this device at which its other workers listen."""
         self._run = run
         self._dialer = dialer
         self._near = near
@@ -59,7 +59,7 @@ class PeerConnections:
             )
 
     def close(self) -> None:
-        """Nobody comes by way of the coordinator any more."""
+        """No longer wait for relayed connections."""
         if self._standby is not None:
             self._standby.close()
 
@@ -162,7 +162,7 @@ class PeerConnections:
 
 
 def _relayed_to(run: str, worker_id: str) -> str:
-    """What a connection by way of the coordinator is for: workers of one device have one key."""
+    """The name that a relayed connection is for. Workers of one device share a key, so the key alone is not enough."""
     return f"{run} {worker_id}"
 
 

@@ -2,8 +2,8 @@
 
 Forked by a fork server, with the command line `--coordinator HOST:PORT --device NAME` and the run's secret in
 ISTHMUS_RUN.
-With `--parent-pipe` it ends when its standard input closes: when whoever started it dies, however that happens. Where
-the device may hold several stages of a plan (`--stages`), each has a thread of its own; if one fails all end.
+With `--parent-pipe` it ends when its standard input closes, which happens whenever its parent process dies. If the
+device may hold several stages of a plan (`--stages`), each stage has its own thread. If one fails, all end.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on for other devices")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes any")
     parser.add_argument("--address", default="", help="how others reach it, where that is not the host")
-    parser.add_argument("--identity", type=Path, metavar="DIR", help="talk TLS with the key and certificate in here")
-    parser.add_argument("--trusted-network", action="store_true", help="talk plain TCP beyond loopback")
-    parser.add_argument("--relayed", action="store_true", help="others come by way of the coordinator only")
-    parser.add_argument("--island", type=Path, metavar="DIR", help="where the ranks of this device meet")
-    parser.add_argument("--ranks", type=int, default=1, help="how many they are, with this one")
-    parser.add_argument("--sharded", action="store_true", help="each of them holds its part of a stage's weights")
+    parser.add_argument(
+        "--identity", type=Path, metavar="DIR", help="use TLS with the key and certificate in this folder"
+    )
+    parser.add_argument("--trusted-network", action="store_true", help="use plain TCP beyond loopback")
+    parser.add_argument("--relayed", action="store_true", help="other devices connect through the coordinator's relay")
+    parser.add_argument("--island", type=Path, metavar="DIR", help="folder where the ranks of this device meet")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks, this one included")
+    parser.add_argument("--sharded", action="store_true", help="each rank holds a part of a stage's weights")
     parser.add_argument("--accelerator", default="cpu", help="where it computes: cpu, cuda:0, ...")
     parser.add_argument("--data-kind", action="append", help="a kind of data that may be read; without it all may")
     parser.add_argument("--memory", type=int, metavar="BYTES", help="what this process may take; without it any amount")

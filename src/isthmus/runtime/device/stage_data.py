@@ -19,10 +19,9 @@ def stage_data(
     kinds: Collection[str] | None = None,
     known: Mapping[str, Dataset] = {},
 ) -> dict[str, Dataset]:
-    """The sets that a stage with columns needs; no other stage opens any. `key` is the one under which this device
-    tells of its samples. With `foreign`, somebody else's coordinator asks: it may only name what lies in this device's
-    own data folder. `kinds` are those that the device's owner allows, None for all; `known` are sets that were opened
-    before.
+    """The data sets of a stage that reads columns; other stages open none. `key` blinds this device's digests of
+    samples. With `foreign`, the coordinator belongs to another owner, and may only name files in this device's data
+    folder. `kinds` are those that the device's owner allows, None for all. `known` holds sets that are already open.
 
     UserError for data that are not here, that it may not ask for, or that are not those which the device described.
     """

@@ -143,7 +143,7 @@ class StageRunner:
             self._spans.append(span)
 
     def keeps(self, keep: Callable[[int, Snapshot], None]) -> None:
-        """Whom to tell of a snapshot: its step, and what it holds."""
+        """Set the callback for a new snapshot: `keep(step, snapshot)`."""
         self._keep = keep
         if (snapshot_copy := self.assignment.snapshot_copy) is not None:
             known, target = self.assignment, snapshot_copy.stage
@@ -244,7 +244,7 @@ class StageRunner:
         """The next event. Arrivals go before the end of a tasklet, so that the next choice sees all of them."""
         while True:
             try:
-                # No deadline here: when the coordinator stays away whoever listens to it puts an error into the inbox.
+                # No timeout here: when the coordinator stays away, its receiving thread puts an error into the inbox.
                 found = self._inbox.get(block=not self._done)
             except queue.Empty:
                 return self._done.popleft()
@@ -387,7 +387,7 @@ class StageRunner:
         )
 
     def _gather(self, item: int) -> None:
-        """This replica's sums are complete: the count of its loss is known, and what borrowers of parameters summed."""
+        """Complete this replica's sums: set the count of its loss, and add the gradients from users of tied weights."""
         view = self.assignment.view
         if view.counts:
             others = [s for s in view.others if self.links.holds("count", s, item)]

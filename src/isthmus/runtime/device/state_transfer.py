@@ -1,6 +1,6 @@
 """How a joining device gets the state of the run while the others train: the donor sends, the joining device receives.
 
-By way of the coordinator, behind all else that the lender has to tell it: reports and heartbeats do not wait.
+The coordinator relays the state. The donor's reports and heartbeats go first: they do not wait for the transfer.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class StateJoiner:
             self._check(message)
             self._arriving[of] = _Arriving(message)
         elif of not in self._arriving or len(tensors) != 1:
-            raise PeerError(f"device {of!r} sent bytes out of turn")
+            raise PeerError(f"device {of!r} sent bytes out of order")
         else:
             self._arriving[of].add(message, tensors[0])
         return self._done(of) if self._arriving[of].whole else None
@@ -147,7 +147,7 @@ class StateJoiner:
         if begun.kind == "state" and catch_up is None:
             check_state(shapes, begun.headers)
         elif begun.kind == "state" or catch_up is None or begun.step != catch_up.step + 1:
-            raise PeerError(f"device {begun.of!r} lent {begun.kind} of step {begun.step} out of turn")
+            raise PeerError(f"device {begun.of!r} sent {begun.kind} of step {begun.step} out of order")
         else:
             _check_gradients(shapes, begun.headers)
 
@@ -166,6 +166,6 @@ def _check_gradients(shapes: Mapping[str, tuple[int, ...]], headers: Sequence[Te
     for header in headers:
         check_header(header)
         if header.shape != shapes.get(header.name) or header.packing is not None:
-            raise PeerError(f"lent {header.name!r} of shape {list(header.shape)}, which is not of its stage")
+            raise PeerError(f"sent {header.name!r} of shape {list(header.shape)}, which is not in its stage")
     if len({h.name for h in headers}) < len(headers):
         raise PeerError("sent a tensor twice")

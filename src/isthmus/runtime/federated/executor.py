@@ -90,7 +90,7 @@ class Executor:
         self._sender.flush()
 
     def _work_off(self) -> None:
-        """Whoever calls it holds the lock."""
+        """The caller holds the lock."""
         while self._acts:
             match act := self._acts.popleft():
                 case (BeginPhase(opening=opening), broadcast):
@@ -215,7 +215,8 @@ def serve(
 def take_part(
     channel: SocketChannel, name: str, run: str, timeout_s: float, act: Callable[[MessageSender], None]
 ) -> None:
-    """Join a run over a connection, and act while heartbeats are sent. What goes wrong is told before it is raised."""
+    """Join a run over a connection, and act while heartbeats are sent. An error is reported to the coordinator, then
+    raised."""
     sender = MessageSender(channel, on_error=lambda _: channel.close())
     sender.put(JoinRun(run=run, device=name, host="", port=0))
     over = threading.Event()

@@ -97,12 +97,12 @@ class ConnectionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     acceptor: type[Acceptor] = Acceptor
     out: Callable[[SocketChannel, float, Callable[[Exception], None]], MessageOutput] = direct_output
-    """(channel, timeout, what to tell of a failure) -> its way out."""
+    """(channel, timeout in seconds, callback for an error) -> the output for messages to the executor."""
     exit_grace_s: float = LAST_WORDS_S
     broadcast_memory: SharedBroadcast | None = None
     """Where executors of this machine read the broadcast."""
     may_reconnect: bool = False
-    """Whoever is lost may come back: whatever goes wrong with one executor is no failure of the run."""
+    """A lost executor may come back: an executor's failure does not end the run."""
 
 
 class FederatedHost:
@@ -164,9 +164,8 @@ class FederatedHost:
         """Takes the executors' connections."""
 
     def coordinate(self, ended: Callable[[], Mapping[str, str]] = dict, stop: Stop | None = None) -> FinishRounds:
-        """Run to the end; `ended` tells of which executors the process has ended, and how.
-
-        To stop is to drop the open round and to end. Raises UserError for what an executor refused as the user's.
+        """Run to the end. `ended` returns, by executor, how the executor's process ended. `stop` drops the open round
+        and ends the run. UserError if an executor reports a mistake of the user's.
         """
         self._ended = ended
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
@@ -262,7 +261,7 @@ class FederatedHost:
                 self._end(FinishRounds("lost", str(e)))
 
     def _decide(self, events: Sequence[CoordinatorEvent]) -> None:
-        """Whoever calls it holds the lock. What can wait until executors are at work again comes last."""
+        """The caller holds the lock. Work that can wait until executors have new tasks comes last."""
         for event in events:
             instructions = self._machine.handle(event)
             finish = self._carry_out(instructions)
@@ -320,7 +319,7 @@ class FederatedHost:
         self._channels.append(channel)
 
         def fail(error: Exception) -> None:
-            channel.close()  # the thread that receives from it tells of the loss
+            channel.close()  # its receiving thread reports the loss
             if not (self._over.is_set() or executor in self._left):
                 self._note(f"executor {executor}: {error}")
 
@@ -344,8 +343,8 @@ class FederatedHost:
     def _note_behind(self, site: str, round_: int) -> None:
         if site not in self._behind:
             self._behind.add(site)
-            ended = f"round {round_} ended without its update, which counts nowhere if it comes"
-            self._note(f"site {site}: {ended}; rounds go on without it until it is in time")
+            ended = f"round {round_} ended without its update, which is ignored if it comes"
+            self._note(f"site {site}: {ended}; rounds do not wait for this site until it is in time again")
 
     def _carry_out(self, instructions: Sequence[CoordinatorInstruction]) -> FinishRounds | None:
         finish: FinishRounds | None = None

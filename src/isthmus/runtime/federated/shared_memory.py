@@ -1,15 +1,14 @@
-"""Values between processes of one machine: they lie in memory that all of them see, and only word of them is sent.
+"""Values between processes of one machine: tensors are in shared memory, and messages only refer to them.
 
-The memory is anonymous: it exists from before executors are forked until the last of them ends, and needs no name that
-could be left behind. It is written over round after round, so its pages are paid for once.
+The memory is anonymous: it exists from before executors are forked until the last of them ends, and leaves no file
+behind. It is overwritten in every round, so its pages are allocated once.
 
-Coordinator to executors: one `SharedBroadcast` for the broadcast. It is written when a phase opens; whoever still
-trains for a turn that is closed then reads a mixture, but nothing counts that is trained for a closed turn.
+Coordinator to executors: one `SharedBroadcast` for the broadcast, written when a phase opens. An executor that still
+trains for a closed phase then reads a mixture, but results for a closed phase are ignored.
 
-Executor to coordinator: a `SharedAccumulator` each, in which its partial sums add up. It is written again only when
-what was
-published of it has been released: an executor may get more clients of a phase before the coordinator has read its
-message.
+Executor to coordinator: a `SharedAccumulator` each, which holds the executor's partial sums. It is overwritten only
+after the coordinator has released the published sums: an executor may get more clients of a phase before the
+coordinator has read its message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sites at the coordinator: one connection each at a time, which may end and begin again while the run goes on."""
+"""The coordinator's connections to sites: one per site at a time. A site may reconnect while the run goes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ FLUSH_S = 5.0
 
 
 class SiteAcceptor(Acceptor):
-    """Whoever comes again displaces the connection that it had: it knows better than we that this one is dead."""
+    """A new connection of a site replaces its old one: the site noticed before the coordinator that the old one is
+    dead."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class SiteAcceptor(Acceptor):
             ended = None if former is None else self._endings.get(former)
         if former is not None and ended is not None:
             former.close()
-            if not ended.wait(self._timeout_s):  # what it said must be heard before what this one says
+            if not ended.wait(self._timeout_s):  # messages of the old connection are handled first
                 return False
         with self._admitting:
             if self._closed or self._channels.get(join.device) is not former:
@@ -56,7 +57,7 @@ class SiteAcceptor(Acceptor):
 
 
 class SiteConnection:
-    """A way out with a thread of its own: a site that takes nothing holds up nobody."""
+    """An output with its own thread: a site that receives nothing does not delay the others."""
 
     def __init__(self, channel: SocketChannel, timeout_s: float, fail: Callable[[Exception], None]) -> None:
         self._lane = SendLane(channel, timeout_s=timeout_s, on_error=fail)

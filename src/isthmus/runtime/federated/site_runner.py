@@ -1,6 +1,6 @@
-"""A site's process at work for federated runs: it stays warm, and goes on where a connection was lost.
+"""A site's process that trains for federated runs. It stays loaded between runs, and continues after a reconnection.
 
-Model, algorithm and data are the site's own. The agent tells of runs; a thread trains for one of them at a time.
+Model, algorithm and data are the site's own. The agent announces runs; a thread trains for one of them at a time.
 """
 
 from __future__ import annotations
@@ -60,10 +60,8 @@ class SiteExecutor(Executor):
             case UpdateRefused(phase=phase, reason=reason):
                 self._log(f"the update of round {phase.round + 1} was refused: {reason}")
             case PhaseDropped(phase=phase, again=again):
-                what = (
-                    "is tried again: an update made before" if again else "closed before this site's update was in: it"
-                )
-                self._log(f"round {phase.round + 1} {what} counts nowhere")
+                what = "is tried again" if again else "closed before this site's update arrived"
+                self._log(f"round {phase.round + 1} {what}: this site's update is ignored")
             case _:
                 pass
 

@@ -119,4 +119,4 @@ class SiteUpdateReceiver:
 
     def ignore(self, executor: str) -> None:
         self._updates.pop(executor, None)
-        self._note(f"site {executor}: an update came when none was due: it counts nowhere")
+        self._note(f"site {executor}: sent an update when none was due: it is ignored")

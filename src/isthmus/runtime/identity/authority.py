@@ -54,9 +54,9 @@ class Authority:
         return hashlib.sha256(self.der()).digest()
 
     def certify(self, request_der: bytes, role: Role, life_s: float = CERTIFICATE_LIFE_S) -> tuple[str, bytes]:
-        """The id and the certificate (DER) of whoever signed the request. PeerError for a request that is none.
+        """The id and the certificate (DER) for the key that signed the request. PeerError for an invalid request.
 
-        Of the request only the key counts: names and extensions are ours to write.
+        Only the request's key is used: the authority sets the names and extensions.
         """
         key = requested_key(request_der)
         name = id_of(key)

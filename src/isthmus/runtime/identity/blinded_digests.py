@@ -3,8 +3,8 @@
 A device with key `a` says of data with fingerprint `x` no more than a * H(x), where H maps to points of the curve. Who
 lacks `a` can test no guess of `x` with it. Another device, with key `b` and data `y`, multiplies that by `b`, and the
 first one b * H(y) by `a`: both have the same point if and only if x = y (Meadows, 1986; Huberman, Franklin and Hogg,
-1999). They show each other a hash of the point, one after the other, so that whoever guesses is found out: a guess that
-is wrong is a comparison that fails, or that is never answered.
+1999). They show each other a hash of the point, one after the other, so a device that guesses is noticed: after a wrong
+guess the comparison fails, or the other device does not answer.
 """
 
 from __future__ import annotations

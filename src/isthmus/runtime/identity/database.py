@@ -1,6 +1,6 @@
 """A SQLite file (WAL) that only its owner may read, shared by threads and processes.
 
-Whoever is killed at any point leaves it whole.
+A process that is killed at any point leaves it intact.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def private_folder(path: Path) -> Path:
 
 
 def write_private(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write a file of mode 0600 whole: whoever is killed meanwhile leaves the one before, and if it is `durable` so
-    does a machine that loses power. UserError when it cannot."""
+    """Replace a file atomically, with mode 0600: a process that is killed meanwhile leaves the previous file. With
+    `durable`, so does a machine that loses power. UserError if it cannot be written."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         new.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How a connection between two devices comes about: by way of the coordinator, or of several streams."""
+"""Messages that set up a connection between two devices: relayed by the coordinator, or of several streams."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from isthmus.runtime.messages.message import Message
 
 
 class RelayWait(Message, frozen=True, kw_only=True):
-    """Device to coordinator, first on the connection: whoever wants this device, for what `run` names, may have it
-    through here."""
+    """Device to coordinator, the first message on the connection: the relay may give this connection to another device
+    that wants to reach this one, for `run`."""
 
 
 class RelayConnect(Message, frozen=True, kw_only=True):

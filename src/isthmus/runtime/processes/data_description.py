@@ -1,4 +1,4 @@
-"""A process that opens data where a device would, and says what they are like. It imports no torch, and ends then.
+"""A process that opens data where a device would, describes the data, and ends. It does not import torch.
 
 `python -m isthmus.runtime.processes.data_description` reads a question as JSON from standard input and writes the
 answer to standard output.
@@ -25,7 +25,7 @@ from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.runtime.processes.memory_limit import limit_memory
 
 MOST_REASON = 500
-"""Characters of a failure that are told."""
+"""Characters of an error message that are reported."""
 
 
 class _Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ def _answered(question: _Question) -> _Answer:
         with allowed(question.data, question.kinds, foreign=question.foreign):
             conceal = partial(blinded, key=question.key)
             return _Answer(description=describe(question.data, heldout=question.heldout, conceal=conceal))
-    except Exception as e:  # whatever it is, it is told in one line where the job is
+    except Exception as e:  # of any kind: it is reported in one line at the coordinator
         reason = " ".join(str(e).split())
         text = reason if isinstance(e, IsthmusError) else f"{type(e).__name__}: {reason}"
         return _Answer(failure=text[:MOST_REASON])

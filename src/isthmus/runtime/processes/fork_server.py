@@ -1,8 +1,8 @@
-"""What a launcher and the process that it has device processes forked from say to each other; the launcher's side.
+"""The messages between a launcher and its fork server, and the launcher's side of the protocol.
 
 One `SpawnRequest` per device process, with two descriptors: the end of a pipe that becomes its standard input, and a
-file that
-becomes its standard error. Both sides are processes of one user on one machine, over a socket that nobody else has.
+file that becomes its standard error. Both sides are processes of one user on one machine. No other process has their
+socket.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MESSAGE_BYTES = 1 << 16
 
 
 class SpawnRequest(msgspec.Struct, frozen=True, tag=True):
-    """A process of `isthmus.runtime.device.process`, please."""
+    """Launcher to fork server: fork a process of `isthmus.runtime.device.process`."""
 
     number: int
     arguments: tuple[str, ...]
     title: str
-    """What `ps` shows."""
+    """Process title, shown by `ps`."""
     run: str
-    """The run's secret name: an environment is for its owner to read, a command line for everybody."""
+    """The run's secret name. It is passed in the environment, which only the owner can read, unlike a command line."""
     folder: str | None
-    """Where it runs; None: here."""
+    """Working directory; None for the current one."""
 
 
 class Spawned(msgspec.Struct, frozen=True, tag=True):
@@ -44,15 +44,15 @@ class Spawned(msgspec.Struct, frozen=True, tag=True):
 class Exited(msgspec.Struct, frozen=True, tag=True):
     number: int
     code: int
-    """As subprocess has it: a signal's number below zero."""
+    """Exit code as in `subprocess`: negative for a signal."""
 
 
 class ForkServer:
-    """The process that forks: `isthmus.runtime.device.fork_server`."""
+    """The launcher's handle of a fork server process (`isthmus.runtime.device.fork_server`)."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: int | None) -> None:
-        """`command` starts a Python interpreter, in whatever place. `log` is a descriptor for what that process itself
-        writes to standard error."""
+        """`command` starts a Python interpreter, on the host or in a container or namespace. `log` is a descriptor for
+        the fork server's own standard error. UserError on systems other than Linux."""
         import_extra("setproctitle", "a device process")
         if not hasattr(os, "pidfd_open"):
             raise UserError("device processes: got a system without pidfd_open, expected Linux")
@@ -78,20 +78,20 @@ class ForkServer:
     def spawn(
         self, arguments: Sequence[str], title: str, run: str, folder: Path | None, log: int | None
     ) -> ForkedProcess:
-        """Does not wait: the first child comes when this process has imported what all of them need."""
+        """Request a process without waiting for it. The first one starts after the fork server's imports."""
         self._spawned += 1
         where = None if folder is None else str(folder.absolute())
         request = SpawnRequest(self._spawned, tuple(arguments), title, run, where)
         end, parent_pipe = os.pipe()
         try:
-            with contextlib.suppress(OSError):  # it is gone, which its children's codes tell
+            with contextlib.suppress(OSError):  # it is gone: `code` reports that for its children
                 socket.send_fds(self._line, [msgspec.json.encode(request)], [end] if log is None else [end, log])
         finally:
             os.close(end)
         return ForkedProcess(self, request.number, parent_pipe)
 
     def code(self, number: int) -> int | None:
-        """None while it runs, or has still to be born."""
+        """The exit code of process `number`; None while it runs or is not spawned yet."""
         self._receive()
         return self._codes.get(number)
 
@@ -104,7 +104,7 @@ class ForkServer:
                 os.kill(self._pids[number], what)
 
     def end(self) -> None:
-        """Nothing is born any more. Its children end as their leashes are let go of."""
+        """End the fork server. Its children end when their parent-death pipes close."""
         self._line.close()
         self._process.kill()
         self._process.wait()
@@ -128,7 +128,7 @@ class ForkServer:
                     self._codes[number] = code
 
     def _notify_exits(self) -> None:
-        """The process is gone, and nobody would tell how its children end: they end now."""
+        """The fork server is gone and can no longer report exit codes: kill its children now."""
         self._line.close()
         code = self._process.wait()
         for number in set(range(1, self._spawned + 1)) - self._codes.keys():
@@ -139,7 +139,7 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A device process. It ends when its parent pipe closes, also by the end of this process."""
+    """A device process. It ends when its parent-death pipe closes, also when this process ends."""
 
     def __init__(self, fork_server: ForkServer, number: int, parent_pipe: int) -> None:
         self._fork_server = fork_server
@@ -147,11 +147,11 @@ class ForkedProcess:
         self._parent_pipe: int | None = parent_pipe
 
     def poll(self) -> int | None:
-        """Its exit code, a signal's number below zero; None while it runs."""
+        """Its exit code, negative for a signal; None while it runs."""
         return self._fork_server.code(self._number)
 
     def lives(self) -> bool:
-        """Whether there is a process, now."""
+        """Whether the process exists now."""
         return self._fork_server.lives(self._number)
 
     def signal(self, number: int) -> None:

@@ -24,8 +24,8 @@ from isthmus.errors import InternalError, IsthmusError, PeerError, UserError
 
 
 class Forked:
-    """Copies of this process by name, each of which waits to be told an address. A context manager: on leaving,
-    whatever still runs is ended. They end with this process even when it is killed."""
+    """Forked copies of this process by name. Each waits until it receives an address. A context manager: on exit it
+    ends the copies that still run. They end with this process even if it is killed."""
 
     def __init__(self, names: Mapping[str, Callable[[str], None]], logs: Path) -> None:
         """Each copy calls its function with the address. Under `logs` goes what it writes to standard error."""

@@ -32,7 +32,7 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
     trusted_network: bool = False
     """Plain TCP beyond loopback."""
     relayed: bool = False
-    """It can be reached by way of the coordinator only."""
+    """Other devices reach it only through the coordinator's relay."""
     island: Path | None = None
     """Where its ranks meet, if the device has several; None for one."""
     ranks: int = 1
@@ -161,7 +161,7 @@ class Launcher:
         self.end(halted=kind is None)
 
     def end(self, *, halted: bool = True) -> None:
-        """End whatever still runs. Whoever was asked to halt gets the time to do so."""
+        """End the processes that still run. With `halted`, they were asked to halt, and first get 5 s to do so."""
         children = list(self._children.values())
         if halted:
             _wait(children, 5.0)

@@ -1,4 +1,4 @@
-"""A wish to stop: what is under way comes to a good end. Ctrl-C is one, and so is whatever else asks politely."""
+"""Requests to stop, by Ctrl-C, SIGTERM or a call: the work under way finishes cleanly."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from isthmus.errors import Interrupted
 
 
 class Stop:
-    """The wish, from any thread or signal handler. Whoever does the work looks at it, or is called.
+    """A request to stop, from any thread or signal handler. Running work polls it, or registers a callback.
 
     >>> stop = Stop()
-    >>> with stop.calls(lambda: print("coming to an end")):
+    >>> with stop.calls(lambda: print("stopping")):
     ...     stop.request()
-    coming to an end
+    stopping
     >>> stop.requested
     True
     """
@@ -36,14 +36,14 @@ class Stop:
             listener()
 
     def check(self) -> None:
-        """Raises Interrupted where it was requested: where there is nothing to bring to a good end."""
+        """Raises Interrupted if a stop was requested. For code that has no work to finish."""
         if self._requested:
             raise Interrupted("interrupted")
 
     @contextlib.contextmanager
     def calls(self, act: Callable[[], None]) -> Generator[None]:
-        """Inside, a request calls `act` once, in whatever thread it comes from; one that was made before does so at
-        once. In the main thread Ctrl-C is a request, and a second one raises KeyboardInterrupt."""
+        """Inside the block, a request calls `act` once, in the requesting thread. An earlier request calls it at once.
+        In the main thread the first Ctrl-C is a request, and the second raises KeyboardInterrupt."""
         once = [act]
 
         def listener() -> None:
@@ -62,7 +62,7 @@ class Stop:
 
 @contextlib.contextmanager
 def interruptible(interrupted: Callable[[], None]) -> Generator[None]:
-    """The first Ctrl-C calls `interrupted`, a second one raises. In other threads than the main one nothing changes."""
+    """The first Ctrl-C calls `interrupted`, the second raises KeyboardInterrupt. No effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -82,9 +82,9 @@ def interruptible(interrupted: Callable[[], None]) -> Generator[None]:
 
 @contextlib.contextmanager
 def terminable() -> Generator[None]:
-    """SIGTERM does what Ctrl-C does: a supervisor's `stop` or a bare `kill` means no other thing. By its default state
-    would be left lying, and the first process of a container is not even ended by it. In other threads than the main
-    one nothing changes."""
+    """SIGTERM acts like Ctrl-C, so a supervisor's `stop` and a plain `kill` end the process cleanly. By default SIGTERM
+    would leave state behind, and would not end the first process of a container at all. No effect outside the main
+    thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

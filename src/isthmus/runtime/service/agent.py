@@ -127,7 +127,7 @@ class Agent:
         self._retries_s = retries_s
         self._work: tuple[str, Launcher] | None = None
         self._close_door: Callable[[], None] = lambda: None
-        """Ends the wait for whoever was to measure the link to us last."""
+        """Stops waiting for the device that was to measure the link to this one last."""
         self._failed = 0
         """Attempts in a row to be in the fleet."""
         self._complaint, self._complained_s = "", 0.0
@@ -162,7 +162,8 @@ class Agent:
             self._log(text)
 
     def _outdated(self) -> str:
-        """What a coordinator that refuses an old certificate does not say: it hangs up on whoever has no good one."""
+        """A hint that this device's certificate has expired. The coordinator gives no reason: it closes connections
+        without a valid certificate."""
         over_s = time.time() - self._identity.expires_s()
         if over_s <= 0:
             return ""
@@ -220,7 +221,7 @@ class Agent:
         raise PeerError("; ".join(failures))
 
     def _beat(self, channel: SocketChannel, lane: SendLane, gone: threading.Event) -> None:
-        """Also renews the certificate, and tells of a process that ended."""
+        """Send heartbeats, renew the certificate, and report a process that ended."""
         beaten_s = asked_s = 0.0
         reported: tuple[Launcher | None, dict[str, str]] = (None, {})
         while not gone.wait(TICK_S):
@@ -312,7 +313,7 @@ class Agent:
         self._log(f"at work; log {self._folder / 'logs'}")
 
     def _end_work(self, *, halted: bool = True) -> None:
-        """Whoever was halted gets the time to end."""
+        """With `halted`, the processes first get the time to end by themselves."""
         with self._lock:
             work, self._work = self._work, None
         if work is not None:

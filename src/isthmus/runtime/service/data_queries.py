@@ -16,7 +16,7 @@ from isthmus.runtime.service.fleet_probe import Asking
 from isthmus.sanitize import sanitize
 
 DESCRIBE_S = 3600.0
-"""Whoever has much data reads for long. One that leaves meanwhile is not waited for."""
+"""A device with much data reads for long. The wait ends when the device disconnects."""
 COMPARE_S = 60.0
 LOOK_S = 0.2
 

@@ -34,7 +34,7 @@ from isthmus.runtime.service.probe_results import combined_speed
 from isthmus.runtime.service.speed import TimedWork as Speed
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
-from isthmus.runtime.transport.multi_stream import MOST_STRANDS, StreamAssembler, may_gain
+from isthmus.runtime.transport.multi_stream import MOST_STREAMS, StreamAssembler, may_gain
 from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute, RelayStandby
 from isthmus.training.layout import header_of, pack
 
@@ -107,7 +107,7 @@ def measure_link(asked: MeasureLink, dialer: PeerDialer) -> LinkTimes:
     try:
         times, relayed = time_loads(route, dialer)
         link = fit_link(times)
-        while may_gain(link) and route.streams < MOST_STRANDS:
+        while may_gain(link) and route.streams < MOST_STREAMS:
             route = msgspec.structs.replace(route, streams=2 * route.streams)
             more, relayed = time_loads(route, dialer)
             found = fit_link(more)

@@ -1,6 +1,6 @@
 """How a device without a certificate gets one: a ticket's secret and a signing request against a certificate.
 
-    joining device ── TCP, TLS without a certificate ──► coordinator     whoever answers is not believed yet
+    joining device ── TCP, TLS without a certificate ──► coordinator     the coordinator is not verified yet
              ◄── the authority's certificate ────                  believed when its hash is the ticket's
     joining device ── TLS, verified against it ────────► coordinator     now it is known who answers
              ── join frame: secret, request ─────►                 the only frame that an unknown peer may send
@@ -35,7 +35,7 @@ from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_u
 from isthmus.sanitize import MOST_SHOWN, sanitize
 
 MOST_FRAME_BYTES = 1 << 14
-"""Of the devices of a machine, `MOST_NEWCOMERS` at most, with their requests or certificates."""
+"""Holds the requests or certificates of `MOST_NEW_DEVICES` devices of one machine."""
 MOST_NAME_CHARACTERS = 64
 _PART = re.compile("/[A-Za-z0-9]+$")
 """Which of a machine's devices."""

@@ -60,11 +60,11 @@ Answer = TypeVar("Answer", bound=Message)
 ANSWERS = ExpectingDial | LinkTimes | MeasuredSpeed | DataDescribed | DataCompared
 """Of devices that were asked something."""
 WATCH_S = 1.0
-"""How often to look who was revoked."""
+"""How often to check for revoked devices."""
 BEAT_S = 0.5
-"""How often a device is told that it is heard while it waits for a run that is expected."""
+"""How often a device that waits for an expected run gets a heartbeat."""
 MOST_MESSAGES_PER_S = 5.0
-"""Of a device without work. It has a heartbeat to send, and now and then a renewal."""
+"""From a device without work. It sends heartbeats, and sometimes a renewal."""
 MOST_AT_ONCE = 50.0
 
 
@@ -102,7 +102,7 @@ class FleetCoordinator:
         self.port = self._listener.port
 
     def start(self) -> None:
-        """UserError when the state folder cannot take what is notified of the fleet."""
+        """UserError if the fleet's status cannot be written to the state folder."""
         write_status(self._state.folder, self.current_status())
         self._listener.start(self._on_connection)
         self._watching.start()
@@ -181,7 +181,7 @@ class FleetCoordinator:
 
     @contextlib.contextmanager
     def long_lived_run(self, call: RunRequest, acceptor: Acceptor) -> Generator[None]:
-        """A call to work that holds for whoever of its devices is here, and for those that come meanwhile."""
+        """Start a run on those of its devices that are connected, and on the others when they connect."""
         self._receive(call.run, acceptor)
         self._long_lived_runs[call.run] = call
         for unknown_peer in sorted(self.present - set(call.devices)):
@@ -227,7 +227,7 @@ class FleetCoordinator:
 
     def _on_connection(self, channel: SocketChannel) -> None:
         party = channel.party
-        assert party is not None, "strangers do not come here"
+        assert party is not None, "the listener admits no unknown peer"
         with self._changed:
             self._channels.setdefault(party.id, set()).add(channel)
         name = None
@@ -322,7 +322,7 @@ class FleetCoordinator:
         return self._state.authority.certify(request, "device")[1]
 
     def _watch(self) -> None:
-        """Whoever is revoked, by whatever process, is out at the next look."""
+        """Disconnect revoked devices at the next check. Any process may revoke them."""
         while not self._over.wait(WATCH_S):
             try:
                 self._look()

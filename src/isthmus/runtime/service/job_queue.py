@@ -5,8 +5,9 @@
                  │           ├──► stopped          `isthmus stop`
                  └───────────┴──── resume          `isthmus resume`, or a coordinator that is started again
 
-Commands and the coordinator that serves the folder meet here: whoever may open it may command, and nobody else. (A port
-for commands was rejected: it would be one more door, to be guarded, for what ssh to the coordinator's machine does.)
+Commands reach the coordinator through this folder. A user who may open the folder may give commands; other users may
+not. (Rejected: a port for commands. It would need its own protection, and ssh to the coordinator's machine does the
+same.)
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ SHARES = tuple(2.0**-k for k in reversed(range(MOST_LAYERS)))
 
 
 def speed_question(prepared: Prepared) -> MeasureSpeed:
-    """For any device; whoever asks names the probe."""
+    """The same for each device. The caller sets the probe's name."""
     job = prepared.job
     return MeasureSpeed(
         run="",

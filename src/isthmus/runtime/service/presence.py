@@ -21,9 +21,9 @@ from isthmus.sanitize import sanitize
 from isthmus.units import format_duration
 
 LOOK_S = 1.0
-"""How often to look whether a device that is waited for was revoked."""
+"""How often to check whether an awaited device was revoked."""
 REMIND_S = 30.0
-"""How often to say who is waited for."""
+"""How often to log the awaited devices."""
 REVOKED = "it was revoked"
 
 

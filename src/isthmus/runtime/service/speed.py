@@ -33,7 +33,7 @@ LEAST_S = 0.5
 """A pass that takes this long is long enough to time."""
 MATRIX_SIDES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 LEAST_PRODUCT_S = 0.1
-"""Nothing but the product is timed: that takes less to be told."""
+"""Only the matrix product is timed, so less time is enough for a reliable measurement."""
 COPIED_BYTES = 1 << 26
 LEAST_PASSES, MOST_PASSES, PASSES_S = 3, 50, 1.0
 LONG_S = 2.0

@@ -42,9 +42,9 @@ def first_message(channel: SocketChannel, kinds: tuple[type[First], ...], timeou
 
 
 class Acceptor:
-    """Admits whoever knows the run's secret name and says a device's name that is free, and receives.
+    """Admits peers that send the run's secret name and a device's name that is free, and receives their messages.
 
-    Every connection has a thread of its own: an unknown peer that is silent, or sends anything at all, holds up nobody.
+    Every connection has its own thread: an unknown peer delays nobody, whether it is silent or sends anything.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Acceptor:
             channel.close()
 
     def on_connection(self, channel: SocketChannel) -> None:
-        """Receive from whoever connected: one device until it leaves, or nothing more from an unknown peer."""
+        """Receive from a new connection: from a device until it leaves, from an unknown peer only the first message."""
         join = first_message(channel, (JoinRun,), self._timeout_s)
         if join is not None:
             self.admit(channel, join)
@@ -110,7 +110,7 @@ class Acceptor:
             while (received := channel.receive(check, idle_s=self._timeout_s)) is not None:
                 self._tell(channel, (device, *received))
             self._tell(channel, (device, None, []))
-        except Exception as e:  # whoever listens decides
+        except Exception as e:  # the receiver of the callback decides
             self._tell(channel, (device, e, []))
 
     def _tell(self, channel: SocketChannel, heard: ReceivedMessage) -> None:

@@ -135,8 +135,8 @@ class SocketChannel:
         party: Party | None = None,
         most_header_bytes: int = MAX_HEADER_BYTES,
     ) -> None:
-        """`party` is whoever the connection was authenticated to, None where it was not. Headers that are larger than
-        `most_header_bytes` are refused before they are received."""
+        """`party` is the authenticated peer, None for an unauthenticated one. Headers larger than `most_header_bytes`
+        are refused before they are received."""
         self.other = other
         self.party = party
         self._most_header_bytes = most_header_bytes
@@ -307,7 +307,7 @@ def _check(message: AnyMessage, payload_bytes: int, guard: Guard | None) -> None
 
 
 def connected(host: str, port: int, other: str, timeout_s: float) -> socket.socket:
-    """A socket to whoever listens there. Unreached when nobody answers within `timeout_s`."""
+    """A socket to the address. Unreached if nothing answers within `timeout_s`."""
     try:
         return socket.create_connection((host, port), timeout=timeout_s)
     except (OSError, UnicodeError, OverflowError) as e:  # the last two: what it calls its address is none
@@ -325,7 +325,7 @@ def dial(
     expected: Party | None = None,
     most_header_bytes: int = MAX_HEADER_BYTES,
 ) -> SocketChannel:
-    """Connect to whoever listens there; `other` is its name. Unreached when nobody answers within `timeout_s`.
+    """Connect to the address; `other` is the peer's name in errors. Unreached if nothing answers within `timeout_s`.
 
     With an identity the connection is TLS, and who answers must be the `expected` party; without, plain TCP.
     """

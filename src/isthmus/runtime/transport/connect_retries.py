@@ -19,7 +19,7 @@ class Unreached(PeerError):
 
 
 class HungUp(Unreached):
-    """Whoever answered closed the connection before it was known who called, as one does who has too many callers."""
+    """The other side closed the connection before it knew its caller, as a busy coordinator does."""
 
 
 def until_reached(attempt: Callable[[], Reached], within_s: float, passing: type[Unreached] = HungUp) -> Reached:

@@ -17,17 +17,17 @@ from isthmus.runtime.transport.secure import Connection, await_hello, secure_acc
 from isthmus.runtime.transport.unauthenticated import UNKNOWN_S, PendingConnections, Unauthenticated
 
 CROWDED_S = 0.01
-"""After a connection was cut for another the next is accepted so much later: whoever comes has time to say who it is,
-and a flood of connections does not take a core."""
+"""Pause before the next accept after a connection was cut for another. New connections get time to authenticate, and a
+flood of them does not occupy a core."""
 MOST_OF_ONE = 128
-"""Connections at once of one who has said who it is, at 100 KB each. A device that works needs a handful, and up to 64
-that are relayed."""
+"""Connections at once from one authenticated peer, at 100 KB each. A working device needs a few, and up to 64 relayed
+ones."""
 ACCEPT_AGAIN_S = 0.1
 
 Greet = Callable[[SocketChannel], None]
-"""Takes over a connection, for as long as it likes: it has a thread of its own."""
-Stranger = Callable[[Connection], None]
-"""Takes over a TLS connection of one who shows no certificate, and closes it."""
+"""Handles a connection, in the connection's own thread."""
+UnknownPeer = Callable[[Connection], None]
+"""Handles a TLS connection from a peer without a certificate, and closes it."""
 
 
 class Listener:
@@ -41,7 +41,7 @@ class Listener:
         identity: Identity | None = None,
         trusted_network: bool = False,
         timeout_s: float = 60.0,
-        unknown_peer: Stranger | None = None,
+        unknown_peer: UnknownPeer | None = None,
     ) -> None:
         """Binds; nothing is accepted before `start`. UserError for an address that cannot be bound, or that others
         could reach without TLS."""
@@ -52,9 +52,9 @@ class Listener:
         self._unknown_peer = unknown_peer
         self._unknown_peers = PendingConnections()
         self._adopted = PendingConnections()
-        """Strangers take no room of those who come by way of the coordinator."""
+        """Relayed connections are counted apart, so unknown peers cannot take their places."""
         self._known: Counter[str] = Counter()
-        """Connections of those who have said who they are, by id."""
+        """Number of connections of authenticated peers, by id."""
         self._closed = threading.Event()
         self._counting = threading.Lock()
         try:

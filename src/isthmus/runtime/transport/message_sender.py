@@ -22,7 +22,7 @@ class MessageSender:
     """A channel's way out. Messages leave in the order in which they are put."""
 
     def __init__(self, channel: Channel, on_error: Callable[[PeerError], None]) -> None:
-        """`on_error` is notified of what did not get through, in the thread that sends."""
+        """`on_error` receives the error of a message that could not be sent, in the sending thread."""
         self._channel = channel
         self._on_error = on_error
         self._sending = threading.Lock()
@@ -37,7 +37,7 @@ class MessageSender:
             threading.Thread(target=self._send, args=(message, payload), name="post", daemon=True).start()
 
     def _send(self, message: AnyMessage, payload: Sequence[memoryview]) -> None:
-        """Whoever holds the lock hands it to this."""
+        """The caller holds the lock."""
         try:
             self._channel.send(message, payload)
         except PeerError as e:
@@ -46,7 +46,7 @@ class MessageSender:
             self._sending.release()
 
     def close(self) -> None:
-        """Nothing is left to end: what is sent is sent by whoever puts it, or by a thread that ends with it."""
+        """Does nothing: messages are sent in the thread that puts them, or in a thread that ends when they are sent."""
 
     def flush(self) -> None:
         """Until everything that was put has left, or failed."""

@@ -24,7 +24,7 @@ from isthmus.runtime.transport.secure import Connection
 BLOCK_BYTES = 1 << 18
 WINDOW_BYTES = 4 << 20
 """About what one flow has on the way at most: Linux lets windows grow to 4 to 6 MB."""
-MOST_STRANDS = 8
+MOST_STREAMS = 8
 MOST_UNFINISHED = 64
 """Groups of streams that are not complete."""
 _LENGTH = struct.Struct(">I")
@@ -33,7 +33,7 @@ _LENGTH = struct.Struct(">I")
 def streams_for(link: Link) -> int:
     """How many streams fill a link, going by its bandwidth-delay product."""
     on_the_way_bytes = link.bandwidth_bytes_per_s * 2 * link.latency_s
-    return int(min(MOST_STRANDS, max(1, -(-on_the_way_bytes // WINDOW_BYTES))))
+    return int(min(MOST_STREAMS, max(1, -(-on_the_way_bytes // WINDOW_BYTES))))
 
 
 def may_gain(link: Link) -> bool:
@@ -143,14 +143,14 @@ class StreamAssembler:
         self._unfinished: dict[tuple[Party | None, str], dict[int, SocketChannel]] = {}
 
     def add(self, channel: SocketChannel, stream: StreamHello) -> SocketChannel | None:
-        """The channel that is complete with this stream; None while others are to come. PeerError for what is no part
-        of a group of streams."""
-        if not 1 < stream.of <= MOST_STRANDS or not 0 <= stream.number < stream.of:
+        """The channel, if this stream completes its group; None while other streams are missing. PeerError if the
+        stream is not a valid part of a group."""
+        if not 1 < stream.of <= MOST_STREAMS or not 0 <= stream.number < stream.of:
             raise PeerError(f"{channel.other}: stream {stream.number} of {stream.of}")
         name = (channel.party, stream.stream_group)
         with self._lock:
             if len(self._unfinished) >= MOST_UNFINISHED and name not in self._unfinished:
-                raise PeerError(f"{channel.other}: too many braids were begun")
+                raise PeerError(f"{channel.other}: too many incomplete groups of streams")
             found = self._unfinished.setdefault(name, {})
             if stream.number in found:
                 raise PeerError(f"{channel.other}: stream {stream.number} came twice")

@@ -1,6 +1,6 @@
 """The coordinator's part where two devices cannot reach each other: it copies bytes between two connections of theirs.
 
-    A ── TLS ──► coordinator ◄── TLS ── B       both dial out: B is waiting for a relay here, A asks for it
+    A ── TLS ──► coordinator ◄── TLS ── B       both dial out: B waits at the relay, A asks for B
     A ◄─────────── bytes ─────────────► B       TLS with the coordinator ends on both connections; what it copies from
                                                 then on is TLS between A and B, who verify each other
 
@@ -26,17 +26,17 @@ from isthmus.runtime.transport.relay_status import RelayedLink
 from isthmus.runtime.transport.tcp_congestion import round_trip_s
 
 COPY_BYTES = 1 << 18
-MOST_PARKED = 8
-"""Connections of one device that wait to be wanted: it parks the next one when one is taken."""
+MOST_WAITING = 8
+"""Waiting connections of one device. It opens the next one when one is taken."""
 WAIT_S = 3.0
-"""How long a device is waited for that is wanted: it waiting for a relay before anybody was notified of it, unless it
-is gone."""
+"""How long a request waits for the other device. A device starts to wait before others learn of it, so it is there
+unless it is gone."""
 MOST_STREAMS = 64
 """Relayed connections at once, of one device."""
 
 
 class _RelayRequest:
-    """Somebody wants a waiting for a relay device."""
+    """A request for a waiting device."""
 
     def __init__(self) -> None:
         self.answers: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
@@ -48,7 +48,7 @@ class _WaitingDevice:
 
 
 class _Stream:
-    """Two sockets, and what was copied between them."""
+    """Two sockets, and the bytes copied between them."""
 
     def __init__(self, ids: tuple[str, str], names: tuple[str, str], ends: tuple[socket.socket, socket.socket]) -> None:
         self.ids = ids
@@ -103,7 +103,7 @@ class Relay:
 
     def serve(self, channel: SocketChannel, first: RelayWait | RelayConnect, names: dict[str, str]) -> None:
         """Until the connection ends. `names` are those of devices by id. OSError, PeerError."""
-        assert channel.party is not None, "strangers do not come here"
+        assert channel.party is not None, "the listener admits no unknown peer"
         if isinstance(first, RelayWait):
             self._wait_for_relay(channel, first.run, channel.party.id)
         else:
@@ -131,8 +131,8 @@ class Relay:
         waiting_device = _WaitingDevice()
         with self._changed:
             places = self._waiting_devices[run, id]
-            if sum(len(found) for (_, of), found in self._waiting_devices.items() if of == id) >= MOST_PARKED:
-                raise PeerError(f"{channel.other}: waiting for a relay {MOST_PARKED} connections already")
+            if sum(len(found) for (_, of), found in self._waiting_devices.items() if of == id) >= MOST_WAITING:
+                raise PeerError(f"{channel.other}: has {MOST_WAITING} connections waiting at the relay already")
             places.append(waiting_device)
             self._changed.notify_all()
         request: _RelayRequest | None = None
@@ -143,7 +143,7 @@ class Relay:
             channel.send(RelayReady(run=run))
             while not isinstance(said := _said(channel, self._timeout_s), RelayReady):
                 if said is None:
-                    raise PeerError(f"{channel.other}: closed a connection that was wanted")
+                    raise PeerError(f"{channel.other}: closed a requested connection")
             request.answers.put(channel.bare())
         except (OSError, PeerError):
             if request is not None:
@@ -220,13 +220,11 @@ class Relay:
 
 
 def _said(channel: SocketChannel, timeout_s: float) -> AnyMessage | None:
-    """The next message of a waiting for a relay device; None when it has closed the connection."""
+    """The next message of a waiting device; None if it closed the connection."""
 
     def check(message: AnyMessage) -> None:
         if not isinstance(message, Heartbeat | RelayReady) or message.tensors:
-            raise PeerError(
-                f"sent {type(message).__name__}, which is nothing for a connection that is waiting for a relay"
-            )
+            raise PeerError(f"sent {type(message).__name__} on a connection that waits at the relay")
 
     received = channel.receive(check, idle_s=timeout_s)
     return None if received is None else received[0]

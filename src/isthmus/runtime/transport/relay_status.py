@@ -1,4 +1,4 @@
-"""What is notified of connections between devices that go by way of the coordinator."""
+"""The status of relayed connections between devices."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import msgspec
 
 
 class RelayedLink(msgspec.Struct, frozen=True, kw_only=True):
-    """A connection that is copied here, between two devices by name."""
+    """A relayed connection between two devices, by name."""
 
     devices: tuple[str, str]
     carried_bytes: int
     """Both ways."""
     latency_s: float | None
-    """One way, as the kernel sees its two halves; None where it does not say."""
+    """One way, from the kernel's round-trip times of both halves; None if the kernel does not report them."""

@@ -1,4 +1,4 @@
-"""A device's way to another one: directly, or by way of the coordinator where they cannot reach each other."""
+"""Connections from a device to another: direct, or relayed by the coordinator if they cannot reach each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIRECT_S = 5.0
 ANSWER_S = 15.0
 """The coordinator waits for the other device before it answers."""
 REPARK_S = 1.0
-"""Between attempts to be reachable by way of the coordinator."""
+"""Between attempts to wait at the coordinator's relay."""
 
 
 class PeerRoute(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +51,8 @@ class PeerDialer(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
 
     def dial(self, route: PeerRoute) -> tuple[SocketChannel, bool]:
-        """A connection to the very device, and whether it is relayed. PeerError when there is no way. Whoever is
-        hung up on before it was known who calls tries again."""
+        """A connection to the device, which is authenticated, and whether it is relayed. PeerError if it cannot be
+        reached. Tries again if the other side closes the connection before it knows its caller."""
         if self.identity is None:
             return dial(route.host, route.port, route.other, self.timeout_s), False
         if route.streams == 1:
@@ -122,10 +122,10 @@ class PeerDialer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RelayStandby:
-    """A device that can be reached by way of the coordinator, until `close`."""
+    """Keeps this device reachable through the coordinator's relay, until `close`."""
 
     def __init__(self, dialer: PeerDialer, run: str, taken: Callable[[socket.socket], None]) -> None:
-        """Each connection that another device gets is `taken`. A coordinator that is away is tried again."""
+        """`taken` receives each connection that another device requested. An unreachable coordinator is tried again."""
         self._dialer = dialer
         self._run = run
         self._taken = taken

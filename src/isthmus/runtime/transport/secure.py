@@ -220,8 +220,8 @@ def expect(party: Party | None, expected: Party) -> None:
 
 
 def secure_unknown(connection: socket.socket, authority_pem: str | None) -> TlsConnection:
-    """The client's end of one who has no certificate yet. With None, whoever answers is not verified: nothing may be
-    told to it, and nothing believed."""
+    """The client's end for a device without a certificate. With None the server is not verified: send it nothing, and
+    trust nothing that it sends."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

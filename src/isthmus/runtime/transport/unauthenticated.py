@@ -1,4 +1,4 @@
-"""Connections of which nobody knows yet who they are: bounded, and whoever has tried longest gives way."""
+"""Connections that are not authenticated yet. Their number is bounded: a new one replaces the oldest."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import threading
 from collections.abc import Generator
 
 MOST_SILENT = 64
-"""Connections at once that have not asked for TLS yet."""
+"""Connections at once that have not sent a TLS hello yet."""
 MOST_SPEAKING = 64
-"""Connections at once that have, and are about to say who they are."""
+"""Connections at once in the TLS handshake."""
 MOST_FROM_ONE = 16
-"""Of each, from one address: a single unknown peer does not take all."""
+"""Of each kind, from one address: a single unknown peer cannot take all places."""
 UNKNOWN_S = 20.0
-"""How long it may take somebody to say who he is, all in all: a byte now and then does not hold a place for ever."""
+"""Time limit of the whole authentication: a peer that sends a byte at times cannot keep its place."""
 
 
 class Unauthenticated:
-    """A hold on a connection that outlasts TLS taking over its socket."""
+    """A handle of a connection that stays valid after TLS has taken over the socket."""
 
     def __init__(self, connection: socket.socket, address: str) -> None:
-        """OSError where too many files are open."""
+        """OSError if too many files are open."""
         self.address = address
         self._twin = connection.dup()
 
     def cut(self) -> None:
-        """Whoever waits for the connection sees its end."""
+        """Shut the connection down. Code that waits for it sees its end."""
         with contextlib.suppress(OSError):
             self._twin.shutdown(socket.SHUT_RDWR)
 
@@ -35,10 +35,11 @@ class Unauthenticated:
 
 
 class PendingConnections:
-    """One for those who say nothing, one for those who have asked for TLS: the first never take the others' room.
+    """Two bounded groups: silent connections, and connections in the TLS handshake. Silent ones never take the places
+    of the others.
 
-    Where there is no room the oldest is cut. (Rejected: to refuse the newest. Whoever keeps connections open would shut
-    out everybody else for as long as those may last, again and again.)
+    When a group is full its oldest connection is cut. (Rejected: refuse the newest. A peer that keeps connections open
+    could then shut out everybody else.)
     """
 
     def __init__(self) -> None:
