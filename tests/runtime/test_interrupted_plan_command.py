@@ -137,9 +137,9 @@ def test_a_terminal_shows_one_live_line(tmp_path: Path) -> None:
     os.close(theirs)
     try:
         said = b""
-        while b"best step so far" not in said:
+        while b"(endless, 4 micro-batches" not in said or b"best step so far" not in said:
             said += os.read(ours, 4096)
-        assert b"planning: endless" in said
+        assert b"planning: " in said
         process.send_signal(signal.SIGINT)
         while INTERRUPTED[:30].encode() not in said:
             said += os.read(ours, 4096)

@@ -79,7 +79,7 @@ class PlanningProgress:
         what = [part for part in (self._planner, self._part) if part]
         took = format_duration(now_s - self._began_s)
         facts = [f"planning: {self._candidates:,} plans tried", best, took, *(["ending"] if self._ending else [])]
-        details = f" ({sanitize(', '.join(what))})"
+        details = f" ({sanitize(', '.join(what))})" if what else ""
         text = Text(", ".join(facts), no_wrap=True, overflow="ellipsis")
         if self._live is None:
             self._console.print(text.append(details), soft_wrap=True, highlight=False)

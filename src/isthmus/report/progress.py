@@ -17,7 +17,7 @@ from isthmus.report.live import is_watched
 from isthmus.sanitize import sanitize
 from isthmus.units import format_duration, format_size
 
-MOST_DEVICES, MOST_LINKS = 8, 4
+MOST_DEVICES, MOST_LINKS = 6, 3
 LEAST_SHARE = 0.01
 """Of the busiest link: a link that carries less carries only short messages, and is not shown."""
 PLAIN_EVERY_S = 5.0
