@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from isthmus.cli.app import COMMANDS
-from isthmus.cli.lazy import load
+from isthmus.cli.app import commands
 from isthmus.report.settings_reference import kinds_page, reference_page
 
 FOLDER = Path(__file__).parent / "reference"
@@ -34,26 +33,24 @@ def commands_page() -> str:
         "take `--json`. stdout is data, stderr is progress and errors.",
         "| exit code | meaning |\n|---|---|\n" + "\n".join(f"| {code} | {EXIT_CODES[code]} |" for code in EXIT_CODES),
     ]
-    for commands in COMMANDS.values():
-        for name, summary in commands.items():
-            parts += _command(name, summary)
+    for name, command in commands().items():
+        parts += _command(name, command)
     return "\n\n".join(parts) + "\n"
 
 
-def _command(name: str, summary: str) -> Iterator[str]:
-    command = load(name, COMMANDS)
+def _command(name: str, command: Any) -> Iterator[str]:  # click's, or that of the copy that typer brings along
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and p.name != "help"]
     places = [(a.metavar or a.name.upper(), a.required) for a in arguments]
     usage = " ".join(place if required else f"[{place}]" for place, required in places)
     yield f"## `isthmus {name}`"
-    yield summary
+    yield command.help.split("\n\n")[0].replace("\n", " ")
     yield f"```\nisthmus {name} {usage}".rstrip() + (" [OPTIONS]" if options else "") + "\n```"
     if options:
         yield "\n".join(["| option | default | meaning |", "|---|---|---|", *map(_row, options)])
 
 
-def _row(option: Any) -> str:  # click's, or that of the copy that typer brings along
+def _row(option: Any) -> str:
     names = ", ".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts])
     default = option.default
     given = "required" if option.required else f"`{default}`" if default not in (None, False, ()) else ""

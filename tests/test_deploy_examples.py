@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.cli.app import COMMANDS
-from isthmus.cli.lazy import load
+from isthmus.cli.app import commands
 
 DEPLOY = Path(__file__).parents[1] / "examples" / "deploy"
 FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
@@ -24,7 +23,7 @@ def test_their_options_exist(path: Path) -> None:
     used = re.findall(r"isthmus (join|serve|ticket|drain|devices|submit)\b([^\n`<]*)", text)
     assert used or path.suffix == ".yaml"
     for command, rest in used:
-        known = {option for parameter in load(command, COMMANDS).params for option in parameter.opts}
+        known = {option for parameter in commands()[command].params for option in parameter.opts}
         assert set(re.findall(r"(?<!\S)--[a-z-]+", rest)) <= known, (command, rest)
 
 

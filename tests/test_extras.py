@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.cli.app import COMMANDS, refuse_system
+from isthmus.cli.app import commands, refuse_system
 from isthmus.errors import UserError
 from isthmus.extensions import EXTRAS, POSIX, import_extra
 
@@ -94,14 +94,14 @@ def _arguments(command: str, folder: Path) -> list[str]:
 def test_every_command_without_any_extra(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB)
     plain = {"init", "example", "topologies", "planners"}
-    commands = [name for named in COMMANDS.values() for name in named if name not in (*plain, "doctor")]
+    names = [name for name in commands() if name not in (*plain, "doctor")]
     state = {"jobs", "status", "logs", "stop", "resume", "devices", "drain", "ticket", "submit", "serve", "probe"}
     (tmp_path / "roster.sqlite").touch()
     lines = [
         [*_arguments(name, tmp_path), *(["--state", str(tmp_path)] if name in state | {"join"} else [])]
-        for name in commands
+        for name in names
     ]
-    for name, (code, told) in zip(commands, said(sorted(EXTRAS), lines), strict=True):
+    for name, (code, told) in zip(names, said(sorted(EXTRAS), lines), strict=True):
         assert code == 2 and "Traceback" not in told and "internal" not in told, (name, code, told)
         needs = re.fullmatch(r'error: isthmus (\w+) needs (\w+): pip install "isthmus\[(\w+)\]"\n', told)
         assert needs or "run" in told or "--" in told, (name, told)
@@ -113,8 +113,8 @@ def test_every_command_without_any_extra(tmp_path: Path) -> None:
 
 
 def test_every_command_has_its_help_without_any_extra() -> None:
-    commands = [name for named in COMMANDS.values() for name in named]
-    for name, (code, told) in zip(commands, said(sorted(EXTRAS), [[n, "--help"] for n in commands]), strict=True):
+    names = list(commands())
+    for name, (code, told) in zip(names, said(sorted(EXTRAS), [[n, "--help"] for n in names]), strict=True):
         assert code == 0 and f"isthmus {name}" in told and "--help" in told and "pip install" not in told, (name, told)
 
 

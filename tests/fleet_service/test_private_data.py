@@ -14,7 +14,7 @@ from rich.console import Console
 
 from isthmus.api.folder import RunFolder
 from isthmus.api.pipeline import Choices, run_job
-from isthmus.cli.terminal import Terminal
+from isthmus.api.terminal import Terminal
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.data.description import describe

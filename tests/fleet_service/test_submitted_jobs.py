@@ -25,7 +25,7 @@ from isthmus.api.federated_run import FederatedChoices, ServeAs
 from isthmus.api.job_queue import run_queue
 from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Choices
-from isthmus.cli.terminal import Terminal
+from isthmus.api.terminal import Terminal
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, load_federated_job
 from isthmus.job import Job

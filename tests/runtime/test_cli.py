@@ -16,7 +16,7 @@ from transformers import GPT2LMHeadModel
 
 from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import plan_for
-from isthmus.cli.options import Notes
+from isthmus.cli.console import Notes
 from isthmus.cost.compression import ratio_planner_names
 from isthmus.data import load_dataset
 from isthmus.errors import UserError

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.cli.app import COMMANDS
-from isthmus.cli.lazy import load
+from isthmus.cli.app import commands
 from tests.federated.sites import write_job
 from tests.runtime.commands import isthmus, refused
 
@@ -51,12 +50,11 @@ def test_a_sites_file_is_no_job_and_no_job_a_sites_file(tmp_path: Path) -> None:
         refused(done, 2, "is a coordinator's job, expected a site's file")
 
 
-@pytest.mark.parametrize("command", [name for named in COMMANDS.values() for name in named])
+@pytest.mark.parametrize("command", commands())
 def test_nothing_of_a_help_text_is_taken_for_markup(command: str) -> None:
-    module = next(module for module, named in COMMANDS.items() if command in named)
-    found = load(command, COMMANDS)
+    found = commands()[command]
     shown = re.sub(r"[\s│]+", "", isthmus(command, "--help").out)
-    texts = [(found.callback.__doc__ or "").split("\f")[0], COMMANDS[module][command].split(".")[0]]
+    texts = [(found.callback.__doc__ or "").split("\f")[0]]
     texts += [getattr(parameter, "help", None) or "" for parameter in found.params]
     for bracketed in re.findall(r"\[[^\]]*\]", " ".join(text.replace("\\[", "[") for text in texts)):
         assert re.sub(r"\s+", "", bracketed) in shown, bracketed

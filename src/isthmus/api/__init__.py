@@ -1,1 +1,41 @@
-"""The application: what `import isthmus` gives, and what the command line calls. Nothing here prints."""
+"""The application: what the command line, the job queue and `isthmus` itself call.
+
+`api.pipeline` and the other modules are imported when they are used: `from isthmus import api` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
+    from isthmus.api import descriptions as descriptions
+    from isthmus.api import doctor as doctor
+    from isthmus.api import export as export
+    from isthmus.api import federated_run as federated_run
+    from isthmus.api import federated_simulation as federated_simulation
+    from isthmus.api import job_overrides as job_overrides
+    from isthmus.api import job_plans as job_plans
+    from isthmus.api import job_queue as job_queue
+    from isthmus.api import jobs as jobs
+    from isthmus.api import join as join
+    from isthmus.api import names as names
+    from isthmus.api import output as output
+    from isthmus.api import pipeline as pipeline
+    from isthmus.api import probe as probe
+    from isthmus.api import run as run
+    from isthmus.api import serve as serve
+    from isthmus.api import status as status
+    from isthmus.api import status_tables as status_tables
+    from isthmus.api import terminal as terminal
+
+
+def __getattr__(name: str) -> ModuleType:
+    full = f"{__name__}.{name}"
+    try:
+        return importlib.import_module(full)
+    except ModuleNotFoundError as e:
+        if e.name == full:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        raise

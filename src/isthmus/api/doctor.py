@@ -6,6 +6,8 @@ import importlib
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.table import Table
+
 from isthmus.api.states import PORT, state_folder
 from isthmus.runtime.service.machine import Finding, examine_machine
 
@@ -21,6 +23,15 @@ class Examined(NamedTuple):
     def good(self) -> bool:
         """Whether nothing is wrong."""
         return self.findings[-1].good if self.joined else all(finding.good for finding in self.findings)
+
+    def table(self) -> Table:
+        """A row for each finding."""
+        title = "On the way to the coordinator" if self.joined else "This machine, which has joined no fleet"
+        drawn = Table("hop", "", "found", "what to do", title=title)
+        for finding in self.findings:
+            remedy = "" if finding.good and not self.joined else finding.remedy
+            drawn.add_row(finding.hop, "ok" if finding.good else "BROKEN", finding.detail, remedy)
+        return drawn
 
 
 def examine(state: Path | None = None, ticket_file: Path | None = None) -> Examined:

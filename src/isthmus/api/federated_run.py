@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +15,7 @@ from isthmus.api.folder import RunFolder
 from isthmus.api.observer import Observer
 from isthmus.errors import Interrupted
 from isthmus.federated.history import RoundHistory, RoundLine
-from isthmus.federated.job import FederatedJob, check, check_deployment, check_simulation, load_federated_job
+from isthmus.federated.job import FederatedJob, check_deployment, check_simulation
 from isthmus.protocol.federated_events import FinishRounds
 from isthmus.runtime.federated.run import FederatedRun
 from isthmus.runtime.federated.site_run import SiteRun
@@ -37,24 +37,8 @@ class FederatedChoices(msgspec.Struct, frozen=True, kw_only=True):
 
     resume: bool = False
     run: Path | None = None
-    scheme: str | None = None
-    executors: int | None = None
-    rounds: int | None = None
     again: str = "--resume"
     """What a person has to say for the run to go on."""
-
-
-def read_job(path: Path, choices: FederatedChoices, overrides: Mapping[str, object] = {}) -> FederatedJob:
-    """The job with overrides. UserError as `load_federated_job`."""
-    job = load_federated_job(path, overrides)
-    given = {"scheme": choices.scheme, "executors": choices.executors}
-    execution = msgspec.structs.replace(job.execution, **{k: v for k, v in given.items() if v is not None})
-    federated = job.federated
-    if choices.rounds is not None:
-        federated = msgspec.structs.replace(federated, rounds=choices.rounds)
-    job = msgspec.structs.replace(job, execution=execution, federated=federated)
-    check(job)
-    return job
 
 
 class Run(Protocol):

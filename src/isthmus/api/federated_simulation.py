@@ -42,6 +42,18 @@ class SimulatedRounds(NamedTuple):
     overhead_s: float
     """Of a round, as measured."""
 
+    def summary(self) -> dict[str, object]:
+        """As JSON has it."""
+        return {
+            "rounds": len(self.rounds),
+            "executors": self.executors,
+            "seconds_per_sample": self.line.seconds_per_sample,
+            "fixed_s": self.line.fixed_s,
+            "overhead_s": self.overhead_s,
+            "round_s": statistics.median(r.seconds for r in self.rounds),
+            "total_s": sum(r.seconds for r in self.rounds),
+        }
+
 
 def simulate_rounds(job: FederatedJob) -> SimulatedRounds:
     """Measure a few rounds here, and simulate the run."""

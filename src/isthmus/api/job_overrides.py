@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from isthmus.errors import UserError
-from isthmus.federated.job import is_federated
+from isthmus.federated.job import FederatedJob, check, is_federated, load_federated_job
 from isthmus.federated.task_spec import is_site_file
 from isthmus.job import Job, checked, load_job
 from isthmus.overrides import overridden_struct
@@ -54,6 +54,55 @@ class Changes(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             job, plan=_replaced(job.plan, plan), training=_replaced(job.training, {"steps": self.steps})
         )
+
+
+class FederatedChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """Options in place of what a federated job says; None: as it says."""
+
+    scheme: str | None = None
+    executors: int | None = None
+    rounds: int | None = None
+
+    def of(self, job: FederatedJob) -> FederatedJob:
+        """UserError for a job that cannot be run with them."""
+        execution = _replaced(job.execution, {"scheme": self.scheme, "executors": self.executors})
+        federated = _replaced(job.federated, {"rounds": self.rounds})
+        job = msgspec.structs.replace(job, execution=execution, federated=federated)
+        check(job)
+        return job
+
+
+AS_IT_SAYS = FederatedChanges()
+
+
+def read_job(
+    path: Path,
+    changes: Changes,
+    federated: FederatedChanges = AS_IT_SAYS,
+    overrides: Mapping[str, object] = {},
+    *,
+    others: Mapping[str, object] = {},
+) -> Job | FederatedJob:
+    """The job of a file, with options and overrides in place of what it says.
+
+    UserError for an option that the kind of job does not have. `others` are further options, by name, that a federated
+    job does not have; None: not given.
+    """
+    if not is_federated(path):
+        for option, value in _options(federated).items():
+            if value is not None:
+                raise UserError(f"{option}: {path} is no federated job: it has no table [federated]")
+        return changes.of(job_of(path, overrides))
+    for option, value in {**_options(changes), **others}.items():
+        if value is not None:
+            what = f"got {value!r} for a federated job, expected none: see --scheme and --executors"
+            raise UserError(f"{option}: {what}")
+    return federated.of(load_federated_job(path, overrides))
+
+
+def _options(given: Changes | FederatedChanges) -> dict[str, object]:
+    """By their names on the command line."""
+    return {f"--{name.replace('_', '-')}": value for name, value in msgspec.structs.asdict(given).items()}
 
 
 def _replaced(config: Config, given: Mapping[str, object]) -> Config:

@@ -30,7 +30,7 @@ from isthmus.planners import (
     planner_names,
 )
 from isthmus.plans import Plan, load_plan
-from isthmus.report import ComparedPlan, Comparison, Explanation, explain, least_headroom, ranked
+from isthmus.report import ComparedPlan, Comparison, Explanation, explain, least_headroom, plan_summary, ranked
 from isthmus.report.graph_table import GraphWeights, graph_weights
 from isthmus.runtime.coordinator.activation_privacy import protection_text
 from isthmus.runtime.coordinator.private_feedback import check_feedback
@@ -38,7 +38,7 @@ from isthmus.runtime.coordinator.run import run_spec
 from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import SimulationOptions
 from isthmus.simulator import simulate as simulate_plan
-from isthmus.trace import Trace, steady_step_s
+from isthmus.trace import Trace, busy_share, link_bytes, steady_step_s
 from isthmus.verification import Question, StateBytes, Verdict, state_bytes, verify
 from isthmus.verification.question import FLOAT32_BYTES
 
@@ -74,6 +74,18 @@ class Simulated(NamedTuple):
     fleet: Fleet
     graph: OpGraph | None
     """None of a plan that was given: the model is not captured for it."""
+
+    def summary(self) -> dict[str, object]:
+        """As JSON has it: seconds of a step by the simulator and by formulas, shares of devices, bytes of links."""
+        predicted = self.plan.predicted
+        return {
+            "step_s": steady_step_s(self.trace),
+            "closed_form_s": predicted.step_s,
+            "eq3_s": predicted.eq3_step_s,
+            "busy_share": busy_share(self.trace),
+            "link_bytes": {f"{a} -> {b}": n for (a, b), n in link_bytes(self.trace).items()},
+            "plan": msgspec.to_builtins(plan_summary(self.plan, self.fleet)),
+        }
 
 
 def simulate_job(job: Job, observer: Observer, stop: Stop, document: Path | None = None) -> Simulated:

@@ -13,6 +13,9 @@ from isthmus.planners import describe as describe_planner
 from isthmus.planners import planner_names
 from isthmus.planners.cohort import cohort_names, describe_cohort
 from isthmus.planners.sync import describe_sync, sync_planner_names
+from isthmus.report.fleet_tables import names_table, planners_table, topologies_table
+
+__all__ = ["Kind", "names_table", "planners", "planners_table", "topologies", "topologies_table"]
 
 
 class Kind(NamedTuple):

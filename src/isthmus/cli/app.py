@@ -2,78 +2,76 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
 import threading
-from typing import TYPE_CHECKING, cast
+from types import ModuleType
+from typing import Annotated, Any, cast
 
 import typer
 
+from isthmus import __version__
 from isthmus.api.stop import terminable
-from isthmus.cli.lazy import lazy_app
-from isthmus.cli.lazy_import import LazyImport
+from isthmus.cli import (
+    device_commands,
+    doctor_commands,
+    first_files,
+    fleet_commands,
+    job_commands,
+    lists,
+    run_commands,
+    serve_commands,
+)
 from isthmus.errors import InternalError, IsthmusError, UserError
 from isthmus.sanitize import sanitize
 
-if TYPE_CHECKING:
-    from isthmus import extensions
-else:
-    extensions = LazyImport("isthmus.extensions")
-
-COMMANDS = {
-    "first_files": {
-        "init": "Write a job, a fleet and a model of your own to begin with. Asks what no option says, on a terminal.",
-        "example": "Copy an example into this folder.",
-    },
-    "job_commands": {
-        "plan": "Plan where each part of the model runs; or compare planners, or check a plan.",
-        "simulate": "Run the plan on a virtual clock: the same machines as a real run, with modelled durations.",
-        "graph": "Show what each layer of a job's model computes and keeps. With --json: every operator too.",
-        "describe-data": "Say what a job's data are like, without showing them: for a machine that plans and has none.",
-        "train": "Plan, train over one process per device, compare what was predicted with what was measured.",
-    },
-    "lists": {
-        "topologies": "List the built-in fleets.",
-        "planners": "List the planners.",
-        "models": "List the models that a job can name.",
-        "datasets": "List the kinds of data that a job can name.",
-        "algorithms": "List the federated algorithms.",
-        "describe": "Show the options of a model, data set or algorithm, or the keys of a table of a job.",
-    },
-    "run_commands": {
-        "trace": "Write a run's Perfetto trace (predicted and measured); print how well it was predicted.",
-        "calibrate": "Write a run's fleet as its first steps showed it: stated speeds times measured factors.",
-        "export": "Write a run's newest checkpoint or last federated round: a Hugging Face directory, or safetensors.",
-    },
-    "serving_commands": {
-        "serve": "Coordinate devices that join over TLS; with a job, train it once all that its plan names are here.",
-        "submit": "Hand a job to the coordinator that serves the fleet; prints its number.",
-        "probe": "Measure this machine's devices, or those of a fleet and the links between them; write a fleet TOML.",
-    },
-    "fleet_commands": {
-        "jobs": "List the jobs that were submitted: what runs, waits, and how the others ended.",
-        "status": "Who is here, what runs and how far it is. On a terminal it stays and follows, until Ctrl-C.",
-        "logs": "Print what a submitted job says.",
-        "stop": "End a submitted job: what it leased is finished, a checkpoint saved. `resume` goes on from there.",
-        "resume": "Queue a job once more that was stopped or failed; it goes on from its newest checkpoint.",
-        "ticket": "Print a ticket for one more device. It is good once and for 24 hours.",
-        "devices": "List the devices that joined; or shut one out, at once.",
-        "drain": "Have a device leave the run that it works for, without loss: others take over its part first.",
-    },
-    "device_commands": {
-        "join": "Join a fleet and stay, ready to work. The first time it needs a ticket.",
-    },
-    "doctor_commands": {
-        "doctor": "Say what stands in the way of this machine, or of a device that joined, and what to do.",
-    },
-}
-"""In the order of the help, with their help; by the module of `isthmus.cli` that is imported when one is called."""
-
-app = lazy_app("Train one model on machines that are far apart, unequal, and joined by slow links.", COMMANDS)
+app = typer.Typer(
+    name="isthmus",
+    help="Train one model on machines that are far apart, unequal, and joined by slow links.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # a tenth of a second, and square brackets would be taken for styles
+    context_settings={"max_content_width": 120},
+)
+GROUPS = (
+    first_files,
+    job_commands,
+    lists,
+    run_commands,
+    serve_commands,
+    fleet_commands,
+    device_commands,
+    doctor_commands,
+)
+"""In the order of the help."""
+NEEDING_POSIX = (serve_commands, fleet_commands, device_commands)
+for group in GROUPS:
+    app.registered_commands += group.app.registered_commands
 
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 """Click's, or that of the copy of click that later typers bring along: typer exports no common name for it."""
+
+
+def commands() -> dict[str, Any]:
+    """By name, as typer makes them for its click, of which it exports no types."""
+    return cast("Any", typer.main.get_command(app)).commands
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"isthmus {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
@@ -97,6 +95,7 @@ def main() -> None:
         if debug:
             raise
         if isinstance(e, ModuleNotFoundError):
+            extensions = importlib.import_module("isthmus.extensions")  # it reads what is installed
             missing = extensions.what_is_missing(_called(arguments), e)
             e = e if missing is None else UserError(missing)
         sys.stderr.write(f"error: {_message_of(e)}\n")  # at once: threads may still speak, and `print` writes twice
@@ -110,15 +109,22 @@ def main() -> None:
 
 def refuse_system(arguments: list[str], system: str) -> None:
     """UserError for a command that another system than POSIX cannot carry out, by Python's name for it."""
-    modules = ("serving_commands", "fleet_commands", "device_commands")
-    needing = {"train", *(name for module in modules for name in COMMANDS[module])}
+    needing = {"train", *(name for module in NEEDING_POSIX for name in _names(module))}
     if system != "posix" and needing & set(arguments[:1]):
         raise UserError(f"{_called(arguments)} needs Linux or macOS: on Windows use WSL")
 
 
+def _names(group: ModuleType) -> list[str]:
+    """Of its commands."""
+    return [
+        command.name or typer.main.get_command_name(command.callback.__name__)
+        for command in group.app.registered_commands
+    ]
+
+
 def _called(arguments: list[str]) -> str:
     """The command, as messages name it."""
-    known = [name for named in COMMANDS.values() for name in named]
+    known = [name for group in GROUPS for name in _names(group)]
     return " ".join(["isthmus", *(word for word in arguments[:1] if word in known)])
 
 

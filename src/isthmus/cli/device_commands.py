@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from isthmus.cli.lazy_import import LazyImport
-from isthmus.cli.options import TimeoutOption, local_path, notes
+from isthmus import api
+from isthmus.cli.console import log
+from isthmus.cli.options import TimeoutOption, local_path
 from isthmus.errors import UserError
-
-if TYPE_CHECKING:
-    from isthmus.api import join as joining
-else:
-    joining = LazyImport("isthmus.api.join")
 
 app = typer.Typer()
 
@@ -76,17 +72,17 @@ def join(
     """Join a fleet and stay, ready to work. The first time it needs a ticket."""
     if data is not None and not data.is_dir():
         raise UserError(f"--data {data}: not a folder")
-    place = joining.ProcessPlace(
+    place = api.join.ProcessPlace(
         host="127.0.0.1" if relayed else host,
         port=port,
         address=address,
         relayed=relayed,
         data=data,
-        data_kinds=joining.kinds_of(data_kinds),
-        memory_bytes=joining.memory_of(memory),
+        data_kinds=api.join.kinds_of(data_kinds),
+        memory_bytes=api.join.memory_of(memory),
         sharded=shard,
     )
-    asked = joining.JoinOptions(
+    asked = api.join.JoinOptions(
         state=state,
         ticket_file=ticket_file,
         name=name,
@@ -97,12 +93,7 @@ def join(
         devices=devices,
         memory=memory,
     )
-    told = notes()
-
-    def log(text: str) -> None:
-        told.print(text, highlight=False, soft_wrap=True)
-
-    raise typer.Exit(joining.join_as(asked, log, _asked_ticket))
+    raise typer.Exit(api.join.join_as(asked, log, _asked_ticket))
 
 
 def _asked_ticket() -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from isthmus.api.doctor import Finding, examine
-from isthmus.cli.options import JsonOption, out, print_json
+from isthmus import api
+from isthmus.cli.console import out, print_json
+from isthmus.cli.options import JsonOption
 
 app = typer.Typer()
 
@@ -36,20 +35,11 @@ def doctor(
 
 def examined(state: Path | None, ticket_file: Path | None, out: Console, *, json: bool) -> int:
     """The exit code: 0 when nothing is wrong."""
-    found = examine(state, ticket_file)
-    title = "On the way to the coordinator" if found.joined else "This machine, which has joined no fleet"
-    _show(found.findings, title, out, json=json)
-    if found.good and not found.joined and not json:
+    found = api.doctor.examine(state, ticket_file)
+    if json:
+        print_json(found.findings)
+        return 0 if found.good else 1
+    out.print(found.table())
+    if found.good and not found.joined:
         out.print("OK: it can plan, train, serve and join; `isthmus join` with a ticket comes next")
     return 0 if found.good else 1
-
-
-def _show(findings: Sequence[Finding], title: str, out: Console, *, json: bool) -> None:
-    if json:
-        print_json(findings)
-        return
-    drawn = Table("hop", "", "found", "what to do", title=title)
-    for finding in findings:
-        remedy = "" if finding.good and title.startswith("This") else finding.remedy
-        drawn.add_row(finding.hop, "ok" if finding.good else "BROKEN", finding.detail, remedy)
-    out.print(drawn)

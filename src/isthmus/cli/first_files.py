@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
-from isthmus.cli.options import notes, out
+from isthmus.cli.console import notes, out
 from isthmus.errors import UserError
 from isthmus.scaffold import STEPS, TASKS, FirstJob, Task, copy_example, example_names, task_of, write_first_job
 
 app = typer.Typer()
+
+Answer = TypeVar("Answer", str, int)
 
 DATA: Mapping[Task, tuple[str, str]] = {
     "text": ("Which text (a file, a glob, or stdlib for Python's own source)?", "stdlib"),
@@ -40,8 +42,8 @@ def init(
         task=chosen,
         data=_asked(DATA[chosen][0], data, DATA[chosen][1]) if chosen in DATA else "",
         name=_asked("What shall the run be called?", name, folder.absolute().name or "first"),
-        devices=_number("How many devices?", devices, 2),
-        steps=_number(length, steps, STEPS[chosen]),
+        devices=_asked("How many devices?", devices, 2),
+        steps=_asked(length, steps, STEPS[chosen]),
     )
     for path in write_first_job(folder, first):
         out().print(str(path), highlight=False)
@@ -65,13 +67,8 @@ def example(
         out().print(str(path), highlight=False)
 
 
-def _asked(question: str, given: str | None, default: str) -> str:
-    if given is not None:
-        return given
-    return typer.prompt(question, default=default, err=True) if sys.stdin.isatty() else default
-
-
-def _number(question: str, given: int | None, default: int) -> int:
-    if given is not None:
-        return given
-    return typer.prompt(question, default=default, type=int, err=True) if sys.stdin.isatty() else default
+def _asked(question: str, given: Answer | None, default: Answer) -> Answer:
+    """What an option says; else what a person says, on a terminal; else the default."""
+    if given is not None or not sys.stdin.isatty():
+        return default if given is None else given
+    return typer.prompt(question, default=default, type=type(default), err=True)

@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import time
+from typing import Annotated
 
+import msgspec
 import typer
+from rich.live import Live
 
-from isthmus.cli.lazy_import import LazyImport
+from isthmus import api
+from isthmus.cli.console import log, out, print_json
 from isthmus.cli.options import JsonOption, StateOption
 
-if TYPE_CHECKING:
-    from isthmus.cli import fleets
-else:
-    fleets = LazyImport("isthmus.cli.fleets")
-
 app = typer.Typer()
+
+REFRESH_S = 1.0
 
 WantedArgument = Annotated[
     str | None, typer.Argument(metavar="JOB", help="Its number or name; default: what runs, or came last.")
 ]
 
 
-@app.command(name="jobs")
-def jobs_command(state: StateOption = None, json: JsonOption = False) -> None:
+@app.command()
+def jobs(state: StateOption = None, json: JsonOption = False) -> None:
     """List the jobs that were submitted: what runs, waits, and how the others ended."""
-    fleets.show_jobs(state, json=json)
+    found = api.jobs.submitted_jobs(state)
+    if json:
+        print_json([{k: v for k, v in msgspec.to_builtins(job).items() if k != "document"} for job in found])
+    else:
+        out().print(api.status_tables.jobs_table(found))
 
 
-@app.command(name="status")
-def status_command(
+@app.command()
+def status(
     state: StateOption = None,
     once: Annotated[bool, typer.Option("--once", help="Do not stay and follow.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Who is here, what runs and how far it is. On a terminal it stays and follows, until Ctrl-C."""
-    fleets.show_status(state, json=json, once=once)
+    shown = out()
+    with api.jobs.opened(state) as (queue, folder):
+        if json:
+            print_json(api.status.status_of(queue, folder))
+            return
+        view = api.status_tables.status_view
+        if once or not shown.is_terminal:
+            shown.print(view(api.status.status_of(queue, folder), queue.jobs()))
+            return
+        with Live(console=shown, auto_refresh=False) as live:
+            while True:
+                live.update(view(api.status.status_of(queue, folder), queue.jobs()), refresh=True)
+                time.sleep(REFRESH_S)
 
 
 @app.command()
@@ -45,13 +62,17 @@ def logs(
     state: StateOption = None,
 ) -> None:
     """Print what a submitted job says."""
-    fleets.show_logs(state, job, follow=follow, everything=everything)
+    tail = None if everything else api.jobs.TAIL_LINES
+    for text in api.jobs.job_lines(job, state, follow=follow, tail=tail):
+        typer.echo(text, nl=False)
 
 
 @app.command()
 def stop(job: WantedArgument = None, state: StateOption = None) -> None:
     """End a submitted job: what it leased is finished, a checkpoint saved. `resume` goes on from there."""
-    fleets.stop(state, job)
+    found = api.jobs.stop_job(job, state)
+    how = "saves and ends" if found.state == "running" else "is taken out of the queue"
+    log(f"job {found.number} ({found.name}) {how}; `isthmus resume {found.number}` goes on")
 
 
 @app.command()
@@ -62,7 +83,8 @@ def resume(
     state: StateOption = None,
 ) -> None:
     """Queue a job once more that was stopped or failed; it goes on from its newest checkpoint."""
-    fleets.resume(state, job)
+    found = api.jobs.resume_job(job, state)
+    log(f"job {found.number} ({found.name}) is queued: it goes on from where it was")
 
 
 @app.command()
@@ -71,7 +93,8 @@ def ticket(
     count: Annotated[int, typer.Option("--count", min=1, help="So many.")] = 1,
 ) -> None:
     """Print a ticket for one more device. It is good once and for 24 hours."""
-    fleets.show_tickets(state, count)
+    for text in api.jobs.make_tickets(count, state):
+        typer.echo(text)
 
 
 @app.command()
@@ -81,7 +104,14 @@ def devices(
     json: JsonOption = False,
 ) -> None:
     """List the devices that joined; or shut one out, at once."""
-    fleets.show_devices(state, revoke, json=json)
+    if revoke is not None:
+        member = api.jobs.revoke_device(revoke, state)
+        log(f"revoked {member.name} ({member.id})")
+    members = api.jobs.fleet_members(state)
+    if json:
+        print_json(members)
+    else:
+        out().print(api.status_tables.members_table(members))
 
 
 @app.command()
@@ -90,4 +120,5 @@ def drain(
     state: StateOption = None,
 ) -> None:
     """Have a device leave the run that it works for, without loss: others take over its part first."""
-    fleets.drain(state, device)
+    api.jobs.drain_device(device, state)
+    log(f"{device} leaves its run as soon as its part is with others")

@@ -1,38 +1,28 @@
-"""`isthmus plan`, `simulate`, `graph`, `describe` and `train`: of a job."""
+"""`isthmus plan`, `simulate`, `graph`, `describe-data` and `train`: commands of a job."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import msgspec
 import typer
 
-from isthmus.cli.lazy_import import LazyImport
+import isthmus
+from isthmus import api
+from isthmus.cli.console import log, notes, out, print_json, show_run
 from isthmus.cli.options import (
-    DevicesOption,
-    FleetOption,
     JobFile,
+    JobOptions,
     JsonOption,
-    ObjectiveOption,
-    PlannerOption,
-    SetOption,
-    StepsOption,
+    PlanFileOption,
+    ResumeOption,
+    RunOption,
     local_path,
+    with_groups,
 )
 from isthmus.errors import UserError
-from isthmus.overrides import read_overrides
-
-if TYPE_CHECKING:
-    from isthmus.api import federated_run, job_overrides, pipeline
-    from isthmus.cli import plan_output, terminal
-    from isthmus.federated import job as federated_job
-else:
-    federated_run = LazyImport("isthmus.api.federated_run")
-    federated_job = LazyImport("isthmus.federated.job")
-    job_overrides = LazyImport("isthmus.api.job_overrides")
-    pipeline = LazyImport("isthmus.api.pipeline")
-    plan_output = LazyImport("isthmus.cli.plan_output")
-    terminal = LazyImport("isthmus.cli.terminal")
+from isthmus.units import format_duration
 
 app = typer.Typer()
 
@@ -41,18 +31,10 @@ STEPS = 4
 
 
 @app.command()
+@with_groups
 def plan(
     job_file: JobFile,
-    fleet: FleetOption = None,
-    planner: PlannerOption = None,
-    devices: DevicesOption = None,
-    objective: ObjectiveOption = None,
-    max_step: Annotated[
-        str | None, typer.Option("--max-step", help="With --objective cost: no step longer than that, as '300 ms'.")
-    ] = None,
-    max_price: Annotated[
-        float | None, typer.Option("--max-price", help="With --objective time: what 1,000 steps may cost.")
-    ] = None,
+    asked: JobOptions,
     compare: Annotated[str | None, typer.Option("--compare", help="`all`, or planners parted by commas.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say why the plan looks as it does.")] = False,
     picture: Annotated[
@@ -63,17 +45,13 @@ def plan(
     bound_unchecked: Annotated[
         bool, typer.Option("--bound-unchecked", help="With --verify: pass a bound that takes too much work to check.")
     ] = False,
-    overrides: SetOption = None,
     json: JsonOption = False,
 ) -> None:
     """Plan where each part of the model runs; or compare planners, or check a plan.
 
     With --json: the plan document.
     """
-    changes = job_overrides.Changes(
-        fleet=fleet, planner=planner, devices=devices, objective=objective, max_step=max_step, max_price=max_price
-    )
-    job = changes.of(job_overrides.job_of(job_file, read_overrides(overrides or ())))
+    job = asked.pipeline_job(job_file)
     alone = [name for name, given in (("--compare", compare), ("--verify", verify)) if given is not None]
     extra = [name for name, given in (("--explain", explain), ("--picture", picture is not None)) if given]
     if alone and len(alone) + len(extra) > 1:
@@ -81,41 +59,48 @@ def plan(
     if bound_unchecked and verify is None:
         raise UserError("plan: --bound-unchecked is for --verify")
     if compare is not None:
-        raise typer.Exit(plan_output.show_compared(job, compare, json=json))
+        raise typer.Exit(_compare(job, compare, json=json))
     if verify is not None:
-        raise typer.Exit(plan_output.show_verified(job, verify, bound_unchecked=bound_unchecked, json=json))
-    plan_output.show_plan(job, words=explain, picture=picture, json=json)
+        raise typer.Exit(_verify(job, verify, bound_unchecked=bound_unchecked, json=json))
+    _plan(job, explain=explain, picture=picture, json=json)
 
 
-@app.command(name="simulate")
-def simulate_command(
+@app.command()
+@with_groups
+def simulate(
     job_file: JobFile,
-    fleet: FleetOption = None,
-    planner: PlannerOption = None,
-    devices: DevicesOption = None,
-    objective: ObjectiveOption = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps to simulate; default 4.")] = None,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan document, in place of planning.")] = None,
+    asked: JobOptions,
+    plan_file: PlanFileOption = None,
     trace_file: Annotated[
         Path | None, typer.Option("--trace", parser=local_path, metavar="FILE", help="Write a Perfetto trace here.")
     ] = None,
-    overrides: SetOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run the plan on a virtual clock: the same machines as a real run, with modelled durations.
 
-    Of a job with a table [federated]: its rounds, with clients' times as measured on this machine.
+    Without --steps it simulates 4. Of a job with a table [federated]: its rounds, with clients' times as measured on
+    this machine.
     """
-    if federated_job.is_federated(job_file):
-        other = {"--fleet": fleet, "--planner": planner, "--devices": devices, "--objective": objective}
-        terminal.refuse_options({**other, "--steps": steps, "--plan": plan_file, "--trace": trace_file})
-        fed_job = federated_run.read_job(job_file, federated_run.FederatedChoices(), read_overrides(overrides or ()))
-        raise typer.Exit(plan_output.show_simulated_rounds(fed_job, json=json))
-    changes = job_overrides.Changes(
-        fleet=fleet, planner=planner, devices=devices, steps=steps or STEPS, objective=objective
+    job = asked.any_job(job_file, plan=plan_file, trace=trace_file)
+    if isinstance(job, isthmus.FederatedJob):
+        _simulate_rounds(job, json=json)
+        return
+    job = api.job_overrides.Changes(steps=asked.steps or STEPS).of(job)
+    found = api.job_plans.simulate_job(job, _terminal(), isthmus.Stop(), plan_file)
+    if trace_file is not None:
+        api.output.write_perfetto([found.trace], trace_file)
+    if json:
+        print_json(found.summary())
+        return
+    step_s, predicted = api.output.steady_step_s(found.trace), found.plan.predicted
+    out().print(api.output.plan_overview(found.plan, found.fleet, found.graph))
+    out().print(
+        f"simulated step {format_duration(step_s)}, closed form {format_duration(predicted.step_s)}, Eq. 3 "
+        f"{format_duration(predicted.eq3_step_s)}",
+        highlight=False,
     )
-    job = changes.of(job_overrides.job_of(job_file, read_overrides(overrides or ())))
-    plan_output.show_simulation(job, plan_file, trace_file, json=json)
+    for device, share in api.output.busy_share(found.trace).items():
+        out().print(f"  {device}: computing {share:.0%}", highlight=False)
 
 
 @app.command()
@@ -125,10 +110,14 @@ def graph(
     json: JsonOption = False,
 ) -> None:
     """Show what each layer of a job's model computes and keeps. With --json: every operator too."""
-    plan_output.show_graph(job_overrides.job_of(job_file), operators=operators, json=json)
+    weights = api.job_plans.weigh_model(api.job_overrides.job_of(job_file))
+    if json:
+        print_json(weights)
+    else:
+        out().print(api.output.graph_table(weights, operators=operators))
 
 
-@app.command(name="describe-data")
+@app.command()
 def describe_data(
     job_file: JobFile,
     target: Annotated[
@@ -140,23 +129,28 @@ def describe_data(
 
     There `[data] description` names the file.
     """
-    plan_output.write_description(job_overrides.job_of(job_file), target)
+    text = api.job_plans.describe_data(api.job_overrides.job_of(job_file))
+    if target is None:
+        typer.echo(text.decode(), nl=False)
+        return
+    try:
+        target.write_bytes(text)
+    except OSError as e:
+        raise UserError(f"--out {target}: cannot be written: {e.strerror or e}") from None
+    log(f'wrote {target}: [data] description = "{target}" plans with it')
 
 
 @app.command()
+@with_groups
 def train(
     job_file: JobFile,
-    fleet: FleetOption = None,
-    planner: PlannerOption = None,
-    devices: DevicesOption = None,
-    steps: StepsOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this job.")] = False,
-    run: Annotated[Path | None, typer.Option("--run", help="The run's folder; default RUN_DIR/NAME.")] = None,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan document, in place of planning.")] = None,
+    asked: JobOptions,
+    resume: ResumeOption = False,
+    run: RunOption = None,
+    plan_file: PlanFileOption = None,
     scheme: Annotated[str | None, typer.Option("--scheme", help="Federated: ours, parrot, fa, sd, rw or sp.")] = None,
     executors: Annotated[int | None, typer.Option("--executors", min=1, help="Federated: where clients train.")] = None,
     rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Federated: in place of the job's.")] = None,
-    overrides: SetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and plan; train nothing.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -164,23 +158,75 @@ def train(
 
     A federated job (docs/federated.md) trains clients of a population on executors instead.
     """
-    if federated_job.is_federated(job_file):
-        other = {"--fleet": fleet, "--planner": planner, "--devices": devices, "--steps": steps, "--plan": plan_file}
-        terminal.refuse_options(other)
-        choices = federated_run.FederatedChoices(
-            resume=resume, run=run, scheme=scheme, executors=executors, rounds=rounds
-        )
-        fed_job = federated_run.read_job(job_file, choices, read_overrides(overrides or ()))
+    changes = api.job_overrides.FederatedChanges(scheme=scheme, executors=executors, rounds=rounds)
+    job, stop = asked.any_job(job_file, changes, plan=plan_file), isthmus.Stop()
+    if isinstance(job, isthmus.FederatedJob):
         if dry_run:
-            raise typer.Exit(plan_output.show_simulated_rounds(fed_job, json=json))
-        raise typer.Exit(terminal.show_rounds(fed_job, choices, json=json))
-    for option, given in (("--scheme", scheme), ("--executors", executors), ("--rounds", rounds)):
-        if given is not None:
-            raise UserError(f"{option}: {job_file} is no federated job: it has no table [federated]")
-    changes = job_overrides.Changes(fleet=fleet, planner=planner, devices=devices, steps=steps)
-    job = changes.of(job_overrides.job_of(job_file, read_overrides(overrides or ())))
+            _simulate_rounds(job, json=json)
+            return
+        how = api.federated_run.FederatedChoices(resume=resume, run=run)
+        raise typer.Exit(show_run(lambda told: api.federated_run.run_simulated(job, how, told, stop), json=json))
     if dry_run:
-        plan_output.show_plan(job, words=False, picture=None, json=json)
+        _plan(job, explain=False, picture=None, json=json)
         return
-    choices = pipeline.Choices(resume=resume, run=run, plan=plan_file)
-    raise typer.Exit(terminal.show_training(job, choices, json=json))
+    choices = api.pipeline.Choices(resume=resume, run=run, plan=plan_file)
+    raise typer.Exit(show_run(lambda told: api.pipeline.run_job(job, choices, told, stop), json=json))
+
+
+def _terminal() -> api.terminal.Terminal:
+    return api.terminal.Terminal(out(), notes())
+
+
+def _plan(job: isthmus.Job, *, explain: bool, picture: Path | None, json: bool) -> None:
+    """With `json` the plan document; with `explain` too, both in one object. UserError where no PNG can be written."""
+    if picture is not None and not picture.parent.is_dir():  # said before the model is captured, which takes longer
+        raise UserError(f"--picture {picture}: {picture.parent} is not a folder")
+    found = api.job_plans.plan_job(job, _terminal(), isthmus.Stop(), words=explain)
+    plan, fleet, explanation = found.plan, found.fleet, found.explanation
+    if picture is not None:
+        try:
+            api.output.draw_plan(plan, fleet, picture)
+        except OSError as e:
+            raise UserError(f"--picture {picture}: cannot be written: {e.strerror or e}") from None
+    if json:
+        document = {"plan": plan, "explanation": explanation, "leaving": found.leaving}
+        print_json(plan if explanation is None else document)
+        return
+    if explanation is None:
+        out().print(api.output.plan_overview(plan, fleet, found.graph))
+    else:
+        out().print(api.output.plan_table(plan, fleet, found.graph))
+        out().print(api.output.explanation_text(explanation))
+    for line in found.leaving:
+        out().print(line, highlight=False, soft_wrap=True)
+
+
+def _compare(job: isthmus.Job, planners: str, *, json: bool) -> int:
+    """The exit code: 0, or where every planner refused that of the first refusal."""
+    found, refusals = api.job_plans.compare_planners(job, planners, _terminal(), isthmus.Stop())
+    if json:
+        print_json(found)
+    else:
+        out().print(api.output.compared_table(found))
+    return 0 if len(refusals) < len(found.rows) else refusals[0].exit_code
+
+
+def _verify(job: isthmus.Job, document: Path, *, bound_unchecked: bool, json: bool) -> int:
+    """The exit code: 0 when every figure holds, 1 when one does not, or when the bound could not be checked unless
+    `bound_unchecked` allows it."""
+    plan = api.output.load_plan(document)
+    verdict = api.job_plans.verify_plan(job, plan)
+    holds = verdict.holds(bound_unchecked=bound_unchecked)
+    if json:
+        print_json({"holds": holds, **msgspec.to_builtins(verdict)})
+    else:
+        out().print(api.output.verdict_table(verdict, plan, str(document)))
+    return 0 if holds else 1
+
+
+def _simulate_rounds(job: isthmus.FederatedJob, *, json: bool) -> None:
+    found = api.federated_simulation.simulate_rounds(job)
+    if json:
+        print_json(found.summary())
+    else:
+        out().print(api.output.simulated_table(found.rounds, found.line))

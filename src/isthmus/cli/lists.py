@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import msgspec
 import typer
 
-from isthmus.api import names
-from isthmus.cli.lazy_import import LazyImport
-from isthmus.cli.options import JsonOption, out
-from isthmus.report.fleet_tables import names_table, planners_table, topologies_table
-
-if TYPE_CHECKING:
-    from isthmus.report import settings_reference
-else:
-    settings_reference = LazyImport("isthmus.report.settings_reference")
+from isthmus import api
+from isthmus.cli.console import out, print_json, print_json_line
+from isthmus.cli.options import JsonOption
 
 app = typer.Typer()
 
@@ -23,22 +16,22 @@ app = typer.Typer()
 @app.command()
 def topologies(json: JsonOption = False) -> None:
     """List the built-in fleets."""
-    found = names.topologies()
+    found = api.names.topologies()
     if json:
-        typer.echo(msgspec.json.encode(found).decode())
+        print_json_line(found)
     else:
-        out().print(topologies_table(list(found.items())))
+        out().print(api.names.topologies_table(list(found.items())))
 
 
 @app.command()
 def planners(json: JsonOption = False) -> None:
     """List the planners."""
-    found = names.planners()
+    found = api.names.planners()
     if json:
-        typer.echo(msgspec.json.encode({kind: one.described for kind, one in found.items()}).decode())
+        print_json_line({kind: one.described for kind, one in found.items()})
         return
     for one in found.values():
-        out().print(planners_table(one.where, one.described.items()))
+        out().print(api.names.planners_table(one.where, one.described.items()))
 
 
 @app.command()
@@ -65,25 +58,19 @@ def describe(
     json: JsonOption = False,
 ) -> None:
     """Show the options of a model, data set or algorithm, or the keys of a table of a job."""
-    found = settings_reference.described(name)
+    found = api.descriptions.described(name)
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode([_plain(one) for one in found]), indent=1).decode())
+        print_json([api.descriptions.plain(one) for one in found])
         return
     for one in found:
-        out().print(settings_reference.described_table(one))
-
-
-def _plain(one: settings_reference.Described) -> dict[str, object]:
-    keys = ("key", "type", "default", "meaning")
-    options = [{key: getattr(option, key) for key in keys} for option in one.options]
-    return {"kind": one.kind, "name": one.name, "where": one.where, "summary": one.summary, "options": options}
+        out().print(api.descriptions.described_table(one))
 
 
 def _list(kind: str, *, json: bool) -> None:
-    found = settings_reference.summaries(kind)
+    found = api.descriptions.summaries(kind)
     if json:
-        typer.echo(msgspec.json.encode(found).decode())
+        print_json_line(found)
         return
-    where = settings_reference.KINDS[kind][0]
-    out().print(names_table(f"{kind.capitalize()}s: {where}", kind, found.items()))
+    where = api.descriptions.KINDS[kind][0]
+    out().print(api.names.names_table(f"{kind.capitalize()}s: {where}", kind, found.items()))
     out().print("isthmus describe NAME shows the options of one", highlight=False)

@@ -1,16 +1,24 @@
-"""Options that several commands have. Nothing heavy is imported here: all commands read this."""
+"""Options that several commands have: single ones, and groups of them. Only light modules are imported here."""
 
 from __future__ import annotations
 
-import sys
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-import msgspec
 import typer
-from rich.console import Console
 
+from isthmus import api
+from isthmus.api.states import PORT
 from isthmus.documents import check_is_local
+from isthmus.overrides import read_overrides
+
+if TYPE_CHECKING:
+    from isthmus import FederatedJob, Job
+    from isthmus.api.job_overrides import Changes, FederatedChanges
+    from isthmus.api.serve import Serving
 
 
 def local_path(text: str) -> Path:
@@ -20,14 +28,15 @@ def local_path(text: str) -> Path:
 
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job: model, data, training.")]
-FleetOption = Annotated[str | None, typer.Option("--fleet", help="A built-in topology or a fleet TOML.")]
-PlannerOption = Annotated[str | None, typer.Option("--planner", help="See `isthmus planners`.")]
-ObjectiveOption = Annotated[
-    Literal["time", "cost"] | None, typer.Option("--objective", help="What to minimise: a step's time, or its price.")
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this job.")]
+RunOption = Annotated[Path | None, typer.Option("--run", help="The run's folder; default RUN_DIR/NAME.")]
+PlanFileOption = Annotated[Path | None, typer.Option("--plan", help="A plan document, in place of planning.")]
+FleetFileOption = Annotated[
+    Path | None,
+    typer.Option("--out", parser=local_path, metavar="FILE", help="Write the fleet here; default: stdout."),
 ]
-DevicesOption = Annotated[int | None, typer.Option("--devices", min=1, help="Thin the fleet to so many devices.")]
 TimeoutOption = Annotated[str, typer.Option("--timeout", help="Silence after which another party is lost.")]
-StepsOption = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps, in place of the job's.")]
 StateOption = Annotated[
     Path | None,
     typer.Option(
@@ -37,30 +46,97 @@ StateOption = Annotated[
         help="Folder with the fleet's keys; default ~/.local/state/isthmus/fleet.",
     ),
 ]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="In place of what the job says: training.steps=50; repeatable."),
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
-# Names and reasons come from files and from other parties: "[data]" in one of them is what it says, not a style.
+@dataclass(frozen=True)
+class JobOptions:
+    """Options in place of what a job says; None: as it says."""
+
+    fleet: Annotated[str | None, typer.Option("--fleet", help="A built-in topology or a fleet TOML.")] = None
+    planner: Annotated[str | None, typer.Option("--planner", help="See `isthmus planners`.")] = None
+    devices: Annotated[int | None, typer.Option("--devices", min=1, help="Thin the fleet to so many devices.")] = None
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps, in place of the job's.")] = None
+    objective: Annotated[
+        Literal["time", "cost"] | None,
+        typer.Option("--objective", help="What to minimise: a step's time, or its price."),
+    ] = None
+    max_step: Annotated[
+        str | None, typer.Option("--max-step", help="With --objective cost: no step longer than that, as '300 ms'.")
+    ] = None
+    max_price: Annotated[
+        float | None, typer.Option("--max-price", help="With --objective time: what 1,000 steps may cost.")
+    ] = None
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="In place of what the job says: training.steps=50; repeatable."
+        ),
+    ] = None
+
+    def pipeline_job(self, path: Path) -> Job:
+        """UserError for a federated job."""
+        return self._changes.of(api.job_overrides.job_of(path, read_overrides(self.overrides or ())))
+
+    def any_job(self, path: Path, federated: FederatedChanges | None = None, **others: object) -> Job | FederatedJob:
+        """UserError for options of another kind of job; `others` are further ones that a federated job lacks."""
+        return api.job_overrides.read_job(
+            path,
+            self._changes,
+            federated or api.job_overrides.AS_IT_SAYS,
+            read_overrides(self.overrides or ()),
+            others={f"--{name}": value for name, value in others.items()},
+        )
+
+    @property
+    def _changes(self) -> Changes:
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "overrides"}
+        return api.job_overrides.Changes(**given)
 
 
-def out() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 140, markup=False)
+@dataclass(frozen=True)
+class ServeOptions:
+    """Where a coordinator listens, and how it is reached."""
+
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = PORT
+    address: Annotated[
+        list[str] | None, typer.Option("--address", help="HOST[:PORT] by which devices reach it; may be repeated.")
+    ] = None
+    timeout: TimeoutOption = "60 s"
+    state: StateOption = None
+
+    def serving(self, tickets: int) -> Serving:
+        """`tickets` are printed at the start."""
+        return api.serve.Serving(
+            host=self.host,
+            port=self.port,
+            addresses=tuple(self.address or ()),
+            tickets=tickets,
+            timeout=self.timeout,
+            state=self.state,
+            ticket=typer.echo,
+        )
 
 
-class Notes(Console):
-    """Standard error. Where nobody reads it any more, what is under way goes on: rich would end the process."""
+def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer reads it: a parameter that is a dataclass of options stands for the dataclass's fields."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            parameters += inspect.signature(groups[name], eval_str=True).parameters.values()
+        else:
+            parameters.append(parameter.replace(annotation=hints[name]))
 
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
+    def called(**given: object) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
 
-
-def notes() -> Console:
-    return Notes(stderr=True, markup=False)
-
-
-def print_json(value: object) -> None:
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
+    called.__name__, called.__doc__ = command.__name__, command.__doc__
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    called.__dict__["__signature__"] = inspect.Signature(keyword_only)
+    return called

@@ -1,51 +1,72 @@
-"""`isthmus trace`, `calibrate` and `export`: of a run's folder."""
+"""`isthmus trace`, `calibrate` and `export`: commands of a run's folder."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import msgspec
 import typer
 
-from isthmus.cli.lazy_import import LazyImport
-from isthmus.cli.options import JsonOption, local_path
-
-if TYPE_CHECKING:
-    from isthmus.cli import runs
-else:
-    runs = LazyImport("isthmus.cli.runs")
+from isthmus import api
+from isthmus.cli.console import log, out, print_json, print_json_line
+from isthmus.cli.options import FleetFileOption, JsonOption, RunFolder, local_path
 
 app = typer.Typer()
 
 
 @app.command()
-def trace(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")], json: JsonOption = False
-) -> None:
+def trace(run: RunFolder, json: JsonOption = False) -> None:
     """Write a run's Perfetto trace (predicted and measured); print how well it was predicted."""
-    runs.trace(run, json=json)
+    perfetto, found, notes = api.export.write_trace(run)
+    _warn(notes)
+    if isinstance(found, list):
+        document = {"rounds": len(found), "seconds": sum(line.seconds for line in found)}
+        table = api.output.rounds_table(found)
+    else:
+        document, table = {"comparison": msgspec.to_builtins(found)}, api.output.comparison_table(found)
+    if json:
+        print_json({"perfetto": str(perfetto), **document})
+        return
+    out().print(table)
+    out().print(f"{perfetto}: open it in ui.perfetto.dev", highlight=False)
 
 
 @app.command()
-def calibrate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    target: Annotated[
-        Path | None,
-        typer.Option("--out", parser=local_path, metavar="FILE", help="Write the fleet here; default: stdout."),
-    ] = None,
-    json: JsonOption = False,
-) -> None:
+def calibrate(run: RunFolder, target: FleetFileOption = None, json: JsonOption = False) -> None:
     """Write a run's fleet as its first steps showed it: stated speeds times measured factors."""
-    runs.calibrate(run, target, json=json)
+    fleet = api.run.calibrated(run)
+    if target is not None:
+        target.write_text(api.output.dump_fleet(fleet), encoding="utf-8")
+    if json:
+        print_json(fleet)
+    elif target is None:
+        typer.echo(api.output.dump_fleet(fleet))
+    log(api.output.fitted_text(fleet))
+    if target is not None:
+        log(f"wrote {target}: --fleet {target} plans with it")
 
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run: RunFolder,
     directory: Annotated[Path, typer.Argument(metavar="DIR", parser=local_path, help="Where to write.")],
     json: JsonOption = False,
 ) -> None:
     """Write a run's newest checkpoint or last federated round: a Hugging Face directory, or safetensors.
 
     A Hugging Face directory when the model is one."""
-    runs.export(run, directory, json=json)
+    found, notes = api.export.export_model(run, directory)
+    _warn(notes)
+    if json:
+        print_json_line({"directory": str(directory), found.unit.removesuffix("s"): found.done})
+    else:
+        typer.echo(f"{directory}: the model after {found.done} {found.unit}")
+
+
+def _warn(lines: Iterable[str]) -> None:
+    """What could not be read."""
+    for line in lines:
+        print(line, file=sys.stderr)

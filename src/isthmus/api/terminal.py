@@ -1,8 +1,7 @@
-"""What calls of the API tell, for people: progress on standard error, results on standard output."""
+"""A run in a terminal: progress on one console, results on another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -11,31 +10,24 @@ from rich.console import Console
 from rich.text import Text
 
 from isthmus.api.federated_result import FederatedResult
-from isthmus.api.federated_run import FederatedChoices, run_simulated
 from isthmus.api.observer import Observer, Search, StepDone
-from isthmus.api.pipeline import Choices, run_job
-from isthmus.api.run import Run, is_federated_run
-from isthmus.api.stop import Stop
-from isthmus.cli.options import notes, out, print_json
-from isthmus.errors import Interrupted, UserError
+from isthmus.api.run import Run
 from isthmus.federated.history import RoundLine
-from isthmus.federated.job import FederatedJob
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
-from isthmus.job import Job
 from isthmus.plans import Plan
 from isthmus.report import PlanningProgress, Progress, comparison_table, memory_table, plan_overview
 from isthmus.report.federated_progress import FederatedProgress, rounds_table
 
 
 class Terminal(Observer):
-    """With `json` standard output is left to JSON."""
+    """With `json` no result is printed: `document` is the one to write."""
 
     def __init__(self, out: Console, notes: Console, *, json: bool = False) -> None:
         self._out, self._notes, self._json = out, notes, json
         self._progress: Progress | None = None
         self._rounds: FederatedProgress | None = None
-        self.reported_json = False
+        self.document: object = None
 
     def note(self, text: str) -> None:
         if (shown := self._progress or self._rounds) is not None:
@@ -91,8 +83,7 @@ class Terminal(Observer):
         if not lines:
             return
         if self._json:
-            document = {"run": str(result.path), "rounds": len(lines), "evaluation": msgspec.to_builtins(last)}
-            print_json(document)
+            self.document = {"run": str(result.path), "rounds": len(lines), "evaluation": msgspec.to_builtins(last)}
             return
         self._out.print(rounds_table(lines))
         if last is not None:
@@ -107,8 +98,7 @@ class Terminal(Observer):
 
     def reported(self, run: Run) -> None:
         if self._json:
-            print_run(run, finished=True)
-            self.reported_json = True
+            self.document = run_document(run, finished=True)
             return
         summary, heldout = run.comparison, run.heldout
         if summary is not None:
@@ -124,8 +114,8 @@ class Terminal(Observer):
         self._out.print(f"run folder: {run.path}", highlight=False)
 
 
-def print_run(run: Run, *, finished: bool) -> None:
-    """As JSON; of a session that is not `finished`, losses alone."""
+def run_document(run: Run, *, finished: bool) -> dict[str, object]:
+    """A run as JSON has it; of a session that is not `finished`, the losses alone."""
     document: dict[str, object] = {
         "run": str(run.path),
         "loss": run.losses[-1].loss if run.losses else None,
@@ -139,37 +129,4 @@ def print_run(run: Run, *, finished: bool) -> None:
             "heldout_epsilon": spent.heldout_epsilon,
             "by_epoch": spent.by_epoch,
         }
-    print_json(document)
-
-
-def show_training(job: Job, choices: Choices, *, json: bool) -> int:
-    """The exit code."""
-    return ended(lambda document: run_job(job, choices, document, Stop()), json=json)
-
-
-def show_rounds(job: FederatedJob, choices: FederatedChoices, *, json: bool) -> int:
-    """The exit code."""
-    return ended(lambda document: run_simulated(job, choices, document, Stop()), json=json)
-
-
-def ended(act: Callable[[Terminal], Run | FederatedResult], *, json: bool) -> int:
-    """The exit code of a run."""
-    document = Terminal(out(), notes(), json=json)
-    try:
-        run = act(document)
-    except Interrupted as e:
-        notes().print(str(e), highlight=False, soft_wrap=True)
-        folder = None if e.folder is None else Path(e.folder)
-        if json and folder is not None and not is_federated_run(folder):
-            print_run(Run(folder), finished=False)
-        return 130
-    if json and not document.reported_json and isinstance(run, Run):
-        print_run(run, finished=False)
-    return 130 if run.outcome == "interrupted" else 0
-
-
-def refuse_options(given: Mapping[str, object]) -> None:
-    """Options of a pipeline's job say nothing here. UserError for the first that was given."""
-    for name, value in given.items():
-        if value is not None:
-            raise UserError(f"{name}: got {value!r} for a federated job, expected none: see --scheme and --executors")
+    return document

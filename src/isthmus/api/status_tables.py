@@ -1,91 +1,21 @@
-"""What commands of a fleet print. It imports neither torch nor what a job needs."""
+"""A fleet's jobs, devices and links as terminal tables. It imports neither torch nor what a job needs."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
-import msgspec
-import typer
 from rich.console import Group
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.api import jobs
-from isthmus.api.jobs import Member, Submitted
-from isthmus.api.status import LinkStatus, RelayedLink, Status, status_of
-from isthmus.cli.options import notes, out, print_json
+from isthmus.api.status import LinkStatus, RelayedLink, Status
+from isthmus.runtime.identity import Member
+from isthmus.runtime.service.job_queue import Submitted
 from isthmus.units import format_duration, format_size
-
-REFRESH_S = 1.0
-
-
-def show_jobs(state: Path | None, *, json: bool) -> None:
-    found = jobs.submitted_jobs(state)
-    if json:
-        print_json([{k: v for k, v in msgspec.to_builtins(job).items() if k != "document"} for job in found])
-    else:
-        out().print(jobs_table(found))
-
-
-def show_logs(state: Path | None, wanted: str | None, *, follow: bool, everything: bool) -> None:
-    for text in jobs.job_lines(wanted, state, follow=follow, tail=None if everything else jobs.TAIL_LINES):
-        typer.echo(text, nl=False)
-
-
-def stop(state: Path | None, wanted: str | None) -> None:
-    job = jobs.stop_job(wanted, state)
-    how = "saves and ends" if job.state == "running" else "is taken out of the queue"
-    _log(f"job {job.number} ({job.name}) {how}; `isthmus resume {job.number}` goes on")
-
-
-def resume(state: Path | None, wanted: str | None) -> None:
-    job = jobs.resume_job(wanted, state)
-    _log(f"job {job.number} ({job.name}) is queued: it goes on from where it was")
-
-
-def show_tickets(state: Path | None, count: int) -> None:
-    for ticket in jobs.make_tickets(count, state):
-        typer.echo(ticket)
-
-
-def show_devices(state: Path | None, revoke: str | None, *, json: bool) -> None:
-    if revoke is not None:
-        member = jobs.revoke_device(revoke, state)
-        _log(f"revoked {member.name} ({member.id})")
-    members = jobs.fleet_members(state)
-    if json:
-        print_json(members)
-    else:
-        out().print(_table(members))
-
-
-def drain(state: Path | None, device: str) -> None:
-    jobs.drain_device(device, state)
-    _log(f"{device} leaves its run as soon as its part is with others")
-
-
-def show_status(state: Path | None, *, json: bool, once: bool) -> None:
-    """On a terminal it is drawn anew every second, until Ctrl-C."""
-    shown = out()
-    with jobs.opened(state) as (queue, folder):
-        if json:
-            print_json(status_of(queue, folder))
-        elif once or not shown.is_terminal:
-            shown.print(_drawn(status_of(queue, folder), queue.jobs()))
-        else:
-            with Live(console=shown, auto_refresh=False) as live:
-                while True:
-                    live.update(_drawn(status_of(queue, folder), queue.jobs()), refresh=True)
-                    time.sleep(REFRESH_S)
-
-
-def _log(text: str) -> None:
-    notes().print(text, highlight=False)
 
 
 def jobs_table(found: list[Submitted]) -> Table:
+    """A row for each job."""
     drawn = Table("job", "name", "state", "submitted", "took", "run folder", title="Jobs")
     for job in found:
         state = f"{job.state}: {job.detail}" if job.detail else job.state
@@ -104,7 +34,8 @@ def _took(job: Submitted) -> str:
     return format_duration((job.ended_s or time.time()) - job.began_s)
 
 
-def _table(members: list[Member]) -> Table:
+def members_table(members: list[Member]) -> Table:
+    """A row for each device that joined."""
     drawn = Table("device", "id", "joined", "last connected", "", title="Devices of the fleet")
     for member in members:
         drawn.add_row(
@@ -136,7 +67,8 @@ def _told(link: RelayedLink) -> str:
     return f"relayed: {first} - {second}, {carried} carried{latency}; `isthmus probe` says how fast it is"
 
 
-def _drawn(found: Status, jobs: list[Submitted]) -> Group:
+def status_view(found: Status, jobs: list[Submitted]) -> Group:
+    """All of it: devices, links, the job that runs, jobs that wait."""
     parts: list[Table | Text] = []
     current_status = found.coordinator
     if current_status is None:

@@ -1,0 +1,38 @@
+"""Results as people and other programs read them: tables, pictures, fleets as TOML, traces for a viewer."""
+
+from isthmus.fleet import dump_fleet
+from isthmus.plans import load_plan
+from isthmus.report import (
+    compared_table,
+    comparison_table,
+    draw_plan,
+    explanation_text,
+    plan_overview,
+    plan_table,
+    verdict_table,
+)
+from isthmus.report.federated_progress import rounds_table, simulated_table
+from isthmus.report.fleet_tables import device_text, fitted_text, matrix_table
+from isthmus.report.graph_table import graph_table
+from isthmus.trace import busy_share, steady_step_s, write_perfetto
+
+__all__ = [
+    "busy_share",
+    "compared_table",
+    "comparison_table",
+    "device_text",
+    "draw_plan",
+    "dump_fleet",
+    "explanation_text",
+    "fitted_text",
+    "graph_table",
+    "load_plan",
+    "matrix_table",
+    "plan_overview",
+    "plan_table",
+    "rounds_table",
+    "simulated_table",
+    "steady_step_s",
+    "verdict_table",
+    "write_perfetto",
+]

@@ -1,0 +1,117 @@
+"""`isthmus serve`, `submit` and `probe`: commands of a fleet's coordinator that work with jobs and connections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+from rich.console import Console
+
+import isthmus
+from isthmus import api
+from isthmus.cli.console import log, notes, out, show_run
+from isthmus.cli.options import (
+    FleetFileOption,
+    JobFile,
+    JobOptions,
+    JsonOption,
+    ResumeOption,
+    RunOption,
+    ServeOptions,
+    StateOption,
+    with_groups,
+)
+
+app = typer.Typer()
+
+LOG_WIDTH = 140
+
+TicketsOption = Annotated[int, typer.Option("--tickets", min=0, help="Print so many tickets at the start.")]
+
+
+@app.command()
+@with_groups
+def serve(
+    where: ServeOptions,
+    asked: JobOptions,
+    job_file: Annotated[Path | None, typer.Argument(metavar="JOB.toml", help="Run this, then end.")] = None,
+    tickets: TicketsOption = 1,
+    resume: ResumeOption = False,
+    run: RunOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Coordinate devices that join over TLS; with a job, train it once all that its plan names are here.
+
+    Without one it runs what `isthmus submit` hands in, one job after another, until Ctrl-C. A
+    federated job trains at the sites that it names, which keep their data.
+    """
+    serving, stop = where.serving(tickets), isthmus.Stop()
+    if job_file is None:
+        api.serve.serve_submitted(serving, api.terminal.Terminal(out(), notes()), _logged)
+        raise typer.Exit(130)  # after Ctrl-C
+    job = asked.any_job(job_file)
+    if isinstance(job, isthmus.FederatedJob):
+        how = api.federated_run.FederatedChoices(resume=resume, run=run)
+        raise typer.Exit(show_run(lambda told: api.serve.serve_federated(job, how, serving, told, stop), json=json))
+    choices = api.pipeline.Choices(resume=resume, run=run)
+    raise typer.Exit(show_run(lambda told: api.serve.serve_job(job, choices, serving, told, stop), json=json))
+
+
+@app.command()
+@with_groups
+def submit(job_file: JobFile, asked: JobOptions, state: StateOption = None) -> None:
+    """Hand a job to the coordinator that serves the fleet; prints its number.
+
+    Paths in it count from here.
+    """
+    job = asked.any_job(job_file)
+    handed = api.job_queue.submit_job(job, state)
+    typer.echo(handed.number)
+    place = f"{handed.before} before it" if handed.before else "nothing before it"
+    log(f"job {handed.number} ({job.name}) is queued, {place}")
+    if not handed.served:
+        log("no coordinator runs: `isthmus serve` without a job does what is queued")
+
+
+@app.command()
+@with_groups
+def probe(
+    where: ServeOptions,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[DEVICE...]", help="Names of devices that joined or will; none: this machine's."),
+    ] = None,
+    target: FleetFileOption = None,
+    job: Annotated[
+        Path | None,
+        typer.Option("--job", metavar="JOB.toml", help="Measure speeds in the first layers of this job's model."),
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Of this machine: cpu, cuda:0, ...; default: all.")] = "",
+    devices: Annotated[
+        str, typer.Option("--devices", metavar="all|0,cpu", help="Of this machine: these, as `isthmus join` has them.")
+    ] = "",
+    memory: Annotated[
+        str, typer.Option("--memory", help="What may be taken of each of this machine's devices: 4GiB; default: all.")
+    ] = "",
+    tickets: TicketsOption = 0,
+) -> None:
+    """Measure this machine's devices, or those of a fleet and the links between them; write a fleet TOML."""
+    asked = api.probe.Probing(names=tuple(names or ()), job=job, device=device, devices=devices, memory=memory)
+    terminal = api.terminal.Terminal(out(), notes())
+    fleet = api.probe.probe_devices(asked, where.serving(tickets), terminal.note)
+    for one in fleet.devices:
+        terminal.note(f"{one.name}: {api.output.device_text(one)}")
+    if target is None:
+        typer.echo(api.output.dump_fleet(fleet))
+        notes().print(api.output.matrix_table(fleet))
+        return
+    target.write_text(api.output.dump_fleet(fleet), encoding="utf-8")
+    out().print(api.output.matrix_table(fleet))
+    terminal.note(f"wrote {target}: --fleet {target} plans with it")
+
+
+def _logged(file: TextIO) -> api.terminal.Terminal:
+    """What writes a job's log."""
+    console = Console(file=file, width=LOG_WIDTH, markup=False)
+    return api.terminal.Terminal(console, console)
