@@ -37,7 +37,10 @@ def test_a_first_federated_job_is_read_with_its_own_algorithm(tmp_path: Path, mo
 
 
 def test_own_text_and_own_images(tmp_path: Path) -> None:
-    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "deep").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"no \.txt file in .*corpus"):
+        write_first_job(tmp_path / "a", FirstJob(name="a", data=str(tmp_path / "corpus")))
+    (tmp_path / "corpus" / "deep" / "a.txt").write_text("text")
     for name in ("train/cat", "train/dog", "train/owl", "test/cat"):
         (tmp_path / "images" / name).mkdir(parents=True)
     write_first_job(tmp_path / "a", FirstJob(name="a", data=str(tmp_path / "corpus")))

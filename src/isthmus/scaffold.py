@@ -121,6 +121,8 @@ def _text_files(data: str) -> str:
         return "stdlib"
     path = Path(data).expanduser()
     if path.is_dir():
+        if not any(path.rglob("*.txt")):
+            raise UserError(f"data: no .txt file in {data}: for other names give a glob, such as '{data}/**/*.md'")
         return str(path.absolute() / "**" / "*.txt")
     if not path.exists() and not any(sign in data for sign in "*?["):
         raise UserError(f"data: no file {data}, expected files, a glob such as 'corpus/**/*.txt', or 'stdlib'")

@@ -135,6 +135,12 @@ def test_what_is_missing_or_given_twice_is_said() -> None:
         isthmus.train(model=nn.Linear(2, 1))
     with pytest.raises(UserError, match="got a job and steps"):
         isthmus.train("job.toml", steps=3)
+    with pytest.raises(UserError, match="unknown train argument 'modle': did you mean 'model'"):
+        isthmus.train(modle=nn.Linear(2, 1))  # pyright: ignore[reportCallIssue]
+    with pytest.raises(UserError, match=r"model: got 'gpt', expected an nn\.Module"):
+        isthmus.train(model="gpt", data=data())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UserError, match=r"job: training\.steps: expected 'integer' >= 1, got 0"):
+        isthmus.train(model=nn.Linear(4, 1), loss=LOSS, data=data(), steps=0)
     with pytest.raises(UserError, match="clients: missing"):
         isthmus.federate(model=nn.Linear(2, 1))
     with pytest.raises(UserError, match="inputs: missing"):

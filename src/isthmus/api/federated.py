@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from isthmus.api.federated_result import FederatedResult
 from isthmus.api.federated_run import FederatedChoices, run_simulated
 from isthmus.api.folder import GIVEN
-from isthmus.api.given import TARGET, Arrays, columns_of, inputs_of, kept_folder
+from isthmus.api.given import TARGET, Arrays, check_arguments, columns_of, inputs_of, kept_folder, module_of
 from isthmus.api.notebook import default_observer
 from isthmus.api.observer import Observer
 from isthmus.api.samples import Samples, write_arrays
@@ -80,6 +80,7 @@ def federate(
     """
     told, stop = observer or default_observer(), stop or Stop()
     where = None if run is None else Path(run)
+    check_arguments(federate, GivenClients, given)
     if job is not None:
         if given:
             raise UserError(f"federate: got a job and {', '.join(given)}, expected one or the other: see overrides")
@@ -89,7 +90,7 @@ def federate(
     if model is None or clients is None:
         missing = [name for name in ("model", "clients") if given.get(name) is None]
         raise UserError(f"{', '.join(missing)}: missing, expected a job, or a model and clients")
-    built = model if isinstance(model, nn.Module) else model()
+    built = module_of(model)
     name = given.get("name") or type(built).__name__.lower()
     with kept_folder(name, where, overrides, resume=resume) as folder:
         made = _job(built, model, clients, given, folder.path / GIVEN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from isthmus.api.folder import GIVEN, RunFolder
 from isthmus.api.optimizers import Optimizer, read_optimizer
 from isthmus.api.samples import Arrays, Samples, input_names, read_arrays, write_arrays
 from isthmus.data import DataSpec
-from isthmus.errors import UserError
+from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import takes
 from isthmus.fleet import Fleet, dump_fleet
 from isthmus.job import Job, TrainingConfig, checked
@@ -50,6 +51,22 @@ class Given(TypedDict, total=False):
     """Of the run: its folder is runs/NAME."""
 
 
+def check_arguments(call: Callable[..., object], kind: type, given: Mapping[str, object]) -> None:
+    """UserError for a keyword argument that is neither in the typed dict `kind` nor named by `call`."""
+    named = [name for name in inspect.signature(call).parameters if name != "given"]
+    for key in given:
+        if key not in kind.__annotations__:
+            raise unknown_name(f"{call.__name__} argument", key, [*kind.__annotations__, *named])
+
+
+def module_of(model: object) -> nn.Module:
+    """The module, or what the callable returns. UserError for anything else."""
+    built = model() if callable(model) and not isinstance(model, nn.Module) else model
+    if not isinstance(built, nn.Module):
+        raise UserError(f"model: got {built!r:.80}, expected an nn.Module or a callable that returns one")
+    return built
+
+
 class Objects:
     """What was given, read and checked."""
 
@@ -59,7 +76,7 @@ class Objects:
             missing = [name for name in ("model", "data") if given.get(name) is None]
             raise UserError(f"{', '.join(missing)}: missing, expected a job, or a model and its data")
         self._given = given
-        built = model if isinstance(model, nn.Module) else model()
+        built = module_of(model)
         self.train = columns_of(data, built, "train", targets=loss is not None)
         self.heldout = columns_of(data, built, "heldout", targets=loss is not None) if _has_split(data) else None
         self.name = given.get("name") or type(built).__name__.lower()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Unpack
 
 from isthmus.api.folder import GIVEN
-from isthmus.api.given import Given, Objects, kept_folder
+from isthmus.api.given import Given, Objects, check_arguments, kept_folder
 from isthmus.api.job_overrides import job_of
 from isthmus.api.notebook import default_observer
 from isthmus.api.observer import Observer
@@ -54,6 +54,7 @@ def train(
     """
     told, stop = observer or default_observer(), stop or Stop()
     where = None if run is None else Path(run)
+    check_arguments(train, Given, given)
     with contextlib.ExitStack() as files:
         document = files.enter_context(_document(plan))
         if job is not None:
