@@ -11,7 +11,9 @@ import pytest
 from tests.federated.test_run_folders import JOB, server_model
 from tests.runtime.commands import isthmus
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "federated.md").read_text(), re.S)
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "federated.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
@@ -32,3 +34,8 @@ def test_an_algorithm_of_the_docs_trains(number: int, tmp_path: Path, monkeypatc
 
 def test_there_is_one() -> None:
     assert BLOCKS
+
+
+def test_the_job_is_the_example() -> None:
+    example = (ROOT / "examples" / "fed-digits.toml").read_text(encoding="utf-8")
+    assert example.partition("\n")[2] in PAGE

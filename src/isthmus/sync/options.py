@@ -24,7 +24,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Average the optimizer's state as well, and make an averaged step as S-SGD would: gradients, parameters and
     state are averaged, then updated. Modes `local`, `partial`, `dream`, `dreamddp` and `outer`."""
     smallest_layer_bytes: int = 65536
-    """Smaller modules are averaged together with the next one: a message costs its latency, however short."""
+    """Smaller modules are averaged together with the one before: a message costs its latency, however short."""
     bucket_bytes: int = 1 << 20
     """`every-step`, and `asc-wfbp` without a plan: gradients travel in messages of at least this size, but for the
     last."""

@@ -1,1 +1,7 @@
-"""The coordinator of a run, and what it gives its devices."""
+"""The coordinator of a run.
+
+`run` is one training run, `host` drives the state machine over connections, `backend` gives it devices. `plans`
+keeps the run's plans; `stages` and `stage_assignments` turn one into what each device gets; `parameter_store` has
+the weights. Failures: `failure_detector`, `deadlines`, `interruptions`, `recovery_record`, `joiners`,
+`link_probes`. Private data: `data_holders`, `activation_privacy`, `privacy_ledger`, `private_feedback`.
+"""
