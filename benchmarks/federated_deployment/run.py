@@ -169,7 +169,7 @@ def _measured(folder: Path, algorithm: str, rounds: int) -> Deployment:
         processes.append(serve(folder, port, "--resume"))
         restart_s = soon(lambda: newest(folder) > before, folder) - began_s
         killed(processes[-1])
-    (told,) = [x for x in (folder / "serve.log").read_text().splitlines() if x.startswith("going on with")]
+    (told,) = [x for x in (folder / "serve.log").read_text().splitlines() if x.startswith("resuming")]
     overheads = [line.seconds - line.makespan_s for line in lines]
     return Deployment(
         algorithm=algorithm,

@@ -74,7 +74,7 @@ def _with_machines(seed: int, folder: Path, *, everybody: bool) -> Found:
         wait_until(lambda: machines.newest() > reached or machines.newest() == STEPS, again, within_s=LONGEST_S)
         seconds = time.monotonic() - since_s
         code = again.wait(LONGEST_S)
-        went_on = [int(step) for step in re.findall(r"going on (?:with .* )?after step (\d+)", machines.description())]
+        went_on = [int(step) for step in re.findall(r"resuming (?:.* )?after step (\d+)", machines.description())]
         wrong = "" if code == 0 else machines.description()
         if not wrong and not everybody and (not went_on or went_on[-1] < reached - 1):
             wrong = f"{reached} steps were told, and it went on after {went_on}"

@@ -154,7 +154,7 @@ def test_interrupted_and_resumed(reference: bytes, tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "go on with --resume" in err
+    assert "resume with --resume" in err
     done(isthmus("train", write(tmp_path), "--run", run, "--resume"))
     assert model(run) == reference
 

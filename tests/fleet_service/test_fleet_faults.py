@@ -222,7 +222,7 @@ def test_the_coordinator_is_killed_and_comes_back(machines: Machines) -> None:
     unreported = set(range(1, STEPS + 1)) - set(points)
     assert unreported <= {reached + 1, reached + 2, reached + 3}, "what the devices did while nobody listened"
     told = machines.description()
-    assert "out of the devices' memory" in told, told
+    assert "from the devices' memory" in told, told
     assert told.count("capturing") == 1, "its graphs are in the run's folder"
-    went_on = next(line for line in told.splitlines() if "going on after step" in line)
+    went_on = next(line for line in told.splitlines() if "resuming after step" in line)
     assert int(went_on.partition("after step ")[2].partition(",")[0]) >= reached - 1, (went_on, reached)

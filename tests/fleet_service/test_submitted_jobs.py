@@ -289,7 +289,9 @@ def test_submitted_to_a_coordinator_that_serves(tmp_path: Path) -> None:
         _doors_are_shut(process.pid)
         _no_secret_is_in_the_open(tickets, run.parent, process.pid)
         assert isthmus("stop", "--state", home).code == 0
-        assert "interrupted: go on with `isthmus resume 1`" in isthmus("logs", "--state", home, "--follow", "--all").out
+        assert (
+            "interrupted: resume with `isthmus resume 1`" in isthmus("logs", "--state", home, "--follow", "--all").out
+        )
         (stopped,) = JobQueue(home).jobs()
         assert stopped.state == "stopped" and any((Path(stopped.folder) / "checkpoints").iterdir())
         devices.stop()

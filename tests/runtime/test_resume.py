@@ -267,7 +267,7 @@ def test_nobody_else_runs_in_a_folder_and_a_second_ctrl_c_ends_at_once() -> None
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
-    assert "interrupted at once: go on with --resume, run folder impatient" in errors
+    assert "interrupted at once: resume with --resume, run folder impatient" in errors
     assert not any(map(is_running, devices.values()))
 
 
@@ -284,7 +284,7 @@ def test_a_run_that_loses_a_device_goes_on_and_ctrl_c_saves_and_exits_130() -> N
     assert read_manifest(latest_checkpoint(folder.path / "checkpoints")).step == folder.losses()[-1].step
     for name in ("timeline.png", "loss.png", "trace.jsonl"):
         assert (folder.path / name).exists()
-    assert "device 'laptop-1' was lost: its process was killed by SIGKILL" in errors and "at work again" in errors
+    assert "device 'laptop-1' was lost: its process was killed by SIGKILL" in errors and "training again" in errors
     trained = [p.step for p in folder.losses() if p.split == "train"]
     assert trained == sorted(set(trained)), "what was done again is called once"
     unreported = set(range(1, trained[-1] + 1)) - set(trained)

@@ -100,7 +100,7 @@ def _in_folder(job: FederatedJob, choices: FederatedChoices, begin: Begin, obser
         try:
             return _watched(job, choices, folder.path, begin, observer)
         except KeyboardInterrupt:
-            what = f"interrupted: go on with {choices.again}, run folder {folder.path}"
+            what = f"interrupted: resume with {choices.again}, run folder {folder.path}"
             raise Interrupted(what, folder.path if folder.begun else None) from None
 
 
@@ -114,7 +114,7 @@ def _watched(
             observer.note(f"nothing left to do: {folder} has {run.first_round} rounds of {job.federated.rounds}")
             return FederatedResult(folder, "done")
         if choices.resume:
-            observer.note(f"going on with {folder} after {run.first_round} rounds")
+            observer.note(f"resuming {folder} after {run.first_round} rounds")
         observer.note(f"run folder: {folder}")
         finish = act()
     finally:
@@ -123,7 +123,7 @@ def _watched(
     result = FederatedResult(folder, "interrupted" if finish.outcome == "interrupted" else "done")
     observer.rounds_reported(result)
     if finish.outcome == "interrupted":
-        observer.note(f"interrupted: go on with {choices.again}, run folder {folder}")
+        observer.note(f"interrupted: resume with {choices.again}, run folder {folder}")
     return result
 
 

@@ -82,7 +82,7 @@ class RunFolder:
     def empty(cls, path: Path) -> RunFolder:
         """A folder of the user's choice; UserError when something is in it."""
         if cls(path).begun:
-            raise UserError(f"--run {path}: holds a run already; add --resume to go on with it")
+            raise UserError(f"--run {path}: holds a run already; add --resume to continue it")
         if path.exists() and (not path.is_dir() or any(found.name != GIVEN for found in path.iterdir())):
             raise UserError(f"--run {path}: exists and is not an empty directory")
         return cls(path)

@@ -62,7 +62,7 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
         try:
             return _run(job, choices, folder, observer, stop)
         except KeyboardInterrupt:  # a second Ctrl-C, or one before the run began
-            how = f"go on with {choices.again}, run folder {folder.path}" if folder.begun else "nothing was written"
+            how = f"resume with {choices.again}, run folder {folder.path}" if folder.begun else "nothing was written"
             raise Interrupted(f"interrupted at once: {how}", folder.path if folder.begun else None) from None
 
 
@@ -76,7 +76,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
         return Run(folder.path)
     if choices.resume:
         where = f"after step {start_step}" if checkpoint is not None else "from the start: nothing was saved yet"
-        observer.note(f"going on with {folder.path} {where}")
+        observer.note(f"resuming {folder.path} {where}")
     fleet = fleet_for(job)
     backend = choices.backend or LocalBackend(starts_again=True, places=local_places(job.runtime.device, fleet.names))
     holders = DataHolders(
@@ -91,7 +91,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
     kept = choices.plan or folder.plan_to_keep(job, fleet)
     believed = folder.fitted(fleet) if choices.resume else None
     if believed is not None:
-        observer.note(f"as measured before: {fitted_text(believed)}")
+        observer.note(f"speeds as measured before: {fitted_text(believed)}")
     planned_on = fleet if believed is None or kept is not None else believed
     plan = record.plan if record is not None else searched(observer, stop, lambda: plan_for(prepared, planned_on, kept))
     prepared = prepared.cut_into(plan.micro_batches)
@@ -148,7 +148,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
     hooks.call("finish", folder.path, outcome.outcome)
     check_outcome(outcome)
     if outcome.outcome == "interrupted":
-        observer.note(f"interrupted: go on with {choices.again}, run folder {folder.path}")
+        observer.note(f"interrupted: resume with {choices.again}, run folder {folder.path}")
     return run
 
 

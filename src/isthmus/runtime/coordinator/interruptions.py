@@ -14,7 +14,7 @@ class Interruptions:
     """The one that goes on, and a `Recovery` for each that is over."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
-        """`note` gets one line when an interruption begins, when its epoch begins, and when the devices work again."""
+        """`note` gets one line when an interruption begins, when its epoch begins, and when training goes on."""
         self.recoveries: list[Recovery] = []
         self._note = note
         self._ongoing: tuple[float, str] | None = None
@@ -39,7 +39,7 @@ class Interruptions:
         self._done = begin.step
         if self._ongoing is not None:
             source = "the last checkpoint" if begin.from_checkpoint else "the devices' memory"
-            self._note(f"epoch {begin.epoch}: going on after step {begin.step}, out of {source}")
+            self._note(f"epoch {begin.epoch}: resuming after step {begin.step} from {source}")
 
     def step_done(self, steps: int) -> None:
         """All devices have done `steps` steps."""
@@ -60,5 +60,5 @@ class Interruptions:
         )
         self.recoveries.append(recovery)
         self._ongoing = None
-        self._note(f"at work again after {recovery.seconds:.1f} s, {redone} steps are done again")
+        self._note(f"training again after {recovery.seconds:.1f} s; {redone} steps are repeated")
         return True

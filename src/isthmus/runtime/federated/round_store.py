@@ -68,7 +68,7 @@ class RoundStore:
         whole run promises its clients."""
         self._note = note
         for why in self._passed_over:
-            note(f"{why}; going on from round {self.first_round}")
+            note(f"{why}; resuming from round {self.first_round}")
         promised = self._job.guarantee(self._clients, self._job.federated.rounds)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
