@@ -143,6 +143,8 @@ def test_what_is_missing_or_given_twice_is_said() -> None:
         isthmus.train(model=nn.Linear(4, 1), loss=LOSS, data=data(), steps=0)
     with pytest.raises(UserError, match="clients: missing"):
         isthmus.federate(model=nn.Linear(2, 1))
+    with pytest.raises(UserError, match="algorithm: got 3, expected a name or"):
+        isthmus.federate(model=nn.Linear(4, 1), loss=LOSS, clients=[data()], algorithm=3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="inputs: missing"):
         isthmus.plan(nn.Linear(2, 1), "laptop")
 

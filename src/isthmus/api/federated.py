@@ -134,7 +134,7 @@ def _job(
         write_arrays({**held, CLIENT: np.zeros(len(next(iter(held.values()))), np.int64)}, folder / "test.npz")
         options["heldout_path"] = str((folder / "test.npz").absolute())
     source = model if loss is None else WithLoss(built, loss, inputs_of(found[0]), TARGET)
-    name = algorithm if isinstance(algorithm, str) else give_algorithm(algorithm)
+    name = algorithm if isinstance(algorithm, str) else give_algorithm(_checked_algorithm(algorithm))
     return FederatedJob(
         name="federated",
         model=ModelSpec(name=give_model(source)),
@@ -142,6 +142,12 @@ def _job(
         partition=PartitionSpec(scheme="natural", column=CLIENT),
         federated=FederatedConfig(algorithm=name, rounds=given.get("rounds", 10)),
     )
+
+
+def _checked_algorithm(algorithm: object) -> Algorithm:
+    if not isinstance(algorithm, Algorithm):
+        raise UserError(f"algorithm: got {algorithm!r:.80}, expected a name or an isthmus.federated.Algorithm instance")
+    return algorithm
 
 
 def _joined_clients(clients: Sequence[Arrays]) -> Arrays:
