@@ -1,6 +1,6 @@
 """Replicas over slow links, for scripts that torchrun starts.
 
-sync = isthmus.sync.attach(model, optimizer, mode="dream", period=5)
+sync = isthmus.sync.attach(model, optimizer, mode="local", period=5)
 ...
 loss.backward()
 sync.step()
