@@ -192,7 +192,7 @@ def test_closing_ends_a_receive_that_waits(ends: Ends, pool: ThreadPoolExecutor)
 def test_who_takes_nothing_is_noticed(ends: Ends) -> None:
     channel = SocketChannel(ends[0], "bob", 0.2)
     data = memoryview(bytes(50_000_000))
-    with pytest.raises(PeerError, match=r"bob: took nothing for 0\.2 s"):
+    with pytest.raises(PeerError, match=r"bob: accepted no data for 0\.2 s"):
         channel.send_chunk(data)
     channel.close()
     ends[1].close()

@@ -153,7 +153,7 @@ def test_a_receiver_that_takes_nothing_is_an_error(connect: Callable[[], Pair]) 
     assert told.wait(20)
     assert time.monotonic() - given_s >= 1.0
     (error,) = errors
-    assert isinstance(error, PeerError) and str(error) == "bob: took none of 999 bytes for 1 s"
+    assert isinstance(error, PeerError) and str(error) == "bob: accepted none of 999 bytes for 1 s"
     put(lane, 5, 10)
     lane.close()
     assert isinstance(take(bob)[1], ParcelMessage) and isinstance(take(bob)[1], Credit)

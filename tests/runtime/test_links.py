@@ -208,7 +208,7 @@ def test_only_parcels_that_somebody_expects_may_come_packed() -> None:
         a, b = socket.socketpair()
         sender, receiver = SocketChannel(a, "device 'd1'", 5.0), SocketChannel(b, "device 'd0'", 5.0)
         sender.send(message, [memoryview(bytearray(header.nbytes))])
-        with pytest.raises(PeerError, match="tensor 'x:0': packed as 'topk', which nobody expects here"):
+        with pytest.raises(PeerError, match="tensor 'x:0': packed as 'topk', which is not expected here"):
             receiver.receive(guard, idle_s=5)
         sender.close()
         receiver.close()

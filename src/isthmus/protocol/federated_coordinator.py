@@ -1,12 +1,13 @@
 """The federated coordinator: which clients, on which executor, and when a round is over. Events in, instructions out.
 
-    joining ──enough here──► turn open ──all in, quorum, or deadline──► absorb ──last pass──► commit ──► next round
-       ▲                          │                                          └──► next pass, same cohort
+    joining ──enough here──► phase open ──all in, quorum, or deadline──► absorb ──last pass──► commit ──► next round
+       ▲                          │                                           └──► next pass, same cohort
        └──too few here────────────┴──too few in──► dropped, tried again
 
-An executor that is lost takes the sums it held with it: its clients go to the others. An executor that runs out of
-clients takes those that another has not begun; as sums are exact and random streams belong to clients, who trained
-whom changes no bit. Sites have a client each: their clients go to nobody, and a site that comes back is used again.
+The sums of a lost executor are lost: its clients go to the other executors. An executor that runs out of clients steals
+clients that another has not begun. Sums are exact and random streams belong to clients, so the bits do not depend on
+which executor trains which client. Each site has one client, which no other site takes. A site that reconnects is used
+again.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class FederatedCoordinator:
         """The open round's passes that are over."""
         self._open: OpenPhase | None = None
         self._late: dict[str, tuple[PhaseId, ClientTask]] = {}
-        """Sites that go on for a phase that is closed, while no turn is open."""
+        """Sites that still train for a closed phase, while no phase is open."""
         self._behind: dict[str, PhaseId] = {}
         """Executors that were asked to drop a phase, and have not said since that they are done with it."""
         self._now_s = 0.0
@@ -187,7 +188,7 @@ class FederatedCoordinator:
                 return self._in_turn(event, self._open)
 
     def _catches_up(self, event: ExecutorDrained | TasksReturned | SumsSent) -> None:
-        """It is done with an earlier turn. What it said of one before that says nothing of what it does now."""
+        """The executor is done with an earlier phase. Its messages of still earlier phases do not change that."""
         if isinstance(event, TasksReturned):
             return
         if self._behind.get(event.executor) == event.phase:
@@ -335,7 +336,7 @@ class FederatedCoordinator:
         return event.executor in opened.late and opened.late[event.executor][0] == event.phase
 
     def _on_late(self, event: SumsSent, opened: OpenPhase) -> list[CoordinatorInstruction]:
-        """It counts in this turn; the site is asked again in the next one."""
+        """A late update counts in this phase. The site gets a task again in the next phase."""
         before, task = opened.late.pop(event.executor)
         if (fault := fault_of(event, {task.client: task})) is not None:
             return [IgnoreSums(event.executor, event.phase), *self._expel(event.executor, fault)]

@@ -4,7 +4,8 @@
                         │                                └──closed──► idle, sums sent
                         └──queue empty──► idle, sums sent
 
-After its sums are sent it may be granted more of the same turn (another executor was lost): sums add up in any order.
+After it has sent its sums it may be granted more clients of the same phase (another executor was lost): sums add up in
+any order.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class ExecutorMachine:
         return ExecutorStatistics(self._phase, len(self._queue), self._trained, self._stale)
 
     def works_for(self, phase: PhaseId) -> bool:
-        """Whether what is trained for this turn still counts."""
+        """Whether results for this phase still count."""
         return phase == self._phase_id
 
     @property

@@ -61,8 +61,9 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
         return f"{share}, at least {self.minimum}, deadline {self.deadline_s:g} s{late}"
 
     def why_over(self, outstanding: int, done: int, needed: int, open_s: float, behind: int = 0) -> Why | None:
-        """Why a phase is over with `done` clients in and others `outstanding`; None while it is not. Of these `behind`
-        are with executors that work for an earlier turn still: a round that has its `minimum` goes on without them."""
+        """Why a phase is over with `done` clients finished and others `outstanding`; None while it is not. `behind` of
+        the outstanding ones are with executors that still work for an earlier phase: a round with its `minimum` goes on
+        without them."""
         waiting = outstanding - behind
         if not outstanding or (not waiting and done >= self.minimum):
             return "all"

@@ -54,7 +54,7 @@ class Watcher(msgspec.Struct, frozen=True, kw_only=True):
     acknowledged: Callable[[int], None] = lambda step: None
     """The state after this step is held twice: no single loss takes the run back behind it."""
     rolled_back: Callable[[int], None] = lambda step: None
-    """The run goes on after this step: what was notified of later ones is void."""
+    """The run goes on after this step: reports of later steps are void."""
     noted: Callable[[str], None] = lambda text: None
 
 
@@ -157,7 +157,7 @@ class RunController:
         manifest = self._manifest(checkpoint)
         if self._holders is not None and manifest.data and not unchanged(manifest.data, self._holders.digests):
             self.note(
-                "resume: nobody can tell whether the data are those of before: of the devices that had them "
+                "resume: cannot check whether the data are those of before: of the devices that had them "
                 f"({', '.join(manifest.data)}) none is here with the same key"
             )
         return manifest.step

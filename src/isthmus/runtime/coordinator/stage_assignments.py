@@ -394,4 +394,4 @@ class StageAssignments:
             name = part if header.name.startswith(OPTIMIZER) else header.name
             shape = self._shapes.get(name) if name in self.written else None
             if shape is None or (header.shape != shape and (header.shape or name == header.name)):
-                raise PeerError(f"gave {header.name!r} of shape {list(header.shape)}, which is no part of the model")
+                raise PeerError(f"gave {header.name!r} of shape {list(header.shape)}, which is not a part of the model")

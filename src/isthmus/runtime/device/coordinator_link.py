@@ -136,8 +136,8 @@ class CoordinatorLink:
             if gone_s >= sent_s:
                 sent_s = 2 * max(gone_s, TELL_S)
                 print(
-                    f"device {self._join.device}: waiting for the coordinator, not heard for {gone_s:.0f} s of "
-                    f"{away_s:g} s at most: {why}",
+                    f"device {self._join.device}: waiting for the coordinator: no message for {gone_s:.0f} s, the "
+                    f"limit is {away_s:g} s: {why}",
                     file=sys.stderr,
                     flush=True,
                 )

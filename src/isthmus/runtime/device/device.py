@@ -261,7 +261,7 @@ class DeviceWorker:
             case StateMessage() | StatePart():
                 self._receive_state(message, order.tensors)
             case _:
-                raise AssertionError(f"{type(message).__name__} is no order")
+                raise AssertionError(f"the coordinator sent {type(message).__name__}, which is not an instruction")
 
     def _send_state(self, message: SendStateMessage) -> None:
         if self._executor is None or message.epoch != self._epoch:
@@ -283,8 +283,8 @@ class DeviceWorker:
             return
         try:
             step = joiner.accept(message, tensors)
-        except Exception as e:  # whatever was sent, it can take part all the same: its state then comes while all wait
-            print(f"device {self._site.device}: does not follow: {e}", file=sys.stderr)
+        except Exception as e:  # of any kind: the device can still join, and gets its state while all wait
+            print(f"device {self._site.device}: stops its live state transfer: {e}", file=sys.stderr)
             self._joiner = None
             self._send(TransferEndedMessage(run=self._run, epoch=self._epoch, number=number))
             return

@@ -79,7 +79,9 @@ class SnapshotReceiver:
     def guard(self, message: SnapshotMessage | SnapshotPart) -> None:
         """Refuse what the plan does not expect before anything is allocated for it."""
         if message.source not in self._shapes:
-            raise PeerError(f"stage {message.source} sent a snapshot, and is not mirrored here")
+            raise PeerError(
+                f"stage {message.source} sent a snapshot, expected none: this device keeps no replica of it"
+            )
         if isinstance(message, SnapshotMessage):
             if message.tensors:
                 raise PeerError("a snapshot's first frame has tensors")
@@ -94,7 +96,7 @@ class SnapshotReceiver:
             and begun[2] + sizes[0] <= begun[1].flat.numel()
         )
         if not fits:
-            raise PeerError(f"stage {message.source} sent bytes {message.offset} of a snapshot out of turn")
+            raise PeerError(f"stage {message.source} sent bytes {message.offset} of a snapshot out of order")
 
     def accept(self, message: SnapshotMessage | SnapshotPart, tensors: Sequence[Tensor]) -> None:
         source = message.source

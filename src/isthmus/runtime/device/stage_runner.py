@@ -295,7 +295,7 @@ class StageRunner:
             case Report(item=item):
                 self._finish(item)
             case Stop():
-                raise InternalError("the machine was not told to stop")
+                raise InternalError("the stage stopped without a request to stop")
         return None
 
     def _forward(self, work: Compute) -> None:

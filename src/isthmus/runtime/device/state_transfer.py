@@ -108,7 +108,7 @@ class _Arriving:
         until = self.here + stretch.numel()
         fits = stretch.dtype == torch.uint8 and stretch.dim() == 1 and until <= self.taken.flat.numel()
         if message.offset != self.here or not fits:
-            raise PeerError(f"device {message.of!r} sent bytes {message.offset} out of turn")
+            raise PeerError(f"device {message.of!r} sent bytes {message.offset} out of order")
         self.taken.flat[self.here : until] = stretch
         self.here = until
 

@@ -2,8 +2,8 @@
 
 Model and algorithm are of this machine: code does not come over a link.
 
-The main thread trains. Another receives, and answers what must not wait for a client to end: a recall. The clients of a
-brief turn are trained by the one that receives it: the other takes as long to wake up as a small client takes to train.
+The main thread trains. A second thread receives, and answers recalls, which must not wait for a client to end. It also
+trains the clients of a brief phase: waking the main thread takes as long as training a small client.
 """
 
 from __future__ import annotations

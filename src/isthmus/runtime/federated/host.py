@@ -123,7 +123,7 @@ class FederatedHost:
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`committed` is called before the next round opens, and what it returns once executors are at work on that
-        one. `note` is notified of losses."""
+        one. `note` receives a line for each lost executor."""
         self._machine = machine
         self._server = server
         self._receiver = receiver

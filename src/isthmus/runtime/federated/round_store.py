@@ -114,7 +114,7 @@ class RoundStore:
             if clients := [t.client for t in timed if t.renewed]:
                 one, several = f"state of client {clients[0]} was", f"states of {len(clients)} clients were"
                 what = one if len(clients) == 1 else several
-                self._note(f"round {record.round + 1}: {name}: the {what} lost: begun anew")
+                self._note(f"round {record.round + 1}: {name}: the {what} lost: training starts from a new state")
 
     def _evaluation(self, closed: RoundResult) -> Evaluation | None:
         if self.evaluator is None or not self._is_due(closed.record):

@@ -85,8 +85,8 @@ class SiteExecutor(Executor):
 
 
 class SiteRunner:
-    """As the agent's `RunStarter`. `fail` is notified of what makes going on useless: an offer that is not allowed,
-    say."""
+    """The agent's `RunStarter` of a site. `fail` receives an error that ends the site's part, such as a task that its
+    owner does not allow."""
 
     def __init__(
         self,
@@ -236,5 +236,5 @@ def _task_spec(channel: SocketChannel, timeout_s: float) -> TaskSpec | None:
             case Heartbeat():
                 pass
             case other:
-                raise PeerError(f"coordinator: sent {type(other).__name__}, expected an offer")
+                raise PeerError(f"coordinator: sent {type(other).__name__}, expected a task specification")
     raise PeerError("coordinator: closed the connection")

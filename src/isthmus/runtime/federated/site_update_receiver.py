@@ -86,7 +86,7 @@ class SiteUpdateReceiver:
                 named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
                 return self._update(executor, message, ClientUpdate(values=named, weight=message.weight))
             case _:
-                raise PeerError(f"sent {type(message).__name__} before it was enrolled")
+                raise PeerError(f"sent {type(message).__name__} before it was registered")
 
     def _update(self, executor: str, message: UpdateMessage, update: ClientUpdate) -> SumsSent:
         client, samples, phase = self._clients[executor], self._samples[executor], message.phase

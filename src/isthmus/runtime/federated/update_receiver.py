@@ -115,7 +115,7 @@ class SumsReceiver:
             return {}
         accumulator = self._accumulators.get(executor)
         if accumulator is None or not 0 <= message.phase.number < len(accumulator.totals):
-            raise PeerError("says that its sums lie where there is no room for them")
+            raise PeerError("announced sums outside its shared memory")
         return accumulator.totals[message.phase.number]
 
     def merge(self, executor: str) -> None:

@@ -171,7 +171,7 @@ def load_key(path: Path, remedy: str) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(data, password=None)
     except Exception:  # what the library raises for bad bytes has no common base
-        raise UserError(f"key {path}: is none, or is damaged: {remedy}") from None
+        raise UserError(f"key {path}: is not a key, or is damaged: {remedy}") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise UserError(f"key {path}: got {type(key).__name__}, expected one on an elliptic curve: {remedy}")
     return key
@@ -184,7 +184,7 @@ def load_certificate(path: Path, remedy: str) -> x509.Certificate:
     except OSError as e:
         raise UserError(f"certificate {path}: cannot be read: {e.strerror or e}: {remedy}") from None
     except Exception:  # what the library raises for bad bytes has no common base
-        raise UserError(f"certificate {path}: is none, or is damaged: {remedy}") from None
+        raise UserError(f"certificate {path}: is not a certificate, or is damaged: {remedy}") from None
 
 
 def utc(time_s: float) -> datetime.datetime:

@@ -46,10 +46,10 @@ def decode_ticket(text: str) -> Ticket:
         body = plain.removeprefix(PREFIX)
         checked = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
-        raise UserError("ticket: it has characters that no ticket has; paste it whole") from None
+        raise UserError("ticket: it has invalid characters; paste the whole ticket") from None
     data, crc = checked[:-4], checked[-4:]
     if zlib.crc32(data).to_bytes(4, "big") != crc:
-        raise UserError("ticket: it is cut or altered (its checksum is wrong); paste it whole")
+        raise UserError("ticket: it is cut or changed (its checksum is wrong); paste the whole ticket")
     try:
         ticket = msgspec.msgpack.decode(data, type=Ticket)
     except msgspec.MsgspecError:

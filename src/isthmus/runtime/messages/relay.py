@@ -11,14 +11,15 @@ class RelayWait(Message, frozen=True, kw_only=True):
 
 
 class RelayConnect(Message, frozen=True, kw_only=True):
-    """Device to coordinator, first on the connection: to the device with this id, for what `run` names."""
+    """Device to coordinator, the first message on the connection: connect this device to the one with this id, for
+    `run`."""
 
     id: str
 
 
 class RelayReady(Message, frozen=True, kw_only=True):
-    """Coordinator to both, and back from the one that was waiting for a relay: from the next byte on the connection
-    leads to the other device. `failure` says why it does not."""
+    """Coordinator to both devices, and back from the one that was waiting: from the next byte on, the connection leads
+    to the other device. `failure` is the reason if it does not."""
 
     failure: str = ""
 

@@ -345,4 +345,4 @@ def _only_coordinator(message: AnyMessage) -> None:
         | CompareData
     )
     if not isinstance(message, expected) or message.tensors:
-        raise PeerError(f"sent {type(message).__name__}, which is nothing for a device without work")
+        raise PeerError(f"sent {type(message).__name__}, which a device without a run does not accept")

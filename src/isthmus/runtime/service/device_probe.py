@@ -97,7 +97,7 @@ def answer_loads(channel: SocketChannel, probe: str, assembler: StreamAssembler,
 
 def _only_load(message: AnyMessage) -> None:
     if not isinstance(message, LoadMessage | StreamHello) or sum(t.nbytes for t in message.tensors) > SIZES_BYTES[-1]:
-        raise PeerError(f"sent {type(message).__name__}, which is no load of a probe")
+        raise PeerError(f"sent {type(message).__name__}, expected a message of a probe")
 
 
 def measure_link(asked: MeasureLink, dialer: PeerDialer) -> LinkTimes:

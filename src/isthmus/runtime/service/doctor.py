@@ -81,8 +81,8 @@ def _membership(identity: Identity) -> Membership:
             identity.check()
             return membership
     except IsthmusError as e:
-        raise _Trouble("state", e, "mend the folder, or join again with another --state folder") from None
-    raise _Trouble("state", f"{identity.folder}: nobody has joined from here", "`isthmus join` with a ticket")
+        raise _Trouble("state", e, "repair the folder, or join again with another --state folder") from None
+    raise _Trouble("state", f"{identity.folder}: no device has joined from this folder", "`isthmus join` with a ticket")
 
 
 def _ticket(ticket: Ticket) -> Iterator[Finding]:

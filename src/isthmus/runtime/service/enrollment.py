@@ -84,7 +84,7 @@ def _certificates(asked: JoinRequest, authority: Authority, roster: Roster) -> t
         raise PeerError(different)
     ids = [id_of(requested_key(device.request)) for device in asked.devices]
     if len(set(ids)) < len(ids) or len({device.name for device in asked.devices}) < len(ids):
-        raise PeerError("a name or a key is there twice, expected different ones")
+        raise PeerError("got a name or a key twice, expected different ones")
     roster.redeem(asked.secret, {id: d.name for id, d in zip(ids, asked.devices, strict=True)}, now_s)
     return tuple(authority.certify(device.request, "device")[1] for device in asked.devices)
 

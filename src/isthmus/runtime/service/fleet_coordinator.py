@@ -206,7 +206,7 @@ class FleetCoordinator:
                     answer = answers.get(timeout=min(WATCH_S, max(0.0, until_s - time.monotonic())))
                     break
                 if self._presence.lane(device) is not asked or asked is None:
-                    raise PeerError(f"device {device!r}: has left before it answered")
+                    raise PeerError(f"device {device!r}: left before it answered")
                 if time.monotonic() >= until_s:
                     raise PeerError(f"device {device!r}: did not answer for {within_s:g} s")
         finally:
@@ -327,7 +327,7 @@ class FleetCoordinator:
             try:
                 self._look()
             except Exception as e:  # a full disk, say: who is revoked must go all the same, once that is over
-                self._log(f"cannot look after the fleet: {type(e).__name__}: {e}")
+                self._log(f"checking the fleet failed: {type(e).__name__}: {e}")
 
     def _look(self) -> None:
         self._log_limiter.look()
@@ -408,4 +408,4 @@ class _FleetSession:
 def _only_fleet(message: AnyMessage) -> None:
     expected = Heartbeat | Renew | EndedMessage | ANSWERS
     if not isinstance(message, expected) or message.tensors:
-        raise PeerError(f"sent {type(message).__name__}, which is no message of a device without work")
+        raise PeerError(f"sent {type(message).__name__}, which a device without a run does not send")

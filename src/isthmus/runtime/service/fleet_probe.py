@@ -84,7 +84,7 @@ def measured_device(
     flops_per_s, peak = planned_speed(found.figures, "full"), found.peak_flops_per_s
     if found.failure or not flops_per_s:
         why = sanitize(found.failure) or "its memory is too short for all that is measured"
-        raise PeerError(f"device {name!r}: cannot say how fast it is: {why}")
+        raise PeerError(f"device {name!r}: cannot measure its speed: {why}")
     try:
         return Device(
             name=name,
@@ -98,7 +98,7 @@ def measured_device(
             measured=measurements_of(found.figures, trial.operators if trial is not None else 0),
         )
     except (UserError, ArithmeticError, ValueError) as e:  # what it said is no number that a fleet can have
-        raise PeerError(f"device {name!r}: cannot say how fast it is: {e}") from None
+        raise PeerError(f"device {name!r}: cannot measure its speed: {e}") from None
 
 
 def probe_link(service: Asking, source: str, target: str, log: Callable[[str], None]) -> Link:

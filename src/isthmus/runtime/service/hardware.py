@@ -54,9 +54,9 @@ def _asked(names: Sequence[str]) -> list[Hardware]:
         return msgspec.json.decode(done.stdout, type=list[Hardware])
     except subprocess.CalledProcessError as e:
         last = e.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise UserError(f"accelerators {', '.join(names)}: cannot be asked: {last[:500]}") from None
+        raise UserError(f"accelerators {', '.join(names)}: cannot be queried: {last[:500]}") from None
     except (subprocess.SubprocessError, OSError, ValueError) as e:
-        raise UserError(f"accelerators {', '.join(names)}: cannot be asked: {type(e).__name__}: {e}") from None
+        raise UserError(f"accelerators {', '.join(names)}: cannot be queried: {type(e).__name__}: {e}") from None
 
 
 def _described(name: str) -> Hardware:

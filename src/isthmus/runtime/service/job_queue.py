@@ -147,7 +147,7 @@ class JobQueue:
             elif state == "running":
                 database.execute("UPDATE jobs SET stop = 1 WHERE number = ?", (number,))
             else:
-                raise UserError(f"job {number}: is {state}, expected one that waits or runs")
+                raise UserError(f"job {number}: is {state}, expected a waiting or running job")
 
     def is_unwanted(self, number: int) -> bool:
         """Whether somebody wants the job to stop that is running."""
@@ -159,7 +159,7 @@ class JobQueue:
         with self._database.changing() as database:
             state = _state(database.execute("SELECT state FROM jobs WHERE number = ?", (number,)).fetchone())
             if state not in ("stopped", "failed"):
-                raise UserError(f"job {number}: is {state}, expected one that was stopped or failed")
+                raise UserError(f"job {number}: is {state}, expected a stopped or failed job")
             database.execute("UPDATE jobs SET state = 'queued', wanted_s = ? WHERE number = ?", (time.time(), number))
 
 
@@ -170,5 +170,5 @@ def job_log(state_folder: Path, number: int) -> Path:
 
 def _state(row: tuple[str] | None) -> str:
     if row is None:
-        raise UserError("job: there is none of that number; see `isthmus jobs`")
+        raise UserError("job: no job has that number; see `isthmus jobs`")
     return row[0]

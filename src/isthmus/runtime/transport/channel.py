@@ -187,7 +187,7 @@ class SocketChannel:
         try:
             sent = self._socket.sendmsg(pieces)
         except TimeoutError:
-            raise PeerError(f"{self.other}: took nothing for {self._timeout_s:g} s") from None
+            raise PeerError(f"{self.other}: accepted no data for {self._timeout_s:g} s") from None
         except OSError as e:
             raise PeerError(f"{self.other}: connection lost while sending: {e.strerror or e}") from None
         self._sent += sent
@@ -298,7 +298,7 @@ def _check(message: AnyMessage, payload_bytes: int, guard: Guard | None) -> None
         check_header(header)
         # A few bytes may unpack to any number of elements: only what a guard compares with a plan may come packed.
         if header.packing is not None and (guard is None or not isinstance(message, ParcelMessage)):
-            raise PeerError(f"tensor {header.name!r}: packed as {header.packing.codec!r}, which nobody expects here")
+            raise PeerError(f"tensor {header.name!r}: packed as {header.packing.codec!r}, which is not expected here")
     announced = sum(h.nbytes for h in message.tensors)
     if announced != payload_bytes:
         raise PeerError(f"frame payload of {payload_bytes} bytes, its header announces {announced}")

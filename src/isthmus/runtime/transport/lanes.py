@@ -247,7 +247,7 @@ class SendLane:
         left_s = max(entry.blocked_s, self._credits.given_s) + self._timeout_s - time.monotonic()
         if left_s <= 0:
             raise PeerError(
-                f"{self._channel.other}: took none of {self._credits.used_bytes} bytes for {self._timeout_s:g} s"
+                f"{self._channel.other}: accepted none of {self._credits.used_bytes} bytes for {self._timeout_s:g} s"
             )
         self._changed.wait(left_s)
 

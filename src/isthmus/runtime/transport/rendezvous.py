@@ -150,7 +150,7 @@ class RelayStandby:
         channel = self._channel = self._dialer.coordinator_channel()
         try:
             if self._over.is_set():  # `close` has not seen this connection
-                raise PeerError("not wanted any more")
+                raise PeerError("the relay connection was closed")
             channel.send(RelayWait(run=self._run))
             while not isinstance(_answered(channel, self._dialer.timeout_s), RelayReady):
                 channel.send(Heartbeat(run=""))
@@ -164,7 +164,7 @@ class RelayStandby:
 def _answered(channel: SocketChannel, timeout_s: float) -> AnyMessage:
     def check(message: AnyMessage) -> None:
         if not isinstance(message, Heartbeat | RelayReady) or message.tensors:
-            raise PeerError(f"sent {type(message).__name__}, which is nothing for a connection to be relayed")
+            raise PeerError(f"sent {type(message).__name__} on a connection that waits at the relay")
 
     received = channel.receive(check, idle_s=timeout_s)
     if received is None:
