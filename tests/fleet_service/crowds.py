@@ -1,4 +1,4 @@
-"""A crowd of strangers at a listener's door: they connect, say nothing or not enough, and come again when cut."""
+"""A crowd of unknown_peers at a listener's door: they connect, say nothing or not enough, and come again when cut."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def _answer(connection: socket.socket) -> bytes:
     return told
 
 
-def refuses_strangers(address: tuple[str, int]) -> None:
+def refuses_unknown_peers(address: tuple[str, int]) -> None:
     """Who does not speak TLS is told nothing but that, in TLS's own alert; nor who has no certificate, but for the
     authority's certificate where devices join."""
     plain_frame = b"".join(frame(Heartbeat(run="guessed"), []))

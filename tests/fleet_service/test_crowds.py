@@ -86,7 +86,7 @@ def test_the_oldest_of_the_same_address_gives_way_then_the_oldest_of_all() -> No
         one.close()
 
 
-def test_strangers_cut_nobody_who_is_known_and_shut_out_nobody(coordinator: Identity, device: Identity) -> None:
+def test_unknown_peers_cut_nobody_who_is_known_and_shut_out_nobody(coordinator: Identity, device: Identity) -> None:
     listener = Listener("127.0.0.1", identity=coordinator, timeout_s=30.0)
     listener.start(_echo)
     known = _dialled(listener.port, device)

@@ -74,7 +74,7 @@ def test_nothing_of_it_is_imported(evaluates: bool, monkeypatch: pytest.MonkeyPa
     assert stage_data(assignment("d0"), ONE_OWNER, foreign=True, kinds=()) == {}, "a stage without data names none"
 
 
-def test_a_callable_is_imported_for_a_stranger_only_if_the_owner_names_it(
+def test_a_callable_is_imported_for_an_unknown_peer_only_if_the_owner_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "told_to.py").write_text("raise SystemExit('it was imported')")

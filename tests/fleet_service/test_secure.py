@@ -92,7 +92,7 @@ def test_an_expired_certificate_is_refused(authority: Authority, coordinator: Id
     assert isinstance(accepted, PeerError) and "expired" in str(accepted)
 
 
-def test_a_stranger_is_let_in_only_where_strangers_are(coordinator: Identity) -> None:
+def test_an_unknown_peer_is_let_in_only_where_unknown_peers_are(coordinator: Identity) -> None:
     for unknown_peers in (True, False):
         _, accepted = _meet(
             lambda s: secure_unknown(s, None),

@@ -296,7 +296,7 @@ def _other(connection: TlsConnection) -> None:
 
 
 @pytest.mark.parametrize("attack", [_huge, _garbage, _deep, _other])
-def test_what_a_stranger_sends_is_no_more_than_a_join_frame(
+def test_what_an_unknown_peer_sends_is_no_more_than_a_join_frame(
     fleet: Fleet, tmp_path: Path, attack: Callable[[TlsConnection], None]
 ) -> None:
     connection = _unknown_peer(fleet)

@@ -36,7 +36,7 @@ from isthmus.runtime.service.job_queue import JobQueue, job_log
 from tests.federated.sites import write_job as write_federated_job
 from tests.runtime.commands import edited, isthmus, refused, start, wait_until, write_job
 
-from .doors import family_of, listening, readable_by_others, refuses_strangers
+from .doors import family_of, listening, readable_by_others, refuses_unknown_peers
 from .parties import Fleet
 from .test_fleet_faults import FLEET
 from .test_fleet_runs import Devices
@@ -243,7 +243,7 @@ def _doors_are_shut(coordinator: int) -> None:
     assert len(doors[coordinator]) == 1 and len(open_doors) == 3, doors
     for address in open_doors:
         assert address[0] == "127.0.0.1", "nobody asked for more"
-        refuses_strangers(address)
+        refuses_unknown_peers(address)
 
 
 def _no_secret_is_in_the_open(tickets: _Tickets, run: Path, coordinator: int) -> None:

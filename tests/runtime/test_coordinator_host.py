@@ -1,4 +1,4 @@
-"""The coordinator's driver with devices that behave, devices that do not, and strangers."""
+"""The coordinator's driver with devices that behave, devices that do not, and unknown_peers."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def _unknown_peer(port: int, payload: bytes) -> None:
             assert connection.recv(1) == b"", "an unknown peer is told nothing"
 
 
-def test_strangers_change_nothing(conducted: Conducted) -> None:
+def test_unknown_peers_change_nothing(conducted: Conducted) -> None:
     draw = random.Random(0)
     silent = socket.create_connection(("127.0.0.1", conducted.port), timeout=5)
     first = FakeDevice(conducted.port, "a")

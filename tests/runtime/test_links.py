@@ -64,7 +64,7 @@ def _connecting(listener: Listener, timeout_s: float = 5.0) -> queue.SimpleQueue
     return result
 
 
-def test_strangers_do_not_get_in(listener: Listener) -> None:
+def test_unknown_peers_do_not_get_in(listener: Listener) -> None:
     result = _connecting(listener)
     port = listener.port
     unknown_peers = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]

@@ -1,4 +1,4 @@
-"""Payloads from strangers are refused, or decoded to finite numbers of the announced shape."""
+"""Payloads from unknown_peers are refused, or decoded to finite numbers of the announced shape."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Plans:
         self._fits = 0
         self._memory: dict[str, int] = {}
         """By device, what is there where that turned out to be less than stated."""
-        self._renewal = ReplanPolicy()
+        self._replan_policy = ReplanPolicy()
         self._retries = LinkReprobe(RETRY_S)
         self._adapts = replan is not None and prepared.job.runtime.adapt
         self._making = threading.Lock()
@@ -63,7 +63,7 @@ class Plans:
         self.now = self._made[0]
         """In force."""
         if self._adapts and differs(fleet, self._believed) and not self._is_made_for(self._believed):
-            self._renewal.changed()
+            self._replan_policy.changed()
 
     def _deployment(self, plan: Plan, number: int) -> StageAssignments:
         return StageAssignments(self._prepared, plan, self._believed, emulated=self._emulated, number=number)
@@ -80,7 +80,7 @@ class Plans:
             number = max(self._made) + 1
             found = self._deployment(plan or self._replan(fleet), number)
             self._made[number] = found
-            self._renewal.answered()
+            self._replan_policy.answered()
         if wanted.must:
             self._change_s = 0.0
             return found.layout, True
@@ -100,7 +100,7 @@ class Plans:
         """One of those that were made is in force, from the state after `step` steps on."""
         replaced, self.now = self.now, self._made[layout.number]
         self._drift.begin(self.now.plan, step)
-        self._renewal.began(time.monotonic(), self._change_s if self.now is not replaced else 0.0)
+        self._replan_policy.began(time.monotonic(), self._change_s if self.now is not replaced else 0.0)
         self._reached = step
 
     def measured(self, step: int, spans: Sequence[Span]) -> list[RateChange]:
@@ -111,7 +111,7 @@ class Plans:
 
     def _believe(self, found: list[RateChange]) -> list[RateChange]:
         if found:
-            self._renewal.changed()
+            self._replan_policy.changed()
         if found or self._drift.fits != self._fits:
             self._fits, self._believed = self._drift.fits, with_memory(self._drift.fleet(), self._memory)
         return found
@@ -147,4 +147,4 @@ class Plans:
 
     def is_worth_asking(self) -> bool:
         """Whether to ask for another plan; it is asked for then."""
-        return self._renewal.ask(time.monotonic())
+        return self._replan_policy.ask(time.monotonic())

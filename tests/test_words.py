@@ -1,0 +1,97 @@
+"""No private word where the field has one: names, docstrings, messages, options and pages."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TEXT = (".py", ".md", ".toml", ".yml")
+PLACES = ("src", "docs", "examples", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "mkdocs.yml")
+
+
+class Word(msgspec.Struct, frozen=True):
+    """`pattern` finds it in any case, also within an identifier; `say` is the field's term.
+
+    `allowed` gives the reason why it may stand in files whose path begins so.
+    """
+
+    pattern: str
+    say: str
+    allowed: dict[str, str] = {}
+
+
+WORDS = [
+    Word("nurser(y|ies)", "fork server"),
+    Word("leash", "parent-death pipe"),
+    Word("crew", "worker pool, backend"),
+    Word("bulletin", "status file"),
+    Word("worksite|workshop", "client trainer, site runner"),
+    Word("births?|bears?|bore|born", "spawn request, spawn, spawned"),
+    Word("braid(s|ed|er)?|strands?", "multi-stream, streams"),
+    Word("patience", "timeout"),
+    Word(
+        "lend(s|er|ers)?|lent|borrow(s|ed|er|ers)?|loans?", "owner and user of tied weights; donor and joiner of state"
+    ),
+    Word("newcomers?", "joiner; new user"),
+    Word("conductors?|conducting", "coordinator"),
+    Word("intake", "update receiver"),
+    Word("heed(s|ed)?", "on_message"),
+    Word("dealer|dealing", "scheduler, assignment"),
+    Word("homeless|rehouse[sd]?", "orphaned, reassign"),
+    Word("strangers?", "unknown peer"),
+    Word("parked|parking", "waiting for a relay"),
+    Word("remarks?", "log line"),
+    Word("faded", "staleness weight"),
+    Word("pins", "fixed placement", {"docs/dependencies.md": "a file pins a version"}),
+    Word("seats?", "worker id"),
+    Word("receptions?", "acceptor"),
+    Word("gauge|renewal", "rate estimator, replan policy", {"src/isthmus/runtime/service": "a certificate is renewed"}),
+    Word("hopeless", "will not converge"),
+    Word("of one mind", "must match"),
+    Word("counts? nowhere", "is ignored"),
+    Word("beside the work", "in the background"),
+    Word("by way of the coordinator", "relayed"),
+    Word("whoever|whomever", "the device, process or person that is meant"),
+    Word("is waited for", "wait, timeout"),
+    Word("(was|were|is|are|be) told|tells? of", "receives, is notified, logs, reports"),
+    Word("last words", "exit grace"),
+    Word("let go of", "close, release"),
+    Word("here and there|comes to a good end", "say which; finishes cleanly"),
+]
+
+
+def pages() -> list[Path]:
+    known = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *PLACES],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    return [Path(name) for name in known if name.endswith(TEXT) and (ROOT / name).is_file()]
+
+
+PAGES = {path: (ROOT / path).read_text(encoding="utf-8") for path in pages()}
+
+
+@pytest.mark.parametrize("word", WORDS, ids=lambda word: word.pattern)
+def test_a_private_word_stands_nowhere(word: Word) -> None:
+    finder = re.compile(rf"(?<![A-Za-z])(?:{word.pattern})(?![a-z])", re.IGNORECASE)
+    allowed = dict.fromkeys(word.allowed, 0)
+    found: list[str] = []
+    for path, text in PAGES.items():
+        for number, line in enumerate(text.splitlines(), 1):
+            if not finder.search(line):
+                continue
+            place = next((start for start in allowed if str(path).startswith(start)), None)
+            if place is None:
+                found.append(f"{path}:{number}: {line.strip()}")
+            else:
+                allowed[place] += 1
+    assert not found, f"say {word.say}:\n" + "\n".join(found)
+    assert all(allowed.values()), f"allowed for nothing: {allowed}"
