@@ -71,7 +71,7 @@ PUBLIC = {
         "question_in_words read_spent save_plan"
     ),
     "planners": (
-        "ENTRY_POINTS INTERRUPTED LeastBound Observer Planner SearchStopped can_price check_constraints "
+        "ENTRY_POINTS INTERRUPTED LeastBound Planner SearchObserver SearchStopped can_price check_constraints "
         "check_planner cut_short describe keep least legal_places looked_at observed_by over_counts plan "
         "planner_names scheduled whole_replicas"
     ),

@@ -23,6 +23,19 @@ import traceback
 import typing
 from collections.abc import Generator, Iterable
 
+__all__ = [
+    "Diverged",
+    "DivergedUpdate",
+    "FleetTooSmall",
+    "InternalError",
+    "Interrupted",
+    "IsthmusError",
+    "PeerError",
+    "RankLost",
+    "StepError",
+    "UserError",
+]
+
 _LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _NOT_THEIRS = ("<", *(folder + os.sep for folder in (os.path.dirname(__file__), *_LIBRARIES)))
 

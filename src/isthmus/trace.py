@@ -13,6 +13,22 @@ import msgspec
 
 from isthmus.errors import UserError
 
+__all__ = [
+    "Span",
+    "Trace",
+    "Track",
+    "busy_share",
+    "hidden_share",
+    "in_periods",
+    "link_bytes",
+    "period_s",
+    "read_jsonl",
+    "steady_step_s",
+    "step_times",
+    "write_jsonl",
+    "write_perfetto",
+]
+
 T = TypeVar("T")
 Track = Literal["compute", "send", "receive", "down", "up", "control"]
 """`down` and `up`: copies from an accelerator to the host and back."""
@@ -37,7 +53,15 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
-    """All spans of a run, and where they came from."""
+    """All spans of a run, and where they came from. Times are seconds.
+
+    >>> import isthmus
+    >>> from isthmus.trace import Span
+    >>> forward = Span(device="desk", track="compute", name="F", start_s=0.0, end_s=0.5, step=0)
+    >>> trace = isthmus.Trace(source="simulator", run="first", spans=(forward,))
+    >>> len(trace.spans), trace.spans[0].end_s
+    (1, 0.5)
+    """
 
     source: Literal["simulator", "runtime"]
     run: str
@@ -54,6 +78,7 @@ def write_jsonl(trace: Trace, path: Path) -> None:
 
 
 def read_jsonl(path: Path) -> Trace:
+    """The trace that `write_jsonl` wrote. UserError for a file that is missing or is none."""
     try:
         head, *rest = path.read_bytes().splitlines()
         header = msgspec.json.decode(head, type=dict[str, str | int])

@@ -15,12 +15,19 @@ from torch.utils.data import TensorDataset
 
 import isthmus
 import isthmus.api
+from tests.api.public import PUBLIC_PACKAGES
 from tests.runtime.commands import write_job
 
 MODULES = [
     *(f"isthmus.api.{module.name}" for module in pkgutil.iter_modules(isthmus.api.__path__)),
     "isthmus.overrides",
-    "isthmus.runtime.processes.signals",
+    *sorted(
+        {
+            found.__module__
+            for name in isthmus.__all__
+            if hasattr(found := getattr(isthmus, name), "__module__") and not found.__module__.startswith("isthmus.api")
+        }
+    ),
 ]
 
 
@@ -68,9 +75,21 @@ def test_examples(name: str, names: dict[str, object]) -> None:
     assert runner.summarize(verbose=False).failed == 0
 
 
-@pytest.mark.parametrize("name", isthmus.__all__)
-def test_public_names_say_what_they_are(name: str) -> None:
-    found = getattr(isthmus, name)
-    assert inspect.getdoc(found)
-    if getattr(found, "__module__", "").startswith("isthmus.api"):
-        assert ">>>" in (found.__doc__ or ""), f"{name} has no example"
+@pytest.mark.parametrize("package", PUBLIC_PACKAGES)
+def test_public_names_say_what_they_are(package: str) -> None:
+    module = importlib.import_module(package)
+    assert inspect.getdoc(module)
+    found = {name: getattr(module, name) for name in module.__all__}
+    silent = [
+        name
+        for name, one in found.items()
+        if (inspect.isclass(one) or inspect.isfunction(one))
+        and (not one.__doc__ or one.__doc__.startswith(f"{name}("))  # dataclasses and named tuples make such a text
+    ]
+    assert silent == [], f"{package}: without a docstring"
+
+
+def test_names_of_the_package_have_an_example() -> None:
+    found = {name: getattr(isthmus, name) for name in isthmus.__all__}
+    bare = [name for name, one in found.items() if not inspect.ismodule(one) and ">>>" not in (one.__doc__ or "")]
+    assert bare == []

@@ -15,6 +15,7 @@ from isthmus.protocol.events import (
     Fill,
     Filled,
     Halted,
+    Leave,
     Merge,
     Opened,
     PartsArrived,
@@ -23,7 +24,6 @@ from isthmus.protocol.events import (
     Saved,
     Send,
     SendParts,
-    Stop,
     Take,
     Taken,
     Update,
@@ -381,7 +381,7 @@ def test_after_a_halt_nothing_more_is_asked_for(halfway: list[WorkerEvent]):
     worker = Worker(alone())
     for event in halfway:
         worker.handle(event)
-    assert worker.handle(Halted()) == [Stop()]
+    assert worker.handle(Halted()) == [Leave()]
     for late in (f(0), b(0), Collected(item=0), Updated(item=0), Saved(item=0), train(1), Halted()):
         assert worker.handle(late) == []
 

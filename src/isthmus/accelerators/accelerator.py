@@ -51,6 +51,8 @@ class Stream(Protocol):
 
 
 class Accelerator(Protocol):
+    """A device that computes, with its streams, events, copies and memory: a CPU, a GPU, or an emulated one."""
+
     @property
     def device(self) -> torch.device: ...
 

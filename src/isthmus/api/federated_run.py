@@ -29,7 +29,7 @@ LEAVING_S = 5.0
 """Executors of a coordinator that was killed are copies of it and hold its claim until they notice."""
 
 
-Begin = Callable[[Path], "tuple[Run, Act]"]
+Begin = Callable[[Path], "tuple[RoundRunner, Act]"]
 
 
 class FederatedChoices(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class FederatedChoices(msgspec.Struct, frozen=True, kw_only=True):
     """What a person has to say for the run to go on."""
 
 
-class Run(Protocol):
+class RoundRunner(Protocol):
     """A run, wherever its clients train."""
 
     @property
@@ -55,7 +55,7 @@ def run_simulated(job: FederatedJob, choices: FederatedChoices, observer: Observ
     stop.check()
     check_simulation(job)
 
-    def begin(folder: Path) -> tuple[Run, Act]:
+    def begin(folder: Path) -> tuple[RoundRunner, Act]:
         run = FederatedRun(job, folder, resume=choices.resume, watch=observer.round_done)
         count = len(run.machine.executors)
         several = f"{count} executor{'s' if count > 1 else ''}"
@@ -73,7 +73,7 @@ def deploy(
     stop.check()
     check_deployment(job)
 
-    def begin(folder: Path) -> tuple[Run, Act]:
+    def begin(folder: Path) -> tuple[RoundRunner, Act]:
         run = SiteRun(job, folder, resume=choices.resume, watch=observer.round_done)
         sites = ", ".join(run.deployment.sites)
         observer.note(

@@ -12,7 +12,7 @@ import msgspec
 
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
-from isthmus.planners import Observer as SearchObserver
+from isthmus.planners import SearchObserver
 from isthmus.plans import Plan
 
 if TYPE_CHECKING:

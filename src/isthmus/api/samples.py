@@ -17,7 +17,7 @@ from isthmus.errors import UserError, users_code
 from isthmus.extensions import takes
 
 
-class MapStyle(Protocol):
+class MapDataset(Protocol):
     """As `torch.utils.data.Dataset`: sample i is a mapping by column, or a tuple in the order of the model's inputs."""
 
     def __len__(self) -> int: ...
@@ -25,7 +25,7 @@ class MapStyle(Protocol):
 
 
 Arrays = dict[str, NDArray[np.generic]]
-Samples = Mapping[str, object] | MapStyle | Callable[..., object]
+Samples = Mapping[str, object] | MapDataset | Callable[..., object]
 """Columns by name (tensors or arrays, whose first dimension is the sample), a map-style data set, or a callable that
 returns one of these; a callable that takes `split` is asked for "train" and "heldout"."""
 
@@ -75,7 +75,7 @@ def _stacked(data: object, names: Callable[[int], list[str]]) -> Arrays:
     if missing:
         what = f"{type(data).__name__} has no {' and no '.join(missing)}"
         raise UserError(f"data: {what}, expected a mapping of columns, a map-style data set, or a callable")
-    samples = cast(MapStyle, data)
+    samples = cast(MapDataset, data)
     with users_code("data"):
         length = len(samples)
     rows: dict[str, list[NDArray[np.generic]]] = {}

@@ -29,7 +29,7 @@ Holders = Sequence[tuple[Sequence[str], Sequence[StageGraph]]]
 """Each replica's devices and stages."""
 
 
-class Members(NamedTuple):
+class GroupMembers(NamedTuple):
     """Who sums a parameter: as a `SyncGroup` has it."""
 
     devices: tuple[str, ...]
@@ -56,7 +56,9 @@ def copies_sync(flow: Flow, fleet: Fleet, constraints: Constraints, stages: Sequ
     for number in sorted({0, len(stages) - 1} if constraints.labels_stay else {0}):
         stage = stages[number]
         names = [op.name for op in stage.variables() if trainable(op) and op.name not in stage.shared_from]
-        summed = grouped(flow, fleet, dict.fromkeys(names, (Members(constraints.feeders), (0,))), "gradients", 1).groups
+        summed = grouped(
+            flow, fleet, dict.fromkeys(names, (GroupMembers(constraints.feeders), (0,))), "gradients", 1
+        ).groups
         groups += [msgspec.structs.replace(group, stages=(number,) * len(group.devices)) for group in summed]
     return ReplicaSync(groups=tuple(groups))
 
@@ -73,7 +75,7 @@ def _steps(policy: SyncPolicy, count: int) -> list[int]:
     return [number * period // count for number in range(count)]
 
 
-def owners(replicas: Holders) -> dict[str, Members]:
+def owners(replicas: Holders) -> dict[str, GroupMembers]:
     """By trainable parameter, who updates it in each replica; in the graph's order of the first replica."""
     several = any(len(set(devices)) < len(devices) for devices, _ in replicas)
     found = [
@@ -87,7 +89,7 @@ def owners(replicas: Holders) -> dict[str, Members]:
     ]
     held = {name: [owner[name] for owner in found] for name in found[0]}
     return {
-        name: Members(tuple(device for device, _ in each), tuple(number for _, number in each) if several else ())
+        name: GroupMembers(tuple(device for device, _ in each), tuple(number for _, number in each) if several else ())
         for name, each in held.items()
     }
 
@@ -95,12 +97,12 @@ def owners(replicas: Holders) -> dict[str, Members]:
 def grouped(
     flow: Flow,
     fleet: Fleet,
-    parameters: Mapping[str, tuple[Members, tuple[int, ...]]],
+    parameters: Mapping[str, tuple[GroupMembers, tuple[int, ...]]],
     averages: Averages,
     period: int,
 ) -> ReplicaSync:
     """Parameters with the same members and iterations make one group, summed by the fastest collective."""
-    names: defaultdict[tuple[Members, tuple[int, ...]], list[str]] = defaultdict(list)
+    names: defaultdict[tuple[GroupMembers, tuple[int, ...]], list[str]] = defaultdict(list)
     for name, key in parameters.items():
         names[key].append(name)
     return ReplicaSync(

@@ -124,7 +124,18 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole job file; its table `federated` sets it apart from a pipeline's."""
+    """The whole job file; its table `federated` sets it apart from a pipeline's.
+
+    Raises `UserError` where `load_federated_job` or `check` finds a value that cannot be.
+
+    >>> import isthmus
+    >>> from isthmus.federated.job import FederatedConfig
+    >>> from isthmus.models import ModelSpec
+    >>> federated = FederatedConfig(algorithm="scaffold", rounds=20)
+    >>> job = isthmus.FederatedJob(name="first", model=ModelSpec(name="mlp"), federated=federated)
+    >>> job.federated.algorithm, job.federated.rounds
+    ('scaffold', 20)
+    """
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Of the run: its folder is RUN_DIR/NAME."""

@@ -31,7 +31,13 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     `flops_per_s` is the speed as stated: of a data sheet, a paper or a benchmark. Training reaches
     `sustained_flops_per_s`, which is `scale` times as much (FusionLLM's lambda: S = lambda S*); plans go by that.
-    `hardware` is for people: what it is, and which of a machine's, as "NVIDIA H200 (cuda:0)".
+    `hardware` is for people: what it is, and which of a machine's, as "NVIDIA H200 (cuda:0)". Memory is in bytes, the
+    price in any currency per hour. Raises `UserError` for a name that is not a label, or a number out of range.
+
+    >>> import isthmus
+    >>> desk = isthmus.Device(name="desk", region="lab", flops_per_s=20e12, memory_bytes=24 << 30, scale=0.5)
+    >>> desk.sustained_flops_per_s
+    10000000000000.0
     """
 
     name: str
@@ -80,6 +86,16 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Raises `UserError` for an empty fleet, a name used twice, a route or a site of no device, or a pair without a link.
     JSON in and out is `msgspec.json.decode(data, type=Fleet)` and `msgspec.json.encode(fleet)`.
+
+    >>> import isthmus
+    >>> from isthmus.fleet import Links
+    >>> devices = tuple(
+    ...     isthmus.Device(name=name, region="lab", flops_per_s=1e12, memory_bytes=8 << 30) for name in ("desk", "rack")
+    ... )
+    >>> link = isthmus.Link(latency_s=0.001, bandwidth_bytes_per_s=125e6)
+    >>> fleet = isthmus.Fleet(name="lab", devices=devices, links=Links(default=link))
+    >>> fleet.names
+    ('desk', 'rack')
     """
 
     name: str

@@ -66,7 +66,13 @@ class LinkTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One direction between two devices: latency (alpha) and bandwidth (1/beta in FusionLLM's model).
 
-    Of a link with a trace they are the averages that planners go by; the simulator follows the trace.
+    Of a link with a trace they are the averages that planners go by; the simulator follows the trace. Latency is in
+    seconds, bandwidth in bytes per second. Raises `UserError` for a number out of range.
+
+    >>> import isthmus
+    >>> link = isthmus.Link(latency_s=0.02, bandwidth_bytes_per_s=1e6)
+    >>> link.transfer_s(1e6)  # seconds of a megabyte
+    1.02
     """
 
     latency_s: float

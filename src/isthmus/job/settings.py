@@ -169,7 +169,23 @@ class PrivacyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole job file."""
+    """The whole job file.
+
+    Raises `UserError` where `load_job` or `checked` finds a value that cannot be.
+
+    >>> import isthmus
+    >>> from isthmus.data import DataSpec
+    >>> from isthmus.job import TrainingConfig
+    >>> from isthmus.models import ModelSpec
+    >>> job = isthmus.Job(
+    ...     name="first",
+    ...     model=ModelSpec(name="mlp"),
+    ...     data=DataSpec(kind="digits"),
+    ...     training=TrainingConfig(steps=20),
+    ... )
+    >>> job.fleet, job.planner, job.training.steps
+    ('laptop', 'auto', 20)
+    """
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Of the run: its folder is RUN_DIR/NAME."""

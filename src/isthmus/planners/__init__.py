@@ -3,7 +3,7 @@
 from isthmus.planners.blocks import legal_places
 from isthmus.planners.least import LeastBound, least
 from isthmus.planners.micro_batches import INTERRUPTED, over_counts
-from isthmus.planners.observer import Observer, SearchStopped, cut_short, keep, looked_at, observed_by
+from isthmus.planners.observer import SearchObserver, SearchStopped, cut_short, keep, looked_at, observed_by
 from isthmus.planners.registry import (
     ENTRY_POINTS,
     Planner,
@@ -21,8 +21,8 @@ __all__ = [
     "ENTRY_POINTS",
     "INTERRUPTED",
     "LeastBound",
-    "Observer",
     "Planner",
+    "SearchObserver",
     "SearchStopped",
     "can_price",
     "check_constraints",

@@ -173,6 +173,7 @@ def _fixed(parts: StageMemory) -> int:
 
 
 def legal_places(problem: Problem) -> list[int]:
+    """Positions of the graph's operators after which the model can be cut, in their order."""
     return [cut.position for cut in cuts(problem.flow)]
 
 

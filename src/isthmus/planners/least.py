@@ -30,6 +30,8 @@ from isthmus.plans import Certificate, Plan, question_in_words
 
 
 class LeastBound(NamedTuple):
+    """A lower bound of what every plan of a problem takes, and whether the bound is attained."""
+
     bound: float
     """Seconds or money per step, by the problem's objective; infinite where no plan fits."""
     exact: bool

@@ -29,7 +29,7 @@ class SearchStopped(IsthmusError):
     exit_code = 130
 
 
-class Observer(Protocol):
+class SearchObserver(Protocol):
     """Who is notified of a search, and may end it."""
 
     def planning(self, name: str) -> None:
@@ -55,7 +55,7 @@ class Observer(Protocol):
 
 @dataclass
 class _Watched:
-    observer: Observer
+    observer: SearchObserver
     cut_short: bool = False
     kept: BestPlan | None = None
 
@@ -100,7 +100,7 @@ _now: ContextVar[_Watched | None] = ContextVar("watched", default=None)
 
 
 @contextlib.contextmanager
-def observed_by(observer: Observer) -> Generator[None]:
+def observed_by(observer: SearchObserver) -> Generator[None]:
     """All planning inside tells this observer."""
     token = _now.set(_Watched(observer))
     try:

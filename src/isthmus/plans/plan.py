@@ -237,6 +237,17 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Which device computes which part of a model, how messages travel, and the predicted time of a step.
+
+    `isthmus.plan` makes one; `save_plan` and `load_plan` write and read it as JSON. Times are seconds, sizes bytes.
+
+    >>> from isthmus.plans import load_plan, save_plan
+    >>> plan = run.plan
+    >>> save_plan(plan, folder.with_suffix(".json"))
+    >>> load_plan(folder.with_suffix(".json")) == plan, plan.predicted.step_s > 0
+    (True, True)
+    """
+
     version: int = PLAN_VERSION
     model: str
     fleet: str
@@ -305,6 +316,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save_plan(plan: Plan, path: Path) -> None:
+    """Write the plan as JSON. OSError where the file cannot be written."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1))
 
 

@@ -180,13 +180,13 @@ class Report(msgspec.Struct, frozen=True):
     item: int
 
 
-class Stop(msgspec.Struct, frozen=True):
-    """Leave."""
+class Leave(msgspec.Struct, frozen=True):
+    """Leave the run."""
 
 
 WorkerEvent = (
     Opened | Arrived | PartsArrived | Computed | Filled | Taken | Collected | Updated | Saved | SnapshotKept | Halted
 )
 WorkerInstruction = (
-    Compute | Send | SendParts | Merge | Fill | Take | Collect | Update | Save | KeepSnapshot | Report | Stop
+    Compute | Send | SendParts | Merge | Fill | Take | Collect | Update | Save | KeepSnapshot | Report | Leave
 )

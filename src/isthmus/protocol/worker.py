@@ -39,6 +39,7 @@ from isthmus.protocol.events import (
     Filled,
     Halted,
     KeepSnapshot,
+    Leave,
     Opened,
     Parcel,
     PartsArrived,
@@ -47,7 +48,6 @@ from isthmus.protocol.events import (
     Saved,
     Send,
     SnapshotKept,
-    Stop,
     Take,
     Taken,
     Update,
@@ -231,7 +231,7 @@ class Worker:
                 self._finish(item, out)
             case Halted():
                 self._phase = "halted"
-                return [Stop()]
+                return [Leave()]
         if not self._busy:
             self._advance(out)
         return out

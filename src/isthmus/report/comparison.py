@@ -86,6 +86,7 @@ def ranked(rows: Sequence[ComparedPlan], objective: Objective = "time") -> tuple
 
 
 def compared_table(comparison: Comparison) -> RenderableType:
+    """A row for each planner, in the order of the comparison."""
     numbers = (
         "closed form",
         "simulated",

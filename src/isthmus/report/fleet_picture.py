@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan
-from isthmus.report.picture_layout import RECOMPUTES, LinkUse, PictureSlot, link_uses_of, slots_of
+from isthmus.report.picture_layout import RECOMPUTES, PictureSlot, UsedLink, link_uses_of, slots_of
 from isthmus.units import format_bandwidth, format_duration, format_size
 
 MOST_MARKED = 5
@@ -101,7 +101,7 @@ def _matrix(fleet: Fleet, slots: Sequence[PictureSlot]) -> tuple[NDArray[np.floa
     return matrix, LogNorm(low / 2, high * 2) if low == high else LogNorm(low, high)
 
 
-def _frame(axes: Axes, uses: Sequence[LinkUse], slowest: Sequence[LinkUse], shape: _FleetShape) -> None:
+def _frame(axes: Axes, uses: Sequence[UsedLink], slowest: Sequence[UsedLink], shape: _FleetShape) -> None:
     thin = min(1.8, max(0.8, 5 * shape.cell))
     frames = [_inside(use) for use in uses if use not in slowest]
     halo = [withStroke(linewidth=thin + 1.4, foreground="white")]  # or it is lost on the darkest cells
@@ -144,7 +144,7 @@ def _frame(axes: Axes, uses: Sequence[LinkUse], slowest: Sequence[LinkUse], shap
             )
 
 
-def _inside(use: LinkUse) -> Rectangle:
+def _inside(use: UsedLink) -> Rectangle:
     """A frame within the cell, so that neighbours do not share a side."""
     return Rectangle((use.target - 0.44, use.source - 0.44), 0.88, 0.88)
 
@@ -251,7 +251,7 @@ def _draw_words(
     plan: Plan,
     shape: _FleetShape,
     undrawn: int,
-    slowest: Sequence[tuple[LinkUse, Sequence[PictureSlot]]],
+    slowest: Sequence[tuple[UsedLink, Sequence[PictureSlot]]],
 ) -> None:
     left, top = 0.12 / shape.width, 1 - 0.1 / shape.height
     title = f"{plan.model} on {plan.fleet}: a step of {format_duration(plan.predicted.step_s)}"

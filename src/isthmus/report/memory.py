@@ -36,6 +36,7 @@ def memory_use(plan: Plan, peaks: Mapping[str, MemoryPeak]) -> tuple[DeviceMemor
 
 
 def memory_table(uses: Sequence[DeviceMemoryUse]) -> RenderableType:
+    """A row for each device: memory as predicted, and as its allocator counted it."""
     numbers = ("predicted", "peak", "more or less", "reserved")
     table = new_table(("device", "stages", *numbers), numbers)
     for use in uses:

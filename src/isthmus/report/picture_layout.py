@@ -29,7 +29,7 @@ class PictureSlot(NamedTuple):
     colour: str
 
 
-class LinkUse(NamedTuple):
+class UsedLink(NamedTuple):
     """A directed link that the plan uses, by worker id, and its longest message."""
 
     source: int
@@ -63,9 +63,9 @@ def _stage_colours(count: int) -> list[str]:
     return ["#{:02x}{:02x}{:02x}".format(*(round(255 * c) for c in shades(k / (count - 1))[:3])) for k in range(count)]
 
 
-def link_uses_of(plan: Plan, fleet: Fleet, number: Mapping[str, int]) -> list[LinkUse]:
+def link_uses_of(plan: Plan, fleet: Fleet, number: Mapping[str, int]) -> list[UsedLink]:
     """One per directed pair of slots, given each device's; of several messages the slowest."""
-    found: dict[tuple[int, int], LinkUse] = {}
+    found: dict[tuple[int, int], UsedLink] = {}
 
     def add(source: str, target: str, size_bytes: float, what: str) -> None:
         if not size_bytes or source == target or source not in number or target not in number:
@@ -73,7 +73,7 @@ def link_uses_of(plan: Plan, fleet: Fleet, number: Mapping[str, int]) -> list[Li
         pair = number[source], number[target]
         seconds = fleet.link(source, target).transfer_s(size_bytes)
         if pair not in found or seconds > found[pair].seconds:
-            found[pair] = LinkUse(*pair, size_bytes, seconds, what)
+            found[pair] = UsedLink(*pair, size_bytes, seconds, what)
 
     for replica in plan.replicas:
         names = [stage.device for stage in replica.workers]

@@ -39,6 +39,7 @@ from isthmus.protocol.events import (
     Filled,
     Halted,
     KeepSnapshot,
+    Leave,
     Merge,
     Opened,
     PartsArrived,
@@ -48,7 +49,6 @@ from isthmus.protocol.events import (
     Send,
     SendParts,
     SnapshotKept,
-    Stop,
     Take,
     Taken,
     Update,
@@ -195,7 +195,7 @@ class _RunSimulation:
                 self._tell_now(worker, SnapshotKept(item=item))
             case Report(item=item):
                 self._report(self._devices[worker], item)
-            case Stop():
+            case Leave():
                 self._gone[worker] = self._clock.now_s
 
     def _report(self, device: str, item: int) -> None:

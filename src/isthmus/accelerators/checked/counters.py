@@ -17,6 +17,8 @@ Wait = Literal["implicit copy", "host synchronization", "event wait"]
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """What an emulated accelerator was asked for so far."""
+
     kernels: int
     copies: int
     """Between the device and a host buffer, without waiting."""

@@ -27,7 +27,7 @@ from isthmus.runtime.device.batches import Batches
 from isthmus.runtime.device.compiling import compile_stage
 from isthmus.runtime.device.compute_turns import ComputeTurns
 from isthmus.runtime.device.coordinator_link import CoordinatorGone, CoordinatorLink
-from isthmus.runtime.device.events import CoordinatorMessage, ItemDone
+from isthmus.runtime.device.events import CoordinatorMessage, ItemReport
 from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.runtime.device.links import StageLinks
 from isthmus.runtime.device.parcel_checks import expected_parcels, expected_parts
@@ -444,7 +444,7 @@ class DeviceWorker:
             resident=not self._accelerator.asynchronous,
         )
 
-    def _report(self, done: ItemDone) -> None:
+    def _report(self, done: ItemReport) -> None:
         state = done.state.tensors() if done.state is not None else {}
         headers = tuple(header_of(name, t) for name, t in state.items())
         self._control.send(

@@ -13,7 +13,7 @@ from isthmus.trace import Span
 from isthmus.training.snapshot import Snapshot
 
 
-class ItemDone(msgspec.Struct, frozen=True):
+class ItemReport(msgspec.Struct, frozen=True):
     """A device's report of a finished item."""
 
     item: int

@@ -26,6 +26,7 @@ from isthmus.protocol.events import (
     Fill,
     Filled,
     KeepSnapshot,
+    Leave,
     Merge,
     Opened,
     Parcel,
@@ -36,7 +37,6 @@ from isthmus.protocol.events import (
     Send,
     SendParts,
     SnapshotKept,
-    Stop,
     Take,
     Taken,
     Update,
@@ -49,7 +49,7 @@ from isthmus.protocol.worker import Worker
 from isthmus.runtime.device.batches import Batches
 from isthmus.runtime.device.compute_turns import ComputeTurns, no_turns
 from isthmus.runtime.device.copy_streams import CopyStreams
-from isthmus.runtime.device.events import CoordinatorMessage, ItemDone
+from isthmus.runtime.device.events import CoordinatorMessage, ItemReport
 from isthmus.runtime.device.finite_flags import watch_of
 from isthmus.runtime.device.links import StageLinks
 from isthmus.runtime.device.parcel_checks import label, sent_packings
@@ -90,7 +90,7 @@ class StageRunner:
         engine: Engine,
         data: Mapping[str, Dataset],
         inbox: queue.SimpleQueue[object],
-        report: Callable[[ItemDone], None],
+        report: Callable[[ItemReport], None],
         saved: Mapping[str, Tensor],
         private: Privatizer | None = None,
         sharing: ComputeTurns | None = None,
@@ -236,7 +236,7 @@ class StageRunner:
                 self._snapshots.hand_on()
 
     def _placed(self, error: StepError, instruction: WorkerInstruction) -> StepError:
-        assert not isinstance(instruction, Stop), "to stop computes nothing"
+        assert not isinstance(instruction, Leave), "to stop computes nothing"
         micro_batch = instruction.micro_batch if isinstance(instruction, Compute) else -1
         return self._batches.placed(error, self._items[instruction.item], micro_batch)
 
@@ -294,7 +294,7 @@ class StageRunner:
                 return SnapshotKept(item=item)
             case Report(item=item):
                 self._finish(item)
-            case Stop():
+            case Leave():
                 raise InternalError("the stage stopped without a request to stop")
         return None
 
@@ -486,7 +486,7 @@ class StageRunner:
         spans = tuple(self._spans.popleft() for _ in range(len(self._spans)))
         state, self._state = self._state, None
         loss, count = known or (None, None)
-        self._report(ItemDone(item, loss, count, spans, self._tasklets.take_late_s(), state, self._finite.take()))
+        self._report(ItemReport(item, loss, count, spans, self._tasklets.take_late_s(), state, self._finite.take()))
         if self._snapshot_copy is not None:
             self._snapshot_copy.go_on()
 

@@ -22,6 +22,7 @@ _MAKERS: Mapping[str, Callable[[float], Codec]] = {
 
 
 def codec_names() -> list[str]:
+    """Names of the codecs, sorted."""
     return sorted(_MAKERS)
 
 
