@@ -1,4 +1,4 @@
-"""What the engine and the links need of the hardware that computes a stage.
+"""The interface of the hardware that computes a stage, for the engine and the links.
 
 The rules of streams, for every kind: work is queued on the current stream of the thread that calls torch, and runs in
 that stream's order. Between streams only events give an order. The host may read a host buffer that a stream writes,

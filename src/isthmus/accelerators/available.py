@@ -1,4 +1,4 @@
-"""Which accelerators this machine has, and one of them by name."""
+"""The accelerators of this machine, and one of them by name."""
 
 from __future__ import annotations
 

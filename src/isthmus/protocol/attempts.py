@@ -1,4 +1,4 @@
-"""How often a run tries again: what devices failed at since its last step, and when that is enough."""
+"""Retries of a run: which devices failed since its last step, and when to give up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compute lane of a device, which its stages share: one piece of work at a time, what else is ready waits."""
+"""The compute lane of a device, shared by its stages: one piece of work at a time, the rest waits."""
 
 from __future__ import annotations
 

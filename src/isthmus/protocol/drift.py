@@ -1,4 +1,4 @@
-"""What devices and links really do, read off the spans that devices report, and when that is believed.
+"""The measured rates of devices and links, from the spans that devices report, and when to trust them.
 
     spans of a step ──► one rate per device (FLOP/s) and link (bytes/s) ──► window of the last steps
                                                                               │ 4 of 5 beyond 1.25 x, one side

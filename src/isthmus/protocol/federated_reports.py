@@ -1,4 +1,4 @@
-"""Executors' reports: what is wrong with one, and what the log says of refused updates."""
+"""Checks of executors' reports, and the log lines about refused updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of several holders does a micro-batch: what every stage of a chain that they feed must know."""
+"""Which of several data holders feeds a micro-batch: every stage of their chain must know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is leased and what is next: the run's items in order, with snapshots between them.
+"""Leased items and the next ones: the run's items in order, with snapshots between them.
 
 Why each sample range enters the model once: a training item's range is a function of its step, an epoch leases the
 steps from where it began in order, and states of steps that were done on another line do not count.

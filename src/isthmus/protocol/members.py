@@ -1,4 +1,4 @@
-"""The devices of a run: which are here, which could come, which are to leave, and what each says that it holds."""
+"""The devices of a run: connected, expected or leaving, and the state that each holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a stage took; where that was too little, what plans may count on there from then on."""
+"""How much memory a stage took. After a shortage, later plans use less memory on that device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run goes on after devices were lost: what is held where, what of it counts, from where each part comes.
+"""Where a run continues after a loss: which device holds which state, and which device sends each part.
 
 A part is a name for something that training changes, a parameter or a buffer. The run's whole state after a step is
 all parts of that step. Each plan epoch begins from such a state, so the epochs that trained make one line:

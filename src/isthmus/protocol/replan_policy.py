@@ -1,4 +1,4 @@
-"""When a run whose figures have changed asks for another plan, and whether that plan is worth the change."""
+"""When a run with changed figures asks for another plan, and whether that plan is worth the change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the devices' reports of an item say together."""
+"""Combines the devices' reports of an item."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices that were lost and can come to work again: whom to wait for where too few are left, and how often."""
+"""Lost devices that can return: which of them to wait for when too few are left, and how often."""
 
 from __future__ import annotations
 

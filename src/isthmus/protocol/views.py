@@ -1,4 +1,4 @@
-"""What each worker must know of its stage, read off the plan."""
+"""Each worker's view of its stage, derived from the plan."""
 
 from __future__ import annotations
 

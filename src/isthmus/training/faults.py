@@ -1,4 +1,4 @@
-"""Whose fault it is that something raised in a step: the job's, which every device repeats, or this device's."""
+"""Attributes an error in a step: to the job, which every device repeats, or to this device."""
 
 from __future__ import annotations
 

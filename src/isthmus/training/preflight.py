@@ -1,4 +1,4 @@
-"""What can be known to be wrong before any process starts."""
+"""Checks of a job that are possible before any process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of an island say to each other, two by two.
+"""Messages between two ranks of an island.
 
 What travels are raw tensors in host memory behind msgpack headers: torch's own object collectives pickle.
 """

@@ -1,4 +1,4 @@
-"""What this package takes from the private parts of torch: a device type that is written in Python.
+"""Torch internals that this package uses, to define a device type in Python.
 
 torch.utils.backend_registration has the pieces; they know one device of the type. All else is here so that another
 version of torch changes one page.

@@ -1,4 +1,4 @@
-"""What the emulated accelerator raises where streams or host memory are used against the rules."""
+"""The error of the emulated accelerator for wrong use of streams or host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who works for a run: device processes started here, or devices that joined a fleet."""
+"""The devices that work for a run: processes started here, or devices that joined a fleet."""
 
 from __future__ import annotations
 

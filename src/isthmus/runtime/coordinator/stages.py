@@ -1,4 +1,4 @@
-"""A plan and a captured model make the stages that devices run."""
+"""Builds the stages that devices run, from a plan and a captured model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One worker of a device in a run: gets a stage, runs it until the coordinator wants something else, and so on."""
+"""One worker of a device in a run: gets a stage, runs it, and gets another one when the plan changes."""
 
 from __future__ import annotations
 

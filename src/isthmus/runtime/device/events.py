@@ -1,4 +1,4 @@
-"""What a stage at work and its device's process tell each other."""
+"""Events between a running stage and its device's process."""
 
 from __future__ import annotations
 

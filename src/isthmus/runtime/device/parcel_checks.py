@@ -1,4 +1,4 @@
-"""What an assignment lets arrive, and how it packs what it sends: read off the stage and its view."""
+"""What an assignment may receive, and how it packs what it sends: derived from the stage and its view."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What executors send in a phase: checked as it comes, kept until the machine says what becomes of it."""
+"""Results from executors in a phase: checked on arrival, kept until the machine accepts or drops them."""
 
 from __future__ import annotations
 

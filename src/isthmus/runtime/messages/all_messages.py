@@ -1,4 +1,4 @@
-"""All that may travel: who receives says what it takes."""
+"""All messages. Each receiver states which it accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between coordinator and devices about data that stay on the devices: what they are like, and which are equal."""
+"""Messages about data that stay on the devices: their descriptions, and which are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What coordinator and executors of a federated run say to each other."""
+"""Messages between the coordinator and the executors of a federated run."""
 
 from __future__ import annotations
 

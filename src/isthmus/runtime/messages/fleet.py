@@ -1,4 +1,4 @@
-"""Between the fleet's coordinator and a device that stays joined, whether or not it has work."""
+"""Messages between the fleet's coordinator and a joined device, with or without a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every message has."""
+"""The base of every message."""
 
 from __future__ import annotations
 

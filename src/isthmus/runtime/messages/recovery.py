@@ -1,4 +1,4 @@
-"""What travels so that a run survives the loss of a device: snapshots, what is held, what is fetched."""
+"""Messages for recovery after the loss of a device: snapshots, inventories and state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's devices to each other and to their coordinator, and back."""
+"""Messages of a run, between its devices and with their coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels so that a joining device has the state of the run by the time at which it takes part."""
+"""Messages that give a joining device the state of the run before it takes part."""
 
 from __future__ import annotations
 

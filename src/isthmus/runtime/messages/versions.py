@@ -1,4 +1,4 @@
-"""What must be alike on two machines before they compute one model together."""
+"""The versions that must match before two machines train one model together."""
 
 from __future__ import annotations
 

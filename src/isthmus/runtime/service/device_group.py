@@ -1,4 +1,4 @@
-"""The devices of one machine as one command: they begin and end together, and one that is lost is only that one."""
+"""The devices of one machine as one command. They start and stop together; a lost one does not stop the others."""
 
 from __future__ import annotations
 

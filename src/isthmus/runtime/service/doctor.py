@@ -1,4 +1,4 @@
-"""Why a device does not get to its coordinator: each hop on the way, in order, until one fails."""
+"""Diagnoses why a device cannot reach its coordinator: each hop in order, until one fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown of devices: all of it, until one goes on and on."""
+"""Limits the log lines about one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a machine can do its part, before it has joined anything: Python, libraries, ports and folders."""
+"""Checks a machine before it joins: Python, libraries, ports and folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may talk to a run's coordinator: one connection per device of the run, and nobody else."""
+"""Admits connections to a run's coordinator: one per device of the run, and no others."""
 
 from __future__ import annotations
 

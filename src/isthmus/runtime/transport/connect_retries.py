@@ -1,4 +1,4 @@
-"""Connections that fail for a passing reason are tried again: a full waiting room is no reason to give up a job."""
+"""Tries connections again that fail for a temporary reason, such as a full waiting room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several streams as one: what a single TCP flow does not fill, some do.
+"""Several TCP streams as one channel, to fill a link that a single flow cannot fill.
 
 A flow carries at most a window each round trip, and a loss halves it. Blocks of bytes go to the streams in turn, so the
 receiver knows without numbers where the next one comes from:

@@ -1,4 +1,4 @@
-"""How often somebody may say something."""
+"""Limits how many messages a peer may send."""
 
 from __future__ import annotations
 
