@@ -53,7 +53,7 @@ def _command(name: str, command: Any) -> Iterator[str]:  # click's, or that of t
 def _row(option: Any) -> str:
     names = ", ".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts])
     default = option.default
-    given = "required" if option.required else f"`{default}`" if default not in (None, False, ()) else ""
+    given = "required" if option.required else f"`{default}`" if default not in (None, False, (), "") else ""
     meaning = (option.help or "").replace("\\[", "[").replace("|", "\\|")
     return f"| {names} | {given} | {meaning} |"
 

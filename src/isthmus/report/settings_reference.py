@@ -169,11 +169,16 @@ def _page_part(title: str, tables: Iterable[TableDoc]) -> Iterator[str]:
 
 
 def _markdown(options: Iterable[OptionDoc]) -> Iterator[str]:
-    yield "| key | type | default | meaning |"
-    yield "|---|---|---|---|"
+    yield "| key | type and default | meaning |"  # three columns fit on a phone
+    yield "|---|---|---|"
     for key, kind, default, meaning in option_rows(options):
-        shown = default if default in ("", "required") else f"`{default}`"
-        yield f"| `{key}` | {_cell(kind)} | {_cell(shown)} | {_cell(meaning)} |"
+        yield f"| `{key}` | {_cell(_type_and_default(kind, default))} | {_cell(meaning)} |"
+
+
+def _type_and_default(kind: str, default: str) -> str:
+    if default in ("", "required"):
+        return f"{kind}, {default}".removesuffix(", ")
+    return f"{kind}, `{default}`"
 
 
 def _cell(text: str) -> str:
