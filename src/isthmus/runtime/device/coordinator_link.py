@@ -32,7 +32,7 @@ from isthmus.training.snapshot import Snapshot
 
 TELL_S = 3.0
 """After so long without word from it a device says so, then each time after twice as long."""
-AWAY_PATIENCES = 10
+AWAY_TIMEOUTS = 10
 """For so many times its timeout a device waits for a coordinator that went away."""
 ORDERS = (
     AssignMessage
@@ -132,7 +132,7 @@ class CoordinatorLink:
                 why = e
             if self._over.is_set():
                 return
-            away_s, gone_s = AWAY_PATIENCES * self._timeout_s, time.monotonic() - received_s
+            away_s, gone_s = AWAY_TIMEOUTS * self._timeout_s, time.monotonic() - received_s
             if gone_s >= sent_s:
                 sent_s = 2 * max(gone_s, TELL_S)
                 print(

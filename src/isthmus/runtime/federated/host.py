@@ -49,7 +49,7 @@ from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, he
 from isthmus.training.layout import TensorHeader
 
 TICK_S = 0.25
-LAST_WORDS_S = 0.5
+EXIT_GRACE_S = 0.5
 """How long to wait for the exit of a process whose connection closed: it says more."""
 
 
@@ -98,7 +98,7 @@ class ConnectionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     acceptor: type[Acceptor] = Acceptor
     out: Callable[[SocketChannel, float, Callable[[Exception], None]], MessageOutput] = direct_output
     """(channel, timeout in seconds, callback for an error) -> the output for messages to the executor."""
-    exit_grace_s: float = LAST_WORDS_S
+    exit_grace_s: float = EXIT_GRACE_S
     broadcast_memory: SharedBroadcast | None = None
     """Where executors of this machine read the broadcast."""
     may_reconnect: bool = False

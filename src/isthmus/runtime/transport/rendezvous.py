@@ -24,7 +24,7 @@ DIRECT_S = 5.0
 """For so long the direct way is tried: a firewall that drops says nothing."""
 ANSWER_S = 15.0
 """The coordinator waits for the other device before it answers."""
-REPARK_S = 1.0
+RELAY_RETRY_S = 1.0
 """Between attempts to wait at the coordinator's relay."""
 
 
@@ -143,7 +143,7 @@ class RelayStandby:
             try:
                 self._taken(self._wanted())
             except (PeerError, OSError):
-                self._over.wait(REPARK_S)
+                self._over.wait(RELAY_RETRY_S)
 
     def _wanted(self) -> socket.socket:
         """The next connection that another device has to here."""
