@@ -78,14 +78,14 @@ def federate(
     >>> result.outcome, len(result.rounds)
     ('done', 2)
     """
-    told, stop = observer or default_observer(), stop or Stop()
+    observer, stop = observer or default_observer(), stop or Stop()
     where = None if run is None else Path(run)
     check_arguments(federate, GivenClients, given)
     if job is not None:
         if given:
             raise UserError(f"federate: got a job and {', '.join(given)}, expected one or the other: see overrides")
         choices = FederatedChoices(resume=resume, run=where, again="resume=True")
-        return run_simulated(federated_job_of(job, overrides), choices, told, stop)
+        return run_simulated(federated_job_of(job, overrides), choices, observer, stop)
     model, clients = given.get("model"), given.get("clients")
     if model is None or clients is None:
         missing = [name for name in ("model", "clients") if given.get(name) is None]
@@ -96,7 +96,7 @@ def federate(
         made = _job(built, model, clients, given, folder.path / GIVEN)
         made = federated_job_of(msgspec.structs.replace(made, name=name), overrides)
         choices = FederatedChoices(resume=resume, run=folder.path, again="resume=True")
-        return run_simulated(made, choices, told, stop)
+        return run_simulated(made, choices, observer, stop)
 
 
 def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> FederatedJob:

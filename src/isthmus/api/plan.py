@@ -72,16 +72,16 @@ def plan(
     >>> len(plan.used), plan.micro_batches, plan.predicted.step_s > 0
     (2, 8, True)
     """
-    told, stop = observer or Silent(), stop or Stop()
+    observer, stop = observer or Silent(), stop or Stop()
     with tempfile.TemporaryDirectory() as folder:
         if isinstance(what, nn.Module):
             job, samples = _job_of_module(what, fleet or "laptop", how, overrides, Path(folder))
             problem = prepare(job, samples).problem(fleet_of(job))
-            return searched(told, stop, lambda: make(job, problem), best_so_far=True)
+            return searched(observer, stop, lambda: make(job, problem), best_so_far=True)
         if how.keys() - {"planner"}:
             raise UserError(f"plan: got {', '.join(how)} for a job, expected overrides")
         job = _with_fleet(job_of(what, _and_planner(overrides, how)), fleet, Path(folder))
-        return plan_job(job, told, stop).plan
+        return plan_job(job, observer, stop).plan
 
 
 def simulate(

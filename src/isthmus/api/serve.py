@@ -157,14 +157,14 @@ def serve(
 
     >>> run = isthmus.serve("job.toml", host="10.0.0.1", tickets=2, ticket=print)  # doctest: +SKIP
     """
-    told, stop = observer or default_observer(), stop or Stop()
+    observer, stop = observer or default_observer(), stop or Stop()
     serving, folder = Serving(**where), None if run is None else Path(run)
     if job is None:
-        serve_submitted(serving, told, Written)
+        serve_submitted(serving, observer, Written)
         return None
     if isinstance(job, FederatedJob) or (not isinstance(job, Job) and is_federated(Path(job))):
         choices = FederatedChoices(resume=resume, run=folder, again="resume=True")
-        return serve_federated(federated_job_of(job, overrides), choices, serving, told, stop)
+        return serve_federated(federated_job_of(job, overrides), choices, serving, observer, stop)
     return serve_job(
-        job_of(job, overrides), Choices(resume=resume, run=folder, again="resume=True"), serving, told, stop
+        job_of(job, overrides), Choices(resume=resume, run=folder, again="resume=True"), serving, observer, stop
     )

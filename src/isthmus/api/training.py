@@ -52,7 +52,7 @@ def train(
     >>> run.outcome, len(run.losses)
     ('done', 4)
     """
-    told, stop = observer or default_observer(), stop or Stop()
+    observer, stop = observer or default_observer(), stop or Stop()
     where = None if run is None else Path(run)
     check_arguments(train, Given, given)
     with contextlib.ExitStack() as files:
@@ -61,11 +61,13 @@ def train(
             if given:
                 raise UserError(f"train: got a job and {', '.join(given)}, expected one or the other: see overrides")
             choices = Choices(resume=resume, run=where, plan=document, again="resume=True")
-            return run_job(job_of(job, overrides), choices, told, stop)
+            return run_job(job_of(job, overrides), choices, observer, stop)
         objects = Objects(given)
         folder = files.enter_context(kept_folder(objects.name, where, overrides, resume=resume))
         made = objects.job(folder.path / GIVEN, overrides)
-        return run_job(made, Choices(resume=resume, run=folder.path, plan=document, again="resume=True"), told, stop)
+        return run_job(
+            made, Choices(resume=resume, run=folder.path, plan=document, again="resume=True"), observer, stop
+        )
 
 
 @contextlib.contextmanager

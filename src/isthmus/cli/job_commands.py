@@ -165,12 +165,14 @@ def train(
             _simulate_rounds(job, json=json)
             return
         how = api.federated_run.FederatedChoices(resume=resume, run=run)
-        raise typer.Exit(show_run(lambda told: api.federated_run.run_simulated(job, how, told, stop), json=json))
+        raise typer.Exit(
+            show_run(lambda terminal: api.federated_run.run_simulated(job, how, terminal, stop), json=json)
+        )
     if dry_run:
         _plan(job, explain=False, picture=None, json=json)
         return
     choices = api.pipeline.Choices(resume=resume, run=run, plan=plan_file)
-    raise typer.Exit(show_run(lambda told: api.pipeline.run_job(job, choices, told, stop), json=json))
+    raise typer.Exit(show_run(lambda terminal: api.pipeline.run_job(job, choices, terminal, stop), json=json))
 
 
 def _terminal() -> api.terminal.Terminal:

@@ -53,9 +53,11 @@ def serve(
     job = asked.any_job(job_file)
     if isinstance(job, isthmus.FederatedJob):
         how = api.federated_run.FederatedChoices(resume=resume, run=run)
-        raise typer.Exit(show_run(lambda told: api.serve.serve_federated(job, how, serving, told, stop), json=json))
+        raise typer.Exit(
+            show_run(lambda terminal: api.serve.serve_federated(job, how, serving, terminal, stop), json=json)
+        )
     choices = api.pipeline.Choices(resume=resume, run=run)
-    raise typer.Exit(show_run(lambda told: api.serve.serve_job(job, choices, serving, told, stop), json=json))
+    raise typer.Exit(show_run(lambda terminal: api.serve.serve_job(job, choices, serving, terminal, stop), json=json))
 
 
 @app.command()
