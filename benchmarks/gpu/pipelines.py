@@ -15,7 +15,7 @@ from isthmus.cost.memory import elements
 from isthmus.fleet import Fleet, corrected
 from isthmus.job import Prepared, prepare
 from isthmus.plans import Plan
-from isthmus.report import StageMemoryUse, memory_use
+from isthmus.report import DeviceMemoryUse, memory_use
 from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.local_devices import local_places
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_spec, train
@@ -39,7 +39,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
     overlap: float | None
     copies_beside_work: float | None
     """None where nothing is copied."""
-    memory: tuple[StageMemoryUse, ...]
+    memory: tuple[DeviceMemoryUse, ...]
 
     @property
     def error(self) -> float:
@@ -51,7 +51,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         return max((stage.predicted_bytes / stage.peak_bytes - 1 for stage in self.memory), key=abs)
 
 
-def run_plan(prepared: Prepared, plan: Plan, fleet: Fleet) -> tuple[Trace, tuple[StageMemoryUse, ...]]:
+def run_plan(prepared: Prepared, plan: Plan, fleet: Fleet) -> tuple[Trace, tuple[DeviceMemoryUse, ...]]:
     backend = LocalBackend(places=local_places(prepared.job.runtime.device, fleet.names))
     with tempfile.TemporaryDirectory() as folder:
         outcome = train(prepared, plan, fleet, Path(folder), RunOptions(backend=backend), Watcher())

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-from conduct import Ran, Run
+from coordinate import Ran, Run
 from host import Load, wait_for_quiet
 from pairs import Pair, Shares
 
@@ -141,7 +141,7 @@ def _inside(words: list[str]) -> tuple[str, ...]:
 
 def _conduct(run: Run, lab: Lab | None) -> Ran:
     prefix = lab.command(COORDINATOR) if lab is not None else []
-    program = [*prefix, sys.executable, str(Path(__file__).with_name("conduct.py"))]
+    program = [*prefix, sys.executable, str(Path(__file__).with_name("coordinate.py"))]
     done = subprocess.run(program, input=msgspec.json.encode(run), stdout=subprocess.PIPE, check=True)
     return msgspec.json.decode(done.stdout, type=Ran)
 

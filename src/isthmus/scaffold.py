@@ -70,8 +70,8 @@ def write_first_job(folder: Path, first: FirstJob) -> list[Path]:
 
 def example_names() -> list[str]:
     """Of jobs, and of folders with scripts."""
-    found = [path for path in _examples().iterdir() if not path.name.startswith((".", "_"))]
-    return sorted(path.name.removesuffix(".toml") for path in found if not path.stem.endswith("-fleet"))
+    found = [path for path in _examples().iterdir() if path.suffix == ".toml" or path.is_dir()]
+    return sorted(path.stem for path in found if not path.stem.endswith("-fleet") and path.name[0] not in "._")
 
 
 def copy_example(name: str, folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import textwrap
 from collections.abc import Iterator
@@ -43,11 +44,12 @@ def _imports(path: Path) -> Iterator[tuple[str, list[str]]]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         text = "\n".join(textwrap.dedent(code) for _, code in SNIPPET.findall(text))
+    if path.suffix == ".ipynb":
+        text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
     if path.suffix == ".py":
         nodes = list(ast.walk(ast.parse(text)))
     else:  # a snippet need not be a whole program
-        lines = IMPORT.findall(text.replace('\\n",', "\n").replace('"from', "from").replace('"import', "import"))
-        nodes = [node for line in lines for node in ast.parse(line).body]
+        nodes = [node for line in IMPORT.findall(text) for node in ast.parse(line).body]
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, []) for alias in node.names if alias.name.partition(".")[0] == "isthmus")

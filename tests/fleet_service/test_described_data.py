@@ -58,13 +58,13 @@ def test_what_a_device_may_not_or_cannot_say_names_device_and_field(joined: Join
         holders.ask(["c", "a"])
 
 
-def test_whoever_has_left_is_not_waited_for(joined: Joined, tmp_path: Path) -> None:
+def test_a_device_that_left_is_not_waited_for(joined: Joined, tmp_path: Path) -> None:
     joined.add("a", write_samples(tmp_path / "a-data"))
     asks = joined.fleet.service.asks()
     joined.end()
     soon(lambda: not joined.fleet.service.present)
     found = asks.describe(["a"], SPEC, heldout=False)["a"]
-    assert isinstance(found, PeerError) and "'a': has left" in str(found)
+    assert isinstance(found, PeerError) and "'a': left before it answered" in str(found)
 
 
 def answering(identity: Identity) -> tuple[DataAnswers, str, list[str]]:
