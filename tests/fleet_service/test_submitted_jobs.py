@@ -267,6 +267,14 @@ def test_nothing_else_listens() -> None:
     assert found == {"runtime/transport/listener.py", "runtime/lab/probe.py"}
 
 
+def _at_work(home: Path) -> int:
+    """Devices that work, once the run has done more than three steps."""
+    status = json.loads(isthmus("status", "--state", home, "--json").out)
+    if status["running"]["done"] <= 3:
+        return 0
+    return sum(device["working"] for device in status["coordinator"]["devices"])
+
+
 def test_submitted_to_a_coordinator_that_serves(tmp_path: Path) -> None:
     """Real processes, from the command line alone."""
     home = tmp_path / "fleet"
@@ -281,10 +289,9 @@ def test_submitted_to_a_coordinator_that_serves(tmp_path: Path) -> None:
 
         run = tmp_path / "runs" / "small" / "losses.jsonl"
         wait_until(lambda: run.exists() and run.read_bytes().count(b"\n") > 3, process)
-        wait_until(lambda: isthmus("status", "--state", home).out.count("at work") == 2, process)  # told once a second
-        status = json.loads(isthmus("status", "--state", home, "--json").out)
-        assert status["running"]["done"] > 3 and [d["working"] for d in status["coordinator"]["devices"]] == [True] * 2
+        wait_until(lambda: _at_work(home) == 2, process)  # told once a second
         assert "job 1 (small)" in isthmus("status", "--state", home).out
+        wait_until(lambda: "at work" in isthmus("status", "--state", home).out, process)
         wait_until(lambda: "direct" in isthmus("status", "--state", home).out, process)
         _doors_are_shut(process.pid)
         _no_secret_is_in_the_open(tickets, run.parent, process.pid)
