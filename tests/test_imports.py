@@ -1,4 +1,4 @@
-"""What benchmarks and examples import exists: no other test starts all of them."""
+"""What benchmarks and examples import exists, and is public: no other test starts all of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.api.public import PUBLIC_PACKAGES
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [
     ROOT / name
@@ -18,29 +20,75 @@ SCRIPTS = [
         ["git", "ls-files", "benchmarks/*.py", "examples/*.py"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
 ]
-OWN = {script.stem: script for script in SCRIPTS} | {script.parent.name: script for script in SCRIPTS}
-"""Modules by name: a benchmark imports others of its folder, and a few of a folder beside it or of the tests."""
-OWN |= {module.stem: module for module in (ROOT / "tests" / "training").glob("*.py")}
+FOLDERS = sorted({str(script.parent.relative_to(ROOT)) for script in SCRIPTS})
+OWN = {script.stem for script in SCRIPTS} | {script.parent.name for script in SCRIPTS}
+"""Modules by name: a benchmark imports others of its folder, and a few of a folder beside it."""
+OWN |= {module.stem for module in (ROOT / "tests" / "training").glob("*.py")}
 PEERS = {"flwr", "torchft", "torchvision", "diloco", "hivemind", "pfl"}
 """Libraries that a benchmark compares with and installs for itself."""
+COMPONENTS = {
+    "adaptation": ("isthmus.protocol.drift",),  # when a change of speed is believed
+    "auto": ("isthmus.api.proof", "isthmus.cost.sync", "isthmus.verification"),  # every plan, by brute force
+    "cohort": ("isthmus.planners.cohort",),
+    "compression": ("isthmus.training.compression",),
+    "compression_convergence": ("isthmus.runtime.coordinator.stages", "isthmus.training"),  # stages in one process
+    "dream": ("isthmus.planners.sync",),
+    "dtfm": ("isthmus.planners",),
+    "families": ("isthmus.training",),  # each cut of a model, in one process
+    "federated": ("isthmus.data.femnist", "isthmus.protocol.federated_participation", "isthmus.rng"),  # peers' clients
+    "federated_deployment": ("isthmus.runtime.service.fleet_state",),  # tickets for thousands of sites
+    "federated_memory": ("isthmus.federated",),  # sizes of states
+    "federated_scheduling": ("isthmus.federated", "isthmus.protocol", "isthmus.runtime.federated", "isthmus.simulator"),
+    "fusion": ("isthmus.planners",),
+    "gpu": ("isthmus.cost.memory", "isthmus.runtime.coordinator.stage_assignments"),  # bytes of states
+    "joiner": ("isthmus.protocol", "isthmus.runtime"),  # a device that is held back, frame by frame
+    "placement_runs": ("isthmus.training",),  # the plain module beside the runs
+    "reconstruction": ("isthmus.runtime.coordinator", "isthmus.training"),  # what an attacker sees of a stage
+    "sky": ("isthmus.planners.network",),
+    "snapshots": ("isthmus.runtime.coordinator.stage_assignments",),  # bytes of states
+    "sync": ("isthmus.sync",),
+    "transport": ("isthmus.runtime", "isthmus.training.layout"),  # a channel alone
+}
+"""Benchmarks that measure a part below the API, and where that part is. All others use public packages alone."""
 
 
-def imported(script: Path) -> Iterator[ast.ImportFrom]:
-    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:
-            yield node
+def imported(folder: str) -> Iterator[tuple[Path, ast.ImportFrom, str]]:
+    for script in SCRIPTS:
+        if script.parent != ROOT / folder:
+            continue
+        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:
+                yield script, node, node.module
 
 
-@pytest.mark.parametrize("folder", sorted({str(script.parent.relative_to(ROOT)) for script in SCRIPTS}))
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_imported_names_exist(folder: str) -> None:
     missing: list[str] = []
-    for script in (ROOT / folder).glob("*.py"):
-        for node in imported(script):
-            assert node.module is not None
-            top = node.module.split(".")[0]
-            if top == "isthmus":
-                module = importlib.import_module(node.module)
-                missing += [f"{script}: {node.module}.{n.name}" for n in node.names if not hasattr(module, n.name)]
-            elif top not in OWN and top not in PEERS and importlib.util.find_spec(top) is None:
-                missing.append(f"{script}: {node.module}")
+    for script, node, name in imported(folder):
+        top = name.split(".")[0]
+        if top == "isthmus":
+            module = importlib.import_module(name)
+            missing += [f"{script}: {name}.{n.name}" for n in node.names if not hasattr(module, n.name)]
+        elif top not in OWN and top not in PEERS and importlib.util.find_spec(top) is None:
+            missing.append(f"{script}: {name}")
     assert not missing, missing
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imported_names_are_public_or_of_the_part_that_is_measured(folder: str) -> None:
+    parts, used, private = COMPONENTS.get(Path(folder).name, ()), set[str](), list[str]()
+    for script, node, name in imported(folder):
+        if name.split(".")[0] != "isthmus":
+            continue
+        exported = importlib.import_module(name).__all__ if name in PUBLIC_PACKAGES else ()
+        below = [n.name for n in node.names if n.name not in exported and f"{name}.{n.name}" not in PUBLIC_PACKAGES]
+        found = {part for part in parts if f"{name}.".startswith(f"{part}.")}
+        used |= found if below else set()
+        if below and not found:
+            private.append(f"{script.name}: {name}: {', '.join(below)}")
+    assert not private, private
+    assert used == set(parts), "a part that is named and not used"
+
+
+def test_no_benchmark_that_is_gone_is_named() -> None:
+    assert {f"benchmarks/{name}" for name in COMPONENTS} <= set(FOLDERS)

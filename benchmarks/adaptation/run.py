@@ -25,12 +25,11 @@ from cases import Case, changes, job, prepared_for, topology, triangle
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.api.make_plan import plan_for
+from isthmus.experiments import RunOptions, Watcher, plan_for, run_plan, run_spec
 from isthmus.fleet import Fleet, changed
 from isthmus.job import Prepared
 from isthmus.plans import Plan
 from isthmus.protocol.drift import LAG_STEPS, STEPS, Drift
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, steady_step_s, step_times
 
@@ -144,7 +143,7 @@ def _run(
 
     with tempfile.TemporaryDirectory() as folder:
         watcher = Watcher(advanced=advanced, noted=lambda text: noted.append((reached[0], text)))
-        outcome = train(prepared, plan, fleet, Path(folder), options, watcher)
+        outcome = run_plan(prepared, plan, fleet, Path(folder), options, watcher)
     for step, text in noted:
         print(f"  step {step}: {text}", file=sys.stderr)
     assert outcome.outcome == "done", outcome.reason

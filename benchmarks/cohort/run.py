@@ -23,8 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.planners.cohort import CohortProblem, certified, parrot, uniform
-from isthmus.planners.cohort.fractional import fractional
+from isthmus.planners.cohort import CohortProblem, certified, fractional, parrot, uniform
 from isthmus.planners.cohort.problem import Floats
 
 LATEST = Path(__file__).parent / "results" / "latest.json"

@@ -22,7 +22,7 @@ from torch import nn
 
 import isthmus.sync
 from isthmus.data import DataSpec, SampleOrder, load_dataset
-from isthmus.models.gpt import GPT, GPTConfig
+from isthmus.models import GPT, GPTConfig
 from isthmus.plans import Packing
 from isthmus.sync import Options, Sync
 from isthmus.training.compression import codec_of

@@ -27,9 +27,9 @@ from rich.table import Table
 from run import RATIO, planned
 
 from isthmus.data import SampleOrder, load_dataset
+from isthmus.experiments import LearningRate
 from isthmus.job import Prepared, prepare
 from isthmus.plans import Plan
-from isthmus.training.optim import LearningRate
 from models import CASES, Case
 
 LONGER = Path(__file__).parent / "results" / "longer.json"

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from isthmus.data import DataSpec
+from isthmus.experiments import LearningRate, OptimizerConfig
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.job import Job, TrainingConfig
 from isthmus.models import ModelSpec
-from isthmus.training.optim import LearningRate, OptimizerConfig
 
 FAST, SLOW = Link(0.001, 1e9 / 8), Link(0.02, 5e6 / 8)
 STAGES = 4

@@ -27,10 +27,10 @@ from rich.table import Table
 
 from isthmus.cost import build_plan, plan_compression, with_edges
 from isthmus.data import SampleOrder, load_dataset
+from isthmus.experiments import run_spec
 from isthmus.graph import cuts
 from isthmus.job import Prepared, prepare
 from isthmus.plans import Plan
-from isthmus.runtime.coordinator.run import run_spec
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
 from models import CASES, Case

@@ -28,7 +28,7 @@ from shapes import MODELS, model_times, problem_of, published, random_times
 from isthmus.planners.sync import SyncProblem, plan_sync
 from isthmus.planners.sync.dream_dfs import search
 from isthmus.planners.sync.timeline import iteration_s, timeline
-from isthmus.plans.sync import SyncPlan
+from isthmus.plans import SyncPlan
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 BRUTE_LAYERS, BRUTE_SCHEDULES = 30, 100_000

@@ -17,6 +17,7 @@ from peers import PeerStep, Training, megatron, zero3
 
 from isthmus.cost import Problem, build_replicas, parameter_state
 from isthmus.errors import FleetTooSmall
+from isthmus.experiments import RunSpec
 from isthmus.fleet import Fleet, topology
 from isthmus.graph import Flow
 from isthmus.planners.auto import auto
@@ -25,7 +26,6 @@ from isthmus.planners.placement import PLACEMENTS, PlacementProblem, StageGroupi
 from isthmus.planners.placement.on_fleet import Search, equal_layouts
 from isthmus.planners.placement.random_groups import shuffled
 from isthmus.plans import Plan
-from isthmus.protocol import RunSpec
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
+from isthmus.experiments import Column, capture
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec
-from isthmus.graph.capture import Column, capture
-from isthmus.models.gpt import GPT, GPTConfig
+from isthmus.models import GPT, GPTConfig
 
 TOKENS, WORDS = 2048, 50_257
 LEAST_LAYERS = 2

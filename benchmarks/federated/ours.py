@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 from task import DEVICE, Rounds, Task
 
-from isthmus.federated.job import FederatedJob
-from isthmus.runtime.federated.run import FederatedRun
+from isthmus import FederatedJob
+from isthmus.experiments import FederatedRun
 
 
 def job_of(folder: Path, executors: int, clients_per_vmap: int) -> FederatedJob:

@@ -24,9 +24,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.federated.history import RoundLine
-from isthmus.federated.job import FederatedJob
-from isthmus.runtime.federated.run import FederatedRun
+from isthmus import FederatedJob
+from isthmus.experiments import FederatedRun, RoundLine
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt

@@ -29,7 +29,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.federated.history import RoundHistory
+from isthmus.experiments import RoundHistory
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.units import format_size
 

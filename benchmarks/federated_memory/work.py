@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isthmus import FederatedJob
+from isthmus.experiments import FederatedRun, RoundLine
 from isthmus.federated.algorithms import ClientUpdate, LocalTrainer, Values
 from isthmus.federated.algorithms.scaffold import Scaffold
-from isthmus.federated.history import RoundLine
-from isthmus.federated.job import FederatedJob, build, client_data
-from isthmus.runtime.federated.run import FederatedRun
+from isthmus.federated.job import build, client_data
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "federated"))  # its networks
 

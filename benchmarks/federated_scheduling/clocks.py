@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus import FederatedJob
+from isthmus.experiments import RoundLine
 from isthmus.federated.cohorts import Cohorts
-from isthmus.federated.history import RoundLine
-from isthmus.federated.job import FederatedJob, emulation
+from isthmus.federated.job import emulation
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import ClientTime, CoordinatorInstruction, LinearFit, PhaseId
 from isthmus.protocol.federated_throughput import ThroughputModel

@@ -28,12 +28,12 @@ from rich.console import Console
 from rich.table import Table
 from run import leaf_sizes
 
+from isthmus import FederatedJob
 from isthmus.data import DataSpec, load_dataset
+from isthmus.experiments import FederatedRun, RoundLine
 from isthmus.federated.cohorts import Cohorts
-from isthmus.federated.history import RoundLine
-from isthmus.federated.job import FederatedJob, emulation, members
+from isthmus.federated.job import emulation, members
 from isthmus.protocol.federated_throughput import ThroughputModel
-from isthmus.runtime.federated.run import FederatedRun
 
 LATEST = Path(__file__).parent / "results" / "real.json"
 CLIENTS, PER_ROUND, ROUNDS, SKIPPED = 3400, 1000, 10, 2

@@ -9,11 +9,11 @@ import msgspec
 from torch import nn
 
 from isthmus.cost import Problem, build_plan, parameter_state
+from isthmus.experiments import Column, capture
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow
-from isthmus.graph.capture import Column, capture
 from isthmus.models import ModelSpec, as_eager, build_model
-from isthmus.planners.blocks import legal_places
+from isthmus.planners import legal_places
 from isthmus.plans import Plan
 
 

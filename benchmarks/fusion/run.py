@@ -25,12 +25,12 @@ from rich.table import Table
 
 from isthmus.cost import Problem, plan_compression
 from isthmus.errors import FleetTooSmall
+from isthmus.experiments import RunSpec
 from isthmus.fleet import topology
 from isthmus.planners.chain import chain
 from isthmus.planners.even import even
 from isthmus.planners.op_fence import op_fence
 from isthmus.plans import Compression, Plan
-from isthmus.protocol import RunSpec
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
 

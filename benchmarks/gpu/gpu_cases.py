@@ -8,12 +8,12 @@ import msgspec
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
+from isthmus.experiments import OptimizerConfig
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig
 from isthmus.models import ModelSpec
 from isthmus.plans import Plan
-from isthmus.training.optim import OptimizerConfig
 
 FAR = Link(0.050, 200e6 / 8)
 """200 Mbit/s and 50 ms."""

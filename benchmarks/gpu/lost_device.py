@@ -16,13 +16,10 @@ from pathlib import Path
 import msgspec
 from gpu_cases import NEAR, Case, fleet_of, plan_of
 
+from isthmus.experiments import Item, LocalBackend, RunOptions, Watcher, local_places, run_plan
 from isthmus.fleet import Fleet
 from isthmus.job import prepare
 from isthmus.plans import Plan
-from isthmus.protocol import Item
-from isthmus.runtime.coordinator.backend import LocalBackend
-from isthmus.runtime.coordinator.local_devices import local_places
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.trace import Span
 
@@ -108,7 +105,7 @@ def measure(case: Case, device: str, hardware: str, when: str) -> Recovery:
         noted=lambda text: print(f"  {text}", file=sys.stderr),
     )
     with tempfile.TemporaryDirectory() as folder:
-        outcome = train(prepared, plan, fleet, Path(folder), options, watcher)
+        outcome = run_plan(prepared, plan, fleet, Path(folder), options, watcher)
     if not outcome.recoveries:
         raise SystemExit(f"the run did not go on: {outcome.reason}")
     found = outcome.recoveries[0]

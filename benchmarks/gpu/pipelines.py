@@ -10,15 +10,22 @@ import msgspec
 from gpu_cases import FAR, Case, fleet_of, plan_of
 from overlapping import copies_beside_work, overlap
 
-from isthmus.cost.calibration import Warmup, calibrate
 from isthmus.cost.memory import elements
+from isthmus.experiments import (
+    LocalBackend,
+    RunOptions,
+    Warmup,
+    Watcher,
+    calibrate,
+    check_outcome,
+    local_places,
+    run_plan,
+    run_spec,
+)
 from isthmus.fleet import Fleet, corrected
 from isthmus.job import Prepared, prepare
 from isthmus.plans import Plan
 from isthmus.report import DeviceMemoryUse, memory_use
-from isthmus.runtime.coordinator.backend import LocalBackend
-from isthmus.runtime.coordinator.local_devices import local_places
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_spec, train
 from isthmus.simulator import Overheads, SimulationOptions, simulate
 from isthmus.trace import Trace, steady_step_s
 
@@ -51,10 +58,10 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
         return max((stage.predicted_bytes / stage.peak_bytes - 1 for stage in self.memory), key=abs)
 
 
-def run_plan(prepared: Prepared, plan: Plan, fleet: Fleet) -> tuple[Trace, tuple[DeviceMemoryUse, ...]]:
+def traced_run(prepared: Prepared, plan: Plan, fleet: Fleet) -> tuple[Trace, tuple[DeviceMemoryUse, ...]]:
     backend = LocalBackend(places=local_places(prepared.job.runtime.device, fleet.names))
     with tempfile.TemporaryDirectory() as folder:
-        outcome = train(prepared, plan, fleet, Path(folder), RunOptions(backend=backend), Watcher())
+        outcome = run_plan(prepared, plan, fleet, Path(folder), RunOptions(backend=backend), Watcher())
     check_outcome(outcome)
     return Trace(source="runtime", run="gpu", spans=outcome.spans), memory_use(plan, outcome.peaks)
 
@@ -66,7 +73,7 @@ def measure(case: Case, device: str, hardware: str, when: str) -> Pipeline:
     for shares in case.warmups:
         plan = plan_of(prepared, fleet, shares)
         print(f"  warm-up with shares {shares} ...", file=sys.stderr)
-        warmups.append(Warmup(plan, run_plan(brief, plan, fleet)[0]))
+        warmups.append(Warmup(plan, traced_run(brief, plan, fleet)[0]))
     calibration = calibrate(warmups)
     equal = (1,) * case.stages
     # The plan's limits of micro-batches in flight come of the speeds that were found.
@@ -78,7 +85,7 @@ def measure(case: Case, device: str, hardware: str, when: str) -> Pipeline:
         overheads=Overheads(tasklet_s=calibration.tasklet_s, handover_s=calibration.handover_s),
     )
     predicted_s = steady_step_s(simulate(plan, fleet, run_spec(prepared), options))
-    trace, memory = run_plan(prepared, plan, fleet)
+    trace, memory = traced_run(prepared, plan, fleet)
     step_s = steady_step_s(trace)
     return Pipeline(
         key=case.key,

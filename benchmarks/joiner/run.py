@@ -32,16 +32,16 @@ from rich.table import Table
 
 from isthmus.cost import PlanLayout, build_replicas
 from isthmus.data import DataSpec
+from isthmus.experiments import Item, LocalBackend, ProcessPlace, RunOptions, Watcher, run_plan
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.job import Job, Prepared, TrainingConfig, prepare
 from isthmus.models import ModelSpec
 from isthmus.plans import Plan
-from isthmus.protocol import Coordinator, Item
-from isthmus.runtime.coordinator.backend import LocalBackend, RunRequest, Session
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
+from isthmus.protocol import Coordinator
+from isthmus.runtime.coordinator.backend import RunRequest, Session
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.messages.run import PeerPath
-from isthmus.runtime.processes.launcher import Launcher, ProcessPlace
+from isthmus.runtime.processes.launcher import Launcher
 from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.listener import Listener
 from isthmus.trace import Span
@@ -201,7 +201,7 @@ def one_run(prepared: Prepared, fleet: Fleet, *, follows: bool, before: int) -> 
     with tempfile.TemporaryDirectory() as folder, settles:
         options = RunOptions(replan=replan, backend=FarBackend(comes=comes))
         watcher = Watcher(advanced=advanced, noted=noted)
-        outcome = train(prepared, replan(fleet.subset(["a"])), fleet, Path(folder), options, watcher)
+        outcome = run_plan(prepared, replan(fleet.subset(["a"])), fleet, Path(folder), options, watcher)
     if not outcome.recoveries:
         raise SystemExit(f"the new device never took part: {outcome.reason}")
     gaps = [b - a for a, b in itertools.pairwise(ends)]

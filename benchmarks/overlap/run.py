@@ -24,12 +24,12 @@ from rich.table import Table
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
+from isthmus.experiments import RunOptions, Watcher, check_outcome, run_plan, run_spec
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, TrainingConfig, prepare
 from isthmus.models import ModelSpec
 from isthmus.plans import Plan
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, period_s, steady_step_s
 from isthmus.units import parse_duration
@@ -118,7 +118,7 @@ def plan_of(prepared: Prepared, fleet: Fleet) -> Plan:
 def run_once(prepared: Prepared, plan: Plan, fleet: Fleet) -> tuple[Trace, float]:
     """The trace, and the largest share of the time by which a device's tasklets overran."""
     with tempfile.TemporaryDirectory() as folder:
-        outcome = train(prepared, plan, fleet, Path(folder), RunOptions(), Watcher())
+        outcome = run_plan(prepared, plan, fleet, Path(folder), RunOptions(), Watcher())
     check_outcome(outcome)
     late_share = max(outcome.late_s.values()) / max(span.end_s for span in outcome.spans)
     return Trace(source="runtime", run="overlap", spans=outcome.spans), late_share

@@ -11,15 +11,20 @@ import msgspec
 from workload import LEARNING_RATE, Figures, OursPlace, Workload
 
 from isthmus.cost import build_plan
+from isthmus.experiments import (
+    Item,
+    LocalBackend,
+    OptimizerConfig,
+    ProcessPlace,
+    RunOptions,
+    Watcher,
+    check_outcome,
+    run_plan,
+)
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig, prepare
 from isthmus.plans import Plan
-from isthmus.protocol import Item
-from isthmus.runtime.coordinator.backend import LocalBackend
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, train
-from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.trace import Trace, link_bytes
-from isthmus.training.optim import OptimizerConfig
 
 
 def job_of(workload: Workload) -> Job:
@@ -99,7 +104,7 @@ def run(place: OursPlace) -> Figures:
     backend = LocalBackend(host=place.host, places=places, trusted_network=True)
     options = RunOptions(emulate=False, backend=backend)
     with tempfile.TemporaryDirectory() as folder:
-        outcome = train(
+        outcome = run_plan(
             prepared, plan_of(prepared, workload), workload.fleet, Path(folder), options, Watcher(advanced=advanced)
         )
     check_outcome(outcome)

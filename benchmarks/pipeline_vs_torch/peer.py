@@ -20,8 +20,7 @@ from torch.nn import functional as F
 from workload import LEARNING_RATE, Figures, PeerPlace, Workload
 
 from isthmus.data import SampleOrder, load_dataset
-from isthmus.models import build_model
-from isthmus.models.gpt import GPT
+from isthmus.models import GPT, build_model
 
 
 class Part(nn.Module):

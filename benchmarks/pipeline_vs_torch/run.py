@@ -21,7 +21,7 @@ from rich.table import Table
 from sides import Start, paired_ratio, run_alone, run_by_turns, start_ours, start_peer, steps_within
 from workload import LINKS, Figures, Workload
 
-from isthmus.runtime.lab.lab import Lab, LabStatistics, lab_unavailable
+from isthmus.experiments import Lab, LabStatistics, lab_unavailable
 
 SKIPPED_STEPS = 2
 TURN_S_PER_MICRO_BATCH = 0.25

@@ -22,14 +22,21 @@ from rich.console import Console
 from rich.table import Table
 from workload import Plain, fleet, job, plain
 
+from isthmus.experiments import (
+    Item,
+    RunOptions,
+    Watcher,
+    check_outcome,
+    latest_checkpoint,
+    read_tensors,
+    run_plan,
+    run_spec,
+)
 from isthmus.fleet import Fleet
 from isthmus.job import Prepared, prepare
 from isthmus.planners import plan as plan_by
-from isthmus.protocol import Item
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Span, Trace, steady_step_s
-from isthmus.training.checkpoint import latest_checkpoint, read_tensors
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 PLANNERS = ("random", "dtfm-kl", "dtfm-genetic", "islands", "op-fence", "chain", "auto")
@@ -84,7 +91,7 @@ def measure(planner: str, prepared: Prepared, devices: Fleet, expected: Plain, f
         if item.kind == "train" and loss is not None:
             losses.append(loss)
 
-    outcome = train(prepared, made, devices, folder, RunOptions(), Watcher(advanced=advanced))
+    outcome = run_plan(prepared, made, devices, folder, RunOptions(), Watcher(advanced=advanced))
     check_outcome(outcome)
     run = Trace(source="runtime", run=planner, spans=outcome.spans)
     saved = read_tensors(latest_checkpoint(folder / "checkpoints"))

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from isthmus.data import DataSpec, SampleOrder, load_dataset
+from isthmus.experiments import OptimizerConfig
 from isthmus.fleet import Fleet, topology
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig
 from isthmus.models import ModelSpec
-from isthmus.training.optim import OptimizerConfig, Optimizers
+from isthmus.training.optim import Optimizers
 from isthmus.training.reference import reference_step, reference_update
 
 GPT: dict[str, object] = {"vocab_size": 256, "sequence_length": 64, "width": 64, "layers": 6, "heads": 4}

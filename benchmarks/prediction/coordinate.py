@@ -9,12 +9,10 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.experiments import LocalBackend, ProcessPlace, RunOptions, Watcher, check_outcome, run_plan
 from isthmus.fleet import Fleet
 from isthmus.job import Job, prepare
 from isthmus.plans import Plan
-from isthmus.runtime.coordinator.backend import LocalBackend
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, train
-from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.trace import Span
 
 
@@ -37,7 +35,7 @@ def coordinate(run: Run) -> Ran:
     backend = LocalBackend(host=run.host, places=run.places, trusted_network=True)
     options = RunOptions(emulate=not run.places, backend=backend)
     with tempfile.TemporaryDirectory() as folder:
-        outcome = train(prepare(run.job), run.plan, run.fleet, Path(folder), options, Watcher())
+        outcome = run_plan(prepare(run.job), run.plan, run.fleet, Path(folder), options, Watcher())
     check_outcome(outcome)
     return Ran(spans=outcome.spans, late_s=dict(outcome.late_s))
 

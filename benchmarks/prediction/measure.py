@@ -14,14 +14,11 @@ from host import Load, wait_for_quiet
 from pairs import Pair, Shares
 
 from isthmus.cost import build_plan
-from isthmus.cost.calibration import Calibration, Warmup, calibrate
+from isthmus.experiments import COORDINATOR, Calibration, Lab, ProcessPlace, Warmup, calibrate, measure, run_spec
 from isthmus.fleet import Fleet, Link, Route, corrected
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plans import Plan
-from isthmus.runtime.coordinator.run import run_spec
-from isthmus.runtime.lab.lab import COORDINATOR, Lab, measure
-from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.simulator import Overheads, SimulationOptions, simulate
 from isthmus.trace import Trace, steady_step_s, step_times
 

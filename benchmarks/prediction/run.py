@@ -23,7 +23,7 @@ from pairs import PAIRS, QUICK, Pair
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.runtime.lab.lab import lab_unavailable
+from isthmus.experiments import lab_unavailable
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 MEDIAN_LIMIT, WORST_LIMIT = 0.05, 0.10

@@ -27,11 +27,10 @@ from split_digits import BATCH, BOUNDARIES, EPOCHS, HELD_OUT, Digits, Messages, 
 from torch import nn
 
 from isthmus.data import DataSpec, load_dataset
+from isthmus.experiments import RunOptions, Watcher, check_outcome, latest_checkpoint, load_checkpoint, run_plan
 from isthmus.job import Prepared
 from isthmus.plans import ActivationNoise, Plan
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, train
 from isthmus.training.accounting import epsilon_of, squared_mu
-from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 DELTA = 1e-5
@@ -68,7 +67,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trained(prepared: Prepared, plan: Plan, folder: Path) -> nn.Module:
-    check_outcome(train(prepared, plan, fleet(), folder, RunOptions(emulate=False), Watcher()))
+    check_outcome(run_plan(prepared, plan, fleet(), folder, RunOptions(emulate=False), Watcher()))
     module = prepared.build()
     load_checkpoint(module, latest_checkpoint(folder / "checkpoints"))
     return module.eval()

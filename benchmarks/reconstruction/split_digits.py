@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec, load_dataset
+from isthmus.experiments import LearningRate, OptimizerConfig
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import Flow, Ref
 from isthmus.job import Job, PlanConfig, Prepared, PrivacyConfig, RuntimeConfig, TrainingConfig, prepare
@@ -21,7 +22,6 @@ from isthmus.runtime.coordinator.activation_privacy import protection
 from isthmus.runtime.coordinator.stages import stage_pairs
 from isthmus.training.clip_and_noise import Privatizer
 from isthmus.training.engine import TorchEngine
-from isthmus.training.optim import LearningRate, OptimizerConfig
 
 HOLDER, OTHER = "holder", "other"
 BOUNDARIES = {"1st layer": ("relu", 2), "2nd layer": ("relu_1", 4)}

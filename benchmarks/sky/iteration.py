@@ -29,18 +29,18 @@ from rich.table import Table
 from run import DEVICE_FLOPS_PER_S, LATENCY_S, PAPER, SCALING, problem_of
 
 from isthmus.cost import Problem, build_plan, parameter_state
+from isthmus.experiments import RunSpec
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import Flow
 from isthmus.planners.allocation import (
     Allocation,
     LayerProblem,
+    allocation,
     certified_layers,
     even_layers,
     sky_heuristic_layers,
 )
-from isthmus.planners.allocation.problem import allocation
 from isthmus.planners.network import Floats
-from isthmus.protocol.work import RunSpec
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
 

@@ -26,13 +26,12 @@ from rich.table import Table
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
+from isthmus.experiments import Item, RunOptions, Watcher, check_outcome, run_plan
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig, prepare
 from isthmus.models import ModelSpec
 from isthmus.plans import Plan
-from isthmus.protocol import Item
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, train
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.trace import Span, Trace, step_times
 
@@ -119,7 +118,7 @@ def one_run(prepared: Prepared, plan: Plan, fleet: Fleet) -> Steps:
 
     options = RunOptions(replan=lambda fleet: plan)  # a run that could recover: only then snapshots are of use
     with tempfile.TemporaryDirectory() as folder:
-        outcome = train(prepared, plan, fleet, Path(folder), options, Watcher(advanced=advanced))
+        outcome = run_plan(prepared, plan, fleet, Path(folder), options, Watcher(advanced=advanced))
     check_outcome(outcome)
     print(f"  snapshots after steps {kept}", file=sys.stderr)
     times = step_times(Trace(source="runtime", run="snapshots", spans=outcome.spans))

@@ -15,9 +15,9 @@ from rich.table import Table
 from run import LATEST, MBIT, Report
 from workload import PERIOD
 
+from isthmus.experiments import SyncChoices, SyncedModel, simulate_sync
 from isthmus.planners.sync import SyncProblem, WorkerProfile, plan_sync
-from isthmus.plans.sync import SyncPlan
-from isthmus.simulator.sync_modes import SyncChoices, SyncedModel, simulate_sync
+from isthmus.plans import SyncPlan
 from isthmus.sync.dream import OURS, PAPER
 
 WORKERS = 8

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dream"))
 
 from shapes import MODELS, model_times, problem_of, published  # pyright: ignore[reportMissingImports]
 
+from isthmus.experiments import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 from isthmus.planners.sync import plan_sync
-from isthmus.plans.sync import SyncPlan
-from isthmus.simulator.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
+from isthmus.plans import SyncPlan
 
 LATEST = Path(__file__).parent / "results" / "published.json"
 PERIOD = 5

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from workload import PERIOD, Case, Kind, Place, Told
 
+from isthmus.experiments import Lab, lab_unavailable
 from isthmus.fleet import Device, Fleet, Link, Links
-from isthmus.runtime.lab.lab import Lab, lab_unavailable
 
 HERE = Path(__file__).parent
 LATEST = HERE / "results" / "latest.json"

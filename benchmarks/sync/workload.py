@@ -8,9 +8,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from isthmus.models.gpt import GPT, GPTConfig
-from isthmus.plans.sync import SyncPlan
-from isthmus.simulator.sync_modes import SyncedModel
+from isthmus.experiments import SyncedModel
+from isthmus.models import GPT, GPTConfig
+from isthmus.plans import SyncPlan
 
 PERIOD = 5
 VOCABULARY, SEQUENCE = 256, 32

@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dream"))
 from published import cases, model_of  # pyright: ignore[reportMissingImports]
 from shapes import problem_of  # pyright: ignore[reportMissingImports]
 
+from isthmus.experiments import SyncChoices, simulate_sync
 from isthmus.planners.sync import plan_sync
-from isthmus.simulator.sync_modes import SyncChoices, simulate_sync
 
 LATEST = Path(__file__).parent / "results" / "frequency.json"
 PERIODS = (3, 5, 10)

@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.plans.sync import SyncPlan
+from isthmus.plans import SyncPlan
 from training import PERIOD, Curve, Kind, Setting
 
 matplotlib.use("agg")

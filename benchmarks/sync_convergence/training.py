@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import isthmus.sync
 from isthmus.data import DataSpec, SampleOrder, load_dataset
-from isthmus.models.gpt import GPT, GPTConfig
-from isthmus.plans.sync import SyncPlan
+from isthmus.models import GPT, GPTConfig
+from isthmus.plans import SyncPlan
 from isthmus.sync import Options
 
 Kind = Literal["gpt", "resnet"]

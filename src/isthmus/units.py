@@ -20,6 +20,20 @@ from typing import NamedTuple
 from isthmus.errors import UserError
 
 # Bounded digits: a hostile "1e999999999 s" must not cost gigabytes of rational arithmetic.
+__all__ = [
+    "format_bandwidth",
+    "format_compute",
+    "format_count",
+    "format_duration",
+    "format_share",
+    "format_size",
+    "parse_bandwidth",
+    "parse_compute",
+    "parse_duration",
+    "parse_size",
+    "significant",
+]
+
 _TEXT = re.compile(r"([+-]?[0-9]{1,400}(?:\.[0-9]{1,400})?(?:[eE][+-]?[0-9]{1,3})?) *(\S*)")
 
 _SI = {"": 0, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}

@@ -34,11 +34,11 @@ from isthmus.accelerators.staging import CopyBatch, HostBuffers
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.errors import Diverged, IsthmusError
+from isthmus.experiments import RunOptions, Watcher, check_outcome, run_plan
 from isthmus.fleet import Fleet
 from isthmus.graph import Ref, StageGraph
 from isthmus.job import Prepared, prepare
 from isthmus.plans import Plan
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, train
 from isthmus.training import engine
 from isthmus.training.engine import TorchEngine
 from isthmus.training.optim import OptimizerConfig
@@ -136,7 +136,7 @@ def trained(ready: Ready, folder: Path, kind: str) -> Trained:
     losses: list[float | None] = []
     watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss))
     options = RunOptions(emulate=False, backend=backend)
-    check_outcome(train(ready.prepared, ready.plan, ready.fleet, folder, options, watcher))
+    check_outcome(run_plan(ready.prepared, ready.plan, ready.fleet, folder, options, watcher))
     return Trained(losses, final_weights(folder))
 
 

@@ -12,12 +12,12 @@ import msgspec
 from torch import Tensor
 
 from isthmus.cost import build_plan
+from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import Fleet, Link, Links
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plans import Plan
 from isthmus.protocol import Item
 from isthmus.runtime.coordinator.backend import LocalBackend
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.trace import Span
 from tests.faults.history import History
@@ -107,7 +107,7 @@ def run(
     )
     if waiting and not waiting[0][0]:
         strike()
-    outcome = train(prepared, plan, fleet, folder, options, watcher)
+    outcome = run_plan(prepared, plan, fleet, folder, options, watcher)
     weights = final_weights(folder) if outcome.outcome == "done" else {}
     return Run(outcome=outcome, weights=weights, losses=losses, notes=notes, history=history)
 

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from isthmus.errors import UserError
+from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import Fleet, FleetChange
 from isthmus.job import Prepared, prepare
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan
 from isthmus.protocol import Item, drift
 from isthmus.runtime.coordinator import plans
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.trace import Span
 from tests.runtime.jobs import DIGITS, fleet_of, job_of
@@ -53,7 +53,7 @@ def _run(folder: Path, *changes: FleetChange) -> tuple[Outcome, _Told]:
         if item.kind == "train":
             told.steps.append(item.step)
 
-    outcome = train(
+    outcome = run_plan(
         prepared,
         replan(fleet),
         fleet,

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from isthmus.cost import PlanLayout, SyncPolicy, build_replicas
+from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import Fleet
 from isthmus.job import prepare
 from isthmus.planners import scheduled
 from isthmus.plans import Plan
 from isthmus.protocol import Item
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.trace import Span
 from tests.runtime.jobs import fleet_of, random_cut
 
@@ -50,7 +50,7 @@ def test_the_other_replica_goes_on_while_a_plan_is_made(policy: SyncPolicy, tmp_
         alone = prepared.problem(left)
         return build_replicas(alone, [PlanLayout(("d2",), (), 4)], planner="test")
 
-    outcome = train(
+    outcome = run_plan(
         prepared,
         plan,
         fleet,

@@ -15,8 +15,8 @@ from isthmus.api.join import kinds_of
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.errors import UserError
+from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.job import prepare
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.runtime.device.stage_data import stage_data
 from isthmus.runtime.identity.blinded_digests import ONE_OWNER
 from isthmus.runtime.processes.launcher import ProcessPlace
@@ -43,7 +43,9 @@ def test_what_is_not_allowed_is_refused_and_the_coordinator_is_told(fleet: Fleet
     boundaries = random_cut(prepared, 2, 0, once=True)
     plan = build_plan(prepared.problem(machines), machines.names, boundaries, planner="test")
     with pytest.raises(UserError, match=r"data.kind: got 'digits', expected one of: npz, text: the owner of this dev"):
-        train(prepared, plan, machines, tmp_path / "run", RunOptions(emulate=False, backend=fleet.service), Watcher())
+        run_plan(
+            prepared, plan, machines, tmp_path / "run", RunOptions(emulate=False, backend=fleet.service), Watcher()
+        )
     for agent in agents:
         agent.stop()
     for thread in threads:

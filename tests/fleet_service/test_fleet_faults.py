@@ -14,11 +14,11 @@ import pytest
 
 from isthmus.api.folder import RunFolder
 from isthmus.cost import build_plan
+from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import Fleet as FleetOfDevices
 from isthmus.job import prepare
 from isthmus.plans import Plan
 from isthmus.protocol import Item
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.trace import Span
 from tests.faults.real import job, keeps_cuts
 from tests.runtime.commands import COMMAND, edited, wait_until, write_job
@@ -70,7 +70,7 @@ def test_a_device_leaves_without_loss(fleet: Fleet, tmp_path: Path) -> None:
             if item.step == 10:
                 fleet.state.drain("d1")
 
-    outcome = train(
+    outcome = run_plan(
         prepared,
         replan(machines),
         machines,
@@ -105,7 +105,7 @@ def test_the_only_process_dies_and_its_device_is_called_again(fleet: Fleet, tmp_
             for pid in _device_processes():
                 os.kill(pid, signal.SIGKILL)
 
-    outcome = train(
+    outcome = run_plan(
         prepared,
         replan(machines),
         machines,

@@ -16,8 +16,8 @@ from isthmus.cost import build_plan
 from isthmus.data import DataSpec, load_dataset
 from isthmus.data.allowed import refuse_paths
 from isthmus.errors import UserError
+from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.job import Job, prepare
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.device.stage_data import stage_data
 from isthmus.runtime.identity.blinded_digests import ONE_OWNER, blinded
@@ -70,7 +70,7 @@ def _train(
         losses.extend([loss] if loss is not None else [])
         tells()
 
-    return train(prepared, plan, machines, folder, options, Watcher(advanced=advanced)), losses
+    return run_plan(prepared, plan, machines, folder, options, Watcher(advanced=advanced)), losses
 
 
 @pytest.mark.parametrize("relayed", [False, True])

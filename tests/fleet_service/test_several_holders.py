@@ -15,12 +15,13 @@ from isthmus.errors import PeerError
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, PlanConfig, Prepared, prepare
 from isthmus.plans import load_plan, save_plan
-from isthmus.training.checkpoint import latest_checkpoint, read_manifest
+from isthmus.training.checkpoint import latest_checkpoint, newest_checkpoint, read_manifest
 from tests.runtime.jobs import final_weights, fleet_of
 from tests.runtime.joined_loop import Plain
 
 from .holders import Joined, write_samples
-from .test_private_data import coordinator, go, make_job, opened, reached
+from .parties import soon
+from .test_private_data import coordinator, go, make_job, opened
 
 __all__ = ["coordinator", "opened"]  # fixtures
 
@@ -60,7 +61,7 @@ def equals_plain(run: Path, prepared: Prepared, *, bits: bool = False) -> None:
 
 
 def lose_a_holder(job: Job, joined: Joined, run: Path, plan: Path | None = None) -> None:
-    """A run that ends because d1 is lost after some steps."""
+    """A run that ends because d1 is lost after the first checkpoint."""
     ends: list[Exception] = []
 
     def running() -> None:
@@ -71,7 +72,7 @@ def lose_a_holder(job: Job, joined: Joined, run: Path, plan: Path | None = None)
 
     thread = threading.Thread(target=running, daemon=True)
     thread.start()
-    reached(run, 10)
+    soon(lambda: newest_checkpoint(run / "checkpoints") is not None, 60)
     joined.remove("d1")
     thread.join(120)
     assert not thread.is_alive()

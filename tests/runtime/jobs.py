@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec, SampleOrder, load_dataset
 from isthmus.data.augmented import batch_at
+from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, Prepared
 from isthmus.models import ModelSpec
 from isthmus.plans import Plan
 from isthmus.runtime.coordinator.backend import LocalBackend
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.training.checkpoint import latest_checkpoint, read_tensors
@@ -73,7 +73,7 @@ def run(
     fleet = fleet_of(len(boundaries) + 1)
     plan = build_plan(prepared.problem(fleet), fleet.names, boundaries, planner="test")
     options = RunOptions(emulate=prepared.job.runtime.emulate, backend=LocalBackend(places=places))
-    return plan, train(prepared, plan, fleet, folder, options, watcher or Watcher())
+    return plan, run_plan(prepared, plan, fleet, folder, options, watcher or Watcher())
 
 
 def final_weights(folder: Path) -> dict[str, Tensor]:

@@ -23,11 +23,11 @@ from isthmus.cost import (
 from isthmus.cost.compression.messages import packed_edges, sender_of, stage_messages_of
 from isthmus.data import DataSpec, SampleOrder, load_dataset
 from isthmus.errors import UserError
+from isthmus.experiments import RunOptions, Watcher, run_plan, run_spec
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plans import Compression, Edge, Packing, Plan
 from isthmus.runtime.coordinator.private_feedback import check_feedback
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, link_bytes
 from tests.training.in_process import Pipeline, weights_of
@@ -91,7 +91,7 @@ def test_a_run_equals_its_twin_and_sends_what_plan_and_simulator_say(model: str,
     assert sum(e.forward_wire_bytes for e in plan.replica.edges) < sum(e.forward_bytes for e in plan.replica.edges)
     losses: list[float | None] = []
     watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
-    outcome = train(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), watcher)
+    outcome = run_plan(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), watcher)
     assert outcome.outcome == "done"
 
     state, expected = in_one_process(job, prepared, plan)
@@ -130,7 +130,7 @@ def test_what_a_samples_gradients_left_out_follows_in_the_next_pass(tmp_path: Pa
     assert repeat_compression(problem, dense, plan).replicas == plan.replicas
     losses: list[float | None] = []
     watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
-    train(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), watcher)
+    run_plan(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), watcher)
     expected, plain = in_one_process(job, prepared, plan)[1], in_one_process(job, prepared, packed)[1]
     assert losses == pytest.approx(expected, rel=1e-6)
     first = prepared.samples.train // job.training.batch_size
@@ -170,7 +170,7 @@ def test_a_model_that_diverges_is_told_with_the_stage_that_did(tmp_path: Path) -
     problem = prepared.problem(fleet)
     dense = build_plan(problem, fleet.names, random_cut(prepared, 2, seed=1, once=True), planner="test")
     plan = plan_compression("uniform", problem, dense, 10.0)
-    outcome = train(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), Watcher())
+    outcome = run_plan(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), Watcher())
     assert outcome.outcome == "diverged"
     assert " of stage 0 on device 'd0'" in outcome.reason
 
@@ -186,7 +186,7 @@ def test_every_replica_packs_as_its_own_edges_say(tmp_path: Path) -> None:
     plan = mixed(problem, build_replicas(problem, layouts, planner="test"))
     codecs = [edge.forward_compression for replica in plan.replicas for edge in replica.edges]
     assert len({c.codec for c in codecs if c is not None}) == len(codecs) == 2
-    outcome = train(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), Watcher())
+    outcome = run_plan(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), Watcher())
     assert outcome.outcome == "done"
     for replica in plan.replicas:
         (edge,) = replica.edges

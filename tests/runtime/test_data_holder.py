@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from isthmus.cost import build_plan
+from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.job import PlanConfig, prepare
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.runtime.coordinator.stages import stage_pairs
 
 from .commands import edited, isthmus, refused, write_job
@@ -53,7 +53,7 @@ def test_the_holder_runs_the_first_and_the_last_stage_where_labels_stay(tmp_path
     plan = build_plan(problem, ["d0", "d1", "d0"], [5, problem.last_start], planner="test")
     losses: list[float | None] = []
     watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
-    outcome = train(prepared, plan, fleet, tmp_path, RunOptions(emulate=True), watcher)
+    outcome = run_plan(prepared, plan, fleet, tmp_path, RunOptions(emulate=True), watcher)
     assert outcome.outcome == "done"
     module, expected = plain_run(job, prepared)
     assert losses == pytest.approx(expected, rel=1e-6)

@@ -11,12 +11,12 @@ import torch
 from isthmus.api.make_plan import plan_for
 from isthmus.cost import build_plan
 from isthmus.errors import FleetTooSmall
+from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.job import Job, prepare
 from isthmus.protocol import Item
 from isthmus.report import memory_use
 from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.local_devices import local_places
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from tests.runtime.jobs import DIGITS, final_weights, fleet_of, job_of, plain_run, random_cut
 
@@ -45,7 +45,7 @@ def _trained(job: Job, folder: Path, *devices: str) -> tuple[Outcome, list[float
             losses[item.step] = loss
 
     options = RunOptions(emulate=False, backend=LocalBackend(places=places), replan=partial(plan_for, prepared))
-    outcome = train(prepared, plan, fleet, folder, options, Watcher(advanced=advanced, noted=notes.append))
+    outcome = run_plan(prepared, plan, fleet, folder, options, Watcher(advanced=advanced, noted=notes.append))
     return outcome, [losses[step] for step in sorted(losses)], notes
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from isthmus.data import DataSpec
 from isthmus.errors import FleetTooSmall, PeerError, UserError
+from isthmus.experiments import check_outcome
 from isthmus.graph.opgraph import Arg, ArgList, Ref
 from isthmus.job import Prepared, prepare
-from isthmus.runtime.coordinator.run import check_outcome
 from isthmus.runtime.processes.launcher import ProcessPlace
 
 from .commands import isthmus

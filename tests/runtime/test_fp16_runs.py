@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import Diverged
+from isthmus.experiments import check_outcome
 from isthmus.job import Job, prepare
-from isthmus.runtime.coordinator.run import check_outcome
 from isthmus.training.scaling import LOSS_SCALE
 
 from .jobs import DIGITS, final_weights, job_of, random_cut, run

@@ -13,8 +13,8 @@ import torch
 
 from isthmus.data import DataSpec
 from isthmus.errors import Diverged
+from isthmus.experiments import check_outcome
 from isthmus.job import Job, prepare
-from isthmus.runtime.coordinator.run import check_outcome
 from isthmus.training.checkpoint import latest_checkpoint, newest_checkpoint, read_manifest, read_tensors
 from isthmus.training.optim import OptimizerConfig
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from isthmus.api.make_plan import simulation_options
 from isthmus.cost import PlanLayout, SyncPolicy, build_replicas
 from isthmus.data import SampleOrder, load_dataset
+from isthmus.experiments import RunOptions, Watcher, run_plan, run_spec
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plans import Plan
 from isthmus.protocol.work import shares
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, link_bytes
 from isthmus.training.checkpoint import split_replica
@@ -111,7 +111,7 @@ def test_replicas_equal_their_twins(policy: SyncPolicy, tmp_path: Path) -> None:
     assert plan.sync.averages == "deltas" and len({i for g in plan.sync.groups for i in g.iterations}) == (
         1 if policy.mode == "outer" else policy.period
     )
-    outcome = train(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), Watcher())
+    outcome = run_plan(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), Watcher())
     assert outcome.outcome == "done"
     twin = Twin(job, prepared, plan)
     for step in range(job.training.steps):

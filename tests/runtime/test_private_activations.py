@@ -16,13 +16,13 @@ from isthmus.api.status import progressed
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec, load_dataset
 from isthmus.errors import UserError
+from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.graph import Flow
 from isthmus.job import Job, PlanConfig, Prepared, PrivacyConfig, load_job, prepare
 from isthmus.plans import ActivationNoise, Plan, read_spent
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.activation_privacy import Protection, protection, protection_text
 from isthmus.runtime.coordinator.privacy_ledger import PrivacyLedger, opened_ledger
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.runtime.coordinator.stages import stage_pairs
 from isthmus.runtime.service.job_queue import Submitted
 from isthmus.training.accounting import epsilon_of, squared_mu
@@ -138,7 +138,7 @@ def test_holders_with_data_of_their_own_are_counted_each(tmp_path: Path) -> None
     plan = build_plan(prepared.problem(fleet), ["d0", "d2"], [after(prepared, "relu")], planner="test")
     found = protected(prepared, plan, ("d0", "d1"))
     assert ([plan.devices[w] for w in found.released], found.train) == (["d0", "d1"], 1)
-    outcome = train(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False), Watcher())
+    outcome = run_plan(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False), Watcher())
     assert outcome.outcome == "done"
     assert torch.equal(final_weights(tmp_path / "run")["enter.weight"], prepared.build().state_dict()["enter.weight"])
     # 28 micro-batches of 8, three of four of them the first holder's: 168 of its 144 samples, 56 of the other's 48.

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from isthmus.errors import FleetTooSmall, UserError
+from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import Fleet
 from isthmus.job import Job, PlanConfig, Prepared, prepare
 from isthmus.planners import LeastBound, least, over_counts, planner_names
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan
 from isthmus.protocol import RunSpec
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.simulator import simulate
 from isthmus.verification import Question, StateBytes, verify
 
@@ -117,7 +117,7 @@ def test_the_simulator_runs_the_forward_twice() -> None:
 def test_it_trains_as_the_plain_model(tmp_path: Path) -> None:
     losses: list[float | None] = []
     watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
-    outcome = train(prepared(), planned(), small_fleet(), tmp_path, RunOptions(emulate=False), watcher)
+    outcome = run_plan(prepared(), planned(), small_fleet(), tmp_path, RunOptions(emulate=False), watcher)
     assert outcome.outcome == "done"
     module, expected = plain_run(prepared().job, prepared())
     assert losses == pytest.approx(expected, rel=1e-6)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from isthmus.cost import PlanLayout, SyncPolicy, build_replicas
+from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, Prepared, prepare
 from isthmus.planners import scheduled
 from isthmus.plans import Collective, Plan
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.training.checkpoint import latest_checkpoint, split_replica
 from isthmus.training.optim import OptimizerConfig
@@ -50,7 +50,7 @@ def run(prepared: Prepared, plan: Plan, folder: Path, options: RunOptions | None
 
     fleet = fleet_of(len(plan.devices))
     options = options or RunOptions(emulate=False)
-    outcome = train(prepared, plan, fleet, folder, options, Watcher(advanced=advanced))
+    outcome = run_plan(prepared, plan, fleet, folder, options, Watcher(advanced=advanced))
     assert outcome.outcome == "done"
     return outcome, losses
 

@@ -12,9 +12,9 @@ import torch
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
+from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import Link, Links
 from isthmus.job import prepare
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 
 from .jobs import DIGITS, RESNET, TEXT, final_weights, fleet_of, images, job_of, plain_run, random_cut, run
 
@@ -125,7 +125,7 @@ def test_every_send_is_on_record_without_an_exchange_at_the_end(tmp_path: Path) 
     slow = Links(default=Link(1e-3, 1e5))
     fleet = msgspec.structs.replace(fleet_of(3), links=slow)
     plan = build_plan(prepared.problem(fleet), fleet.names, random_cut(prepared, 3, seed=1), planner="test")
-    outcome = train(prepared, plan, fleet, tmp_path, RunOptions(emulate=True), Watcher())
+    outcome = run_plan(prepared, plan, fleet, tmp_path, RunOptions(emulate=True), Watcher())
     for edge in plan.replica.edges:
         for name, count in (("forward", edge.forward_bytes), ("backward", edge.backward_bytes)):
             ends = (plan.stages[edge.source].device, plan.stages[edge.target].device)

@@ -12,10 +12,10 @@ import torch
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
+from isthmus.experiments import RunOptions, Watcher, run_plan, run_spec
 from isthmus.job import Job, PlanConfig, Prepared, prepare
 from isthmus.plans import Plan
 from isthmus.protocol import Item
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, run_spec, train
 
 from .jobs import final_weights, fleet_of, job_of, random_cut
 from .joined_loop import Plain
@@ -44,7 +44,7 @@ def fed_run(prepared: Prepared, devices: int, boundaries: Sequence[int], folder:
     fleet = fleet_of(devices)
     order = ["d0", *(f"d{n}" for n in range(holders, devices))]
     plan = build_plan(prepared.problem(fleet), order, boundaries, planner="test")
-    outcome = train(prepared, plan, fleet, folder, RunOptions(emulate=False), watcher)
+    outcome = run_plan(prepared, plan, fleet, folder, RunOptions(emulate=False), watcher)
     assert outcome.outcome == "done"
     return plan
 
@@ -131,6 +131,6 @@ def test_each_holder_runs_the_first_and_the_last_stage_where_labels_stay(tmp_pat
     assert problem.last_start is not None
     plan = build_plan(problem, ["d0", "d2", "d0"], [5, problem.last_start], planner="test")
     assert plan.devices == ("d0", "d2", "d0", "d1", "d1")
-    outcome = train(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False), state_received.watcher)
+    outcome = run_plan(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False), state_received.watcher)
     assert outcome.outcome == "done"
     check_equal(prepared, state_received, tmp_path / "run")

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from isthmus.cost import PlanLayout, build_replicas
 from isthmus.errors import PeerError
+from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import Fleet
 from isthmus.job import prepare
 from isthmus.plans import Plan
 from isthmus.protocol import Item
 from isthmus.runtime.coordinator import plans
-from isthmus.runtime.coordinator.run import RunController, RunOptions, Watcher, train
+from isthmus.runtime.coordinator.run import RunController
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.device.state_transfer import STRETCH_BYTES, StateDonor, StateJoiner
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, SendStateMessage, StateMessage, StatePart
@@ -184,7 +185,7 @@ def test_a_newcomer_takes_part_and_nobody_waited_for_its_state(tmp_path: Path, m
                 os.kill(os.getpid(), signal.SIGINT)
 
     options, watcher = RunOptions(replan=replan), Watcher(advanced=advanced, noted=notes.append)
-    outcome = train(prepared, replan(fleet.subset(["d0"])), fleet, tmp_path, options, watcher)
+    outcome = run_plan(prepared, replan(fleet.subset(["d0"])), fleet, tmp_path, options, watcher)
     assert outcome.outcome == "interrupted", outcome.reason
     (change,) = outcome.recoveries
     assert change.redone == 0 and min(shared) == change.step

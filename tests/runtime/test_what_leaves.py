@@ -13,11 +13,11 @@ import pytest
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec, SampleOrder, load_dataset
+from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, PlanConfig, prepare
 from isthmus.plans.worker_ids import worker_id
 from isthmus.runtime.coordinator.backend import LocalBackend, NoSession, RunRequest, Session
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, train
 from isthmus.runtime.device.device import DeviceWorker, Endpoint
 from isthmus.runtime.device.process import worker_ids
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -102,7 +102,9 @@ def test_no_sample_leaves_and_labels_do_only_where_the_job_lets_them(
     plan = build_plan(problem, fleet.names, boundaries, planner="test")
     frames, losses = recorded(monkeypatch), list[float | None]()
     watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
-    outcome = train(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False, backend=ThreadCrew()), watcher)
+    outcome = run_plan(
+        prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False, backend=ThreadCrew()), watcher
+    )
     assert outcome.outcome == "done", outcome.reason
     sent = b"".join(told for _, told in frames)
     assert len(sent) > 10_000, "the recorder sees something"
@@ -141,7 +143,9 @@ def test_of_holders_with_their_own_files_nothing_leaves_that_should_stay(
     plan = build_plan(problem, order, [legal[len(legal) // 3], last][: len(order) - 1], planner="test")
     frames, losses = recorded(monkeypatch), list[float | None]()
     watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
-    outcome = train(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False, backend=ThreadCrew()), watcher)
+    outcome = run_plan(
+        prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False, backend=ThreadCrew()), watcher
+    )
     assert outcome.outcome == "done", outcome.reason
     sent, plain = b"".join(told for _, told in frames), Plain(prepared)
     assert len(sent) > 10_000, "the recorder sees something"

@@ -29,8 +29,7 @@ from isthmus.runtime.coordinator.backend import Backend, LocalBackend
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
 from isthmus.runtime.coordinator.local_devices import local_places
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, read_record
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome
-from isthmus.runtime.coordinator.run import train as run_training
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.coordinator.stages import readers
 from isthmus.runtime.processes.signals import Stop
@@ -115,7 +114,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
     watch = Watch(prepared, plan, folder, observer, hooks)
     observer.began(plan)
     try:
-        outcome = run_training(
+        outcome = run_plan(
             prepared,
             plan,
             fleet,

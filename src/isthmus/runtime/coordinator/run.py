@@ -78,6 +78,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_spec(prepared: Prepared, start_step: int = 0) -> RunSpec:
+    """The counts of the job that the coordinator and the simulator schedule by. Raises UserError where the held-out
+    samples do not fill a micro-batch."""
     job, t = prepared.job, prepared.job.training
     samples = min(t.eval_samples, prepared.samples.heldout)
     count = min(samples // job.micro_batch_size, prepared.samples.heldout_batches(job.micro_batch_size))
@@ -314,7 +316,9 @@ class RunController:
         self._watcher.saved(item.step, directory)
 
 
-def train(prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: RunOptions, watcher: Watcher) -> Outcome:
+def run_plan(
+    prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: RunOptions, watcher: Watcher
+) -> Outcome:
     """Run the job to its end. Raises UserError for what a device refused; a lost device that the run cannot go on
     without is an outcome."""
     callbacks = RunController(prepared, plan, fleet, folder, options, watcher)

@@ -1,0 +1,65 @@
+"""Runs under measurement: plan, fleet and places of processes are given, and every report can be watched.
+
+`isthmus.train` makes a plan, a run folder and pictures. An experiment that compares plans, schedulers or placements
+makes its plan itself (`isthmus.planners`, `isthmus.cost`) and runs exactly that plan:
+
+    prepared = prepare(load_job(Path("job.toml")))
+    plan = plan_for(prepared, fleet)
+    outcome = run_plan(prepared, plan, fleet, folder, RunOptions(), Watcher())
+    check_outcome(outcome)
+
+A `Lab` gives every device a network namespace, with links shaped by the kernel (Linux, root).
+"""
+
+from isthmus.api.make_plan import plan_for
+from isthmus.cost.calibration import Calibration, Warmup, calibrate
+from isthmus.federated.history import RoundHistory, RoundLine
+from isthmus.graph.capture import Column, capture
+from isthmus.protocol import Item, RunSpec
+from isthmus.runtime.coordinator.backend import LocalBackend
+from isthmus.runtime.coordinator.local_devices import local_places
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan, run_spec
+from isthmus.runtime.coordinator.run_callbacks import Outcome
+from isthmus.runtime.federated.run import FederatedRun
+from isthmus.runtime.lab.lab import COORDINATOR, Lab, LabStatistics, lab_unavailable, measure
+from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.simulator.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
+from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_tensors
+from isthmus.training.optim import LearningRate, OptimizerConfig
+
+__all__ = [
+    "COORDINATOR",
+    "Calibration",
+    "Column",
+    "FederatedRun",
+    "Item",
+    "Lab",
+    "LabStatistics",
+    "LearningRate",
+    "LocalBackend",
+    "OptimizerConfig",
+    "Outcome",
+    "ProcessPlace",
+    "RoundHistory",
+    "RoundLine",
+    "RunOptions",
+    "RunSpec",
+    "SyncChoices",
+    "SyncedLayer",
+    "SyncedModel",
+    "Warmup",
+    "Watcher",
+    "calibrate",
+    "capture",
+    "check_outcome",
+    "lab_unavailable",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "local_places",
+    "measure",
+    "plan_for",
+    "read_tensors",
+    "run_plan",
+    "run_spec",
+    "simulate_sync",
+]
