@@ -138,19 +138,20 @@ def format_duration(seconds: float, *, exact: bool = False) -> str:
 
 
 def format_bandwidth(bytes_per_s: float, *, exact: bool = False) -> str:
-    """In bits per second ("1.15 Gbit/s"): three significant digits, or with `exact` every digit."""
+    """Text in bits per second ("1.15 Gbit/s"): three significant digits, or with `exact` every digit."""
     if exact:
         return _exact_text(bytes_per_s, 8, _BANDWIDTH.shown, _BANDWIDTH)
     return _rounded(bytes_per_s, _BANDWIDTH)
 
 
 def format_compute(flops_per_s: float, *, exact: bool = False) -> str:
-    """As "125 TFLOPS": three significant digits, or with `exact` every digit."""
+    """Text such as "125 TFLOPS": three significant digits, or with `exact` every digit."""
     return _exact_text(flops_per_s, 1, _COMPUTE.shown, _COMPUTE) if exact else _rounded(flops_per_s, _COMPUTE)
 
 
 def format_size(size_bytes: float, *, exact: bool = False) -> str:
-    """In binary units ("1.5 GiB") to three digits, or with `exact` in the largest unit that divides it ("500 MB")."""
+    """Text in binary units ("1.5 GiB") to three digits, or with `exact` in the largest unit that divides it ("500
+    MB")."""
     if not exact:
         return _rounded(size_bytes, _SIZE)
     if size_bytes != int(size_bytes):

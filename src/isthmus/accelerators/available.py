@@ -26,7 +26,7 @@ _CHECKS = {"checked": "isthmus.accelerators.checked:check_settings"}
 
 
 def accelerator_names() -> tuple[str, ...]:
-    """Of this machine's hardware, as `open_accelerator` takes them: "cuda:0", ..., without the CPU."""
+    """Names of this machine's accelerators, without the CPU: "cuda:0", ... `open_accelerator` takes these names."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return ()
@@ -52,8 +52,9 @@ def resolve_accelerator(name: str = AUTO, field: str = "device") -> str:
 
 
 def open_accelerator(name: str = AUTO, field: str = "device") -> Accelerator:
-    """By name: `cpu`, `cuda:1`, `mps`, ...; without an index the first of its kind. `auto` is the first accelerator of
-    this machine, or the CPU. UserError, in which `field` is what the name was given as, where it is not here."""
+    """The accelerator of this name: `cpu`, `cuda:1`, `mps`, ...; a name without an index means the first of its kind.
+    `auto` means the first accelerator of this machine, or the CPU. Raises UserError, with `field` as the field's name,
+    for an accelerator that this machine does not have."""
     kind, _, index = resolve_accelerator(name, field).partition(":")
     if kind == "cpu":
         return HOST

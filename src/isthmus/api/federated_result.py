@@ -25,7 +25,7 @@ PICTURES = {"accuracy": "accuracy.png", "round": "round.png", "paces": "paces.pn
 
 
 class FederatedResult:
-    """What a federated run was given and what it left. Everything is read from its folder when it is asked for.
+    """A federated run: its settings and its results. Each property reads the run folder when it is used.
 
     UserError for a folder that is not there or holds no federated run.
 

@@ -59,9 +59,25 @@ def check_arguments(call: Callable[..., object], kind: type, given: Mapping[str,
             raise unknown_name(f"{call.__name__} argument", key, [*kind.__annotations__, *named])
 
 
+def arguments_needed(call: Callable[..., object]) -> list[str]:
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except ValueError:  # some built-in callables have none
+        return []
+    flexible = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in flexible]
+
+
 def module_of(model: object) -> nn.Module:
-    """The module, or what the callable returns. UserError for anything else."""
-    built = model() if callable(model) and not isinstance(model, nn.Module) else model
+    """The module, or the one that the callable returns. UserError for anything else."""
+    built = model
+    if callable(model) and not isinstance(model, nn.Module):
+        if needed := arguments_needed(model):
+            name = getattr(model, "__name__", type(model).__name__)
+            raise UserError(
+                f"model: {name} needs {', '.join(needed)}, expected an nn.Module or a call without arguments"
+            )
+        built = model()
     if not isinstance(built, nn.Module):
         raise UserError(f"model: got {built!r:.80}, expected an nn.Module or a callable that returns one")
     return built

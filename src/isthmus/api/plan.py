@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict, Unpack, cast
 
 import msgspec
 from torch import Tensor, nn
 
-from isthmus.api.given import fleet_name, micro_batches_of
+from isthmus.api.given import fleet_name, micro_batches_of, module_of
 from isthmus.api.job_overrides import job_of
 from isthmus.api.job_plans import compare_planners, plan_job, simulate_job, verify_plan
 from isthmus.api.make_plan import HEADER_BYTES, make
@@ -51,7 +51,7 @@ class HowToPlan(TypedDict, total=False):
 
 
 def plan(
-    what: Job | str | Path | nn.Module,
+    what: Job | str | Path | nn.Module | Callable[[], nn.Module],
     fleet: Fleet | str | Path | None = None,
     *,
     overrides: Mapping[str, object] = {},
@@ -61,7 +61,8 @@ def plan(
 ) -> Plan:
     """Which device gets which part of a model, how messages travel, and how long a step will take.
 
-    `what` is a job (a file or a `Job`), or a module with example `inputs`. A module whose forward returns no scalar
+    `what` is a job (a file or a `Job`), or a module (or a call that returns one) with example `inputs`. A module whose
+    forward returns no scalar
     loss is planned with the mean of what it returns. `fleet` is a `Fleet`, a built-in one's name or a TOML file; by
     default the job's, or `laptop`. Times in the plan are seconds, sizes bytes.
 
@@ -74,8 +75,8 @@ def plan(
     """
     observer, stop = observer or Silent(), stop or Stop()
     with tempfile.TemporaryDirectory() as folder:
-        if isinstance(what, nn.Module):
-            job, samples = _job_of_module(what, fleet or "laptop", how, overrides, Path(folder))
+        if callable(what):
+            job, samples = _job_of_module(module_of(what), fleet or "laptop", how, overrides, Path(folder))
             problem = prepare(job, samples).problem(fleet_of(job))
             return searched(observer, stop, lambda: make(job, problem), best_so_far=True)
         if how.keys() - {"planner"}:

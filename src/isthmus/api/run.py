@@ -29,7 +29,7 @@ Outcome = Literal["done", "interrupted"]
 
 
 class Run:
-    """What a run was given and what it left. Everything is read from its folder when it is asked for.
+    """A training run: its settings and its results. Each property reads the run folder when it is used.
 
     UserError for a folder that is not there or holds no run of a pipeline's job.
 

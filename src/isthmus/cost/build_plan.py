@@ -23,7 +23,8 @@ from isthmus.units import format_compute, format_share
 
 
 class PlanLayout(NamedTuple):
-    """Where one replica runs: a device per stage, the first operator of every stage but the first, and its share."""
+    """The layout of one replica: a device per stage, the first operator of every stage but the first, and its share of
+    the batch."""
 
     order: tuple[str, ...]
     boundaries: tuple[int, ...]

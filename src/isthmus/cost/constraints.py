@@ -8,7 +8,7 @@ from isthmus.cost.problem import Problem
 
 
 def broken_constraint(problem: Problem, order: Sequence[str], boundaries: Sequence[int]) -> str | None:
-    """What one replica breaks, in words; None where it respects all terms."""
+    """The first constraint that a replica violates, in words; None if it violates none."""
     holders = problem.constraints.data_holders
     if not holders:
         return None

@@ -12,7 +12,7 @@ from isthmus.plans import classic_in_flight
 
 
 class MemoryRoom(NamedTuple):
-    """What a stage needs of its device's memory, in bytes."""
+    """The memory that a stage needs on its device, in bytes."""
 
     capacity: int
     """What plans may use of the device."""

@@ -19,7 +19,7 @@ SECONDS_PER_HOUR = 3600.0
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """In the unit of the fleet's prices."""
+    """An amount of money in the currency of the fleet's prices."""
 
     devices: float
     """Every device that the plan uses is paid for the whole step, idle or not."""
@@ -44,7 +44,7 @@ def step_price(plan: Plan, fleet: Fleet, step_s: float | None = None) -> Price:
 
 
 def preference(problem: Problem, plan: Plan, step_s: float | None = None) -> tuple[float, float]:
-    """What the problem minimises, and what decides among equals: (seconds, 0), or (price of a step, seconds).
+    """The problem's objective and its tie-breaker: (seconds, 0), or (price of a step, seconds).
 
     A step takes `step_s`, by default what the plan predicts. Of a plan beyond the terms' limit the first is infinite,
     the second what is limited, by the prediction.
@@ -70,7 +70,7 @@ def beyond_limit(problem: Problem, plan: Plan) -> float | None:
 
 
 def is_priced(fleet: Fleet) -> bool:
-    """Whether anything costs money there."""
+    """True if any device or region of the fleet has a price."""
     return any(d.price_per_hour for d in fleet.devices) or any(site.egress_price_per_gb for site in fleet.region_info)
 
 

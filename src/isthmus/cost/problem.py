@@ -50,7 +50,7 @@ def parameter_state(optimizer: str, *, momentum: bool = False, narrow: bool = Fa
 
 
 class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What replicas sum, and how often."""
+    """The state that replicas sum, and how often."""
 
     mode: Literal["every-step", "local", "partial", "dream", "dreamddp", "outer", "streaming"] = "every-step"
     """`every-step`: gradients, in each step. Then those that average parameters, each once in a period: `local` all of

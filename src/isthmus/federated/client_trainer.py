@@ -28,7 +28,7 @@ from isthmus.rng import torch_seed
 
 
 class TrainingTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client trainer needs besides the model: the same on every executor of a run."""
+    """The arguments of a client trainer besides the model, equal on every executor of a run."""
 
     algorithm: Algorithm
     local: LocalConfig

@@ -17,7 +17,7 @@ Batch = Mapping[str, Tensor]
 
 
 class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How every client trains. Parrot's settings are the defaults."""
+    """Settings of a client's local training. The defaults are those of Parrot."""
 
     epochs: Annotated[int, Meta(ge=1)] = 1
     """Passes over a client's data in a round."""

@@ -43,7 +43,7 @@ KEPT = 2
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a resumed run must have in common with the one before."""
+    """Settings that a resumed run must share with the run before."""
 
     algorithm: str
     options: dict[str, object]

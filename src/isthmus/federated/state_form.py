@@ -52,7 +52,8 @@ class _Part(NamedTuple):
 
 
 class StateForm:
-    """Of a state such as `like`; `len` is that of its header. UserError for tensors that no file holds.
+    """Names, shapes and types of a state such as `like`; `len` is the size of its header in bytes. Raises UserError for
+    tensors that a file cannot hold.
 
     A state is laid out as a safetensors file, with the client, the round and a digest in its metadata.
     """

@@ -20,7 +20,7 @@ from isthmus.fleet.links import Link, Links, Region, Route
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """What a probe found of a device, for people: `what` is as "products in fp32"."""
+    """One result of a probe of a device, in words: `what` is as "products in fp32"."""
 
     what: str
     flops_per_s: float

@@ -97,7 +97,7 @@ class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who is joined how, the general first; what stands further down overrides what stands above it.
+    """The links of a fleet, general rules first. A later rule overrides an earlier one.
 
     A region paired with itself in `regions` overrides `intra` for that region.
     """
@@ -109,7 +109,7 @@ class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all devices of one region have in common towards the other regions."""
+    """The links of one region: within it, and to the other regions."""
 
     region: str
     uplink_bytes_per_s: float | None = None

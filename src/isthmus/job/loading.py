@@ -108,9 +108,9 @@ def fleet_of(job: Job) -> Fleet:
 
 
 def constraints_of(job: Job, fleet: Fleet, own_samples: Mapping[str, OwnSamples] = {}) -> Constraints:
-    """What the job asks of a plan on this fleet, of which devices may have been lost; `own_samples` are those of
-    holders whose data are their own, once they are known. UserError where no data holder is left, or one with data of
-    its own is not."""
+    """The constraints that the job sets on a plan for this fleet, which may have lost devices. `own_samples` are the
+    samples of holders with data of their own, once known. Raises UserError if no data holder is left, or if a holder
+    with data of its own is missing."""
     found: list[str] = []
     for name in job.plan.holders:
         with contextlib.suppress(UserError):

@@ -115,7 +115,8 @@ def prepare(job: Job, samples: DataDescription | None = None) -> Prepared:
 
 
 def described_here(job: Job) -> DataDescription:
-    """What this machine's own data are like: opens them. UserError."""
+    """The description of this machine's own data, which are opened for it. Raises UserError for data that cannot be
+    read."""
     if not job.plan.feeders:
         return describe(job.data, heldout=job.evaluates)
     return joined_descriptions({name: describe(job.data.at(name), heldout=job.evaluates) for name in job.plan.feeders})
@@ -141,8 +142,8 @@ def keep_prepared(prepared: Prepared, path: Path) -> None:
 
 
 def kept_prepared(job: Job, path: Path) -> Prepared | None:
-    """What `prepare` made of the same model, data and sizes; None where nothing of the kind was kept. UserError for
-    optimizers that do not fit."""
+    """A result of `prepare` that was kept for the same model, data and sizes; None if there is none. Raises UserError
+    for optimizers that do not fit."""
     found = read_captured(path)
     if found is None:
         return None

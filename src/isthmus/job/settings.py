@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long, how much at once, how often to look and to save. Zero turns an `every` off."""
+    """Steps, batch, evaluation and checkpoints. Zero turns an `every` off."""
 
     steps: Positive = 100
     """Optimizer steps of the whole run."""
@@ -92,7 +92,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a plan must respect besides time."""
+    """Constraints on a plan besides time."""
 
     objective: Objective = "time"
     """`cost` minimises the price of a step: devices by the hour, and bytes that leave priced sites."""
@@ -126,7 +126,7 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How device processes run on this machine."""
+    """Settings of the device processes on this machine."""
 
     threads: Positive = 1
     """Torch threads of each device."""
@@ -162,7 +162,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class PrivacyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What becomes of values before they leave a data holder."""
+    """Noise and clipping of values before they leave a data holder."""
 
     activations: ActivationNoise
     """Clipping and Gaussian noise on activations that leave a data holder."""

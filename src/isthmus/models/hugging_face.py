@@ -178,7 +178,7 @@ def build_pretrained(chosen: PretrainedOptions) -> nn.Module:
 
 
 def is_hugging_face(module: nn.Module) -> bool:
-    """Whether `module` is a transformers model. Does not import the library."""
+    """True if `module` is a transformers model. Does not import the library."""
     return any(
         base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
         for base in type(module).__mro__

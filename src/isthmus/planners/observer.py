@@ -30,7 +30,7 @@ class SearchStopped(IsthmusError):
 
 
 class SearchObserver(Protocol):
-    """Who is notified of a search, and may end it."""
+    """Receives the progress of a search, and may end the search."""
 
     def planning(self, name: str) -> None:
         """A planner begins on a problem."""
@@ -143,7 +143,7 @@ def stopped(candidates: int = 1) -> bool:
 
 
 def looked_at(candidates: int = 1) -> None:
-    """As `stopped`. Raises SearchStopped where the search is to end."""
+    """As `stopped`, but raises SearchStopped if the search is to end."""
     if stopped(candidates):
         raise SearchStopped("planning was interrupted before it had found a plan")
 
@@ -173,6 +173,6 @@ def salvaged(best: Callable[[], Plan | None]) -> Generator[None]:
 
 
 def cut_short() -> bool:
-    """Whether some search was ended early, since somebody watches."""
+    """True if an observed search was ended early."""
     watched = _now.get()
     return watched is not None and watched.cut_short

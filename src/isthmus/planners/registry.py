@@ -64,7 +64,7 @@ _PACKING = ("auto", "chain", "even")
 
 
 def can_price(name: str) -> bool:
-    """Whether a planner may minimise money: ours as they say, others may."""
+    """True if the planner may minimise money. Built-in planners declare it; others always may."""
     return name in _PRICING or name not in _OURS
 
 

@@ -16,7 +16,7 @@ Objective = Literal["time", "cost"]
 
 
 class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What training's messages between stages are packed with."""
+    """The codec of training messages between stages."""
 
     method: str
     """A ratio planner (`cost.compression`)."""
@@ -30,7 +30,7 @@ class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class OwnSamples(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many samples one holder has."""
+    """The number of samples of one holder."""
 
     train: Annotated[int, Meta(ge=1)]
     heldout: Annotated[int, Meta(ge=0)] = 0

@@ -60,7 +60,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Edge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What stage `source` sends to stage `target` for each micro-batch, and the gradients that come back."""
+    """The message from stage `source` to stage `target` for each micro-batch, and the gradient message back."""
 
     source: NotNegative
     target: NotNegative
@@ -193,7 +193,7 @@ moved since the last outer step."""
 
 
 class ReplicaSync(msgspec.Struct, frozen=True, kw_only=True):
-    """What replicas average, with whom and when, or copies of one stage sum in every step."""
+    """The averages of replicas: values, members and period; or the sums of copies of one stage in every step."""
 
     averages: Averages = "gradients"
     period: Positive = 1
@@ -204,7 +204,7 @@ class ReplicaSync(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """What the cost model says of the plan, in seconds per step."""
+    """The cost model's prediction for the plan, in seconds per step."""
 
     step_s: float
     """Closed form with latency hidden inside the step: fill + (n - 1) * period of the slowest replica, and the sync."""
@@ -222,7 +222,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the plan can be from the best one under its planner's objective."""
+    """A bound on the plan's distance from the best plan under its planner's objective."""
 
     lower_bound: float
     """Seconds; of objective `cost`, money per step in the unit of the fleet's prices."""

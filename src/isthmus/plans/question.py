@@ -11,7 +11,7 @@ ANY_PLAN = "of any plan"
 
 
 def is_of_any_plan(question: str) -> bool:
-    """Whether a bound ranges over all plans that the job allows, and not only over those of one planner's kind."""
+    """True if a bound holds for all plans that the job allows, not only for those of one planner."""
     return f" {ANY_PLAN}:" in question
 
 

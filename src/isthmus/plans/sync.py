@@ -45,7 +45,7 @@ class SyncIteration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SyncWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan means for one worker."""
+    """The schedule of one worker."""
 
     worker: str
     alone_s: float

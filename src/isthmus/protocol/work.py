@@ -57,7 +57,7 @@ def shares(counts: Sequence[int], micro_batch_size: int) -> tuple[Share, ...]:
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a run is and what happens along it. Zero turns an `every` off."""
+    """Steps, micro-batches, evaluations and checkpoints of a run. Zero turns an `every` off."""
 
     steps: int
     micro_batches: int

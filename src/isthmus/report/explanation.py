@@ -35,7 +35,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain(problem: Problem, plan: Plan) -> Explanation:
-    """What the plan does and what holds it up. UserError where the plan is not one for the problem."""
+    """Explains a plan: the work of each stage and the bottleneck. Raises UserError if the plan does not fit the
+    problem."""
     placed = placements(problem, plan)
     steps_s = [_step_s(p, r) for p, r in zip(placed, plan.replicas, strict=True)]
     slowest = max(range(len(placed)), key=steps_s.__getitem__)

@@ -15,7 +15,7 @@ from isthmus.units import format_size
 
 
 def memory_use(plan: Plan, peaks: Mapping[str, MemoryPeak]) -> tuple[DeviceMemoryUse, ...]:
-    """Of those devices of the plan that told their peaks."""
+    """Predicted and measured memory of each device of the plan that reported its peak."""
     found: dict[str, list[tuple[str, Stage]]] = {}
     for number, replica in enumerate(plan.replicas):
         for index, stage in enumerate(replica.workers):

@@ -13,8 +13,8 @@ from isthmus.trace import Trace, steady_step_s, step_times
 
 
 def during(trace: Trace, periods: Sequence[PlanPeriod], number: int) -> Trace:
-    """What of the trace belongs to a period: its steps, as often as they count. Steps that a later period did again are
-    that one's."""
+    """The part of the trace that belongs to a period: its steps, as often as they count. Steps that a later period
+    repeats belong to the later period."""
     period = periods[number]
     end = min((later.first_step for later in periods[number + 1 :]), default=None)
     spans = tuple(
@@ -58,7 +58,8 @@ def last_period(measured: Trace, periods: Sequence[PlanPeriod]) -> int | None:
 
 
 def run_summary(predicted: Trace, measured: Trace, periods: Sequence[PlanPeriod]) -> ComparisonSummary | None:
-    """Of the last plan under which steps were done, with a row for each; None where no step was done."""
+    """Compares prediction and measurement under the last plan that did a step, with a row per device; None if no step
+    was done."""
     number = last_period(measured, periods)
     if number is None:
         return None

@@ -14,7 +14,7 @@ from isthmus.trace import Span, Trace, busy_share, hidden_share, in_periods, lin
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage sends another for each micro-batch, and how long that takes: latency + bytes / bandwidth."""
+    """The message of one stage to another for each micro-batch, and its time: latency + bytes / bandwidth."""
 
     direction: str
     """`forward` (activations) or `backward` (gradients)."""
@@ -138,8 +138,7 @@ class PlanComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComparisonSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What was predicted of a run beside what was measured, under the last of its plans. Errors are
-    (predicted - measured) / measured."""
+    """Prediction and measurement of a run under its last plan. Errors are (predicted - measured) / measured."""
 
     model: str
     fleet: str

@@ -23,7 +23,7 @@ from isthmus.fleet import Fleet, Link
 
 
 class Transmission(NamedTuple):
-    """When a message leaves and arrives, first and last byte."""
+    """The times at which a message's first and last bytes leave and arrive."""
 
     start_s: float
     sent_s: float
@@ -32,7 +32,7 @@ class Transmission(NamedTuple):
 
 
 class Uplink:
-    """What the links that leave a site share. A message gets the time that earlier ones left free.
+    """The capacity that all links out of a site share. A message gets the time that earlier messages left free.
 
     (Rejected: a plain queue. A message that waits for its own slow link would hold up all other links.)
     """

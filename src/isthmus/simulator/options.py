@@ -49,7 +49,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a simulation counts besides the plan, its fleet and the number of steps."""
+    """Settings of a simulation besides the plan, its fleet and the number of steps."""
 
     clips: bool = False
     """Gradient norms are exchanged before each update."""

@@ -69,7 +69,7 @@ from isthmus.trace import Span, Trace
 
 
 class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulated run left: its trace, how it ended, and the machines' last state."""
+    """The result of a simulated run: its trace, how it ended, and the last state of the state machines."""
 
     trace: Trace
     finish: FinishRun

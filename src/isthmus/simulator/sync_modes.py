@@ -32,7 +32,7 @@ class SyncedLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncedModel:
-    """What a mode works on. Raises UserError for no layers, or a period below 1."""
+    """The layers and the period of a mode of synchronisation. Raises UserError for no layers, or a period below 1."""
 
     forward_s: float
     """What comes before the first layer's forward, or all of it where nothing is said of single layers."""

@@ -175,8 +175,8 @@ class Checked:
 
 
 def check_settings(index: int, field: str) -> None:
-    """Whether there is such a device, and whether what the environment says of it can be read; nothing is made.
-    UserError, in which `field` is what the number was given as."""
+    """Raises UserError, with `field` as the field's name, for an emulated device that does not exist and for
+    environment variables that cannot be read. Opens nothing."""
     if not 0 <= index < MOST_DEVICES:
         raise UserError(f"{field}: got '{KIND}:{index}', expected a number below {MOST_DEVICES}")
     memory_bytes(index)

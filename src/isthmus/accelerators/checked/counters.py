@@ -17,7 +17,7 @@ Wait = Literal["implicit copy", "host synchronization", "event wait"]
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """What an emulated accelerator was asked for so far."""
+    """Counters of an emulated accelerator: operations, copies and synchronisations so far."""
 
     kernels: int
     copies: int

@@ -61,7 +61,7 @@ class LocalTrainer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientUpdate:
-    """What a client returns: a value for every name that the pass declares, and its new state if it keeps one."""
+    """A client's result: a value for every name that the pass declares, and the client's new state if it keeps one."""
 
     values: Values
     state: Values | None = None

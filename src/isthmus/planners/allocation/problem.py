@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Transfers:
-    """What a device receives before its first layer, and over how fast a link."""
+    """The bytes that a device receives before its first layer, and the bandwidth of the link."""
 
     boundary_bytes: Floats
     """[layers]: bytes that enter layer j where a device starts with it."""
@@ -138,7 +138,7 @@ class LayerProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """Who computes which layers."""
+    """The layers of each device."""
 
     order: tuple[int, ...]
     """Devices that have layers, by number, in pipeline order."""

@@ -68,7 +68,7 @@ class CohortProblem:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CohortSchedule:
-    """Who trains whom, how long that takes, and how much shorter it could at best be."""
+    """The clients of each executor, the round's time, and the largest possible gain over it."""
 
     algorithm: str
     executor_of: Integers

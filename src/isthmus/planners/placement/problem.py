@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacementTask:
-    """What is to be placed: `stages` x `replicas` tasklets and what they send.
+    """The problem of a placement: `stages` x `replicas` tasklets and their messages.
 
     DT-FM's D_pp, D_dp, c_pp and c_dp (sec. 2). Raises UserError for a number out of range.
     """

@@ -14,7 +14,7 @@ from isthmus.planners.sync.problem import WorkerProfile
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
-    """What one layer takes of a worker's share of the batch, and the bytes of its parameters."""
+    """The work of one layer on a worker's share of the batch, and the bytes of its parameters."""
 
     name: str
     flops_forward: float

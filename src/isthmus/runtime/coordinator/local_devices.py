@@ -12,8 +12,8 @@ FIELD = "runtime.device"
 
 
 def local_places(chosen: str | dict[str, str], devices: Sequence[str]) -> dict[str, ProcessPlace]:
-    """Of each device of the fleet, from `[runtime] device`. UserError for a device or an accelerator that is not
-    there."""
+    """The place of each device of the fleet, by `[runtime] device`. Raises UserError for a device or an accelerator
+    that does not exist."""
     if isinstance(chosen, str):
         return dict(zip(devices, _dealt(len(devices)), strict=True)) if chosen == AUTO else _all(chosen, devices)
     for device in chosen:

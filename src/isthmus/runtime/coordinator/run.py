@@ -43,7 +43,7 @@ START_S = 60.0
 
 
 class Watcher(msgspec.Struct, frozen=True, kw_only=True):
-    """Who wants to know of a run's progress."""
+    """Functions that are called as the run advances."""
 
     accepted: Callable[[], None] = lambda: None
     """Everything was checked, the checkpoint to go on from too, and nothing was written yet."""
@@ -59,7 +59,7 @@ class Watcher(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run runs."""
+    """Settings of one run that are not in its job."""
 
     emulate: bool = True
     resume_from: Path | None = None

@@ -21,7 +21,7 @@ from isthmus.training.layout import TensorHeader
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended, and what it left."""
+    """The end of a run, and its results."""
 
     outcome: Ending
     reason: str

@@ -18,7 +18,7 @@ from isthmus.runtime.processes.fork_server import ForkedProcess, ForkServer
 
 
 class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a device process runs: a command in front of it (a namespace, say), and how it talks to others."""
+    """The place of a device process: a command in front of it (as of a network namespace), and its addresses."""
 
     prefix: tuple[str, ...] = ()
     host: str = "127.0.0.1"

@@ -23,7 +23,7 @@ from isthmus.training.compression.codec import (
 
 @dataclass(frozen=True)
 class Bf16:
-    """What comes back differs by at most 2**-8 of an element's magnitude (2**-134 for subnormal ones)."""
+    """Rounds to bfloat16. The error is at most 2**-8 of an element's magnitude (2**-134 for subnormal elements)."""
 
     name: str = "bf16"
 

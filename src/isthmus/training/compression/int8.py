@@ -28,7 +28,8 @@ LARGEST_SCALE = torch.finfo(torch.float32).max / LEVELS * (1 - 2**-23)
 
 @dataclass(frozen=True)
 class Int8:
-    """What comes back differs by at most half a scale: the largest magnitude of the element's block / 254.
+    """Rounds to 8 bits with a scale per block. The error is at most half a scale: the largest magnitude of the block /
+    254.
 
     Layout: the scales, then the bytes.
     """

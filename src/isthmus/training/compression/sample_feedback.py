@@ -15,7 +15,8 @@ from isthmus.training.compression.codec import Codec
 
 
 class SampleFeedback:
-    """What one edge has left out, by value and sample. Not to be called from several threads at once.
+    """The error feedback of one edge: the values that compression left out, by value and sample. Not safe for several
+    threads.
 
     For every sample the sum of what was decoded follows the sum of its gradients. It keeps one gradient for each sample
     that was seen, in the gradient's own type, and the scale that it was computed with.

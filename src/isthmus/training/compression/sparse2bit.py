@@ -30,7 +30,7 @@ from isthmus.training.compression.positions import pack_positions, unpack_positi
 
 @dataclass(frozen=True)
 class Sparse2Bit:
-    """Of every 4,096 elements ceil(4096 / ratio) are sent, in 9 bits each at ratio 32: positions, signs, levels.
+    """Sends ceil(4096 / ratio) of every 4,096 elements, in 9 bits each at ratio 32: positions, signs, levels.
 
     The two levels of a chunk are the mean magnitudes of what lies above and below the mean of all that is kept of it,
     so what comes back is never further from the tensor than zeros would be: |x - decoded|^2 <= |x|^2. Layout: levels

@@ -26,7 +26,7 @@ from isthmus.training.compression.selection import largest
 
 @dataclass(frozen=True)
 class TopK:
-    """Of d elements ceil(d / ratio) are sent, the largest, in at most 4 bytes each for ratios up to 16,384.
+    """Sends the ceil(d / ratio) largest of d elements, in at most 4 bytes each for ratios up to 16,384.
 
     FusionLLM's codec (section 5.1), whose 12 bytes for each become 3.07 at ratio 100. Layout: values, then positions.
     """
