@@ -194,6 +194,23 @@ def test_random_operators_draw_what_the_cpu_draws_and_leave_its_generator_alone(
         torch.randn(4, device=here.device, generator=torch.Generator())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.15, 0.5, 1.0])
+def test_dropout_rounds_as_on_the_cpu_forward_and_backward(rate: float, dtype: torch.dtype, here: Checked) -> None:
+    values = torch.randn(512, generator=torch.Generator().manual_seed(1)).to(dtype)
+    gradient = torch.randn(512, generator=torch.Generator().manual_seed(2)).to(dtype)
+    expected = values.clone().requires_grad_()
+    torch.manual_seed(5)
+    dropped = F.dropout(expected, rate)
+    dropped.backward(gradient)
+    with here.seeded(5):
+        found = values.to(here.device).requires_grad_()
+        there = F.dropout(found, rate)
+        there.backward(gradient.to(here.device))
+    assert found.grad is not None and expected.grad is not None
+    assert torch.equal(there.detach().cpu(), dropped.detach()) and torch.equal(found.grad.cpu(), expected.grad)
+
+
 def test_tensors_of_two_devices_are_refused(here: Checked) -> None:
     other = open_checked(1, fresh=True)
     mine = torch.ones(3, device=here.device)

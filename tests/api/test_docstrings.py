@@ -20,7 +20,10 @@ from tests.runtime.commands import write_job
 
 MODULES = [
     *(f"isthmus.api.{module.name}" for module in pkgutil.iter_modules(isthmus.api.__path__)),
+    "isthmus.cost.build_plan",
+    "isthmus.federated.algorithms.algorithm",
     "isthmus.overrides",
+    "isthmus.sync.attach",
     *sorted(
         {
             found.__module__
@@ -62,6 +65,8 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
         "federated": federated.path,
         "folder": folder / "train",
         "federated_folder": folder / "federate",
+        "algorithm_folder": folder / "algorithm",
+        "clients": [{"input": torch.randn(8, 8), "target": torch.zeros(8, 1)} for _ in range(2)],
         "job_file": write_job(folder),
     }
 
@@ -87,6 +92,16 @@ def test_public_names_say_what_they_are(package: str) -> None:
         and (not one.__doc__ or one.__doc__.startswith(f"{name}("))  # dataclasses and named tuples make such a text
     ]
     assert silent == [], f"{package}: without a docstring"
+
+
+def test_members_of_the_packages_names_say_what_they_are() -> None:
+    silent: list[str] = []
+    for name in isthmus.__all__:
+        if inspect.isclass(found := getattr(isthmus, name)):
+            members = {key: value for key, value in vars(found).items() if not key.startswith("_")}
+            calls = {k: v for k, v in members.items() if isinstance(v, property | classmethod) or inspect.isfunction(v)}
+            silent += [f"{name}.{key}" for key, call in calls.items() if not call.__doc__]
+    assert silent == []
 
 
 def test_names_of_the_package_have_an_example() -> None:

@@ -103,6 +103,34 @@ def test_optimizers_that_cannot_be_read(make: Callable[..., torch.optim.Optimize
     assert all(word in str(found.value) for word in words), found.value
 
 
+def test_an_optimizer_has_the_models_trainable_parameters_and_no_others() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    with pytest.raises(UserError, match=r"optimizer: does not have parameter '0\.weight' \(2 such\)"):
+        read_optimizer(torch.optim.SGD(model[1].parameters(), lr=0.1), model)
+    with pytest.raises(UserError, match="group 0 has a parameter"):
+        read_optimizer(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1), model)
+    with pytest.raises(UserError, match="optimizer: got 'adamw', expected"):
+        read_optimizer("adamw", model)  # pyright: ignore[reportArgumentType]
+    model[0].requires_grad_(False)
+    (found,) = read_optimizer(torch.optim.SGD(model[1].parameters(), lr=0.1), model)
+    assert (found.name, found.pattern) == ("sgd", "*")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: isthmus.train(model=nn.Linear, data=data()), "model: Linear needs in_features, out_features"),
+        (lambda: isthmus.train(model=nn.Linear(4, 1)), "^data: missing"),
+        (lambda: isthmus.train(model=nn.Linear(4, 1), data=data(), loss="mse"), "loss: got 'mse', expected a callable"),
+        (lambda: isthmus.plan(nn.Linear(4, 1), {"a": 1}, inputs=torch.zeros(1, 4)), "fleet: got {'a': 1}, expected a"),
+        (lambda: isthmus.simulate(None, "three-sites"), "job: got None, expected a Job or a job file"),
+    ],
+)
+def test_an_argument_of_another_kind_is_named(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        call()
+
+
 def test_optimizers_are_read_group_by_group() -> None:
     model = nn.Linear(2, 1)
     groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "weight_decay": 0.0}]

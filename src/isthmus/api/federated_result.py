@@ -41,6 +41,7 @@ class FederatedResult:
 
     @property
     def path(self) -> Path:
+        """The run folder."""
         return self._folder.path
 
     @property

@@ -89,8 +89,10 @@ class Objects:
     def __init__(self, given: Given) -> None:
         model, data, loss = given.get("model"), given.get("data"), given.get("loss")
         if model is None or data is None:
-            missing = [name for name in ("model", "data") if given.get(name) is None]
+            missing = [name for name, value in (("model", model), ("data", data)) if value is None]
             raise UserError(f"{', '.join(missing)}: missing, expected a job, or a model and its data")
+        if loss is not None and not callable(loss):
+            raise UserError(f"loss: got {loss!r:.80}, expected a callable as torch.nn.functional.cross_entropy")
         self._given = given
         built = module_of(model)
         self.train = columns_of(data, built, "train", targets=loss is not None)
@@ -132,8 +134,10 @@ def micro_batches_of(batch: int) -> int:
 
 def fleet_name(fleet: Fleet | str | Path, folder: Path) -> str:
     """As a job names it; a struct is written to the folder."""
-    if not isinstance(fleet, Fleet):
+    if isinstance(fleet, str | Path):
         return str(fleet)
+    if not isinstance(fleet, Fleet):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UserError(f"fleet: got {fleet!r:.80}, expected a Fleet, a built-in fleet's name or a path")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "fleet.toml"
     path.write_text(dump_fleet(fleet), encoding="utf-8")

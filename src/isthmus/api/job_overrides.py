@@ -23,6 +23,8 @@ def job_of(job: Job | str | Path, overrides: Mapping[str, object] = {}) -> Job:
     """The job with overrides, as `training.steps`. UserError for a file that is no pipeline's job."""
     if isinstance(job, Job):
         return checked(overridden_struct(job, overrides, "job"))
+    if not isinstance(job, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UserError(f"job: got {job!r:.80}, expected a Job or a job file")
     path = Path(job)
     if is_federated(path):
         what = "is a federated job, of which nothing is placed on a fleet: run `isthmus simulate`"

@@ -25,23 +25,39 @@ _IDLE: Mapping[str, object] = {"amsgrad": False, "maximize": False, "dampening":
 def read_optimizer(optimizer: Optimizer, model: nn.Module) -> tuple[OptimizerConfig, ...]:
     """The settings of an optimizer of the model's parameters, of a class, or of a `functools.partial` of one.
 
-    UserError for another algorithm than SGD, Adam and AdamW, and for an argument that jobs have no setting for.
+    UserError for another algorithm than SGD, Adam and AdamW, for an argument that jobs have no setting for, for a
+    parameter that is not the model's, and for one that requires a gradient and is in no group: a plain loop would leave
+    it as it is, a run would train it.
 
     >>> read_optimizer(torch.optim.SGD, torch.nn.Linear(2, 1))[0].name
     'sgd'
     """
     made = _made(optimizer, model) if callable(optimizer) else optimizer
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = cast("list[dict[str, object]]", made.param_groups)
+    if not isinstance(made, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UserError(f"optimizer: got {made!r:.80}, expected an optimizer of torch.optim, or a class of one")
+    groups = _named_groups(made, model)
     if len(groups) == 1:
-        return (_config(made, groups[0], "*"),)
-    found: list[OptimizerConfig] = []
-    for number, group in enumerate(groups):
-        for parameter in cast("list[nn.Parameter]", group["params"]):
-            if id(parameter) not in names:
-                raise UserError(f"optimizer: group {number} has a parameter that is not the model's")
-            found.append(_config(made, group, _exactly(names[id(parameter)])))
-    return tuple(found)
+        return (_config(made, groups[0][0], "*"),)
+    return tuple(_config(made, group, _exactly(name)) for group, names in groups for name in names)
+
+
+def _named_groups(made: torch.optim.Optimizer, model: nn.Module) -> list[tuple[dict[str, object], list[str]]]:
+    """Each group of the optimizer, and the names of its parameters."""
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: list[tuple[dict[str, object], list[str]]] = []
+    for number, group in enumerate(cast("list[dict[str, object]]", made.param_groups)):
+        parameters = cast("list[nn.Parameter]", group["params"])
+        if any(id(parameter) not in known for parameter in parameters):
+            raise UserError(f"optimizer: group {number} has a parameter that is not the model's")
+        found.append((group, [known[id(parameter)] for parameter in parameters]))
+    held = {name for _, names in found for name in names}
+    left = [name for name, p in model.named_parameters() if p.requires_grad and name not in held]
+    if left:
+        raise UserError(
+            f"optimizer: does not have parameter {left[0]!r} ({len(left)} such): give it to the optimizer, or call "
+            "requires_grad_(False) on it"
+        )
+    return found
 
 
 def _made(make: Callable[..., torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:

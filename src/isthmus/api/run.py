@@ -45,6 +45,7 @@ class Run:
 
     @property
     def path(self) -> Path:
+        """The run folder."""
         return self._folder.path
 
     @property

@@ -73,6 +73,16 @@ def build_plan(
 
     `recompute` is that of `PlanLayout`. `notes` says why, per device; a device without an entry gets the plain facts.
     Raises FleetTooSmall where a stage does not fit even with one micro-batch in flight (GPipe: with all).
+
+    >>> from isthmus.graph import cuts
+    >>> from isthmus.job import fleet_of, load_job, prepare
+    >>> job = load_job(job_file)
+    >>> problem = prepare(job).problem(fleet_of(job))
+    >>> legal = cuts(problem.flow)
+    >>> middle = legal[len(legal) // 2].position
+    >>> plan = build_plan(problem, problem.fleet.names[:2], [middle], planner="halves")
+    >>> len(plan.stages)
+    2
     """
     again = None if recompute is None else tuple(recompute)
     layout = PlanLayout(tuple(order), tuple(boundaries), problem.micro_batches, again)

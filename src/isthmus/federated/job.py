@@ -171,14 +171,17 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def scheme(self) -> Scheme:
+        """How executors get clients."""
         return scheme(self.execution.scheme)
 
     @property
     def timeout_s(self) -> float:
+        """Seconds without a message after which an executor or a site is lost."""
         return parse_duration(self.execution.timeout, "execution.timeout")
 
     @property
     def deadline_s(self) -> float:
+        """Seconds after which a round closes with the updates received so far."""
         return parse_duration(self.participation.deadline, "participation.deadline")
 
     def algorithm(self, population: int) -> Algorithm:

@@ -73,6 +73,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def sustained_flops_per_s(self) -> float:
+        """FLOP/s in training: `scale` times the peak."""
         return self.scale * self.flops_per_s
 
     @property

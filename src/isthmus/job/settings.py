@@ -224,6 +224,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def micro_batch_size(self) -> int:
+        """Samples."""
         return self.training.batch_size // self.training.micro_batches
 
     @property
@@ -232,6 +233,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.plan.micro_batches or (self.training.micro_batches,)
 
     def cut_into(self, micro_batches: int) -> Job:
+        """The job with batches of so many micro-batches."""
         training = msgspec.structs.replace(self.training, micro_batches=micro_batches)
         return msgspec.structs.replace(self, training=training)
 
@@ -242,9 +244,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def timeout_s(self) -> float:
+        """Seconds without a message after which a device is lost."""
         return parse_duration(self.runtime.timeout, "runtime.timeout")
 
     def engine(self) -> EngineConfig:
+        """The settings that every stage computes by."""
         t, r = self.training, self.runtime
         return EngineConfig(
             optimizers=self.optimizer,

@@ -265,6 +265,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def batch(self) -> int:
+        """Samples per optimizer step."""
         return self.micro_batch_size * self.micro_batches
 
     @property

@@ -75,6 +75,14 @@ def attach(
 
     Raises UserError without a process group, for an unknown mode, a period below 1, an option that the mode does not
     read, a model that differs between workers, or an optimizer that does not fit.
+
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> net = torch.nn.Linear(4, 1)
+    >>> sync = isthmus.sync.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), mode="outer", period=5)
+    >>> net(torch.ones(2, 4)).sum().backward()
+    >>> sync.step()
+    >>> sync.close()
+    >>> torch.distributed.destroy_process_group()
     """
     kinds: list[tuple[str, object, type]] = [
         ("model", model, nn.Module),

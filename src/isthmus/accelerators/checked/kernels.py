@@ -337,6 +337,15 @@ def _attention(
     )[0]
 
 
+def _dropout(values: Tensor, p: float, train: bool) -> Tensor:
+    """The CPU's: torch takes another formula for accelerators, which rounds otherwise."""
+    if not train or p == 0 or values.numel() == 0:
+        return values
+    if p == 1:
+        return values * 0
+    return values * torch.empty_like(values).bernoulli_(1 - p).div_(1 - p)
+
+
 def _adamw(*args: object, **kwargs: object) -> object:
     return _on_cpu(_aten._fused_adamw_.default, fused.adamw, args, kwargs)
 
@@ -363,6 +372,7 @@ _KERNELS: dict[str, Callable[..., object]] = {
 
 _COMPOSED: dict[str, Callable[..., object]] = {
     "scaled_dot_product_attention": _attention,
+    "dropout": _dropout,
     "_thnn_fused_lstm_cell": lstm_cell,
     "_thnn_fused_gru_cell": gru_cell,
 }

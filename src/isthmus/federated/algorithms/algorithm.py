@@ -96,6 +96,21 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Subclass, give options as fields, and define `returns`, `client` and `server`; or `passes`, if there are several.
 
     The first line of the docstring describes it, with its source.
+
+    >>> class SlowFedAvg(Algorithm, frozen=True):
+    ...     rate: float = 0.5
+    ...     @property
+    ...     def returns(self):
+    ...         return {"change": "weighted_mean"}
+    ...     def client(self, local, broadcast, state):
+    ...         return ClientUpdate(values={"change": local.descend(broadcast["model"])})
+    ...     def server(self, server, combined, cohort):
+    ...         return {"model": server["model"] + self.rate * combined["change"]}
+    >>> result = isthmus.federate(
+    ...     algorithm=SlowFedAvg(rate=0.3), model=model, loss=loss, clients=clients, rounds=1,
+    ...     run=algorithm_folder, overrides={"execution.executors": 1})
+    >>> result.outcome
+    'done'
     """
 
     def init_server(self, model: Tensor) -> Values:

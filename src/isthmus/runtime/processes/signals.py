@@ -28,9 +28,11 @@ class Stop:
 
     @property
     def requested(self) -> bool:
+        """True once `request` was called."""
         return self._requested
 
     def request(self) -> None:
+        """End the run with a checkpoint. From any thread; a second call changes nothing."""
         self._requested = True
         for listener in list(self._listeners):
             listener()
