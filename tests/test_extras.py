@@ -93,7 +93,7 @@ def _arguments(command: str, folder: Path) -> list[str]:
 
 def test_every_command_without_any_extra(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB)
-    plain = {"init", "example", "topologies", "planners"}
+    plain = {"init", "example", "fleets", "planners"}
     names = [name for name in commands() if name not in (*plain, "doctor")]
     state = {"jobs", "status", "logs", "stop", "resume", "devices", "drain", "ticket", "submit", "serve", "probe"}
     (tmp_path / "roster.sqlite").touch()

@@ -51,7 +51,7 @@ PUBLIC = {
     ),
     "fleet": (
         "Device Fleet FleetChange Link LinkTrace Links Measurement RANDOM Region Route changed corrected "
-        "describe dump_fleet in_half load_fleet parse_fleet resolve_fleet topology topology_names with_memory"
+        "built_in_fleet built_in_names describe dump_fleet in_half load_fleet parse_fleet resolve_fleet with_memory"
     ),
     "graph": "Affine Crossing Cut Flow Op OpGraph Ref StageGraph TensorSpec assign cuts decode encode partition",
     "job": (
@@ -82,7 +82,7 @@ PUBLIC = {
         "comparison_summary comparison_table draw_loss draw_plan draw_timeline during explain "
         "explanation_text fleet_table improvements last_period least_headroom memory_table memory_use "
         "plan_overview plan_summary plan_table planners_table prediction_error ranked run_summary "
-        "topologies_table verdict_table"
+        "fleets_table verdict_table"
     ),
     "simulator": "Fault Overheads SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run",
     "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",

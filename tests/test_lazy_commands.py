@@ -47,7 +47,7 @@ print(json.dumps(sorted(sys.modules)))
 def test_what_commands_do_not_import(tmp_path: Path) -> None:
     light = [["--help"], ["train", "--help"], ["serve", "--help"], ["nonsense"], ["ticket", "--state", str(tmp_path)]]
     light += [[name, "--state", str(tmp_path)] for name in ("jobs", "status", "logs", "stop", "resume", "devices")]
-    called = [*light, ["drain", "oslo", "--state", str(tmp_path)], ["topologies"], ["planners"]]
+    called = [*light, ["drain", "oslo", "--state", str(tmp_path)], ["fleets"], ["planners"]]
     done = subprocess.run(
         [sys.executable, "-c", CALLED, json.dumps(called)], capture_output=True, text=True, check=True, timeout=120
     )

@@ -55,8 +55,8 @@ def triangle(prepared: Prepared) -> Fleet:
     )
 
 
-def topology(name: str, devices: int, prepared: Prepared) -> Fleet:
-    """A built-in topology with devices of STAGE_S on the mean."""
+def thinned_fleet(name: str, devices: int, prepared: Prepared) -> Fleet:
+    """A built-in fleet with devices of STAGE_S on the mean."""
     fleet = resolve_fleet(name).thin(devices)
     mean = sum(d.flops_per_s for d in fleet.devices) / devices
     speed = prepared.problem(fleet).cumulative_flops[-1] / 3 / STAGE_S

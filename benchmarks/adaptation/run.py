@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from cases import Case, changes, job, prepared_for, topology, triangle
+from cases import Case, built_in_fleet, changes, job, prepared_for, triangle
 from rich.console import Console
 from rich.table import Table
 
@@ -35,7 +35,7 @@ from isthmus.trace import Trace, steady_step_s, step_times
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 LIMIT = 1.10
-TOPOLOGIES = (("three-sites", 4), ("dtfm-case4", 6), ("fluidstack", 5))
+BUILT_IN = (("three-sites", 4), ("dtfm-case4", 6), ("fluidstack", 5))
 STEPS_REAL, CHANGE_AT, LAST = 40, 10, 8
 """Of a real run: how long it is, when the change comes, and over how many of the last steps the median is taken."""
 
@@ -174,7 +174,7 @@ def table(found: Report) -> Table:
 def cases(prepared: Prepared, *, quick: bool) -> Sequence[Case]:
     fleets = [triangle(prepared)]
     if not quick:
-        fleets += [topology(name, count, prepared) for name, count in TOPOLOGIES]
+        fleets += [thinned_fleet(name, count, prepared) for name, count in BUILT_IN]
     named = (("link", "fastest link / 10"), ("device", "fastest device / 4"))
     return [
         Case(f"{f.name} x {len(f.names)}: {text}", kind, f)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from peers import PeerStep, Training, megatron, zero3
 from isthmus.cost import Problem, build_replicas, parameter_state
 from isthmus.errors import FleetTooSmall
 from isthmus.experiments import RunSpec
-from isthmus.fleet import Fleet, topology
+from isthmus.fleet import Fleet, built_in_fleet
 from isthmus.graph import Flow
 from isthmus.planners.auto import auto
 from isthmus.planners.blocks import Blocks
@@ -101,7 +101,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 def rows(question: Question) -> Iterator[Row]:
     for name in question.fleets:
-        peak = topology(name)
+        peak = built_in_fleet(name)
         fleet = slowed(peak, question.utilisation)
         for workload in question.workloads:
             shape = workload.shape

@@ -26,7 +26,7 @@ from rich.table import Table
 from isthmus.cost import Problem, plan_compression
 from isthmus.errors import FleetTooSmall
 from isthmus.experiments import RunSpec
-from isthmus.fleet import topology
+from isthmus.fleet import built_in_fleet
 from isthmus.planners.chain import chain
 from isthmus.planners.even import even
 from isthmus.planners.op_fence import op_fence
@@ -198,7 +198,7 @@ def main() -> int:
         print(f"{case.name} ...", file=sys.stderr)
         flow = case.flow()
         for testbed in (1,) if options.quick else (1, 2):
-            problem = case.problem(flow, topology(f"fusionllm-testbed{testbed}"))
+            problem = case.problem(flow, built_in_fleet(f"fusionllm-testbed{testbed}"))
             results += [measure(problem, case.name, testbed, scheduler) for scheduler in SCHEDULERS]
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),

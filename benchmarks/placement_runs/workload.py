@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isthmus.data import DataSpec, SampleOrder, load_dataset
 from isthmus.experiments import OptimizerConfig
-from isthmus.fleet import Fleet, topology
+from isthmus.fleet import Fleet, built_in_fleet
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig
 from isthmus.models import ModelSpec
 from isthmus.training.optim import Optimizers
@@ -27,7 +27,7 @@ BATCH, MICRO_BATCHES = 32, 4
 
 
 def fleet() -> Fleet:
-    thinned = topology("dtfm-case5").thin(DEVICES)
+    thinned = built_in_fleet("dtfm-case5").thin(DEVICES)
     devices = (msgspec.structs.replace(d, flops_per_s=d.flops_per_s / SLOWER) for d in thinned.devices)
     return msgspec.structs.replace(thinned, devices=tuple(devices))
 

@@ -1,4 +1,4 @@
-"""The pairs of (thinned topology, model) that are predicted and measured. Fixed before anything is measured; all are
+"""The pairs of (thinned fleet, model) that are predicted and measured. Fixed before anything is measured; all are
 reported."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     """emulated: compute stretched and links shaped to the fleet's figures. network: this host's own speed, over TCP
     between network namespaces."""
-    topology: str
+    fleet_name: str
     devices: int
     model: str
     options: dict[str, object]
@@ -31,14 +31,14 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_size: int = 4
     micro_batches: int = 8
     slow: float = 1.0
-    """Emulated devices are so many times slower than the topology's: a V100 cannot be emulated on a laptop."""
+    """Emulated devices are so many times slower than the fleet's: a V100 cannot be emulated on a laptop."""
     shares: Shares
     warmups: tuple[Shares, ...] = ()
     """Other cuts, run to calibrate the devices' speeds."""
 
     @property
     def name(self) -> str:
-        return f"{self.topology} x {self.devices}, {self.model}"
+        return f"{self.fleet_name} x {self.devices}, {self.model}"
 
     @property
     def key(self) -> str:
@@ -46,7 +46,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fleet(self) -> Fleet:
-        fleet = resolve_fleet(self.topology).thin(self.devices)
+        fleet = resolve_fleet(self.fleet_name).thin(self.devices)
         devices = (msgspec.structs.replace(d, flops_per_s=d.flops_per_s / self.slow) for d in fleet.devices)
         return msgspec.structs.replace(fleet, devices=tuple(devices))
 
@@ -119,7 +119,7 @@ LLAMA: dict[str, object] = {
 PAIRS: tuple[Pair, ...] = (
     Pair(
         kind="emulated",
-        topology="laptop",
+        fleet_name="laptop",
         devices=2,
         model="gpt",
         options=SMALL_GPT,
@@ -130,7 +130,7 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(
         kind="emulated",
-        topology="three-sites",
+        fleet_name="three-sites",
         devices=4,
         model="hf-llama",
         options=LLAMA,
@@ -142,7 +142,7 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(
         kind="emulated",
-        topology="dtfm-case5",
+        fleet_name="dtfm-case5",
         devices=6,
         model="gpt",
         options=SMALL_GPT,
@@ -153,7 +153,7 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(
         kind="emulated",
-        topology="dtfm-case4",
+        fleet_name="dtfm-case4",
         devices=4,
         model="unet",
         options=UNET,
@@ -163,7 +163,7 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(
         kind="emulated",
-        topology="fluidstack",
+        fleet_name="fluidstack",
         devices=4,
         model="hf-bert-classifier",
         options=BERT,
@@ -174,7 +174,7 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(
         kind="network",
-        topology="three-sites",
+        fleet_name="three-sites",
         devices=3,
         model="gpt",
         options=GPT,
@@ -185,7 +185,7 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(
         kind="network",
-        topology="three-sites",
+        fleet_name="three-sites",
         devices=4,
         model="unet",
         options=UNET,
@@ -196,7 +196,7 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(
         kind="network",
-        topology="laptop",
+        fleet_name="laptop",
         devices=2,
         model="hf-gpt2",
         options=GPT2,
@@ -207,7 +207,7 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(
         kind="network",
-        topology="dtfm-case5",
+        fleet_name="dtfm-case5",
         devices=3,
         model="gpt",
         options=GPT,
@@ -218,7 +218,7 @@ PAIRS: tuple[Pair, ...] = (
     ),
     Pair(
         kind="network",
-        topology="three-sites",
+        fleet_name="three-sites",
         devices=3,
         model="hf-llama",
         options=LLAMA,

@@ -1,4 +1,4 @@
-"""Prediction: the simulator's steady step against the measured one, on pairs of (topology, model).
+"""Prediction: the simulator's steady step against the measured one, on pairs of (fleet, model).
 
 `python benchmarks/prediction/run.py [--quick] [--json PATH]`
 
@@ -81,7 +81,7 @@ def results_of(pairs: Sequence[Pair], settings: Settings, notes: Console) -> Ite
 
 
 def table(found: Report) -> Table:
-    drawn = Table("kind", "topology x devices, model", "slowed by", title="Steady step: predicted against measured")
+    drawn = Table("kind", "fleet x devices, model", "slowed by", title="Steady step: predicted against measured")
     for heading in ("measured", "simulator", "closed form", "Eq. 3", "late", "others"):
         drawn.add_column(heading, justify="right")
     for r in found.results:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.fleet import FleetChange, changed, corrected, resolve_fleet, topology_names
+from isthmus.fleet import FleetChange, built_in_names, changed, corrected, resolve_fleet
 
 
-@given(st.sampled_from(topology_names()), st.floats(0.01, 100), st.floats(0.01, 100), st.integers(0, 5))
+@given(st.sampled_from(built_in_names()), st.floats(0.01, 100), st.floats(0.01, 100), st.integers(0, 5))
 def test_only_what_is_named_changes(name: str, slow: float, drop: float, step: int) -> None:
     fleet = resolve_fleet(name)
     fleet = fleet.thin(min(5, len(fleet.names)))

@@ -14,7 +14,7 @@ from plan_cases import fleet_of, operator, parameter, placeholder, problem_of, r
 
 from isthmus.cost import Problem, place
 from isthmus.errors import FleetTooSmall
-from isthmus.fleet import Device, Fleet, Link, Links, Route, topology
+from isthmus.fleet import Device, Fleet, Link, Links, Route, built_in_fleet
 from isthmus.graph import OpGraph, Ref
 from isthmus.planners import plan
 from isthmus.planners.blocks import Blocks
@@ -68,7 +68,7 @@ def test_the_mean_of_both_directions_counts() -> None:
 
 @pytest.mark.parametrize("name", ["fusionllm-testbed1", "fusionllm-testbed2"])
 def test_each_community_is_visited_once_and_tears_no_machine_apart(name: str) -> None:
-    fleet = topology(name)
+    fleet = built_in_fleet(name)
     problem = problem_of(random_graph(7, 120), fleet)
     home: dict[str, int] = {}
     for number, members in enumerate(communities(network_of(problem))):

@@ -7,17 +7,17 @@ import pytest
 from rich.console import Console, RenderableType
 from synthetic_pipeline import make_fleet, make_plan
 
-from isthmus.fleet import Fleet, Link, Links, Route, topology
+from isthmus.fleet import Fleet, Link, Links, Route, built_in_fleet
 from isthmus.graph.opgraph import Op, OpGraph, Ref
 from isthmus.plans import Certificate, Constraints, Plan, question_in_words
 from isthmus.report import (
     comparison_summary,
     comparison_table,
     fleet_table,
+    fleets_table,
     plan_overview,
     plan_table,
     planners_table,
-    topologies_table,
 )
 from isthmus.report.certificates import proof_text
 from isthmus.trace import Trace
@@ -143,11 +143,11 @@ def test_one_device_has_no_links() -> None:
 
 
 def test_region_of_one_device_has_no_link_inside() -> None:
-    assert row(render(fleet_table(topology("three-sites"))), "cloud ").split()[-1] == "-"
+    assert row(render(fleet_table(built_in_fleet("three-sites"))), "cloud ").split()[-1] == "-"
 
 
 def test_large_fleet_groups_equal_devices_and_keeps_the_matrix() -> None:
-    text = render(fleet_table(topology("dtfm-case5")))
+    text = render(fleet_table(built_in_fleet("dtfm-case5")))
     lines = [line.split() for line in text.splitlines() if "TFLOPS" in line]
     assert len(lines) == 8
     assert lines[0] == ["8", "oregon", "NVIDIA", "V100", "125", "TFLOPS", "16", "GiB", "-"]
@@ -156,7 +156,7 @@ def test_large_fleet_groups_equal_devices_and_keeps_the_matrix() -> None:
 
 
 def test_many_regions_have_one_row_each() -> None:
-    text = render(fleet_table(topology("dtfm-case2")))
+    text = render(fleet_table(built_in_fleet("dtfm-case2")))
     assert "by the region they start in" in text
     assert "100 Gbit/s" in row(text, "instance-0 ")
 
@@ -173,7 +173,7 @@ def test_links_of_single_devices_show_as_a_range(fleet: Fleet) -> None:
 
 
 def test_large_fleet_of_one_by_one_links_costs_no_quadratic_search() -> None:
-    devices = topology("laptop").devices[:1]
+    devices = built_in_fleet("laptop").devices[:1]
     many = tuple(msgspec.structs.replace(devices[0], name=f"d{i}", price_per_hour=0.5) for i in range(3000))
     text = render(fleet_table(Fleet(name="many", devices=many, links=Links(default=Link(0.001, 1e6)))))
     assert "many: 3000 devices" in text
@@ -184,7 +184,7 @@ def test_described_lists() -> None:
     text = render(planners_table("Planners", [("dp", "exact dynamic programme"), ("even", "equal layers [baseline]")]))
     assert "Planners" in text
     assert row(text, "even").split(maxsplit=1)[1].strip() == "equal layers [baseline]"
-    assert row(render(topologies_table([("laptop", "two devices")])), "laptop").endswith("two devices")
+    assert row(render(fleets_table([("laptop", "two devices")])), "laptop").endswith("two devices")
 
 
 def test_a_plan_is_not_told_twice(plan: Plan, fleet: Fleet) -> None:

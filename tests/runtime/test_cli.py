@@ -356,7 +356,7 @@ def test_every_command_speaks_json(trained: Trained, tmp_path: Path) -> None:
     assert simulated["step_s"] > 0
     traced = json.loads(isthmus("trace", trained.run, "--json").out)
     assert json.loads(Path(traced["perfetto"]).read_text())["traceEvents"]
-    assert "three-sites" in json.loads(isthmus("topologies", "--json").out)
+    assert "three-sites" in json.loads(isthmus("fleets", "--json").out)
     listed = json.loads(isthmus("planners", "--json").out)
     expected = {
         "plan": planner_names(),

@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 from isthmus.cost.compression import describe_ratios, ratio_planner_names
 from isthmus.errors import UserError
-from isthmus.fleet import RANDOM, topology_names
-from isthmus.fleet import describe as describe_topology
+from isthmus.fleet import RANDOM, built_in_names
+from isthmus.fleet import describe as describe_fleet
 from isthmus.planners import describe as describe_planner
 from isthmus.planners import planner_names
 from isthmus.planners.cohort import cohort_names, describe_cohort
 from isthmus.planners.sync import describe_sync, sync_planner_names
-from isthmus.report.fleet_tables import names_table, planners_table, topologies_table
+from isthmus.report.fleet_tables import fleets_table, names_table, planners_table
 
-__all__ = ["Kind", "names_table", "planners", "planners_table", "topologies", "topologies_table"]
+__all__ = ["Kind", "fleets", "fleets_table", "names_table", "planners", "planners_table"]
 
 
 class Kind(NamedTuple):
@@ -25,13 +25,13 @@ class Kind(NamedTuple):
     """By name, one line."""
 
 
-def topologies() -> dict[str, str]:
+def fleets() -> dict[str, str]:
     """The built-in fleets, and one line on each.
 
-    >>> "laptop" in topologies()
+    >>> "laptop" in fleets()
     True
     """
-    return {name: describe_topology(name) for name in (*topology_names(), RANDOM)}
+    return {name: describe_fleet(name) for name in (*built_in_names(), RANDOM)}
 
 
 def planners() -> dict[str, Kind]:

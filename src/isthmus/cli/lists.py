@@ -14,13 +14,13 @@ app = typer.Typer()
 
 
 @app.command()
-def topologies(json: JsonOption = False) -> None:
+def fleets(json: JsonOption = False) -> None:
     """List the built-in fleets."""
-    found = api.names.topologies()
+    found = api.names.fleets()
     if json:
         print_json_line(found)
     else:
-        out().print(api.names.topologies_table(list(found.items())))
+        out().print(api.names.fleets_table(list(found.items())))
 
 
 @app.command()

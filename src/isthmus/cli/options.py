@@ -53,7 +53,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout."
 class JobOptions:
     """Options in place of what a job says; None: as it says."""
 
-    fleet: Annotated[str | None, typer.Option("--fleet", help="A built-in topology or a fleet TOML.")] = None
+    fleet: Annotated[str | None, typer.Option("--fleet", help="A built-in fleet or a fleet TOML.")] = None
     planner: Annotated[str | None, typer.Option("--planner", help="See `isthmus planners`.")] = None
     devices: Annotated[int | None, typer.Option("--devices", min=1, help="Thin the fleet to so many devices.")] = None
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps, in place of the job's.")] = None

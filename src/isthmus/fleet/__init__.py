@@ -1,10 +1,10 @@
-"""Where a model can be trained: devices, the links between them, and the built-in topologies."""
+"""Where a model can be trained: devices, the links between them, and the built-in fleets."""
 
+from isthmus.fleet.built_in import RANDOM, built_in_fleet, built_in_names, describe, resolve_fleet
 from isthmus.fleet.changes import FleetChange, changed, corrected, in_half, with_memory
 from isthmus.fleet.fleet import Device, Fleet, Measurement
 from isthmus.fleet.links import Link, Links, LinkTrace, Region, Route
 from isthmus.fleet.toml import dump_fleet, load_fleet, parse_fleet
-from isthmus.fleet.topologies import RANDOM, describe, resolve_fleet, topology, topology_names
 
 __all__ = [
     "RANDOM",
@@ -17,6 +17,8 @@ __all__ = [
     "Measurement",
     "Region",
     "Route",
+    "built_in_fleet",
+    "built_in_names",
     "changed",
     "corrected",
     "describe",
@@ -25,7 +27,5 @@ __all__ = [
     "load_fleet",
     "parse_fleet",
     "resolve_fleet",
-    "topology",
-    "topology_names",
     "with_memory",
 ]

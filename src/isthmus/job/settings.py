@@ -194,7 +194,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     data: DataSpec
     """Which data to train on."""
     fleet: str = "laptop"
-    """A built-in topology or a path to a fleet TOML."""
+    """A built-in fleet or a path to a fleet TOML."""
     devices: Positive | None = None
     """Thin the fleet to so many devices."""
     planner: str = "auto"

@@ -2,7 +2,7 @@
 
 from isthmus.report.comparison import ComparedPlan, Comparison, Headroom, compared_table, least_headroom, ranked
 from isthmus.report.explanation import Explanation, explain, explanation_text
-from isthmus.report.fleet_tables import fleet_table, planners_table, topologies_table
+from isthmus.report.fleet_tables import fleet_table, fleets_table, planners_table
 from isthmus.report.memory import memory_table, memory_use
 from isthmus.report.overview import plan_overview
 from isthmus.report.periods import during, last_period, run_summary
@@ -52,6 +52,7 @@ __all__ = [
     "explain",
     "explanation_text",
     "fleet_table",
+    "fleets_table",
     "improvements",
     "last_period",
     "least_headroom",
@@ -64,6 +65,5 @@ __all__ = [
     "prediction_error",
     "ranked",
     "run_summary",
-    "topologies_table",
     "verdict_table",
 ]

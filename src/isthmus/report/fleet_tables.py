@@ -1,4 +1,4 @@
-"""Fleets, topologies and planners as terminal tables. Nothing is printed here: the caller has the console."""
+"""Fleets and planners as terminal tables. Nothing is printed here: the caller has the console."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MOST_DEVICE_ROWS = 16
 MOST_MATRIX_REGIONS = 8
 
 
-def topologies_table(topologies: Iterable[tuple[str, str]]) -> RenderableType:
+def fleets_table(fleets: Iterable[tuple[str, str]]) -> RenderableType:
     """From (name, description) pairs."""
-    return names_table("Topologies", "topology", topologies)
+    return names_table("Built-in fleets", "fleet", fleets)
 
 
 def planners_table(title: str, planners: Iterable[tuple[str, str]]) -> RenderableType:

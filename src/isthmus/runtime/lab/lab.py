@@ -37,7 +37,7 @@ from rich.table import Table
 
 from isthmus.errors import InternalError, IsthmusError, UserError, unknown_name
 from isthmus.fleet import Device, Fleet, Link, Links, Route
-from isthmus.fleet.topologies import resolve_fleet
+from isthmus.fleet.built_in import resolve_fleet
 from isthmus.runtime.lab import hub as hub_program
 from isthmus.runtime.lab import probe as probe_program
 from isthmus.runtime.lab.hub import HubCount, HubFailed, HubReady, HubSpec, PathSpec
@@ -338,7 +338,7 @@ def _table(rows: list[_Row]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m isthmus.runtime.lab.lab", description=_TITLE)
-    parser.add_argument("fleet", nargs="?", help="a built-in topology or a TOML file; three example devices if absent")
+    parser.add_argument("fleet", nargs="?", help="a built-in fleet or a TOML file; three example devices if absent")
     parser.add_argument("--devices", type=int, default=3, help="how many of the fleet's devices take part")
     parser.add_argument("--seconds", type=float, default=5.0, help="how long to send on each link, from 1")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

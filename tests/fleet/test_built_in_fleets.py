@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.fleet import Fleet, describe, dump_fleet, parse_fleet, resolve_fleet, topology, topology_names
+from isthmus.fleet import Fleet, built_in_fleet, built_in_names, describe, dump_fleet, parse_fleet, resolve_fleet
 from isthmus.fleet.random_fleets import random_fleet
 
 DTFM = tuple(f"dtfm-case{case}" for case in range(1, 6))
@@ -25,7 +25,7 @@ def between(fleet: Fleet, a: str, b: str) -> tuple[float, float]:
 
 
 def test_the_names() -> None:
-    assert topology_names() == (
+    assert built_in_names() == (
         *DTFM,
         "fluidstack",
         "fusionllm-testbed1",
@@ -39,13 +39,13 @@ def test_the_names() -> None:
         "sky-64",
         "three-sites",
     )
-    with pytest.raises(UserError, match="unknown topology 'three-site': did you mean 'three-sites'"):
-        topology("three-site")
+    with pytest.raises(UserError, match="unknown fleet 'three-site': did you mean 'three-sites'"):
+        built_in_fleet("three-site")
 
 
-@pytest.mark.parametrize("name", topology_names())
+@pytest.mark.parametrize("name", built_in_names())
 def test_each_has_its_name_one_line_about_it_and_survives_a_dump(name: str) -> None:
-    fleet = topology(name)
+    fleet = built_in_fleet(name)
     assert fleet.name == name
     assert describe(name) and len(describe(name).splitlines()) == 1
     assert parse_fleet(dump_fleet(fleet), "f.toml") == fleet
@@ -53,7 +53,7 @@ def test_each_has_its_name_one_line_about_it_and_survives_a_dump(name: str) -> N
 
 @pytest.mark.parametrize("name", DTFM)
 def test_dtfm_has_64_v100(name: str) -> None:
-    devices = topology(name).devices
+    devices = built_in_fleet(name).devices
     assert len(devices) == 64
     assert {(d.flops_per_s, d.memory_bytes, d.hardware) for d in devices} == {(125e12, 16 * 2**30, "NVIDIA V100")}
 
@@ -91,40 +91,42 @@ def test_dtfm_has_64_v100(name: str) -> None:
     ],
 )
 def test_links(name: str, a: str, b: str, latency_ms: float, bandwidth_gbit: float) -> None:
-    assert between(topology(name), a, b) == pytest.approx((latency_ms, bandwidth_gbit))
+    assert between(built_in_fleet(name), a, b) == pytest.approx((latency_ms, bandwidth_gbit))
 
 
 def test_dtfm_regions() -> None:
     sizes = {
-        name: [sum(d.region == r for d in topology(name).devices) for r in topology(name).regions] for name in DTFM
+        name: [sum(d.region == r for d in built_in_fleet(name).devices) for r in built_in_fleet(name).regions]
+        for name in DTFM
     }
     assert list(sizes.values()) == [[8] * 8, [4] * 8 + [32], [32] * 2, [16] * 4, [8] * 8]
 
 
 def test_fluidstack_and_three_sites_devices() -> None:
-    assert [(d.flops_per_s, d.memory_bytes) for d in topology("fluidstack").devices] == [(149.7e12, 48 * 10**9)] * 32
-    sites = topology("three-sites")
+    rented = built_in_fleet("fluidstack").devices
+    assert [(d.flops_per_s, d.memory_bytes) for d in rented] == [(149.7e12, 48 * 10**9)] * 32
+    sites = built_in_fleet("three-sites")
     assert sites.names == ("home-0", "home-1", "office-0", "cloud-0")
     assert [d.flops_per_s for d in sites.devices] == [6e9, 6e9, 12e9, 18e9]
     assert {d.memory_bytes for d in sites.devices} == {2 * 2**30}
 
 
 def test_thinning_case_5_to_eight_keeps_one_device_of_each_region() -> None:
-    fleet = topology("dtfm-case5").thin(8)
-    assert [device.region for device in fleet.devices] == list(topology("dtfm-case5").regions)
-    assert len({device.region for device in topology("dtfm-case5").thin(5).devices}) == 5
+    fleet = built_in_fleet("dtfm-case5").thin(8)
+    assert [device.region for device in fleet.devices] == list(built_in_fleet("dtfm-case5").regions)
+    assert len({device.region for device in built_in_fleet("dtfm-case5").thin(5).devices}) == 5
 
 
 def test_symmetrised_fluidstack() -> None:
-    assert between(topology("fluidstack").symmetrised(), "us-mid", "us-east") == pytest.approx((21.8, 3.8))
+    assert between(built_in_fleet("fluidstack").symmetrised(), "us-mid", "us-east") == pytest.approx((21.8, 3.8))
 
 
 def test_resolving_a_name_or_a_path(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(dump_fleet(topology("laptop")), encoding="utf-8")
-    assert resolve_fleet("laptop") is topology("laptop")
-    assert resolve_fleet(str(path)) == topology("laptop")
-    with pytest.raises(UserError, match=r"unknown topology 'labtop': did you mean 'laptop'.*ends in .toml"):
+    path.write_text(dump_fleet(built_in_fleet("laptop")), encoding="utf-8")
+    assert resolve_fleet("laptop") is built_in_fleet("laptop")
+    assert resolve_fleet(str(path)) == built_in_fleet("laptop")
+    with pytest.raises(UserError, match=r"unknown fleet 'labtop': did you mean 'laptop'.*ends in .toml"):
         resolve_fleet("labtop")
     with pytest.raises(UserError, match="No such file"):
         resolve_fleet(str(tmp_path / "none.toml"))
@@ -132,7 +134,7 @@ def test_resolving_a_name_or_a_path(tmp_path: Path) -> None:
 
 def test_fusionllm_testbeds_are_of_the_stated_kinds_and_range() -> None:
     for number in (1, 2):
-        fleet = topology(f"fusionllm-testbed{number}")
+        fleet = built_in_fleet(f"fusionllm-testbed{number}")
         found = Counter(device.hardware for device in fleet.devices)
         assert found == {"NVIDIA RTX 4090": 8 * number, "NVIDIA RTX 2080": 16 * number}
         bandwidths = [route.link.bandwidth_bytes_per_s * 8 for route in fleet.links.regions]
@@ -142,7 +144,7 @@ def test_fusionllm_testbeds_are_of_the_stated_kinds_and_range() -> None:
 
 @pytest.mark.parametrize("nodes", (16, 32, 64))
 def test_sky_leaves_out_its_server_and_slows_down_by_1_to_7(nodes: int) -> None:
-    devices = topology(f"sky-{nodes}").devices
+    devices = built_in_fleet(f"sky-{nodes}").devices
     slow_downs = [9.3e12 / device.flops_per_s - 1 for device in devices]
     assert len(devices) == nodes - 1
     assert 1 <= min(slow_downs) < max(slow_downs) <= 7
@@ -150,9 +152,13 @@ def test_sky_leaves_out_its_server_and_slows_down_by_1_to_7(nodes: int) -> None:
 
 
 def test_parrot_clusters() -> None:
-    assert [len(topology(f"parrot-{cluster}").devices) for cluster in "abc"] == [32, 8, 8]
-    assert Counter(d.hardware for d in topology("parrot-c").devices) == {"NVIDIA Tesla K80": 4, "NVIDIA Tesla P40": 4}
-    assert topology("parrot-a").link("node-0-gpu-0", "node-1-gpu-0").bandwidth_bytes_per_s == 10e9 / 8
+    assert [len(built_in_fleet(f"parrot-{cluster}").devices) for cluster in "abc"] == [32, 8, 8]
+    mixed = built_in_fleet("parrot-c").devices
+    assert Counter(d.hardware for d in mixed) == {
+        "NVIDIA Tesla K80": 4,
+        "NVIDIA Tesla P40": 4,
+    }
+    assert built_in_fleet("parrot-a").link("node-0-gpu-0", "node-1-gpu-0").bandwidth_bytes_per_s == 10e9 / 8
 
 
 def test_a_random_fleet_is_drawn_from_its_name() -> None:

@@ -1,6 +1,6 @@
 """The built-in fleets: a TOML file each, in `builtin/`, or drawn from a seed (`drawn`).
 
-A new topology is a new file there.
+A new fleet is a new file there.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _RANDOM = re.compile(r"random:([0-9]{1,9}):([0-9]{1,18})")
 
 
 @cache
-def topology(name: str) -> Fleet:
+def built_in_fleet(name: str) -> Fleet:
     """The built-in fleet called `name`, or a random one. Raises `UserError` with the nearest name."""
     if (asked := _RANDOM.fullmatch(name)) is not None:
         return random_fleet(int(asked[1]), int(asked[2]))
     if name in _DRAWN:
         return _DRAWN[name]()
-    if name not in topology_names():
-        raise unknown_name("topology", name, [*topology_names(), RANDOM])
+    if name not in built_in_names():
+        raise unknown_name("fleet", name, [*built_in_names(), RANDOM])
     return parse_fleet((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"), f"{name}.toml")
 
 
 @cache
-def topology_names() -> tuple[str, ...]:
+def built_in_names() -> tuple[str, ...]:
     """The names of the built-in fleets, sorted. Random ones have names of the form `random:N:seed` besides."""
     files = (file.name.removesuffix(".toml") for file in _FOLDER.iterdir() if file.name.endswith(".toml"))
     return tuple(sorted([*files, *_DRAWN]))
@@ -48,7 +48,7 @@ def describe(name: str) -> str:
     """One line on what the built-in fleet called `name` is. Raises `UserError` with the nearest name."""
     if name == RANDOM:
         return f"N devices, at most {MOST_DEVICES:,}, drawn from the seed: regions on a globe, heavy-tailed speeds"
-    return topology(name).description
+    return built_in_fleet(name).description
 
 
 def resolve_fleet(name_or_path: str) -> Fleet:
@@ -56,6 +56,6 @@ def resolve_fleet(name_or_path: str) -> Fleet:
     if name_or_path.endswith(".toml"):
         return load_fleet(name_or_path)
     try:
-        return topology(name_or_path)
+        return built_in_fleet(name_or_path)
     except UserError as error:
         raise UserError(f"{error}; or the path of a file that ends in .toml") from None
