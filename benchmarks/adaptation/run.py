@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from cases import Case, built_in_fleet, changes, job, prepared_for, triangle
+from cases import Case, changes, job, prepared_for, thinned_fleet, triangle
 from rich.console import Console
 from rich.table import Table
 
