@@ -309,7 +309,7 @@ class TorchEngine:
     def _differentiate(
         self, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """The leaves' gradients; those of parameters are added up.
+        """The leaves' gradients, laid out as autograd gives them; those of parameters are added up.
 
         On an accelerator each of these is added and forgotten as soon as it is known: all at once take the memory of
         the weights. A call of Python for each costs a small model on the CPU a tenth of its time.
@@ -324,9 +324,11 @@ class TorchEngine:
         for variable in variables.values():
             variable.grad = None  # of a step that was collected and not updated with
         failed: list[Exception] = []
+        kept: dict[int, Tensor] = {}
         taking = [
             v.register_post_accumulate_grad_hook(partial(self._take, name, failed)) for name, v in variables.items()
         ]
+        taking += [leaf.register_hook(partial(_keep, kept, number, leaf)) for number, leaf in enumerate(leaves)]
         try:
             torch.autograd.backward(roots, seeds, inputs=[*leaves, *variables.values()])
         finally:
@@ -334,7 +336,7 @@ class TorchEngine:
                 hook.remove()
         if failed:
             raise failed.pop()
-        return [leaf.grad for leaf in leaves]
+        return [kept.get(number, leaf.grad) for number, leaf in enumerate(leaves)]
 
     def _take(self, name: str, failed: list[Exception], variable: Tensor) -> None:
         """Errors are kept: where a device is written in Python torch ends the process for one that leaves a hook."""
@@ -357,13 +359,15 @@ class TorchEngine:
     def _accumulate(self, name: str, found: Tensor | None) -> None:
         if found is None:
             return
-        gradient = found.to(gradient_dtype(found.dtype))
+        dtype = gradient_dtype(found.dtype)
         if name in self._gradients:
-            self._gradients[name] = self._gradients[name].add_(gradient)
+            self._gradients[name] = self._gradients[name].add_(found.to(dtype))
+        elif found.is_sparse:
+            self._gradients[name] = found.to(dtype).clone()
         else:
-            # gradients may share memory (those of a sum's terms): the sum over micro-batches needs its own, which one
-            # that was widened is
-            self._gradients[name] = gradient.clone() if gradient is found else gradient
+            # Gradients may share memory (those of a sum's terms): the sum over micro-batches needs its own. It has the
+            # parameter's strides, as torch's backward has it: a norm sums in the order of memory.
+            self._gradients[name] = torch.empty_like(self._variables[name], dtype=dtype).copy_(found)
 
     def evaluate(self, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
         values = self._values("eval")
@@ -481,6 +485,12 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of the gradients and the master weights of a parameter that computes in `dtype`. Half types add up too coarsely:
     sums and optimizers work on float32."""
     return torch.float32 if dtype in HALF_TYPES else dtype
+
+
+def _keep(kept: dict[int, Tensor], number: int, leaf: Tensor, gradient: Tensor) -> None:
+    """Keep a gradient that torch would copy into the leaf's strides: the stage before would sum in another order."""
+    if gradient.stride() != leaf.stride():
+        kept[number] = gradient
 
 
 def _no_gradient(parameter: Tensor) -> Tensor:
