@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -129,3 +130,9 @@ def test_the_public_names(package: str) -> None:
 def test_every_package_is_listed() -> None:
     found = {module.name for module in pkgutil.iter_modules(isthmus.__path__) if module.ispkg}
     assert found == PUBLIC.keys()
+
+
+def test_the_command_line_stays_thin() -> None:
+    """It parses, calls the API and prints."""
+    modules = (Path(isthmus.__file__).parent / "cli").rglob("*.py")
+    assert sum(len(module.read_text(encoding="utf-8").splitlines()) for module in modules) <= 1200

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,17 @@ import pytest
 from isthmus.errors import UserError
 from isthmus.federated.job import load_federated_job
 from isthmus.job import fleet_of, load_job, prepare
-from isthmus.scaffold import FirstJob, Task, copy_example, example_names, task_of, write_first_job
+from isthmus.scaffold import (
+    FirstJob,
+    Task,
+    check_name,
+    copy_example,
+    example_names,
+    name_for,
+    task_of,
+    write_first_job,
+)
+from tests.runtime.commands import COMMAND
 
 
 def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, first: FirstJob) -> None:
@@ -54,6 +67,7 @@ def test_own_text_and_own_images(tmp_path: Path) -> None:
     ("first", "words"),
     [
         (FirstJob(name="x", data="no-such.txt"), "data: no file no-such.txt"),
+        (FirstJob(name="x", data="/no-such/*.txt"), r"data: no file /no-such/\*.txt"),
         (FirstJob(name="x", task="images", data="nowhere"), "data: no folder nowhere"),
         (FirstJob(name="x", devices=1), "devices: got 1, expected at least 2"),
     ],
@@ -62,6 +76,40 @@ def test_what_cannot_be_written_leaves_nothing(first: FirstJob, words: str, tmp_
     with pytest.raises(UserError, match=words):
         write_first_job(tmp_path / "new", first)
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["b c", "ü", "a/b", "../x", 'we"ird', "", "-a"])
+def test_a_name_that_no_job_may_have_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"name: got .*expected letters"):
+        write_first_job(tmp_path / "new", FirstJob(name=name))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("folder", "name"), [("b c", "b-c"), ("ü", "first"), ("2nd try!", "2nd-try"), ("a.b", "a.b")])
+def test_a_folders_name_becomes_a_jobs(folder: str, name: str, tmp_path: Path) -> None:
+    assert name_for(tmp_path / folder) == check_name(name)
+
+
+def asked(folder: Path, *answers: str) -> str:
+    """What `isthmus init` prints to a person at a terminal, who answers so."""
+    terminal, theirs = pty.openpty()
+    os.write(terminal, "".join(f"{answer}\n" for answer in answers).encode())
+    command = [*COMMAND, "init", folder.name]
+    done = subprocess.run(command, stdin=theirs, capture_output=True, text=True, cwd=folder.parent, timeout=60)
+    os.close(terminal)
+    os.close(theirs)
+    assert done.returncode == 0, done
+    return done.stderr
+
+
+def test_a_question_is_asked_again_and_the_line_to_go_on_with_is_one_that_a_shell_takes(tmp_path: Path) -> None:
+    said = asked(tmp_path / "b c", "vision", "federated", "none", "0", "12", "my run", "", "", "3")
+    assert "unknown task 'vision'" in said and "--task" not in said
+    assert "got 'none', expected a whole number from 1" in said and "got '0', expected a whole number" in said
+    assert "name: got 'my run', expected letters" in said
+    assert "cd 'b c' && isthmus train job.toml" in said
+    job = load_federated_job(tmp_path / "b c" / "job.toml")
+    assert (job.name, job.partition.clients, job.federated.rounds, job.execution.executors) == ("b-c", 12, 3, 2)
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:

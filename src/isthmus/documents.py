@@ -17,6 +17,8 @@ import msgspec
 from isthmus.errors import UserError, check_choice, plain_types, unknown_name
 
 Document = TypeVar("Document", bound=msgspec.Struct)
+JOB_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""Pattern of a job's name, which names its folder too."""
 
 
 def check_is_local(field: str, path: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from isthmus.documents import JOB_NAME
 from isthmus.errors import UserError, unknown_name
 
 Task = Literal["text", "images", "federated"]
@@ -18,6 +21,12 @@ HERE = Path(__file__).parent
 TEMPLATES = HERE / "templates"
 STEPS: Mapping[Task, int] = {"text": 60, "images": 60, "federated": 20}
 """Of a first run: less than a minute."""
+CLIENTS = 50
+DATA: Mapping[Task, tuple[str, str]] = {
+    "text": ("Which text (a file, a glob, or stdlib for Python's own source)?", "stdlib"),
+    "images": ("Which images (a folder with a folder per class, or digits)?", "digits"),
+}
+"""By task: the question, and its default."""
 SPLITS = ("train", "training")
 """Folders that hold the classes of an image folder that is divided already."""
 
@@ -31,7 +40,7 @@ class FirstJob(msgspec.Struct, frozen=True, kw_only=True):
     """Text: files, a glob, or `stdlib`. Images: a folder with a folder per class, or `digits`. Nothing: those of every
     machine, as are a federated job's."""
     devices: int = 2
-    clients: int = 50
+    clients: int = CLIENTS
     """Of a federated job."""
     steps: int = 0
     """0: as `STEPS` has it."""
@@ -40,8 +49,35 @@ class FirstJob(msgspec.Struct, frozen=True, kw_only=True):
 def task_of(text: str) -> Task:
     """UserError for another."""
     if text not in TASKS:
-        raise unknown_name("--task", text, TASKS)
+        raise unknown_name("task", text, TASKS)
     return text
+
+
+def name_for(folder: Path) -> str:
+    """A job's name, from its folder's."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.absolute().name).strip("-._") or "first"
+
+
+def check_name(name: str) -> str:
+    """The name. UserError for one that no job may have."""
+    if not re.fullmatch(JOB_NAME, name):
+        raise UserError(
+            f"name: got {name!r}, expected letters A-Z and a-z, digits, '.', '_' and '-', and first a letter or a digit"
+        )
+    return name
+
+
+def check_count(text: object) -> int:
+    """The number that a text is. UserError for one below 1, and for anything else."""
+    if not str(text).isdecimal() or int(str(text)) < 1:
+        raise UserError(f"got {str(text)!r}, expected a whole number from 1")
+    return int(str(text))
+
+
+def check_data(task: Task, data: str) -> str:
+    """The data. UserError where there are none of that name."""
+    _ = _text_files(data) if task == "text" else _images(data)
+    return data
 
 
 def write_first_job(folder: Path, first: FirstJob) -> list[Path]:
@@ -54,6 +90,7 @@ def write_first_job(folder: Path, first: FirstJob) -> list[Path]:
         sources["fleet.toml"] = TEMPLATES / "fleet.toml"
         if first.devices < 2:
             raise UserError(f"devices: got {first.devices}, expected at least 2")
+    check_name(first.name)
     values = _values(first)
     taken = [name for name in sources if (folder / name).exists()]
     if taken:
@@ -124,7 +161,7 @@ def _text_files(data: str) -> str:
         if not any(path.rglob("*.txt")):
             raise UserError(f"data: no .txt file in {data}: for other names give a glob, such as '{data}/**/*.md'")
         return str(path.absolute() / "**" / "*.txt")
-    if not path.exists() and not any(sign in data for sign in "*?["):
+    if not path.exists() and next(glob.iglob(str(path), recursive=True), None) is None:
         raise UserError(f"data: no file {data}, expected files, a glob such as 'corpus/**/*.txt', or 'stdlib'")
     return str(path.absolute())
 

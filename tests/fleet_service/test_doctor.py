@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from isthmus.accelerators import accelerator_names
-from isthmus.cli.doctor_commands import examined
+from isthmus.api.doctor import examine
 from isthmus.runtime.identity import Authority, Identity
 from isthmus.runtime.identity.files import write_private
 from isthmus.runtime.messages.versions import versions_here
@@ -143,11 +143,12 @@ def test_the_broken_hop_is_named(fleet: Fleet, tmp_path: Path, breaks: Callable[
 
 
 def _printed(folder: Path) -> tuple[int, list[list[str]]]:
-    """What `isthmus doctor` returns, and the cells of its table."""
+    """The exit code of `isthmus doctor`, and the cells of its table."""
     console = Console(width=1000, record=True, file=io.StringIO())
-    code = examined(folder, None, console, json=False)
+    found = examine(folder, None)
+    console.print(found.table())
     lines = [line for line in console.export_text().splitlines() if line.startswith("│")]
-    return code, [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    return 0 if found.good else 1, [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
 def test_another_version_is_named(fleet: Fleet, tmp_path: Path) -> None:

@@ -12,12 +12,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TextIO
 from unittest import mock
 
 import msgspec
 import pytest
-from rich.console import Console
 
 import isthmus as isthmus_package
 from isthmus.api import job_queue
@@ -25,7 +23,7 @@ from isthmus.api.federated_run import FederatedChoices, ServeAs
 from isthmus.api.job_queue import run_queue
 from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Choices
-from isthmus.api.terminal import Terminal
+from isthmus.api.terminal import logged
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, load_federated_job
 from isthmus.job import Job
@@ -79,12 +77,7 @@ def _served(fleet: Fleet, queue: JobQueue, carry: Carry) -> None:
         return SimpleNamespace(outcome="interrupted" if carry(job, choices, observer, stop) == INTERRUPTED else "done")
 
     with mock.patch.object(job_queue, "run_job", run), contextlib.suppress(KeyboardInterrupt):
-        run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append, _logged)
-
-
-def _logged(file: TextIO) -> Terminal:
-    console = Console(file=file, width=140, markup=False)
-    return Terminal(console, console)
+        run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append, logged)
 
 
 def _ctrl_c() -> None:
@@ -206,7 +199,7 @@ def test_a_federated_job_is_deployed(fleet: Fleet, tmp_path: Path) -> None:
 
     queue = JobQueue(fleet.state.folder)
     with mock.patch.object(job_queue, "deploy", deploy):
-        run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append, _logged)
+        run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append, logged)
     assert deployed == [(load_federated_job(job), False, fleet.service)]
     assert _states(queue) == ["queued"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 from rich.console import Console
@@ -18,6 +19,14 @@ from isthmus.graph import OpGraph
 from isthmus.plans import Plan
 from isthmus.report import PlanningProgress, Progress, comparison_table, memory_table, plan_overview
 from isthmus.report.federated_progress import FederatedProgress, rounds_table
+
+LOG_WIDTH = 140
+
+
+def logged(file: TextIO) -> Terminal:
+    """Writes a job's log."""
+    console = Console(file=file, width=LOG_WIDTH, markup=False)
+    return Terminal(console, console)
 
 
 class Terminal(Observer):

@@ -25,7 +25,7 @@ from isthmus.cli import (
     serve_commands,
 )
 from isthmus.errors import InternalError, IsthmusError, UserError
-from isthmus.sanitize import sanitize
+from isthmus.sanitize import error_line
 
 app = typer.Typer(
     name="isthmus",
@@ -98,7 +98,7 @@ def main() -> None:
             extensions = importlib.import_module("isthmus.extensions")  # it reads what is installed
             missing = extensions.what_is_missing(_called(arguments), e)
             e = e if missing is None else UserError(missing)
-        sys.stderr.write(f"error: {_message_of(e)}\n")  # at once: threads may still speak, and `print` writes twice
+        sys.stderr.write(f"error: {error_line(e)}\n")  # at once: threads may still speak, and `print` writes twice
         family = UserError if isinstance(e, OSError) else InternalError
         code = e.exit_code if isinstance(e, IsthmusError) else family.exit_code
     if code == 130 and any(thread.name == "planning" for thread in threading.enumerate()):
@@ -126,13 +126,3 @@ def _called(arguments: list[str]) -> str:
     """The command, as messages name it."""
     known = [name for group in GROUPS for name in _names(group)]
     return " ".join(["isthmus", *(word for word in arguments[:1] if word in known)])
-
-
-def _message_of(error: Exception) -> str:
-    """One line, without what could steer a terminal: messages quote files and other parties."""
-    text = str(error)
-    if isinstance(error, OSError) and error.filename is not None:
-        text = f"{error.filename}: {error.strerror}"
-    elif not isinstance(error, IsthmusError | OSError):
-        text = f"internal: {type(error).__name__}: {error} (--debug shows where)"
-    return sanitize(text)

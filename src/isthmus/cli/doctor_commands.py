@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from isthmus import api
 from isthmus.cli.console import out, print_json
@@ -30,16 +29,11 @@ def doctor(
     Before it joined: Python, libraries, accelerators, ports and folders. Afterwards, or with a ticket: each hop
     of the way to the coordinator.
     """
-    raise typer.Exit(examined(state, ticket_file, out(), json=json))
-
-
-def examined(state: Path | None, ticket_file: Path | None, out: Console, *, json: bool) -> int:
-    """The exit code: 0 when nothing is wrong."""
     found = api.doctor.examine(state, ticket_file)
     if json:
         print_json(found.findings)
-        return 0 if found.good else 1
-    out.print(found.table())
-    if found.good and not found.joined:
-        out.print("OK: it can plan, train, serve and join; `isthmus join` with a ticket comes next")
-    return 0 if found.good else 1
+    else:
+        out().print(found.table())
+        if found.good and not found.joined:
+            out().print("OK: it can plan, train, serve and join; `isthmus join` with a ticket comes next")
+    raise typer.Exit(0 if found.good else 1)

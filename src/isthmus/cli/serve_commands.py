@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import isthmus
 from isthmus import api
@@ -24,8 +23,6 @@ from isthmus.cli.options import (
 )
 
 app = typer.Typer()
-
-LOG_WIDTH = 140
 
 TicketsOption = Annotated[int, typer.Option("--tickets", min=0, help="Print so many tickets at the start.")]
 
@@ -48,7 +45,7 @@ def serve(
     """
     serving, stop = where.serving(tickets), isthmus.Stop()
     if job_file is None:
-        api.serve.serve_submitted(serving, api.terminal.Terminal(out(), notes()), _logged)
+        api.serve.serve_submitted(serving, api.terminal.Terminal(out(), notes()), api.terminal.logged)
         raise typer.Exit(130)  # after Ctrl-C
     job = asked.any_job(job_file)
     if isinstance(job, isthmus.FederatedJob):
@@ -111,9 +108,3 @@ def probe(
     target.write_text(api.output.dump_fleet(fleet), encoding="utf-8")
     out().print(api.output.matrix_table(fleet))
     terminal.note(f"wrote {target}: --fleet {target} plans with it")
-
-
-def _logged(file: TextIO) -> api.terminal.Terminal:
-    """What writes a job's log."""
-    console = Console(file=file, width=LOG_WIDTH, markup=False)
-    return api.terminal.Terminal(console, console)

@@ -28,7 +28,7 @@ from isthmus.data.leaf import KIND as LEAF
 from isthmus.data.leaf import LeafClients, LeafOptions
 from isthmus.data.partition import PartitionSpec
 from isthmus.data.text import TextOptions
-from isthmus.documents import check_is_local, convert, read_toml
+from isthmus.documents import JOB_NAME, check_is_local, convert, read_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import read_options
 from isthmus.federated.admission import AdmissionRules
@@ -137,7 +137,7 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ('scaffold', 20)
     """
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Meta(pattern=JOB_NAME)]
     """Of the run: its folder is RUN_DIR/NAME."""
     model: ModelSpec
     """Which model to train."""

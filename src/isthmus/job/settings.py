@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from isthmus.cost import SyncPolicy
 from isthmus.data import DataSpec
+from isthmus.documents import JOB_NAME
 from isthmus.fleet import FleetChange
 from isthmus.job.hooks import Hooks
 from isthmus.models import ModelSpec
@@ -187,7 +188,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ('laptop', 'auto', 20)
     """
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Meta(pattern=JOB_NAME)]
     """Of the run: its folder is RUN_DIR/NAME."""
     model: ModelSpec
     """Which model to train."""
