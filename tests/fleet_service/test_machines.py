@@ -118,6 +118,8 @@ def test_what_is_not_here_ends_the_command(monkeypatch: pytest.MonkeyPatch, tmp_
 
     refused(join("--device", "tpu:1"), 2, "--device", "'tpu:1'", "cpu")
     refused(join("--devices", "0", "--device", "cpu"), 2, "--devices", "beside --device")
+    for several in (join("--device", "cpu", "--device", "checked"), isthmus("probe", *2 * ("--device", "cpu"))):
+        refused(several, 2, "--device: got 2 of them", "--devices cpu,c")
     monkeypatch.setattr(device, "accelerator_names", tuple)
     for asked in ("all", "0,2"):
         refused(join("--devices", asked), 2, "--devices", "torch sees no accelerator here", "to take the CPU")

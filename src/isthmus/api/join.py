@@ -78,6 +78,13 @@ def memory_of(text: str, accelerator: str = "cpu") -> int | None:
     return min(found or machine_bytes, machine_bytes)
 
 
+def single_device(given: Sequence[str] | None, default: str) -> str:
+    """Of `--device`, each time that it was given. UserError for more than one."""
+    if given and len(given) > 1:
+        raise UserError(f"--device: got {len(given)} of them, expected one; several: --devices {','.join(given)}")
+    return given[0] if given else default
+
+
 def accelerators_of(text: str) -> dict[str, str]:
     """Of `--devices`: full names of accelerators, by what each adds to the machine's name. UserError."""
     here = accelerator_names()

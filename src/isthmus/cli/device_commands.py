@@ -23,8 +23,8 @@ def join(
         Path | None, typer.Option("--ticket-file", help="A 0600 file; else it is asked for, or read from stdin.")
     ] = None,
     device: Annotated[
-        str, typer.Option("--device", help="Where it computes: cpu, cuda:0, mps, ...; auto is a GPU if there is one.")
-    ] = "auto",
+        list[str] | None, typer.Option("--device", help="cpu, cuda:0, mps, ...; default: auto, a GPU if there is one.")
+    ] = None,
     devices: Annotated[
         str,
         typer.Option(
@@ -89,7 +89,7 @@ def join(
         timeout=timeout,
         place=place,
         site=site,
-        device=device,
+        device=api.join.single_device(device, api.join.AUTO),
         devices=devices,
         memory=memory,
     )

@@ -86,7 +86,7 @@ def probe(
         Path | None,
         typer.Option("--job", metavar="JOB.toml", help="Measure speeds in the first layers of this job's model."),
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="Of this machine: cpu, cuda:0, ...; default: all.")] = "",
+    device: Annotated[list[str] | None, typer.Option("--device", help="Of this machine: cuda:0; default: all.")] = None,
     devices: Annotated[
         str, typer.Option("--devices", metavar="all|0,cpu", help="Of this machine: these, as `isthmus join` has them.")
     ] = "",
@@ -96,7 +96,8 @@ def probe(
     tickets: TicketsOption = 0,
 ) -> None:
     """Measure this machine's devices, or those of a fleet and the links between them; write a fleet TOML."""
-    asked = api.probe.Probing(names=tuple(names or ()), job=job, device=device, devices=devices, memory=memory)
+    chosen = api.join.single_device(device, "")
+    asked = api.probe.Probing(names=tuple(names or ()), job=job, device=chosen, devices=devices, memory=memory)
     terminal = api.terminal.Terminal(out(), notes())
     fleet = api.probe.probe_devices(asked, where.serving(tickets), terminal.note)
     for one in fleet.devices:
