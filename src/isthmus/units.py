@@ -216,7 +216,7 @@ def _parse_text(text: str, field: str, quantity: _Quantity) -> tuple[Fraction, s
 def _offer(unit: str, quantity: _Quantity) -> str:
     """The nearest units. Several, without regard to case: "Mb/s" may have been meant as "MB/s" and as "Mbit/s"."""
     folded = {name.casefold(): name for name in quantity.units}
-    near = difflib.get_close_matches(unit.casefold(), folded, n=6, cutoff=0.5)
+    near = difflib.get_close_matches(unit.casefold(), folded, n=6, cutoff=0.6)
     # The prefix is rarely the slip: "kB/s" is one letter from "Mb/s" too, but nobody meant it.
     same_prefix = [name for name in near if name[0] == unit[0].casefold()]
     offered = (same_prefix or near)[:3]

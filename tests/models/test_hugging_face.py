@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from isthmus.errors import UserError
 from isthmus.graph.capture import Column, capture
 from isthmus.models import ModelSpec, build_model, is_hugging_face, model_names, save_hugging_face
+from isthmus.models.registry import describe_model
 
 transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)
@@ -230,3 +231,11 @@ def test_listed_names_are_built_by_their_class():
         "hf-llama",
         "hf-resnet",
     ]
+
+
+@pytest.mark.parametrize("name", ["hf-gpt2", "hf-bert-classifier", "hf-resnet"])
+def test_options_are_described_in_the_librarys_words(name: str) -> None:
+    _, options = describe_model(name)
+    assert options and all(option.type for option in options)
+    told = [option for option in options if option.meaning]
+    assert len(told) >= 0.9 * len(options) and all(option.meaning.endswith(".") for option in told)

@@ -111,7 +111,9 @@ def _watched(
     try:
         run, act = begin(folder)
         if run.first_round >= job.federated.rounds:
-            observer.note(f"nothing left to do: {folder} has {run.first_round} rounds of {job.federated.rounds}")
+            observer.note(
+                f"nothing left to do: {folder} has {run.first_round} rounds, the job asks for {job.federated.rounds}"
+            )
             return FederatedResult(folder, "done")
         if choices.resume:
             observer.note(f"resuming {folder} after {run.first_round} rounds")

@@ -71,7 +71,9 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
     checkpoint = newest_whole_checkpoint(folder.checkpoints, observer.note, finite=finite) if choices.resume else None
     start_step = read_manifest(checkpoint).step if checkpoint is not None else 0
     if start_step >= job.training.steps:
-        observer.note(f"nothing left to do: {folder.path} has {start_step} steps of {job.training.steps}")
+        observer.note(
+            f"nothing left to do: {folder.path} has {start_step} steps, the job asks for {job.training.steps}"
+        )
         return Run(folder.path)
     if choices.resume:
         where = f"after step {start_step}" if checkpoint is not None else "from the start: nothing was saved yet"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from isthmus.documents import follow_umask
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
-from isthmus.option_docs import OptionDoc, toml_text
+from isthmus.option_docs import OptionDoc, toml_text, type_text
 
 BY_NAME: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "hf-gpt2": ("GPT2LMHeadModel", {}),
@@ -31,6 +32,8 @@ BY_NAME: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "hf-resnet": ("ResNetForImageClassification", {}),
 }
 
+_ARGUMENT = re.compile(r"^    (\w+) \(.*\):\n((?:        .*\n?)+)", re.MULTILINE)
+"""An argument of a config in its docstring, and what is said of it."""
 _AUTO_CLASS = {
     "causal-lm": "AutoModelForCausalLM",
     "sequence-classification": "AutoModelForSequenceClassification",
@@ -142,8 +145,23 @@ def describe_class(class_name: str, defaults: Mapping[str, object]) -> tuple[str
     values = {**config_class().to_dict(), **defaults}
     of_all = inspect.signature(_transformers().PreTrainedConfig).parameters.keys() - {"tie_word_embeddings"}
     names = [name for name in inspect.signature(config_class).parameters if name in values and name not in of_all]
-    docs = tuple(OptionDoc(key=name, type="", default=toml_text(values[name]), meaning="") for name in names)
+    arguments, meanings = inspect.signature(config_class).parameters, _meanings(config_class)
+    docs = tuple(
+        OptionDoc(
+            key=name,
+            type=type_text(arguments[name].annotation),
+            default=toml_text(values[name]),
+            meaning=meanings.get(name, ""),
+        )
+        for name in names
+    )
     return f"transformers.{class_name} with random weights; options are those of {config_class.__name__}", docs
+
+
+def _meanings(config_class: type) -> dict[str, str]:
+    """The library's words on each argument: the first sentence."""
+    told = _ARGUMENT.findall(inspect.getdoc(config_class) or "")
+    return {name: re.split(r"(?<=\w\.)\s", " ".join(text.split()))[0] for name, text in told}
 
 
 def build_pretrained(chosen: PretrainedOptions) -> nn.Module:
