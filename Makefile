@@ -36,8 +36,10 @@ test-gpu: $(READY)
 
 check: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.readable_core
 
 # Pages of docs/reference that are made from the code.
 reference: $(READY)
