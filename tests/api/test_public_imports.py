@@ -55,3 +55,8 @@ def _imports(path: Path) -> Iterator[tuple[str, list[str]]]:
             yield from ((alias.name, []) for alias in node.names if alias.name.partition(".")[0] == "isthmus")
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "isthmus":
             yield node.module or "", [alias.name for alias in node.names]
+
+
+def test_the_reference_lists_the_public_packages() -> None:
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(isthmus[\w.]*)` \|", page, re.MULTILINE) == list(PUBLIC_PACKAGES)
