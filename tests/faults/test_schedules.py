@@ -6,29 +6,25 @@ from collections import Counter
 
 import pytest
 
+from tests.goldens.files import read
+from tests.goldens.schedules import BLOCKS, EACH, digest, simulated
+
 from .schedule import drawn
 from .simulated import Simulated
-
-BLOCKS, EACH = 10, 220
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_one_line_nothing_twice_nothing_acknowledged_lost(block: int) -> None:
-    outcomes: Counter[str] = Counter()
-    recoveries = state_received = recalled = 0
-    for seed in range(block * EACH, (block + 1) * EACH):
-        run = Simulated(drawn(seed))
-        try:
-            outcomes[run.run().outcome] += 1
-        except AssertionError as e:
-            raise AssertionError(f"seed {seed}: {e}") from e
-        recoveries += run.recoveries
-        state_received += run.state_received > 0
-        recalled += run.recalls > 0
+    runs = list(simulated(block))
+    outcomes = Counter(run.finish.outcome for run in runs if run.finish is not None)
+    recoveries = sum(run.recoveries for run in runs)
+    state_received = sum(run.state_received > 0 for run in runs)
+    recalled = sum(run.recalls > 0 for run in runs)
     assert outcomes["done"] > EACH * 0.8, outcomes  # the others: no device was left, or no plan
     assert recoveries > EACH / 2, "the schedules must do harm"
     assert recalled, "sometimes too few must be left"
     assert state_received > EACH / 20, "joining devices must come while the others train"
+    assert digest(runs) == read("schedules")[str(block)], "python -m tests.goldens schedules, if this is meant"
 
 
 def test_a_seed_is_replayed_to_the_letter() -> None:

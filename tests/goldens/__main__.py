@@ -12,7 +12,7 @@ from .files import kernels, read, write
 from .plans import CASES as PROBLEMS
 from .plans import PLANNERS, cost
 from .runs import CASES as RUNS
-from .schedules import BLOCKS, block
+from .schedules import BLOCKS, digest, simulated
 from .wire import wire
 
 
@@ -29,7 +29,7 @@ def runs() -> dict[str, object]:
 
 
 def schedules() -> dict[str, object]:
-    return {str(number): block(number) for number in range(BLOCKS)}
+    return {str(number): digest(list(simulated(number))) for number in range(BLOCKS)}
 
 
 def new_wire() -> dict[str, object]:
