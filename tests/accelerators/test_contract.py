@@ -234,16 +234,25 @@ BROKEN: dict[str, tuple[Callable[[], AbstractContextManager[object]], type[Excep
 """What is changed, and what is found."""
 
 
+ATTEMPTS = 10
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_stage_that_breaks_the_rules_is_found_out(
     name: str, ready: Callable[[str], Ready], emulated: list[Checked], tmp_path: Path
 ) -> None:
+    """A drop is wrong only where its memory is given out before the host has waited for its last user, which is a
+    matter of luck in one run: so there are several."""
     broken, kind, words = BROKEN[name]
-    with contextlib.ExitStack() as stack:
-        for accelerator in emulated:
-            stack.enter_context(accelerator.refusing("implicit copy", "host synchronization"))
-        stack.enter_context(broken())
-        raised = stack.enter_context(pytest.raises(IsthmusError))
-        trained(ready("gpt"), tmp_path, "checked")
-    found = [*emulated[0].misuses, raised.value]
+    found: list[Exception] = []
+    for attempt in range(ATTEMPTS):
+        with contextlib.ExitStack() as stack:
+            for accelerator in emulated:
+                stack.enter_context(accelerator.refusing("implicit copy", "host synchronization"))
+            stack.enter_context(broken())
+            try:
+                trained(ready("gpt"), tmp_path / str(attempt), "checked")
+            except IsthmusError as e:
+                found += [*emulated[0].misuses, e]
+                break
     assert any(isinstance(e, kind) and words in str(e) for e in found), found
