@@ -69,6 +69,11 @@ def refuses_unknown_peers(address: tuple[str, int]) -> None:
         assert len(_answer(session)) < 2000, address
 
 
-def readable_by_others(folder: Path) -> list[Path]:
-    """Files in a folder that others may look into."""
-    return [p for p in folder.rglob("*") if p.is_file() and p.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)]
+def readable_by_others(folder: Path) -> list[bytes]:
+    """Contents of the files in a folder that others may look into; a run may replace files meanwhile."""
+    told = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file() and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+                told.append(path.read_bytes())
+    return told

@@ -245,7 +245,7 @@ def _no_secret_is_in_the_open(tickets: _Tickets, run: Path, coordinator: int) ->
     secrets = [record.run, *tickets.given, *(decode_ticket(ticket).secret.hex() for ticket in tickets.given)]
     pids = (*family_of(coordinator), *family_of(os.getpid()))
     told = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
-    told += [path.read_bytes() for path in readable_by_others(run)]
+    told += readable_by_others(run)
     told.append(isthmus("logs", "--state", tickets.home, "--all").out.encode())
     told.append(isthmus("status", "--state", tickets.home, "--json").out.encode())
     assert len(told) > 6 and any(b"isthmus device" in words for words in told)
