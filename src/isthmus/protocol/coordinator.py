@@ -62,8 +62,9 @@ from isthmus.protocol.coordinator_events import (
 )
 from isthmus.protocol.finite import Divergence
 from isthmus.protocol.leases import Leases
+from isthmus.protocol.machine import Machine
 from isthmus.protocol.members import Members
-from isthmus.protocol.phases import CoordinatorStatistics, Phase
+from isthmus.protocol.phases import COORDINATOR, CoordinatorStatistics, Phase
 from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout, holders_at, recovery_step, state_donors
 from isthmus.protocol.reports import ItemReports, mean_loss, non_finite
 from isthmus.protocol.restarts import Restarts
@@ -73,8 +74,10 @@ from isthmus.protocol.work import RunSpec
 Out = list[CoordinatorInstruction]
 
 
-class Coordinator:
+class Coordinator(Machine[Phase, CoordinatorEvent, CoordinatorInstruction]):
     """The state machine of a run over the devices of one plan after another."""
+
+    transitions = COORDINATOR
 
     def __init__(
         self,
@@ -87,14 +90,13 @@ class Coordinator:
     ) -> None:
         """Without a layout the run ends when a device is lost. `lineage` is of a run whose coordinator was started
         again, in a new epoch: `spec` begins from its last checkpoint, and devices may hold more."""
+        super().__init__(epoch)
         self.devices = tuple(devices)
         self.spec = spec
         self.layout = layout or StateLayout(parts={})
         self.survives = layout is not None
         """Whether the run goes on when a device is lost."""
-        self._epoch = epoch
         self._lineage = lineage or Lineage()
-        self._phase: Phase = "joining"
         self._leases = Leases(spec, self.layout)
         self._step = self._saved = spec.start_step
         self._began = self._restarted = lineage is not None
@@ -116,11 +118,6 @@ class Coordinator:
         self._planned_for: frozenset[str] = frozenset()
         self._interrupted = False
         self._reason = ""
-        self._stale = 0
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
 
     @property
     def awaited(self) -> frozenset[str]:
@@ -147,11 +144,7 @@ class Coordinator:
             self._phase, leases.finished, leases.leased, self._stale, self._epoch, max(self._saved, leases.acknowledged)
         )
 
-    def handle(self, event: CoordinatorEvent) -> Out:
-        """Take one event; return what to do now."""
-        if event.epoch != self._epoch or self._phase == "done":
-            self._stale += event.epoch != self._epoch
-            return []
+    def _take(self, event: CoordinatorEvent) -> Out:
         match event:
             case DeviceJoined(device=device, holdings=holdings):
                 return self._on_joined(device, holdings)

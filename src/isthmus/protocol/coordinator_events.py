@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 
 from isthmus.protocol.attempts import StepFailure
-from isthmus.protocol.events import Event
 from isthmus.protocol.finite import NonFinite
+from isthmus.protocol.machine import Event
 from isthmus.protocol.recovery import StateHolding, StateLayout
 from isthmus.protocol.work import Item
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from isthmus.protocol.machine import Event
 from isthmus.protocol.work import Item
 
 Parcel = Literal["forward", "backward", "shared", "shared_gradient", "count", "norms"]
@@ -18,10 +19,6 @@ its gradient, the number of items that a summed loss counts, and the gradient no
 
 Work = Literal["F", "B", "E"]
 """Forward, backward, and the evaluation's forward."""
-
-
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    epoch: int = 0
 
 
 # To the worker

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
@@ -58,7 +57,9 @@ from isthmus.protocol.events import (
 )
 from isthmus.protocol.exchange import Exchange, GroupView
 from isthmus.protocol.feeding import Feeding
+from isthmus.protocol.machine import Machine
 from isthmus.protocol.work import Item
+from isthmus.protocol.worker_phases import WORKER, Phase, WorkerStatistics
 
 
 class StageView(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,43 +131,18 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(m.other for r in rounds for m in (*r.sends, *r.receives))
 
 
-Phase = Literal[
-    "idle",
-    "tasklets",
-    "gathering",
-    "filling",
-    "averaging",
-    "taking",
-    "collecting",
-    "clipping",
-    "updating",
-    "settling",
-    "saving",
-    "keeping",
-    "halted",
-]
+class Worker(Machine[Phase, WorkerEvent, WorkerInstruction]):
+    """The state machine of one stage. At most one of the instructions that an event leads to occupies the compute
+    lane."""
 
-
-class WorkerStatistics(msgspec.Struct, frozen=True):
-    phase: Phase
-    item: int
-    """The item in work, or the last one finished."""
-    forwards: int
-    backwards: int
-    stale: int
-    """Events of another plan epoch, dropped."""
-
-
-class Worker:
-    """The state machine of one stage. The driver calls `handle` with one event at a time."""
+    transitions = WORKER
 
     def __init__(self, view: StageView, epoch: int = 0) -> None:
+        super().__init__(epoch)
         self.view = view
-        self._epoch = epoch
         self._leases: deque[Item] = deque()
         self._item: Item | None = None
         self._last = -1
-        self._phase: Phase = "idle"
         self._busy = False
         self._own: Sequence[int] = ()
         """The item's micro-batches that are done here."""
@@ -180,19 +156,16 @@ class Worker:
         self._exchange = Exchange(view.groups)
         self._awaited: tuple[int, ...] = ()
         """The groups whose sums are to be taken next."""
-        self._stale = 0
 
     def statistics(self) -> WorkerStatistics:
         item = self._item.index if self._item else self._last
         return WorkerStatistics(self._phase, item, self._next_forward, self._backwards, self._stale)
 
-    def handle(self, event: WorkerEvent) -> list[WorkerInstruction]:
-        """Take one event; return what to do now. At most one instruction occupies the compute lane."""
-        if isinstance(event, Opened | Arrived | PartsArrived) and event.epoch != self._epoch:
-            self._stale += 1
-            return []
-        if self._phase == "halted":  # the compute lane may still finish what it was at
-            return []
+    def _is_stale(self, event: WorkerEvent) -> bool:
+        """Ends of its own instructions are of its own epoch."""
+        return isinstance(event, Opened | Arrived | PartsArrived) and event.epoch != self._epoch
+
+    def _take(self, event: WorkerEvent) -> list[WorkerInstruction]:
         out: list[WorkerInstruction] = []
         match event:
             case Opened(item=item):
@@ -206,28 +179,28 @@ class Worker:
             case Computed(work=work, micro_batch=micro_batch):
                 self._computed(work, micro_batch, out)
             case Filled(item=item):
-                self._expect("filling", "idle" if self.view.delay else "averaging", item)
+                self._expect("idle" if self.view.delay else "averaging", item)
                 self._awaited = self._due()
                 out += self._exchange.start(item, self._awaited)
                 if self.view.delay:
                     self._finish(item, out)
             case Taken(item=item):
-                self._expect("taking", "idle", item)
+                self._expect("idle", item)
                 self._taken(item, out)
             case Collected(item=item, finite=finite):
-                self._expect("collecting", "clipping", item)
+                self._expect("clipping", item)
                 if not finite:
                     self._not_finite.add(item)
                 if self.view.agrees:
                     out += [Send("norms", s, item) for s in self.view.others]
             case Updated(item=item):
-                self._expect("updating", "idle", item)
+                self._expect("idle", item)
                 self._updated(item, out)
             case Saved(item=item):
-                self._expect("saving", "idle", item)
+                self._expect("idle", item)
                 self._finish(item, out)
             case SnapshotKept(item=item):
-                self._expect("keeping", "idle", item)
+                self._expect("idle", item)
                 self._finish(item, out)
             case Halted():
                 self._phase = "halted"
@@ -236,9 +209,9 @@ class Worker:
             self._advance(out)
         return out
 
-    def _expect(self, phase: Phase, then: Phase, item: int) -> None:
-        if self._phase != phase or self._item is None or self._item.index != item:
-            raise InternalError(f"stage {self.view.stage}: an event of phase {phase}, item {item}, in {self._phase}")
+    def _expect(self, then: Phase, item: int) -> None:
+        if self._item is None or self._item.index != item:
+            raise InternalError(f"stage {self.view.stage}: an event of item {item} in phase {self._phase}")
         self._busy = False
         self._phase = then
 

@@ -59,7 +59,8 @@ from isthmus.protocol.events import (
 from isthmus.protocol.phases import CoordinatorStatistics
 from isthmus.protocol.views import plan_views
 from isthmus.protocol.work import Item, RunSpec, Share, shares
-from isthmus.protocol.worker import Worker, WorkerStatistics
+from isthmus.protocol.worker import Worker
+from isthmus.protocol.worker_phases import WorkerStatistics
 from isthmus.simulator.clock import VirtualClock
 from isthmus.simulator.costs import Costs
 from isthmus.simulator.jitter import Jitter

@@ -1,0 +1,119 @@
+"""The kernel of every state machine: events in, instructions out, and one literal table of phases.
+
+    table[phase][event] = the phases that may follow
+
+One rule for events that do not fit, in every machine:
+
+- An event of another plan epoch is late: it is dropped and counted.
+- An event that the table does not have for the phase raises `OutOfPhase`: the host expels the peer that sent it, or
+  has a fault of its own.
+- A machine that is over drops everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Generic, TypeVar, cast
+
+import msgspec
+
+from isthmus.errors import InternalError
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened, as a machine hears of it."""
+
+    epoch: int = 0
+    """The plan epoch under which it arose."""
+
+
+PhaseT = TypeVar("PhaseT", bound=str)
+EventT = TypeVar("EventT", bound=Event)
+InstructionT = TypeVar("InstructionT")
+
+Table = Mapping[str, Mapping[type[Event], str]]
+"""By phase and event, the names of the phases that may follow, in one string."""
+
+
+class OutOfPhase(InternalError):
+    """An event came in a phase that has no use for it: a host expels the peer that sent it."""
+
+
+class Transitions:
+    """A table, read once: `following` gives the phases after an event."""
+
+    def __init__(self, first: str, over: str, table: Table) -> None:
+        """A machine begins in the phase `first`; in the phase `over` it drops every event. InternalError for a phase
+        without a row."""
+        self.first = first
+        self.over = over
+        self.table = table
+        self._following = {
+            (phase, event): frozenset(then.split()) for phase, row in table.items() for event, then in row.items()
+        }
+        unknown = {phase for then in self._following.values() for phase in (*then, first)} - {*table, over}
+        if unknown:
+            raise InternalError(f"phases without a row: {', '.join(sorted(unknown))}")
+
+    def following(self, phase: str, event: Event) -> frozenset[str]:
+        """Raises OutOfPhase where the table has none."""
+        try:
+            return self._following[phase, type(event)]
+        except KeyError:
+            raise OutOfPhase(f"{type(event).__name__} came in phase {phase!r}") from None
+
+    @property
+    def changes(self) -> dict[tuple[str, str], tuple[str, ...]]:
+        """By pair of different phases, the names of the events that lead from one to the other."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for (phase, event), then in self._following.items():
+            for other in then - {phase}:
+                found.setdefault((phase, other), []).append(event.__name__)
+        return {pair: tuple(sorted(names)) for pair, names in sorted(found.items())}
+
+
+class Machine(Generic[PhaseT, EventT, InstructionT]):
+    """A state machine. A subclass gives its `transitions` and takes an event in `_take`."""
+
+    transitions: ClassVar[Transitions]
+
+    def __init__(self, epoch: int = 0) -> None:
+        self._phase: PhaseT = cast(PhaseT, self.transitions.first)
+        self._epoch = epoch
+        self._stale = 0
+
+    @property
+    def phase(self) -> PhaseT:
+        return self._phase
+
+    @property
+    def epoch(self) -> int:
+        """Of the plan in force."""
+        return self._epoch
+
+    @property
+    def stale(self) -> int:
+        """How many events of another epoch were dropped."""
+        return self._stale
+
+    def handle(self, event: EventT) -> list[InstructionT]:
+        """Take one event; return what to do now. Raises OutOfPhase for one that the table does not have."""
+        if self._is_stale(event):
+            self._stale += 1
+            return []
+        if self._phase == self.transitions.over:
+            return []
+        before, following = self._phase, self.transitions.following(self._phase, event)
+        out = self._take(event)
+        if self._phase not in following:
+            raise InternalError(
+                f"{type(self).__name__}: {type(event).__name__} led from {before!r} to {self._phase!r}, "
+                f"expected {' or '.join(sorted(following))}"
+            )
+        return out
+
+    def _is_stale(self, event: EventT) -> bool:
+        return event.epoch != self._epoch
+
+    def _take(self, event: EventT) -> list[InstructionT]:
+        raise NotImplementedError
