@@ -14,8 +14,7 @@ from isthmus.fleet import Fleet, FleetChange
 from isthmus.job import Prepared, prepare
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan
-from isthmus.protocol import Item, drift
-from isthmus.runtime.coordinator import plans
+from isthmus.protocol import Item, adaptation, drift
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.trace import Span
 from tests.runtime.jobs import DIGITS, fleet_of, job_of
@@ -70,7 +69,7 @@ def _run(folder: Path, *changes: FleetChange) -> tuple[Outcome, _Told]:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are short here, and so is what is left of the run."""
     monkeypatch.setattr(drift, "LEAST_S", 0.2)
-    monkeypatch.setattr(plans, "CHANGE_S", 0.05)
+    monkeypatch.setattr(adaptation, "CHANGE_S", 0.05)
 
 
 def test_a_device_that_slows_down_gets_less_to_do(tmp_path: Path) -> None:
@@ -88,7 +87,7 @@ def test_a_device_that_slows_down_gets_less_to_do(tmp_path: Path) -> None:
 def test_a_plan_stays_where_a_change_costs_more_than_is_left_to_gain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "CHANGE_S", 1e6)
+    monkeypatch.setattr(adaptation, "CHANGE_S", 1e6)
     outcome, told = _run(tmp_path, FleetChange(step=AT, factor=0.2, device="d0"))
     assert any(note.startswith("d0 computes at") for note in told.notes)
     assert len(told.plans) > 1 and not outcome.recoveries, told.notes

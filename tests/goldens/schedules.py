@@ -24,5 +24,10 @@ def simulated(number: int) -> Iterator[Simulated]:
 
 def digest(runs: list[Simulated]) -> str:
     """Hash of outcome, reason, steps, end and recoveries of each."""
-    ends = (f"{run.finish} {run.clock.now_s!r} {run.recoveries} {run.state_received} {run.recalls}" for run in runs)
+    ends = (f"{_outcome(run)} {run.clock.now_s!r} {run.recoveries} {run.state_received} {run.recalls}" for run in runs)
     return hashlib.sha256("\n".join(ends).encode()).hexdigest()
+
+
+def _outcome(run: Simulated) -> str:
+    finish = run.finish
+    return "None" if finish is None else f"FinishRun(outcome={finish.outcome!r}, reason={finish.reason!r})"

@@ -15,7 +15,8 @@ from torch import nn
 
 from isthmus.graph import capture as capture_module
 from isthmus.graph.capture import Captured, Column, capture
-from isthmus.runtime.coordinator import failure_detector, host
+from isthmus.protocol import failure_detector
+from isthmus.runtime.coordinator import host
 from isthmus.runtime.transport.channel import SocketChannel
 
 from .lanes import Pair

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from isthmus.errors import PeerError, UserError
 from isthmus.protocol import Coordinator, Item, RunSpec, StateLayout
+from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.coordinator_events import BeginEpoch, MakePlan
+from isthmus.protocol.failure_detector import GRACE_S, FailureDetector
 from isthmus.protocol.memory_shortage import MemoryPeak
-from isthmus.runtime.coordinator.failure_detector import GRACE_S, FailureDetector
+from isthmus.protocol.run_machine import RunMachine
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.coordinator.run_callbacks import Address, Outcome
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -62,7 +64,7 @@ class NotedScript:
     def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
         return STATE
 
-    def plan(self, wanted: MakePlan) -> tuple[StateLayout, bool]:
+    def plan(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures | None]:
         raise UserError("no plan")
 
     def begin(self, begin: BeginEpoch, layout: StateLayout) -> None:
@@ -86,14 +88,8 @@ class NotedScript:
     def is_known(self, device: str) -> bool:
         return True
 
-    def to_try(self) -> tuple[str, str] | None:
-        return None
-
     def emulated(self, link: tuple[str, str]) -> float | None:
         return None
-
-    def tried(self, link: tuple[str, str], bandwidth_bytes_per_s: float | None) -> bool:
-        return False
 
     def updates(self) -> tuple[frozenset[str], EngineConfig]:
         return frozenset(), EngineConfig()
@@ -105,11 +101,10 @@ class NotedScript:
         if [(t.name, t.shape) for t in tensors] != [("w", (2, 3))]:
             raise PeerError("saved what is not of its stage")
 
-    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> bool:
+    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         if item.kind == "train":
             self.losses.append(loss)
             time.sleep(self.slow_s if len(self.losses) == 2 else 0.0)
-        return False
 
     def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
         assert torch.equal(state["w"], STATE["w"])
@@ -170,7 +165,8 @@ class Conducted:
 
     def __init__(self, timeout_s: float = 5.0, slow_s: float = 0.0) -> None:
         self.callbacks = NotedScript(slow_s)
-        self.host = CoordinatorHost(Coordinator(("a", "b"), SPEC), RUN, self.callbacks, timeout_s=timeout_s)
+        machine = RunMachine(Coordinator(("a", "b"), SPEC), timeout_s=timeout_s)
+        self.host = CoordinatorHost(machine, RUN, self.callbacks, timeout_s=timeout_s)
         listener = Listener("127.0.0.1", timeout_s=timeout_s)
         listener.start(self.host.acceptor.on_connection)
         self.port = listener.port
@@ -287,7 +283,7 @@ def test_a_device_that_misbehaves_is_named(conducted: Conducted, how: str, words
     good = FakeDevice(conducted.port, "a")
     FakeDevice(conducted.port, "b", lambda device, item: _misbehaves(device, item, how))
     outcome = conducted.outcome()
-    assert outcome.outcome == "lost"
+    assert outcome.outcome == ("failed" if how.startswith("user") else "lost")
     assert type(outcome.failure) is (UserError if how == "user" else PeerError)
     text = str(outcome.failure)
     assert text.startswith("device 'b'") and text.count("device 'b'") == 1 and words in text
@@ -342,37 +338,36 @@ class TestLosses:
     """When one device fails, its neighbours notice too."""
 
     def test_nothing_has_happened(self) -> None:
-        assert FailureDetector(dict).decide(0.0) is None
+        assert FailureDetector().decide(0.0, {}) is None
 
     def test_a_device_that_says_what_went_wrong_is_believed_at_once(self) -> None:
-        losses = FailureDetector(dict)
+        losses = FailureDetector()
         losses.accused("b", "device 'a': closed the link")
         losses.reported("a", UserError("device 'a': no data"))
-        assert losses.decide(0.0) == ("a", losses._reported[0][1])
+        assert losses.decide(0.0, {}) == ("a", losses._reported[0][1])
 
     def test_the_one_that_vanished_is_to_blame_not_the_one_that_noticed(self) -> None:
-        losses = FailureDetector(dict)
+        losses = FailureDetector()
         losses.accused("b", "device 'a': closed the link")
-        assert losses.decide(10.0) is None
+        assert losses.decide(10.0, {}) is None
         losses.disconnected("b", "its connection closed")
         losses.disconnected("a", "its connection closed")
-        assert losses.decide(10.0 + GRACE_S / 2) is None
-        device, error = losses.decide(10.0 + GRACE_S) or ("", None)
+        assert losses.decide(10.0 + GRACE_S / 2, {}) is None
+        device, error = losses.decide(10.0 + GRACE_S, {}) or ("", None)
         assert device == "a" and str(error) == "device 'a' was lost: its connection closed"
 
     def test_how_a_process_ended_says_more_than_that_its_connection_closed(self) -> None:
-        losses = FailureDetector(
-            lambda: {"a": "its process was killed by SIGKILL", "b": "its process ended with code 4"}
-        )
+        losses = FailureDetector()
+        ended = {"a": "its process was killed by SIGKILL", "b": "its process ended with code 4"}
         losses.accused("b", "device 'a': closed the link")
         losses.disconnected("a", "its connection closed")
-        losses.decide(0.0)
-        device, error = losses.decide(GRACE_S) or ("", None)
+        losses.decide(0.0, ended)
+        device, error = losses.decide(GRACE_S, ended) or ("", None)
         assert device == "a" and "SIGKILL" in str(error)
 
     def test_a_broken_link_between_two_that_live(self) -> None:
-        losses = FailureDetector(dict)
+        losses = FailureDetector()
         losses.accused("b", "device 'a': stalled for 60 s")
-        losses.decide(0.0)
-        device, error = losses.decide(GRACE_S) or ("", None)
+        losses.decide(0.0, {})
+        device, error = losses.decide(GRACE_S, {}) or ("", None)
         assert device == "b" and str(error) == "device 'b': device 'a': stalled for 60 s"

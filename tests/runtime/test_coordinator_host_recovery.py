@@ -11,7 +11,9 @@ import pytest
 
 from isthmus.errors import PeerError
 from isthmus.protocol import Coordinator, RunSpec, StateHolding, StateLayout
+from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.coordinator_events import MakePlan
+from isthmus.protocol.run_machine import RunMachine
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -38,8 +40,8 @@ SPEC = RunSpec(steps=6, micro_batches=1, micro_batch_size=1)
 class Planning(NotedScript):
     """Plans for whoever is there: the last one has the weight."""
 
-    def plan(self, wanted: MakePlan) -> tuple[StateLayout, bool]:
-        return _layout(*wanted.devices), wanted.must
+    def plan(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures | None]:
+        return _layout(*wanted.devices), None
 
 
 def _layout(*devices: str) -> StateLayout:
@@ -106,7 +108,7 @@ class Device:
 
 
 def _conducted(*devices: str) -> tuple[CoordinatorHost, int, list[Outcome]]:
-    machine = Coordinator(devices, SPEC, layout=_layout(*devices))
+    machine = RunMachine(Coordinator(devices, SPEC, layout=_layout(*devices)), timeout_s=5.0)
     host = CoordinatorHost(machine, RUN, Planning(), timeout_s=5.0, others=("c",))
     listener = Listener("127.0.0.1", timeout_s=5.0)
     listener.start(host.acceptor.on_connection)
@@ -117,7 +119,7 @@ def _conducted(*devices: str) -> tuple[CoordinatorHost, int, list[Outcome]]:
 
 def _reached(host: CoordinatorHost, items: int) -> None:
     deadline_s = time.monotonic() + 10
-    while host.machine.statistics().finished < items:
+    while host.machine.coordinator.statistics().finished < items:
         assert time.monotonic() < deadline_s, "nothing goes on"
         time.sleep(0.01)
 

@@ -11,8 +11,8 @@ from isthmus.fleet import Fleet, FleetChange
 from isthmus.job import prepare
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan
+from isthmus.protocol import adaptation
 from isthmus.protocol.coordinator_events import MakePlan
-from isthmus.runtime.coordinator import plans
 from isthmus.runtime.coordinator.plans import Plans
 from isthmus.trace import Span
 
@@ -40,7 +40,7 @@ def _spans(step: int, seconds: float) -> Iterator[Span]:
 
 
 def test_a_link_that_recovered_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "RETRY_S", 0.0)
+    monkeypatch.setattr(adaptation, "RETRY_S", 0.0)
     made = job_of("mlp", {"layers": 4}, DIGITS, steps=1000)
     drop, back = FleetChange(step=0, factor=0.1, link=LINK), FleetChange(step=40, factor=1.0, link=LINK)
     runtime = msgspec.structs.replace(made.runtime, emulate=True, changes=(drop, back))
@@ -52,20 +52,27 @@ def test_a_link_that_recovered_is_used_again(monkeypatch: pytest.MonkeyPatch) ->
         believed.append(left.link(*LINK).bandwidth_bytes_per_s)
         return make_plan("chain", prepared.problem(left))
 
-    found = Plans(prepared, replan(fleet), fleet, replan, emulate=True)
+    plans = Plans(prepared, replan(fleet), fleet, replan, emulate=True)
+    machine = plans.adaptation()
+
+    def made_again() -> int:
+        layout, figures = plans.make(MakePlan(("d0", "d1"), believed=machine.believed))
+        machine.made(layout.number, figures, must=True)
+        return layout.number
+
     for step in range(20):
-        found.measured(step, list(_spans(step, 10 * BYTES / stated)))
-    assert found.is_worth_asking()
-    layout, _ = found.make(MakePlan(("d0", "d1")))
+        machine.measured(step, list(_spans(step, 10 * BYTES / stated)))
+    assert machine.asks(0.0)
+    number = made_again()
     assert believed[-1] == pytest.approx(stated / 10)
-    found.begin(layout, 20)
-    assert found.to_try() == LINK
-    assert found.tried(LINK, found.emulated(LINK)) == [], "it is slow still"
+    machine.began(number, 20, 0.0)
+    assert machine.to_probe(0.0) == LINK
+    assert machine.probed(LINK, plans.emulated(LINK, 20), 0.0) == [], "it is slow still"
     for step in range(20, 41):
-        found.measured(step, [])
-    assert found.to_try() == LINK
-    (figure,) = found.tried(LINK, found.emulated(LINK))
-    assert figure.now == stated
-    assert found.is_worth_asking()
-    found.make(MakePlan(("d0", "d1")))
+        machine.measured(step, [])
+    assert machine.to_probe(0.0) == LINK
+    (note,) = machine.probed(LINK, plans.emulated(LINK, 41), 0.0)
+    assert note.startswith("d0 -> d1 carries")
+    assert machine.asks(0.0)
+    made_again()
     assert believed[-1] == stated

@@ -18,8 +18,7 @@ from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import Fleet
 from isthmus.job import prepare
 from isthmus.plans import Plan
-from isthmus.protocol import Item
-from isthmus.runtime.coordinator import plans
+from isthmus.protocol import Item, adaptation
 from isthmus.runtime.coordinator.run import RunController
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.device.state_transfer import STRETCH_BYTES, StateDonor, StateJoiner
@@ -158,7 +157,7 @@ def test_a_change_costs_what_is_waited_for_and_that_is_less_where_newcomers_foll
 
 def test_a_newcomer_takes_part_and_nobody_waited_for_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One replica becomes two; no state travels while the run stands."""
-    monkeypatch.setattr(plans, "CHANGE_S", 0.0)
+    monkeypatch.setattr(adaptation, "CHANGE_S", 0.0)
     given: list[str] = []
 
     def give(self: RunController, tensors: Mapping[str, Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isthmus.protocol import Coordinator, RunSpec, StateLayout
 from isthmus.protocol.coordinator_events import DeviceJoined, DeviceReady, ItemReported
-from isthmus.runtime.coordinator.deadlines import Deadlines, Waits
+from isthmus.protocol.deadlines import Deadlines, Waits
 
 
 def test_a_wait_is_told_after_three_seconds_and_less_and_less_often() -> None:

@@ -133,6 +133,11 @@ class Coordinator(Machine[Phase, CoordinatorEvent, CoordinatorInstruction]):
         return frozenset(self._awaited) if self._phase in ("fetching", "placing") else frozenset()
 
     @property
+    def open_items(self) -> Collection[int]:
+        """Indices of the items that are leased, and that not all have reported."""
+        return self._leases.open
+
+    @property
     def behind(self) -> tuple[int, frozenset[str]]:
         """The oldest item that is not done by all, and who has not reported it while others have."""
         oldest = min(self._leases.open, default=-1)

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from isthmus.fleet import Fleet
+from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.machine import Event
@@ -71,6 +73,9 @@ class PlanMade(Event, frozen=True, kw_only=True):
 
     layout: StateLayout
     worth_it: bool = True
+    """Or, with figures, whether it must be."""
+    figures: PlanFigures | None = None
+    """By which a run that need not change its plan decides."""
 
 
 class NoPlan(Event, frozen=True, kw_only=True):
@@ -186,6 +191,8 @@ class MakePlan(msgspec.Struct, frozen=True):
     """The run cannot go on without; else: only if it pays."""
     waits: bool = False
     """Nobody is at work until it is there."""
+    believed: Fleet | None = None
+    """With the figures that were measured; None: as stated."""
 
 
 class RestartRun(msgspec.Struct, frozen=True):
@@ -268,6 +275,8 @@ or data raise, on whatever device."""
 class FinishRun(msgspec.Struct, frozen=True):
     outcome: Ending
     reason: str = ""
+    short_of_memory: bool = False
+    """Whether memory was short on a device since the last step."""
 
 
 CoordinatorEvent = (

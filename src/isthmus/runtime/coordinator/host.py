@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -14,24 +14,16 @@ from torch import Tensor
 
 from isthmus.errors import Diverged, FleetTooSmall, IsthmusError, PeerError, UserError
 from isthmus.plans.worker_ids import device_of, is_first
-from isthmus.protocol.attempts import StepFailure
-from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.coordinator_events import (
     AssignStage,
     BeginEpoch,
     CallDevice,
     CommitCheckpoint,
-    CoordinatorEvent,
-    CoordinatorInstruction,
     DeviceJoined,
-    DeviceLeaving,
-    DeviceLost,
-    DeviceOffered,
     DeviceReady,
     Disconnect,
     FetchState,
     FinishRun,
-    FleetChanged,
     HaltDevices,
     Inventory,
     ItemDone,
@@ -50,17 +42,26 @@ from isthmus.protocol.coordinator_events import (
     SnapshotCopied,
     StateFetched,
     StateReceived,
-    StepFailed,
     StopRequested,
     TransferEnded,
 )
+from isthmus.protocol.run_events import (
+    AcceptReport,
+    DeviceFailed,
+    Disconnected,
+    LinkProbed,
+    Note,
+    ProbeLink,
+    RejectDevice,
+    RunEvent,
+    RunInstruction,
+    StepMeasured,
+    Tick,
+)
+from isthmus.protocol.run_machine import TICK_S, RunMachine
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import NoSession, Session, paths_of
-from isthmus.runtime.coordinator.deadlines import Deadlines
-from isthmus.runtime.coordinator.failure_detector import FailureDetector, without_name
-from isthmus.runtime.coordinator.interruptions import Interruptions
 from isthmus.runtime.coordinator.joiners import Joiners
-from isthmus.runtime.coordinator.link_probes import LinkProbes
 from isthmus.runtime.coordinator.run_callbacks import Address, Outcome, RunCallbacks
 from isthmus.runtime.messages.all_messages import FROM_DEVICES, AnyMessage
 from isthmus.runtime.messages.assignment import Assignment
@@ -97,8 +98,6 @@ from isthmus.runtime.transport.lanes import SendLane
 from isthmus.trace import Span
 from isthmus.training.layout import header_of
 
-TICK_S = 0.25
-"""How often to look whether everybody is still there."""
 MOST_SPANS = 500_000
 """What is kept of a trace: days of training would not fit in memory."""
 FAMILIES: Mapping[str, type[IsthmusError]] = {"lost": PeerError, "diverged": Diverged, "failed": UserError}
@@ -111,27 +110,19 @@ class CoordinatorHost:
     """Runs the machine in the thread that calls `coordinate`, over the connections that its acceptor hands on."""
 
     def __init__(
-        self,
-        machine: Coordinator,
-        run: str,
-        callbacks: RunCallbacks,
-        *,
-        timeout_s: float,
-        others: Sequence[str] = (),
-        start_s: float = 0.0,
+        self, machine: RunMachine, run: str, callbacks: RunCallbacks, *, timeout_s: float, others: Sequence[str] = ()
     ) -> None:
-        """`others` may join besides the devices of the first plan; `start_s` is how long a process may take to come."""
+        """`others` may join besides the devices of the first plan."""
         self.machine = machine
         self._run = run
         self._callbacks = callbacks
         self._timeout_s = timeout_s
-        self._inbox: queue.SimpleQueue[ReceivedMessage | CoordinatorEvent] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ReceivedMessage | RunEvent] = queue.SimpleQueue()
         self._planners = ComputeThreads()
         self._over = threading.Event()
         self._lanes: dict[str, SendLane] = {}
         self._addresses: dict[str, Address] = {}
         self._items: dict[int, Item] = {}
-        self._reports: dict[str, int] = dict.fromkeys(machine.devices, 0)
         self._fresh: list[Span] = []
         self._spans: list[Span] = []
         self._late_s: dict[str, float] = {}
@@ -140,18 +131,10 @@ class CoordinatorHost:
         self._assigned: Mapping[str, Assignment] = {}
         self._joiners = Joiners(run, callbacks, self._lanes)
         self._session: Session = NoSession()
-        self._failure_detector = FailureDetector(self._ended)
-        self._deadlines = Deadlines(timeout_s, start_s, callbacks.note)
-        self._offered: set[str] = set()
-        self._link_probes = LinkProbes(callbacks)
-        self._interruptions = Interruptions(callbacks.note)
-        self._short = False
-        """Whether memory was short on a device since the last step."""
-        self._verdict: IsthmusError | None = None
-        """On the device that was lost last."""
-        self.acceptor = Acceptor(
-            run, {*machine.devices, *others}, on_message=self._inbox.put, guard=self._guard, timeout_s=timeout_s
-        )
+        self._at_hand: tuple[ReportMessage, list[Tensor]] | None = None
+        """The report that the machine is asked about."""
+        devices = {*machine.coordinator.devices, *others}
+        self.acceptor = Acceptor(run, devices, on_message=self._inbox.put, guard=self._guard, timeout_s=timeout_s)
         """Takes the devices' connections."""
 
     def coordinate(self, session: Session | None = None, stop: Stop | None = None) -> Outcome:
@@ -178,7 +161,7 @@ class CoordinatorHost:
             spans=tuple(self._spans),
             late_s=self._late_s,
             elapsed_s=ended_s - (self._origin_s or ended_s),
-            recoveries=tuple(self._interruptions.recoveries),
+            recoveries=self.machine.recoveries,
             origin_s=self._origin_s,
         )
 
@@ -188,13 +171,7 @@ class CoordinatorHost:
             for lane in list(self._lanes.values()):
                 lane.put(Heartbeat(run=self._run))
 
-    def _ended(self) -> Mapping[str, str]:
-        """Of those that work, or are to."""
-        joining = self.machine.statistics().phase == "joining"
-        concerned = self._lanes.keys() | (self.machine.awaited if joining else set())
-        return {device: how for device, how in self._session.ended().items() if device in concerned}
-
-    def tell(self, event: CoordinatorEvent) -> None:
+    def tell(self, event: RunEvent) -> None:
         """Something that a person or another part of the program wants. Any thread."""
         self._inbox.put(event)
 
@@ -206,64 +183,29 @@ class CoordinatorHost:
                 for event in self._translate(self._inbox.get(timeout=TICK_S)):
                     finish = self._handle(event) or finish
             now_s = time.monotonic()
-            if finish is None and (self._failure_detector.certain or now_s - looked_s >= TICK_S):
+            if finish is None and (self.machine.urgent or now_s - looked_s >= TICK_S):
                 looked_s = now_s
-                finish = self._look(now_s)
+                finish = self._handle(self._look())
         return finish
 
-    def _look(self, now_s: float) -> FinishRun | None:
-        """Who is lost, and who could work."""
-        machine = self.machine
-        phase = machine.statistics().phase
-        awaited = {device_of(worker_id) for worker_id in machine.awaited}
-        for device, why in self._deadlines.missed(phase, awaited, now_s, self._session.starting):
-            self._failure_detector.disconnected(device, why)
-        for device in machine.awaited if phase == "recalling" else ():
-            if not self._session.returns(device):
-                self._failure_detector.disconnected(device, "it has left")
-        self._deadlines.lag(*machine.behind, now_s)
-        if (verdict := self._failure_detector.decide(now_s)) is not None:
-            device, self._verdict = verdict
-            if isinstance(self._verdict, UserError):  # the job's fault: every other device would say the same
-                self._failure = self._verdict
-                for lane in self._lanes.values():
-                    lane.put(HaltMessage(run=self._run))
-                return FinishRun("lost", str(self._verdict))
-            permanent = self._failure_detector.permanent  # one that cannot work is not asked again
-            known = {*self._lanes, *machine.devices, *machine.awaited}
-            further = tuple(worker_id for worker_id in sorted(known - {device}) if device_of(worker_id) == device)
-            for name in (device, *further):
-                self.acceptor.forget(name, permanent=permanent)
-            self._failure_detector.cleared(device)
-            returns = (
-                self._session.returns(device) and not permanent and phase != "recalling"
-            )  # is not waited for twice
-            reason = without_name(self._verdict, device)
-            return self._handle(DeviceLost(device=device, reason=reason, worker_ids=further, returns=returns))
-        if self._link_probes.look(self._session, running=phase == "running"):
-            self._inbox.put(FleetChanged())
-        offers = {d for d in self._session.offers() if d not in self._lanes and self._callbacks.is_known(d)}
-        fresh, self._offered = offers - self._offered, offers
-        finish: FinishRun | None = None
-        requests = [DeviceOffered(device=device) for device in sorted(fresh)]
-        leaving = frozenset(self._session.leaving())
-        gone = [DeviceLeaving(device=worker_id) for worker_id in list(self._lanes) if device_of(worker_id) in leaving]
-        for event in (*requests, *gone):
-            finish = self._handle(event) or finish
-        return finish
+    def _look(self) -> Tick:
+        session, machine = self._session, self.machine.coordinator
+        known: Collection[str] = {*map(device_of, self._lanes), *machine.devices, *machine.awaited}
+        return Tick(
+            ended=session.ended(),
+            starting=frozenset(filter(session.starting, known)),
+            returning=frozenset(filter(session.returns, known)),
+            offers=frozenset(filter(self._callbacks.is_known, session.offers())),
+            leaving=frozenset(session.leaving()),
+        )
 
-    def _handle(self, event: CoordinatorEvent) -> FinishRun | None:
+    def _handle(self, event: RunEvent) -> FinishRun | None:
         finish: FinishRun | None = None
-        if isinstance(
-            event, StopRequested | DeviceLost | DeviceJoined | DeviceOffered | DeviceLeaving | FleetChanged
-        ):  # of this process, and of now
-            event = msgspec.structs.replace(event, epoch=self.machine.epoch)
-        for instruction in self.machine.handle(event):
+        for instruction in self.machine.handle(event, time.monotonic()):
             finish = self._carry_out(instruction) or finish
         if finish is not None and finish.outcome in FAMILIES:
-            family = FleetTooSmall if self._short else FAMILIES[finish.outcome]
-            lost = finish.outcome == "lost" and not self.machine.survives
-            self._failure = self._verdict if lost else family(finish.reason)
+            family = FleetTooSmall if finish.short_of_memory else FAMILIES[finish.outcome]
+            self._failure = family(finish.reason)
         return finish
 
     def _guard(self, device: str, message: AnyMessage) -> None:
@@ -281,7 +223,7 @@ class CoordinatorHost:
         elif message.tensors:
             raise PeerError(f"sent {type(message).__name__} with tensors")
 
-    def _translate(self, received: ReceivedMessage | CoordinatorEvent) -> list[CoordinatorEvent]:
+    def _translate(self, received: ReceivedMessage | RunEvent) -> list[RunEvent]:
         """What a device sent, as events for the machine."""
         if not isinstance(received, tuple):
             return [received]
@@ -290,58 +232,26 @@ class CoordinatorHost:
             return [self._joined(device, message)]
         if device not in self._lanes:
             return []  # of one that was fenced meanwhile
-        epoch, owner = message.epoch if isinstance(message, msgspec.Struct) else 0, device_of(device)
+        if message is None:
+            return [Disconnected(device=device, reason="its connection closed")]
+        if isinstance(message, Exception):
+            return [Disconnected(device=device, reason=str(message).removeprefix(f"device {device!r}: "))]
+        current = message.epoch == self.machine.epoch
         match message:
-            case None:
-                self._failure_detector.disconnected(owner, "its connection closed")
-            case Exception():
-                self._failure_detector.disconnected(owner, str(message).removeprefix(f"device {device!r}: "))
             case ReadyMessage(paths=paths, notes=notes):
                 for note in notes:
                     self._callbacks.note(f"{device}: {note}")
                 if is_first(device):
-                    self._session.linked(device, paths_of(device, paths, self.machine.devices))
-                return [DeviceReady(device=device, epoch=epoch)]
-            case InventoryMessage(holdings=holdings):
-                return [Inventory(device=device, holdings=holdings, epoch=epoch)]
-            case SnapshotCopiedMessage(of=of, step=step):
-                return [SnapshotCopied(device=device, of=of, step=step, epoch=epoch)]
-            case StateReceivedMessage(of=of, step=step, number=number):
-                return [StateReceived(device=device, of=of, step=step, number=number, epoch=epoch)]
-            case TransferEndedMessage(number=number):
-                return [TransferEnded(device=device, number=number, epoch=epoch)]
+                    self._session.linked(device, paths_of(device, paths, self.machine.coordinator.devices))
             case StateMessage() | StatePart():
-                return [*self._joiners.pass_on(device, message, tensors)] if epoch == self.machine.epoch else []
-            case FetchedMessage():
-                if epoch == self.machine.epoch:
-                    self._callbacks.give({h.name: t for h, t in zip(message.tensors, tensors, strict=True)})
-                return [StateFetched(device=device, epoch=epoch)]
-            case ReportMessage() if epoch == self.machine.epoch:
-                if message.item != self._reports.get(device) or message.item not in self._items:
-                    expected = self._reports.get(device)
-                    failure = PeerError(f"device {device!r}: reported item {message.item}, not {expected}")
-                    self._failure_detector.reported(owner, failure)
-                    return []
-                return [self._reported(device, message, tensors)]
-            case Failed(fault="other"):
-                if epoch == self.machine.epoch:
-                    self._failure_detector.accused(owner, message.reason)
-            case Failed(failure=StepFailure() as failure):
-                if epoch == self.machine.epoch:
-                    self._failure_detector.cleared(owner)  # its neighbours accuse it now
-                    if message.shortage is not None:
-                        self._short = True
-                        self._callbacks.short(device, message.shortage)
-                    self._verdict = PeerError(f"device {device!r}: {failure.reason}")
-                    return [StepFailed(device=device, failure=failure, epoch=epoch)]
-            case Failed(starts_again=True):
-                self._failure_detector.failed(owner, message.reason)
-            case Failed():
-                family = UserError if message.fault == "user" else PeerError
-                self._failure_detector.reported(owner, family(f"device {owner!r}: {message.reason}"))
+                return [*self._joiners.pass_on(device, message, tensors)] if current else []
+            case FetchedMessage() if current:
+                self._callbacks.give({h.name: t for h, t in zip(message.tensors, tensors, strict=True)})
+            case ReportMessage():
+                self._at_hand = message, tensors
             case _:
                 pass
-        return []
+        return [event] if (event := _event(device, message)) is not None else []
 
     def _joined(self, device: str, message: JoinRun) -> DeviceJoined:
         channel = self.acceptor.channel(device)
@@ -350,8 +260,9 @@ class CoordinatorHost:
         self._addresses[device] = Address(message.host, message.port, party)
         return DeviceJoined(device=device, holdings=message.holdings)
 
-    def _reported(self, device: str, message: ReportMessage, tensors: list[Tensor]) -> ItemReported:
-        self._reports[device] = message.item + 1
+    def _accept_report(self, device: str) -> None:
+        assert self._at_hand is not None, "only a report at hand is accepted"
+        (message, tensors), self._at_hand = self._at_hand, None
         reported_spans = map(self._localise, message.spans)
         self._fresh += [s for s in reported_spans if s.other != s.device]  # what stays in a device is on no link
         owner = device_of(device)
@@ -360,14 +271,6 @@ class CoordinatorHost:
         if item.kind == "save":
             state = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
             self._callbacks.saved(item, device, state, message.peak)
-        return ItemReported(
-            device=device,
-            item=message.item,
-            loss=message.loss,
-            count=message.count,
-            epoch=message.epoch,
-            non_finite=message.non_finite,
-        )
 
     def _localise(self, span: Span) -> Span:
         """A device speaks of items and of the machine's clock; a trace of steps and of the run's."""
@@ -381,7 +284,7 @@ class CoordinatorHost:
             end_s=span.end_s - self._origin_s,
         )
 
-    def _carry_out(self, instruction: CoordinatorInstruction) -> FinishRun | None:
+    def _carry_out(self, instruction: RunInstruction) -> FinishRun | None:
         run, epoch = self._run, self.machine.epoch
         match instruction:
             case BeginEpoch():
@@ -405,13 +308,10 @@ class CoordinatorHost:
             case CommitCheckpoint(item=item, finite=finite):
                 self._callbacks.commit(item, finite=finite)
             case Pause(device=device):
-                self._interruptions.begin(self._verdict)
                 self._send(device, PauseMessage(run=run, epoch=epoch))
             case Disconnect(device=device):
                 self._dismiss(device)
-            case MakePlan(waits=waits):
-                if waits:
-                    self._interruptions.begin(self._verdict)
+            case MakePlan():
                 self._planners.start(partial(self._plan, instruction, epoch), "planner")
             case CallDevice(device=device):
                 if is_first(device):  # its other workers come with it
@@ -441,6 +341,14 @@ class CoordinatorHost:
                     self._send(device, HaltMessage(run=run, epoch=epoch))
             case FinishRun():
                 return instruction
+            case Note(text=text):
+                self._callbacks.note(text)
+            case AcceptReport(device=device):
+                self._accept_report(device)
+            case RejectDevice(device=device, permanent=permanent):
+                self.acceptor.forget(device, permanent=permanent)
+            case ProbeLink(source=source, target=target):
+                threading.Thread(target=self._probe, args=(source, target), name="probe", daemon=True).start()
         return None
 
     def _send(self, device: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
@@ -451,43 +359,77 @@ class CoordinatorHost:
     def _dismiss(self, device: str) -> None:
         lane = self._lanes.pop(device, None)
         self.acceptor.forget(device)
-        self._failure_detector.cleared(device)
-        self._offered.discard(device)
         if lane is not None:
             lane.close(0.0)
 
     def _plan(self, wanted: MakePlan, epoch: int) -> None:
         try:
-            layout, worth_it = self._callbacks.plan(wanted)
+            layout, figures = self._callbacks.plan(wanted)
         except Exception as e:  # of any kind: the run waits for a plan, and must learn that there is none
             reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
             self._inbox.put(NoPlan(reason=reason, epoch=epoch))
         else:
-            self._inbox.put(PlanMade(layout=layout, worth_it=worth_it, epoch=epoch))
+            made = PlanMade(layout=layout, figures=figures, worth_it=wanted.must, epoch=epoch)
+            self._inbox.put(made)
+
+    def _probe(self, source: str, target: str) -> None:
+        """In a thread of its own: it takes seconds."""
+        found = None
+        try:
+            found = self._callbacks.emulated((source, target))
+            found = self._session.bandwidth(source, target) if found is None else found
+        finally:  # nothing found, whatever the reason: another probe comes later
+            self._inbox.put(LinkProbed(source=source, target=target, bandwidth_bytes_per_s=found))
 
     def _begin(self, begin: BeginEpoch) -> None:
-        self._callbacks.begin(begin, self.machine.layout)
+        self._callbacks.begin(begin, self.machine.coordinator.layout)
         self._assigned = {}
         self._joiners.clear()
-        self._reports = dict.fromkeys(self.machine.devices, begin.first_item)
-        self._interruptions.epoch_began(begin)
 
     def _open(self, item: Item, epoch: int) -> None:
         self._origin_s = self._origin_s or time.monotonic()
-        if self._interruptions.end():
-            self._verdict = None
         self._items[item.index] = item
-        self._items.pop(item.index - LATE_ITEMS - self.machine.spec.lease_ahead, None)
+        self._items.pop(item.index - LATE_ITEMS - self.machine.coordinator.spec.lease_ahead, None)
         self._callbacks.opened(item)
-        for device in self.machine.devices:
+        for device in self.machine.coordinator.devices:
             self._send(device, OpenMessage(run=self._run, epoch=epoch, item=item))
 
     def _advance(self, item: Item, loss: float | None) -> None:
         fresh, self._fresh = self._fresh, []
         if len(self._spans) < MOST_SPANS:
             self._spans += fresh
+        self._callbacks.advanced(item, loss, tuple(fresh))
         if item.kind == "train":
-            self._interruptions.step_done(item.step + 1)
-            self._short = False
-        if self._callbacks.advanced(item, loss, tuple(fresh)):
-            self._inbox.put(FleetChanged())
+            self._inbox.put(StepMeasured(step=item.step, spans=tuple(fresh)))
+
+
+def _event(device: str, message: AnyMessage) -> RunEvent | None:
+    """What a message says, for the machine; None for one that says nothing."""
+    epoch = message.epoch
+    match message:
+        case ReadyMessage():
+            return DeviceReady(device=device, epoch=epoch)
+        case InventoryMessage(holdings=holdings):
+            return Inventory(device=device, holdings=holdings, epoch=epoch)
+        case SnapshotCopiedMessage(of=of, step=step):
+            return SnapshotCopied(device=device, of=of, step=step, epoch=epoch)
+        case StateReceivedMessage(of=of, step=step, number=number):
+            return StateReceived(device=device, of=of, step=step, number=number, epoch=epoch)
+        case TransferEndedMessage(number=number):
+            return TransferEnded(device=device, number=number, epoch=epoch)
+        case FetchedMessage():
+            return StateFetched(device=device, epoch=epoch)
+        case ReportMessage(item=item, loss=loss, count=count, non_finite=non_finite):
+            return ItemReported(device=device, item=item, loss=loss, count=count, non_finite=non_finite, epoch=epoch)
+        case Failed(reason=reason, fault=fault, failure=failure, shortage=shortage, starts_again=starts_again):
+            return DeviceFailed(
+                device=device,
+                reason=reason,
+                fault=fault,
+                failure=failure,
+                shortage=shortage,
+                starts_again=starts_again,
+                epoch=epoch,
+            )
+        case _:
+            return None

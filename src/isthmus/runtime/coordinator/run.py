@@ -17,10 +17,11 @@ from isthmus.job import Prepared
 from isthmus.plans import Plan, PlanPeriod, PrivacySpent
 from isthmus.plans.worker_ids import device_of, worker_id
 from isthmus.protocol import Coordinator, Item, Lineage, RunSpec, StateLayout
+from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.coordinator_events import BeginEpoch, MakePlan
-from isthmus.protocol.drift import DriftReport, RateChange
 from isthmus.protocol.link_reprobe import Pair
-from isthmus.protocol.memory_shortage import MemoryPeak, MemoryShortage
+from isthmus.protocol.memory_shortage import MemoryPeak
+from isthmus.protocol.run_machine import RunMachine
 from isthmus.runtime.coordinator.activation_privacy import counted_samples
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, RunRequest
 from isthmus.runtime.coordinator.data_holders import DataHolders, Digests, unchanged
@@ -122,7 +123,8 @@ class RunController:
         self.peaks: dict[str, MemoryPeak] = {}
         """By device of the plan in force."""
         self._begun: BeginEpoch | None = None
-        self._news = DriftReport()
+        self._reached = 0
+        """Steps that are done."""
         self._periods: list[PlanPeriod] = []
         """Since when by the monotonic clock."""
         self._holders = options.holders
@@ -144,8 +146,14 @@ class RunController:
         """Of the plan that is in force."""
         return self._plans.now
 
-    def machine(self) -> Coordinator:
-        """The coordinator of this run, new or started again."""
+    def machine(self) -> RunMachine:
+        """Of this run, new or started again."""
+        timeout_s = self.job.timeout_s
+        return RunMachine(
+            self._coordinator(), timeout_s=timeout_s, start_s=START_S, adaptation=self._plans.adaptation()
+        )
+
+    def _coordinator(self) -> Coordinator:
         spec = run_spec(self._prepared, self.start_step)
         survives = self._options.replan is not None
         layout = self.now.layout if survives else None
@@ -185,11 +193,12 @@ class RunController:
             self._loaded_step = self._manifest(checkpoint).step
             self._values.load(checkpoint)
 
-    def plan(self, wanted: MakePlan) -> tuple[StateLayout, bool]:
+    def plan(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures]:
         return self._plans.make(wanted)
 
     def begin(self, begin: BeginEpoch, layout: StateLayout) -> None:
-        self._plans.begin(layout, begin.step)
+        self._plans.begin(layout)
+        self._reached = begin.step
         self.peaks.clear()
         self._periods.append(self._period(begin.step, time.monotonic()))
         first, self._begun = self._begun is None and self._record is None, begin
@@ -253,30 +262,15 @@ class RunController:
         if self._ledger is not None:
             self._ledger.opened(item, self.job.micro_batch_size, self.now.protection)
 
-    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> bool:
+    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         self._watcher.advanced(item, loss, spans)
         if self._ledger is not None and (entry := self._ledger.after(item, self.job.training.batch_size)):
             self.note(entry)
-        if item.kind != "train":
-            return False
-        return self._believed(self._plans.measured(item.step, spans))
-
-    def _believed(self, found: Sequence[RateChange]) -> bool:
-        for text in filter(None, map(self._news.fresh, found)):
-            self.note(text)
-        return self._plans.is_worth_asking()
-
-    def to_try(self) -> Pair | None:
-        return self._plans.to_try()
+        if item.kind == "train":
+            self._reached = item.step + 1
 
     def emulated(self, link: Pair) -> float | None:
-        return self._plans.emulated(link)
-
-    def tried(self, link: Pair, bandwidth_bytes_per_s: float | None) -> bool:
-        return self._believed(self._plans.tried(link, bandwidth_bytes_per_s))
-
-    def short(self, device: str, shortage: MemoryShortage) -> None:
-        self.note(self._plans.short(device, shortage))
+        return self._plans.emulated(link, self._reached)
 
     def note(self, text: str) -> None:
         self._watcher.noted(text)
@@ -333,7 +327,6 @@ def run_plan(
         callbacks,
         timeout_s=job.timeout_s,
         others=(*others, *further),
-        start_s=START_S,
     )
     # Who works for a run whose coordinator was started again comes by itself; who does not is lost, like any other.
     called, callable_later = ((), (*first, *others)) if options.record is not None else (first, others)

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from isthmus.errors import IsthmusError
 from isthmus.plans import PlanPeriod, PrivacySpent
+from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.coordinator_events import BeginEpoch, Ending, MakePlan
-from isthmus.protocol.memory_shortage import MemoryPeak, MemoryShortage
+from isthmus.protocol.interruptions import Recovery
+from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.recovery import StateLayout
 from isthmus.protocol.work import Item
 from isthmus.runtime.messages.assignment import Assignment
@@ -44,20 +46,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What messages disclosed of samples, in this session and those before it; None where nothing covers them."""
 
 
-class Recovery(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan epoch that was not the first."""
-
-    reason: str
-    """Why the epoch before ended."""
-    step: int
-    """From where it went on."""
-    redone: int
-    """Steps that had been done beyond that."""
-    from_checkpoint: bool
-    seconds: float
-    """From when the reason was known until devices were at work again."""
-
-
 class Address(NamedTuple):
     """Where a device listens for others, and the id of its key, empty where connections are plain TCP."""
 
@@ -69,8 +57,9 @@ class Address(NamedTuple):
 class RunCallbacks(Protocol):
     """What a run does besides coordination: plans, assignments, weights, checkpoints, progress."""
 
-    def plan(self, wanted: MakePlan) -> tuple[StateLayout, bool]:
-        """A plan for these devices, and whether it is worth the change. Any thread. UserError when there is none."""
+    def plan(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures | None]:
+        """A plan for these devices, with its figures where the run can tell plans apart. Any thread. UserError when
+        there is none."""
         ...
 
     def begin(self, begin: BeginEpoch, layout: StateLayout) -> None:
@@ -111,25 +100,12 @@ class RunCallbacks(Protocol):
         """Devices are about to hear of the item: what it makes leave them is to be on record when this returns."""
         ...
 
-    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> bool:
-        """Every device has finished the item; `spans` are those reported since the last call. Whether they say that
-        devices or links are not as the plan assumed."""
-        ...
-
-    def to_try(self) -> tuple[str, str] | None:
-        """A link, by source and target, that is to be probed now."""
+    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+        """Every device has finished the item; `spans` are those reported since the last call."""
         ...
 
     def emulated(self, link: tuple[str, str]) -> float | None:
         """Bytes/s of a link that is emulated here. Any thread."""
-        ...
-
-    def tried(self, link: tuple[str, str], bandwidth_bytes_per_s: float | None) -> bool:
-        """What a probe found, None for nothing. Whether the link is not as the plan assumed."""
-        ...
-
-    def short(self, device: str, shortage: MemoryShortage) -> None:
-        """The device's memory was too little for its stage: plans are made with what there is from now on."""
         ...
 
     def acknowledged(self, step: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isthmus.errors import Diverged, PeerError, UserError
 from isthmus.federated.server import Server
+from isthmus.protocol.deadlines import Deadlines, Waits
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
     CommitRound,
@@ -36,7 +37,6 @@ from isthmus.protocol.federated_events import (
     Tick,
     UpdateServer,
 )
-from isthmus.runtime.coordinator.deadlines import Deadlines, Waits
 from isthmus.runtime.federated.shared_memory import SharedBroadcast
 from isthmus.runtime.federated.update_receiver import UpdateReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage

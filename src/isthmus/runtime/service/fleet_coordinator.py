@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from isthmus.errors import PeerError, UserError
 from isthmus.plans.worker_ids import device_of
+from isthmus.protocol.deadlines import MOST_NAMES
 from isthmus.runtime.coordinator.backend import RunRequest, Session
-from isthmus.runtime.coordinator.deadlines import MOST_NAMES
 from isthmus.runtime.identity import Party
 from isthmus.runtime.identity.authority import requested_key
 from isthmus.runtime.identity.database import StoreError

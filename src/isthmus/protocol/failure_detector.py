@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from isthmus.errors import IsthmusError, PeerError
 
@@ -13,9 +13,7 @@ GRACE_S = 1.0
 class FailureDetector:
     """Everything heard of devices that are gone, and the verdict."""
 
-    def __init__(self, ended: Callable[[], Mapping[str, str]]) -> None:
-        """`ended` returns, by device, how the device's process ended."""
-        self._ended = ended
+    def __init__(self) -> None:
         self._reported: list[tuple[str, IsthmusError]] = []
         self._failed: dict[str, str] = {}
         self._disconnected: dict[str, str] = {}
@@ -56,13 +54,14 @@ class FailureDetector:
         """Whether the device of the next verdict cannot work, however often it is asked."""
         return bool(self._reported)
 
-    def decide(self, now_s: float) -> tuple[str, IsthmusError] | None:
-        """The device that the run has lost and why, once that is clear. Asked again and again."""
+    def decide(self, now_s: float, ended: Mapping[str, str]) -> tuple[str, IsthmusError] | None:
+        """The device that the run has lost and why, once that is clear. Asked again and again. `ended`: by device, how
+        its process ended."""
         if self._reported:
             return self._reported[0]
         for device, reason in self._failed.items():
             return device, PeerError(f"device {device!r} was lost: {reason}")
-        for device, how in self._ended().items():
+        for device, how in ended.items():
             if device not in self._accusers:
                 self._disconnected[device] = how  # says more than that its connection closed
         if not self._disconnected and not self._accusers:
@@ -73,7 +72,8 @@ class FailureDetector:
         for device, reason in self._disconnected.items():
             if device not in self._accusers:
                 return device, PeerError(f"device {device!r} was lost: {reason}")
-        device, reason = next(iter(self._accusers.items()))
+        # Both ends of a link that is cut may accuse each other. Which was heard first is chance.
+        device, reason = min(self._accusers.items())
         return device, PeerError(f"device {device!r}: {reason}")
 
 

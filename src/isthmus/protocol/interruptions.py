@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
-from isthmus.errors import IsthmusError
+import msgspec
+
 from isthmus.protocol.coordinator_events import BeginEpoch
-from isthmus.runtime.coordinator.run_callbacks import Recovery
+
+
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan epoch that was not the first."""
+
+    reason: str
+    """Why the epoch before ended."""
+    step: int
+    """From where it went on."""
+    redone: int
+    """Steps that had been done beyond that."""
+    from_checkpoint: bool
+    seconds: float
+    """From when the reason was known until devices were at work again."""
 
 
 class Interruptions:
@@ -23,15 +36,15 @@ class Interruptions:
         """The epoch that began last, and how many steps it repeats."""
         self._done = 0
 
-    def begin(self, cause: IsthmusError | None) -> None:
+    def begin(self, cause: str, now_s: float) -> None:
         """The devices stop. Without a `cause` the plan is changed, or, before any epoch, the coordinator was restarted.
         Another cause in the same interruption changes nothing."""
         if self._ongoing is not None:
             return
         reason = "the plan is changed for a better one"
-        if cause is not None or self._begun is None:
-            reason = str(cause or "the coordinator was started again")
-        self._ongoing = (time.monotonic(), reason)
+        if cause or self._begun is None:
+            reason = cause or "the coordinator was started again"
+        self._ongoing = (now_s, reason)
         self._note(reason)
 
     def epoch_began(self, begin: BeginEpoch) -> None:
@@ -45,7 +58,7 @@ class Interruptions:
         """All devices have done `steps` steps."""
         self._done = steps
 
-    def end(self) -> bool:
+    def end(self, now_s: float) -> bool:
         """The epoch's items are opened. False where no interruption goes on."""
         if self._ongoing is None:
             return False
@@ -56,7 +69,7 @@ class Interruptions:
             step=begin.step,
             redone=redone,
             from_checkpoint=begin.from_checkpoint,
-            seconds=time.monotonic() - since_s,
+            seconds=now_s - since_s,
         )
         self.recoveries.append(recovery)
         self._ongoing = None

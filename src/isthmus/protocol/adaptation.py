@@ -1,0 +1,124 @@
+"""What a run believes of its fleet, and when another plan is worth asking for, or worth the change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from isthmus.fleet import Fleet, with_memory
+from isthmus.plans import Plan
+from isthmus.plans.worker_ids import device_of
+from isthmus.protocol.drift import Drift, DriftReport, RateChange
+from isthmus.protocol.link_reprobe import LinkReprobe, Pair
+from isthmus.protocol.memory_shortage import MemoryShortage, believed_bytes
+from isthmus.protocol.replan_policy import ReplanGain, ReplanPolicy
+from isthmus.trace import Span
+from isthmus.units import format_size
+
+CHANGE_S = 5.0
+"""What it costs to change the plan besides moving weights: to stop, to connect, to start."""
+
+RETRY_S = 60.0
+"""How long a link that became slow, and is not used since, rests before a probe tries it again."""
+
+
+class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan that was made, and the one in force, priced on the figures that are believed now."""
+
+    plan: Plan
+    step_s: float = 0.0
+    """Of the plan in force."""
+    moving_s: float = 0.0
+    """To move weights and optimizer state from one to the other."""
+
+
+class Adaptation:
+    """Pure: the host says what time it is."""
+
+    def __init__(self, plan: Plan, believed: Fleet, steps: int, *, adapts: bool = True, outdated: bool = False) -> None:
+        """`plan` is the first one, `believed` the fleet that plans are made for, `steps` the run's. Without `adapts`
+        only shortages of memory change what is believed. `outdated`: the first plan was made for another fleet."""
+        self.believed = believed
+        self.plan = plan
+        """In force."""
+        self._plans: dict[int, Plan] = {0: plan}
+        self._steps = steps
+        self._adapts = adapts
+        self._drift = Drift(believed)
+        self._news = DriftReport()
+        self._fits = 0
+        self._memory: dict[str, int] = {}
+        """By device, what is there where that turned out to be less than stated."""
+        self._policy = ReplanPolicy()
+        self._reprobe = LinkReprobe(RETRY_S)
+        self._change_s = 0.0
+        """What it costs to change to the plan that was made last; 0 where it must be."""
+        self._reached = 0
+        """Steps that are done."""
+        if adapts and outdated:
+            self._policy.changed()
+
+    def made(self, number: int, figures: PlanFigures | None, *, must: bool) -> bool:
+        """A plan was made, or None; whether it is worth the change."""
+        self._policy.answered()
+        self._change_s = 0.0
+        if figures is None:
+            return False
+        self._plans[number] = figures.plan
+        if must:
+            return True
+        gain = ReplanGain(
+            step_s=figures.step_s,
+            other_step_s=figures.plan.predicted.step_s,
+            steps=self._steps - self._reached,
+            cost_s=figures.moving_s + CHANGE_S,
+        )
+        self._change_s = gain.cost_s
+        return gain.worth_it
+
+    def began(self, number: int, step: int, now_s: float) -> None:
+        """The plan of this number is in force, from the state after `step` steps on."""
+        replaced, self.plan = self.plan, self._plans[number]
+        self._drift.begin(self.plan, step)
+        self._policy.began(now_s, self._change_s if self.plan is not replaced else 0.0)
+        self._reached = step
+
+    def measured(self, step: int, spans: Sequence[Span]) -> list[str]:
+        """All devices have done the step, and reported these spans since the one before; returns what is believed
+        anew, in words."""
+        self._reached = step + 1
+        return self._believe(self._drift.note(step, spans) if self._adapts else [])
+
+    def _believe(self, found: list[RateChange]) -> list[str]:
+        if found:
+            self._policy.changed()
+        if found or self._drift.fits != self._fits:
+            self._fits, self.believed = self._drift.fits, with_memory(self._drift.fleet(), self._memory)
+        return [text for text in map(self._news.fresh, found) if text]
+
+    def short(self, device: str, shortage: MemoryShortage) -> str:
+        """A device's memory was too little for its stage under the plan in force; returns what is believed of it from
+        now on, in words."""
+        device = device_of(device)
+        stages = [stage for replica in self.plan.replicas for stage in replica.workers]
+        stated = self.believed.device(device).memory_bytes
+        planned = sum(stage.memory.total for stage in stages if stage.device == device)
+        found = believed_bytes(shortage, planned or stated, stated)
+        self._memory[device] = found
+        self.believed = with_memory(self.believed, self._memory)
+        there = f"{format_size(shortage.capacity)} of {format_size(shortage.total)} are to be had"
+        return f"{device}: {there} now: plans count on {format_size(found)}, not on {format_size(stated)}"
+
+    def to_probe(self, now_s: float) -> Pair | None:
+        """A link that was slow, carries nothing, and may have recovered: whether it has is to be measured now."""
+        return self._reprobe.due(self._drift.doubtful(), now_s) if self._adapts else None
+
+    def probed(self, link: Pair, bandwidth_bytes_per_s: float | None, now_s: float) -> list[str]:
+        """How fast it is, None where nobody could say; returns what is believed anew, in words."""
+        self._reprobe.tried(link, now_s)
+        return self._believe([] if bandwidth_bytes_per_s is None else self._drift.tried(link, bandwidth_bytes_per_s))
+
+    def asks(self, now_s: float) -> bool:
+        """Whether to ask for another plan; it is asked for then."""
+        return self._policy.ask(now_s)

@@ -1,0 +1,102 @@
+"""What a run's machine hears besides the coordinator's events, and what it asks for besides its instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from isthmus.protocol.attempts import StepFailure
+from isthmus.protocol.coordinator_events import CoordinatorEvent, CoordinatorInstruction
+from isthmus.protocol.machine import Event
+from isthmus.protocol.memory_shortage import MemoryShortage
+from isthmus.trace import Span
+
+# To the machine
+
+
+class Tick(Event, frozen=True, kw_only=True):
+    """Time has passed. What the host sees of the devices, by name."""
+
+    ended: Mapping[str, str] = {}
+    """Whose process has ended otherwise than well, and how."""
+    starting: frozenset[str] = frozenset()
+    """Whose process is known to be there, or on its way."""
+    returning: frozenset[str] = frozenset()
+    """Who is expected among the offers if it is lost."""
+    offers: frozenset[str] = frozenset()
+    """Who could work and does not."""
+    leaving: frozenset[str] = frozenset()
+    """Who is to leave without loss, since the last tick."""
+
+
+class Disconnected(Event, frozen=True, kw_only=True):
+    """A device's connection closed, or it was silent for too long."""
+
+    device: str
+    reason: str
+
+
+class DeviceFailed(Event, frozen=True, kw_only=True):
+    """A device cannot go on with its stage, and says why."""
+
+    device: str
+    reason: str
+    fault: Literal["user", "device", "other"]
+    """Whose: the job's, this device's, or another device's, which fell silent or sent what is wrong."""
+    failure: StepFailure | None = None
+    """Of a step: the device can go on with another stage, or try again."""
+    shortage: MemoryShortage | None = None
+    starts_again: bool = False
+    """Whether a new process of the device may do better."""
+
+
+class StepMeasured(Event, frozen=True, kw_only=True):
+    """All devices have done a step, and reported these spans since the one before."""
+
+    step: int
+    spans: tuple[Span, ...]
+
+
+class LinkProbed(Event, frozen=True, kw_only=True):
+    source: str
+    target: str
+    bandwidth_bytes_per_s: float | None
+    """None where nobody could say."""
+
+
+RunEvent = CoordinatorEvent | Tick | Disconnected | DeviceFailed | StepMeasured | LinkProbed
+
+
+# From the machine
+
+
+class Note(msgspec.Struct, frozen=True):
+    """A person may want to know this."""
+
+    text: str
+
+
+class AcceptReport(msgspec.Struct, frozen=True):
+    """The report at hand is the one that was due: use what came with it."""
+
+    device: str
+    item: int
+
+
+class RejectDevice(msgspec.Struct, frozen=True):
+    """A worker of a device that is lost: take no more from it. `permanent`: nor from a new process of it."""
+
+    device: str
+    permanent: bool
+
+
+class ProbeLink(msgspec.Struct, frozen=True):
+    """Measure a link that carries nothing, and say `LinkProbed`."""
+
+    source: str
+    target: str
+
+
+RunInstruction = CoordinatorInstruction | Note | AcceptReport | RejectDevice | ProbeLink

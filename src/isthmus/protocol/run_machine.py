@@ -1,0 +1,294 @@
+"""The coordinator's side of a run: the `Coordinator`, and everything that a host would otherwise have to decide.
+
+    connections closed, failures, accusations ─► failure detector ─┐
+    ticks: processes that ended, offers, who leaves, time limits ──┼─► coordinator ─► instructions
+    spans of steps, probes of links ─► adaptation ─────────────────┘
+
+Pure: the host says what time it is with each event. The runtime's host and the simulator's drive the same machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from isthmus.errors import PeerError, UserError
+from isthmus.plans.worker_ids import device_of
+from isthmus.protocol.adaptation import Adaptation
+from isthmus.protocol.coordinator import Coordinator
+from isthmus.protocol.coordinator_events import (
+    BeginEpoch,
+    CoordinatorEvent,
+    CoordinatorInstruction,
+    DeviceJoined,
+    DeviceLeaving,
+    DeviceLost,
+    DeviceOffered,
+    Disconnect,
+    FinishRun,
+    FleetChanged,
+    HaltDevices,
+    ItemDone,
+    ItemReported,
+    MakePlan,
+    NoPlan,
+    OpenItem,
+    Pause,
+    PlanMade,
+    ReleaseDevice,
+    StepFailed,
+    StopRequested,
+)
+from isthmus.protocol.deadlines import Deadlines
+from isthmus.protocol.failure_detector import FailureDetector, without_name
+from isthmus.protocol.interruptions import Interruptions, Recovery
+from isthmus.protocol.machine import OutOfPhase
+from isthmus.protocol.run_events import (
+    AcceptReport,
+    DeviceFailed,
+    Disconnected,
+    LinkProbed,
+    Note,
+    ProbeLink,
+    RejectDevice,
+    RunEvent,
+    RunInstruction,
+    StepMeasured,
+    Tick,
+)
+
+Out = list[RunInstruction]
+TICK_S = 0.25
+"""How often a host looks at its devices."""
+
+
+class RunMachine:
+    """Events in, instructions out. The run is over with `FinishRun`."""
+
+    def __init__(
+        self, coordinator: Coordinator, *, timeout_s: float, start_s: float = 0.0, adaptation: Adaptation | None = None
+    ) -> None:
+        """`timeout_s`: for a message; `start_s`: for a process to come. Without `adaptation` the figures of the fleet
+        stay as they are."""
+        self.coordinator = coordinator
+        self._adaptation = adaptation
+        self._out: Out = []
+        self._failures = FailureDetector()
+        self._deadlines = Deadlines(timeout_s, start_s, self._note)
+        self._interruptions = Interruptions(self._note)
+        self._connected: set[str] = set()
+        self._offered: frozenset[str] = frozenset()
+        self._leaving: set[str] = set()
+        self._due: dict[str, int] = dict.fromkeys(coordinator.devices, 0)
+        """By worker, the item that it reports next."""
+        self._verdict = ""
+        """On the device that was lost last."""
+        self._short = False
+        """Whether memory was short on a device since the last step."""
+        self._tick = Tick()
+        self._over = False
+
+    @property
+    def epoch(self) -> int:
+        return self.coordinator.epoch
+
+    @property
+    def urgent(self) -> bool:
+        """Whether the next tick is to come at once."""
+        return self._failures.certain
+
+    @property
+    def recoveries(self) -> tuple[Recovery, ...]:
+        return tuple(self._interruptions.recoveries)
+
+    def handle(self, event: RunEvent, now_s: float) -> Out:
+        """Take one event at this time, in seconds of whatever clock; return what to do now."""
+        if self._over:
+            return []
+        match event:
+            case Tick():
+                self._on_tick(event, now_s)
+            case Disconnected(device=device, reason=reason):
+                self._failures.disconnected(device_of(device), reason)
+            case DeviceFailed():
+                self._on_failed(event, now_s)
+            case StepMeasured(step=step, spans=spans):
+                if self._adaptation is not None:
+                    self._believe(self._adaptation.measured(step, spans), now_s)
+            case LinkProbed(source=source, target=target, bandwidth_bytes_per_s=found):
+                if self._adaptation is not None:
+                    self._believe(self._adaptation.probed((source, target), found, now_s), now_s)
+            case ItemReported():
+                self._on_reported(event, now_s)
+            case _:
+                self._from_peer(event, now_s)
+        out, self._out = self._out, []
+        return out
+
+    # Time
+
+    def _on_tick(self, tick: Tick, now_s: float) -> None:
+        """Who is lost, and who could work."""
+        self._tick = tick
+        self._leaving |= tick.leaving
+        machine, phase = self.coordinator, self.coordinator.phase
+        awaited = {device_of(worker_id) for worker_id in machine.awaited}
+        for device, why in self._deadlines.missed(phase, awaited, now_s, tick.starting.__contains__):
+            self._failures.disconnected(device, why)
+        for device in machine.awaited if phase == "recalling" else ():
+            if device not in tick.returning:
+                self._failures.disconnected(device, "it has left")
+        self._deadlines.lag(*machine.behind, now_s)
+        if self._decide(now_s):
+            return
+        if self._adaptation is not None and phase == "running":
+            link = self._adaptation.to_probe(now_s)
+            self._out += [ProbeLink(*link)] if link is not None else []
+        offers = tick.offers - self._connected
+        fresh, self._offered = offers - self._offered, offers
+        for device in sorted(fresh):
+            self._coordinate(DeviceOffered(device=device), now_s)
+        leaving, self._leaving = self._leaving, set()
+        for worker_id in sorted(self._connected):
+            if device_of(worker_id) in leaving:
+                self._coordinate(DeviceLeaving(device=worker_id), now_s)
+
+    def _decide(self, now_s: float) -> bool:
+        """Whether a device is lost, now that it is clear which."""
+        joining = self.coordinator.phase == "joining"
+        concerned = self._connected | (self.coordinator.awaited if joining else frozenset())
+        ended = {device: how for device, how in self._tick.ended.items() if device in concerned}
+        if (verdict := self._failures.decide(now_s, ended)) is None:
+            return False
+        device, failure = verdict
+        self._verdict = str(failure)
+        if isinstance(failure, UserError):  # the job's fault: every other device would say the same
+            self._over = True
+            self._out += [HaltDevices(), FinishRun("failed", str(failure))]
+            return True
+        permanent = self._failures.permanent  # one that cannot work is not asked again
+        known = {*self._connected, *self.coordinator.devices, *self.coordinator.awaited} - {device}
+        further = tuple(worker_id for worker_id in sorted(known) if device_of(worker_id) == device)
+        self._out += [RejectDevice(name, permanent) for name in (device, *further)]
+        self._failures.cleared(device)
+        # It is not waited for twice.
+        returns = device in self._tick.returning and not permanent and self.coordinator.phase != "recalling"
+        reason = without_name(failure, device)
+        self._coordinate(DeviceLost(device=device, reason=reason, worker_ids=further, returns=returns), now_s)
+        return True
+
+    # What devices say
+
+    def _on_failed(self, event: DeviceFailed, now_s: float) -> None:
+        owner = device_of(event.device)
+        if event.fault == "other":
+            if event.epoch == self.epoch:
+                self._failures.accused(owner, event.reason)
+        elif event.failure is not None:
+            if event.epoch == self.epoch:
+                self._failures.cleared(owner)  # its neighbours accuse it now
+                if event.shortage is not None:
+                    self._short = True
+                    if self._adaptation is not None:
+                        self._note(self._adaptation.short(event.device, event.shortage))
+                self._verdict = f"device {event.device!r}: {event.failure.reason}"
+                self._coordinate(StepFailed(device=event.device, failure=event.failure), now_s)
+        elif event.starts_again:
+            self._failures.failed(owner, event.reason)
+        else:
+            family = UserError if event.fault == "user" else PeerError
+            self._failures.reported(owner, family(f"device {owner!r}: {event.reason}"))
+
+    def _on_reported(self, event: ItemReported, now_s: float) -> None:
+        if event.epoch != self.epoch:
+            self._from_peer(event, now_s)
+            return
+        due = self._due.get(event.device)
+        if event.item != due or event.item not in self.coordinator.open_items:
+            refused = PeerError(f"device {event.device!r}: reported item {event.item}, not {due}")
+            self._failures.reported(device_of(event.device), refused)
+            return
+        self._due[event.device] = event.item + 1
+        self._out.append(AcceptReport(event.device, event.item))
+        self._from_peer(event, now_s)
+
+    def _from_peer(self, event: CoordinatorEvent, now_s: float) -> None:
+        """Who says what does not fit is lost to the run."""
+        if isinstance(event, DeviceJoined):
+            self._connected.add(event.device)
+        if isinstance(event, PlanMade):
+            event = self._judged(event)
+        if isinstance(event, NoPlan) and event.epoch == self.epoch and self._adaptation is not None:
+            self._adaptation.made(-1, None, must=False)
+        here = DeviceJoined | DeviceOffered | DeviceLeaving | DeviceLost | FleetChanged | StopRequested
+        try:
+            self._coordinate(event, now_s, now=isinstance(event, here))
+        except OutOfPhase as e:
+            device = getattr(event, "device", "")
+            if not device:
+                raise
+            self._failures.reported(device_of(device), PeerError(f"device {device!r}: {e}"))
+
+    def _judged(self, made: PlanMade) -> PlanMade:
+        """With whether it is worth the change."""
+        if self._adaptation is None or made.figures is None or made.epoch != self.epoch:
+            return made
+        worth_it = self._adaptation.made(made.layout.number, made.figures, must=made.worth_it)
+        return msgspec.structs.replace(made, worth_it=worth_it)
+
+    def _believe(self, notes: Iterable[str], now_s: float) -> None:
+        """Figures were measured: another plan may be better."""
+        assert self._adaptation is not None, "figures are believed by it"
+        for text in notes:
+            self._note(text)
+        if self._adaptation.asks(now_s):
+            self._coordinate(FleetChanged(), now_s)
+
+    def _note(self, text: str) -> None:
+        self._out.append(Note(text))
+
+    # The coordinator
+
+    def _coordinate(self, event: CoordinatorEvent, now_s: float, *, now: bool = True) -> None:
+        """`now`: what is of this process is of the epoch that it is."""
+        if now:
+            event = msgspec.structs.replace(event, epoch=self.epoch)
+        for instruction in self.coordinator.handle(event):
+            self._follow(instruction, now_s)
+
+    def _follow(self, instruction: CoordinatorInstruction, now_s: float) -> None:
+        match instruction:
+            case BeginEpoch(step=step, first_item=first_item):
+                self._due = dict.fromkeys(self.coordinator.devices, first_item)
+                self._out.append(instruction)
+                self._interruptions.epoch_began(instruction)
+                if self._adaptation is not None:
+                    self._adaptation.began(self.coordinator.layout.number, step, now_s)
+                return
+            case Pause():
+                self._interruptions.begin(self._verdict, now_s)
+            case MakePlan(waits=waits):
+                if waits:
+                    self._interruptions.begin(self._verdict, now_s)
+                believed = self._adaptation.believed if self._adaptation is not None else None
+                instruction = msgspec.structs.replace(instruction, believed=believed)
+            case OpenItem():
+                if self._interruptions.end(now_s):
+                    self._verdict = ""
+            case ItemDone(item=item) if item.kind == "train":
+                self._interruptions.step_done(item.step + 1)
+                self._short = False
+            case Disconnect(device=device) | ReleaseDevice(device=device):
+                self._connected.discard(device)
+                self._failures.cleared(device)
+                self._offered -= {device}
+            case FinishRun(outcome=outcome):
+                self._over = True
+                reason = instruction.reason
+                if outcome == "lost" and not self.coordinator.survives:
+                    reason = self._verdict
+                instruction = msgspec.structs.replace(instruction, reason=reason, short_of_memory=self._short)
+            case _:
+                pass
+        self._out.append(instruction)
