@@ -10,24 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from isthmus.plans import OuterOptimizer
 from isthmus.sync.compressed import CompressedAverager
 from isthmus.sync.divergence import MeasuredAverage
 from isthmus.sync.local import LocalSteps
 from isthmus.sync.mode import Setting, restored
-from isthmus.sync.options import Options
 from isthmus.sync.updates import Closure, average_with_state
+from isthmus.training.outer import OuterStep
 
 
 class DiLoCo(LocalSteps):
-    """The outer step is torch's own SGD, on one flat parameter per dtype and device."""
+    """The outer parameters are one flat tensor per dtype and device."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._averager = setting.delta_averager()
-        self._outer = OuterStep([buffer.clone() for buffer in setting.model.buffers], setting.options)
+        options = setting.options
+        outer = OuterOptimizer(rate=options.outer_rate, momentum=options.outer_momentum)
+        self._outer = OuterStep([buffer.clone() for buffer in setting.model.buffers], outer)
 
     def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
         s = self.setting
@@ -44,54 +47,43 @@ class DiLoCo(LocalSteps):
     @torch.no_grad()
     def _exchange(self) -> None:
         s = self.setting
-        deltas = [outer - own for outer, own in zip(self._outer.values, s.model.buffers, strict=True)]
+        deltas = self._outer.deltas(s.model.buffers)
         if not s.options.average_state:
             measured = MeasuredAverage(self._averager, deltas)
             with s.monitor.waiting():
                 s.monitor.diverged(measured.wait())
-        self._outer.apply(deltas)
-        for outer, own in zip(self._outer.values, s.model.buffers, strict=True):
-            own.copy_(outer)
+        self._outer.step(deltas)
+        self._outer.mix_into(s.model.buffers)
 
     def state(self) -> dict[str, Tensor]:
         errors = self._averager.state("outer") if isinstance(self._averager, CompressedAverager) else {}
-        return {**super().state(), **self._outer.state("outer"), **errors}
+        return {**super().state(), **outer_state(self._outer, "outer"), **errors}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         super().load(state)
-        self._outer.load(state, "outer")
+        load_outer(self._outer, state, "outer")
         if isinstance(self._averager, CompressedAverager):
             self._averager.load(state, "outer")
 
 
-class OuterStep:
-    """Nesterov SGD on some tensors, one outer step at a time."""
+def outer_state(outer: OuterStep, prefix: str) -> dict[str, Tensor]:
+    """Its tensors by name, for a saved state of sync."""
+    found: dict[str, Tensor] = {}
+    for number, (value, momentum) in enumerate(zip(outer.values, outer.momenta, strict=True)):
+        found[f"{prefix}.{number}"] = value
+        if momentum is not None:
+            found[f"{prefix}.{number}.momentum"] = momentum
+    return found
 
-    def __init__(self, values: list[Tensor], options: Options) -> None:
-        self.values = [nn.Parameter(value, requires_grad=False) for value in values]
-        momentum = options.outer_momentum
-        self._optimizer = torch.optim.SGD(self.values, lr=options.outer_rate, momentum=momentum, nesterov=momentum > 0)
 
-    def apply(self, deltas: list[Tensor]) -> None:
-        """`deltas`: what to go down by, of the shapes of `values`."""
-        for value, delta in zip(self.values, deltas, strict=True):
-            value.grad = delta
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def state(self, prefix: str) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for number, value in enumerate(self.values):
-            found[f"{prefix}.{number}"] = value.detach()
-            momentum = self._optimizer.state.get(value, {}).get("momentum_buffer")
-            if momentum is not None:
-                found[f"{prefix}.{number}.momentum"] = momentum
-        return found
-
-    @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor], prefix: str) -> None:
-        for number, value in enumerate(self.values):
-            value.copy_(restored(state, f"{prefix}.{number}", value))
-            self._optimizer.state.pop(value, None)
-            if (name := f"{prefix}.{number}.momentum") in state:
-                self._optimizer.state[value] = {"momentum_buffer": restored(state, name, value).clone()}
+def load_outer(outer: OuterStep, state: Mapping[str, Tensor], prefix: str) -> None:
+    """Go on from what `outer_state` gave. Raises UserError for tensors that do not fit."""
+    own = [(f"{prefix}.{number}", value) for number, value in enumerate(outer.values)]
+    momenta = [f"{name}.momentum" for name, _ in own]
+    outer.load(
+        [restored(state, name, value) for name, value in own],
+        [
+            restored(state, name, value) if name in state else None
+            for name, (_, value) in zip(momenta, own, strict=True)
+        ],
+    )

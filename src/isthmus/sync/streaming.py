@@ -18,13 +18,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from isthmus.errors import UserError
+from isthmus.plans import OuterOptimizer
 from isthmus.sync.compressed import CompressedAverager
 from isthmus.sync.divergence import MeasuredAverage
 from isthmus.sync.layers import Layer
 from isthmus.sync.mode import Mode, Setting, restored
-from isthmus.sync.outer import OuterStep
+from isthmus.sync.outer import load_outer, outer_state
 from isthmus.sync.packing import pack
 from isthmus.sync.updates import Closure
+from isthmus.training.outer import OuterStep
 
 
 class Fragment:
@@ -33,7 +35,11 @@ class Fragment:
     def __init__(self, layers: list[Layer], setting: Setting) -> None:
         self._setting = setting
         self._flats = [flat for layer in layers for flat in layer.flats]
-        self._outer = OuterStep(list(pack(self._flats).flats), setting.options)
+        options = setting.options
+        outer = OuterOptimizer(
+            rate=options.outer_rate, momentum=options.outer_momentum, delay=options.delay, mixing=options.mixing
+        )
+        self._outer = OuterStep(pack(self._flats).flats, outer)
         self._averager = setting.delta_averager()
         self._deltas: list[Tensor] = []
         self._average: MeasuredAverage | None = None
@@ -41,8 +47,7 @@ class Fragment:
     @torch.no_grad()
     def start(self) -> None:
         """Send what was moved since the last outer step."""
-        now = pack(self._flats).flats
-        self._deltas = [outer - own for outer, own in zip(self._outer.values, now, strict=True)]
+        self._deltas = self._outer.deltas(pack(self._flats).flats)
         self._average = MeasuredAverage(self._averager, self._deltas)
 
     def arrive(self) -> None:
@@ -56,21 +61,20 @@ class Fragment:
     def apply(self) -> None:
         """Make the outer step, and mix its result into the model."""
         self.arrive()
-        self._outer.apply(self._deltas)
+        self._outer.step(self._deltas)
         self._deltas = []
         packed = pack(self._flats)
-        for own, outer in zip(packed.flats, self._outer.values, strict=True):
-            own.lerp_(outer, 1 - self._setting.options.mixing)
+        self._outer.mix_into(packed.flats)
         packed.copy_to(self._flats)
 
     def state(self, prefix: str) -> dict[str, Tensor]:
         self.arrive()
         deltas = {f"{prefix}.delta.{number}": delta for number, delta in enumerate(self._deltas)}
         errors = self._averager.state(prefix) if isinstance(self._averager, CompressedAverager) else {}
-        return {**self._outer.state(prefix), **deltas, **errors}
+        return {**outer_state(self._outer, prefix), **deltas, **errors}
 
     def load(self, state: Mapping[str, Tensor], prefix: str) -> None:
-        self._outer.load(state, prefix)
+        load_outer(self._outer, state, prefix)
         if isinstance(self._averager, CompressedAverager):
             self._averager.load(state, prefix)
         self.arrive()

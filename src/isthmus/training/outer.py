@@ -1,8 +1,9 @@
-"""The outer parameters of a stage and their step (DiLoCo, Alg. 1; Streaming DiLoCo, Alg. 2).
+"""The outer parameters and their step (DiLoCo, Alg. 1; Streaming DiLoCo, Alg. 2).
 
-    delta = mean over replicas k of (outer - w_k)      outer <- Nesterov(outer, delta)      w_k <- outer
+    delta = mean over replicas k of (outer - w_k)              outer <- Nesterov(outer, delta)
+    w_k <- mixing x w_k + (1 - mixing) x outer                 DiLoCo mixes nothing: w_k <- outer
 
-Every replica sums to the same bits and makes the same outer step: outer parameters need not travel.
+Every replica averages to the same bits and makes the same outer step: outer parameters need not travel.
 """
 
 from __future__ import annotations
@@ -19,36 +20,49 @@ OUTER_KEYS = frozenset({VALUE, MOMENTUM, DELTA})
 """What a checkpoint holds of a parameter's outer state, beside its optimizer's."""
 
 
-class OuterParameters:
-    """Those of one group, flat, and the step that torch's SGD makes with them."""
+class OuterStep:
+    """Some outer tensors, and the step that torch's SGD makes with them. `start`: kept, and changed in place."""
 
-    def __init__(self, start: Tensor, config: OuterOptimizer) -> None:
-        self._values = nn.Parameter(start.clone(), requires_grad=False)
+    def __init__(self, start: Sequence[Tensor], config: OuterOptimizer) -> None:
+        self._values = [nn.Parameter(value, requires_grad=False) for value in start]
+        self._mixing = config.mixing
         nesterov = config.momentum > 0
-        self._sgd = torch.optim.SGD([self._values], config.rate, momentum=config.momentum, nesterov=nesterov)
+        self._sgd = torch.optim.SGD(self._values, config.rate, momentum=config.momentum, nesterov=nesterov)
 
     @property
-    def values(self) -> Tensor:
-        return self._values.detach()
+    def values(self) -> list[Tensor]:
+        return [value.detach() for value in self._values]
 
-    def step(self, delta: Tensor) -> Tensor:
-        """The values after going down by a delta."""
-        self._values.grad = delta
+    @property
+    def momenta(self) -> list[Tensor | None]:
+        """One for each value; None before the first step, and without momentum."""
+        return [self._sgd.state.get(value, {}).get("momentum_buffer") for value in self._values]
+
+    def deltas(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """How far a replica's tensors are from the outer ones."""
+        return [outer - mine for outer, mine in zip(self.values, own, strict=True)]
+
+    def step(self, deltas: Sequence[Tensor]) -> None:
+        """Go down by the mean of the replicas' deltas."""
+        for value, delta in zip(self._values, deltas, strict=True):
+            value.grad = delta
         self._sgd.step()
         self._sgd.zero_grad(set_to_none=True)
-        return self.values
 
-    def state(self) -> dict[str, Tensor]:
-        """Flat, by key."""
-        momentum = self._sgd.state.get(self._values, {}).get("momentum_buffer")
-        return {VALUE: self.values} | ({} if momentum is None else {MOMENTUM: momentum})
+    @torch.no_grad()
+    def mix_into(self, own: Sequence[Tensor]) -> None:
+        """Bring a replica's tensors to the outer ones, but for the share that stays."""
+        for mine, outer in zip(own, self.values, strict=True):
+            mine.lerp_(outer, 1 - self._mixing)
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """What `state` gave, where the values are; without momentum as before the first step."""
-        with torch.no_grad():
-            self._values.copy_(state[VALUE])
-        if MOMENTUM in state:
-            self._sgd.state[self._values] = {"momentum_buffer": state[MOMENTUM].clone()}
+    @torch.no_grad()
+    def load(self, values: Sequence[Tensor], momenta: Sequence[Tensor | None]) -> None:
+        """Go on from saved values, copied to where the own ones are, and momenta."""
+        for value, saved, momentum in zip(self._values, values, momenta, strict=True):
+            value.copy_(saved)
+            self._sgd.state.pop(value, None)
+            if momentum is not None:
+                self._sgd.state[value] = {"momentum_buffer": momentum.clone()}
 
 
 def joined(saved: Mapping[str, Tensor], parameters: Sequence[str]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from isthmus.accelerators.copies import PendingRead, to_device
 from isthmus.errors import UserError
 from isthmus.plans import OuterOptimizer
 from isthmus.training.engine import Engine
-from isthmus.training.outer import DELTA, OuterParameters, joined
+from isthmus.training.outer import DELTA, MOMENTUM, VALUE, OuterStep, joined
 
 
 class GroupBuffer(Protocol):
@@ -124,33 +124,38 @@ class DeltaSum:
     def __init__(
         self, parameters: Parameters, share: float, outer: OuterOptimizer, saved: Mapping[str, Tensor]
     ) -> None:
-        self._parameters, self._share, self._mixing = parameters, share, outer.mixing
-        self._outer = OuterParameters(parameters.row(), outer)
+        self._parameters, self._share = parameters, share
+        self._outer = OuterStep([parameters.row()], outer)
         self.flat = torch.empty(0)
         self._begun = False
         accelerator = parameters.engine.accelerator
         held = {key: to_device(accelerator, row) for key, row in joined(saved, parameters.own).items()}
         if held:
-            self._outer.load(held)
+            self._outer.load([held[VALUE]], [held.get(MOMENTUM)])
         if DELTA in held:
             self.flat, self._begun = held[DELTA], True
 
     def fill(self, count: float) -> None:
-        self.flat = (self._outer.values - self._parameters.row()).mul_(self._share)
+        (delta,) = self._outer.deltas([self._parameters.row()])
+        self.flat = delta.mul_(self._share)
         self._begun = True
 
     def take(self) -> float:
         if self._begun:  # else it was to begin before a checkpoint that knows nothing of it
-            values = self._outer.step(self.flat)
-            self._parameters.put(self._parameters.row().lerp_(values, 1 - self._mixing))
+            self._outer.step([self.flat])
+            row = self._parameters.row()
+            self._outer.mix_into([row])
+            self._parameters.put(row)
             self._begun = False
         return 0.0
 
     def state(self) -> dict[str, Tensor]:
-        rows = self._outer.state() | ({DELTA: self.flat} if self._begun else {})
+        (value,), (momentum,) = self._outer.values, self._outer.momenta
+        held = {VALUE: value, MOMENTUM: momentum, DELTA: self.flat if self._begun else None}
         return {
             f"optimizer.{name}.{key}": piece
-            for key, row in rows.items()
+            for key, row in held.items()
+            if row is not None
             for name, piece in zip(self._parameters.own, self._parameters.apart(row), strict=True)
         }
 
