@@ -3,15 +3,18 @@
 Quick tests run first. What hypothesis draws is said in `examples.py`.
 """
 
+import compileall
 import gc
 import logging
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+import isthmus
 from isthmus.runtime.processes import launcher
 from tests.fork_servers import end_all, kept_fork_server
 
@@ -30,6 +33,9 @@ waits long for another."""
 @pytest.hookimpl(tryfirst=True)  # before hypothesis' plugin loads the profile that it is told
 def pytest_configure(config: pytest.Config) -> None:
     examples.register(config)
+    if not hasattr(config, "workerinput"):
+        # With PYTHONDONTWRITEBYTECODE each process that a test starts would compile all modules anew.
+        compileall.compile_dir(Path(isthmus.__file__).parent, quiet=2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
