@@ -20,6 +20,7 @@ from isthmus.fleet import Fleet
 from isthmus.graph import Flow, StageGraph
 from isthmus.plans import Averages, Collective, Constraints, ReplicaSync, SyncGroup
 from isthmus.plans.collective import rounds
+from isthmus.plans.sync_schedule import FragmentSchedule
 
 MOST_ORDERED = 5
 """Members up to which every order of a ring is tried."""
@@ -66,13 +67,11 @@ def copies_sync(flow: Flow, fleet: Fleet, constraints: Constraints, stages: Sequ
 def _steps(policy: SyncPolicy, count: int) -> list[int]:
     """In which step of a period each of so many parameters is averaged."""
     period = policy.period
-    if policy.mode in ("local", "outer"):
-        return [period - 1] * count
-    if policy.mode == "streaming":
-        # Strided as in the paper: each fragment holds some of the first parameters and some of the last.
-        fragments = min(period, count)
-        return [(number % fragments + 1) * period // fragments - 1 for number in range(count)]
-    return [number * period // count for number in range(count)]
+    if policy.mode in ("partial", "dream", "dreamddp"):
+        return [number * period // count for number in range(count)]
+    whole = FragmentSchedule(period=period, count=1)
+    schedule = FragmentSchedule.streaming(layers=count, period=period) if policy.mode == "streaming" else whole
+    return [schedule.step_of(schedule.fragment_of(number)) for number in range(count)]
 
 
 def owners(replicas: Holders) -> dict[str, GroupMembers]:

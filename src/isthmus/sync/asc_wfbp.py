@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.planners.sync import fused
-from isthmus.sync.every_step import EveryStep
+from isthmus.sync.every_step import EveryStep, numbered
 from isthmus.sync.exchange import broadcast, gather, to_bytes
 from isthmus.sync.link import probe
 from isthmus.sync.mode import Setting, restored_document
@@ -40,7 +40,7 @@ class AscWfbp(EveryStep):
     def ready(self, number: int) -> None:
         if not self._planned:
             now_s = time.perf_counter()
-            if not self._ready:
+            if not self._order.complete:
                 self._begun_s = now_s
             self._ready_s[number].append(now_s - self._begun_s)
         super().ready(number)
@@ -62,9 +62,8 @@ class AscWfbp(EveryStep):
         if dist.get_rank(group) == 0:
             wire_s = [layer.size_bytes * link.byte_s for layer in reversed(s.model.layers)]
             found = fused(list(accumulate(slowest, max)), wire_s, link.latency_s, s.options.at_once)
-            last = len(s.model.layers) - 1
-            made = [[last - place for place in message] for message in found.messages]
-        self.buckets = broadcast(made, list[list[int]], group)
+            made = numbered(found.messages, len(s.model.layers))
+        self.send_in(broadcast(made, list[list[int]], group))
         self._planned = True
         s.monitor.restart()
 
@@ -78,4 +77,5 @@ class AscWfbp(EveryStep):
         held = sorted(number for bucket in buckets for number in bucket)
         if held != list(range(len(self.setting.model.layers))):
             raise UserError("saved sync state: 'asc-wfbp': holds other layers than the model's. Is it the same model?")
-        self.buckets, self._planned = buckets, True
+        self.send_in(buckets)
+        self._planned = True

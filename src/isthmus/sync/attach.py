@@ -29,13 +29,12 @@ from isthmus.sync.monitor import Monitor
 from isthmus.sync.options import Options
 from isthmus.sync.outer import DiLoCo
 from isthmus.sync.partial import OverlappedPartialSync, PartialSync
-from isthmus.sync.s_sgd import SSgd
 from isthmus.sync.streaming import Streaming
 from isthmus.sync.sync import Sync
 from isthmus.sync.updates import Updates, attached
 
 _MODES: Mapping[str, Callable[[Setting, nn.Module], Mode]] = {
-    "s-sgd": lambda setting, _: SSgd(setting),
+    "s-sgd": lambda setting, _: EveryStep(setting, in_one=True),
     "asc-wfbp": lambda setting, _: AscWfbp(setting),
     "every-step": lambda setting, _: EveryStep(setting),
     "local": lambda setting, _: LocalSGD(setting),

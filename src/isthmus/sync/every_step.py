@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from isthmus.errors import UserError
+from isthmus.planners.sync import by_size
+from isthmus.plans.sync_schedule import SendOrder
 from isthmus.sync.averaging import PendingAverage
 from isthmus.sync.hooks import gradients
 from isthmus.sync.mode import Mode, Setting
@@ -26,18 +28,25 @@ class EveryStep(Mode):
     in_backward = True
     resets_each_backward = True
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, *, in_one: bool = False) -> None:
+        """`in_one`: all gradients travel in one message when all are there, which hides nothing (DreamDDP, Eq. 3)."""
         super().__init__(setting)
-        self.buckets = _buckets([layer.size_bytes for layer in setting.model.layers], setting.options.bucket_bytes)
+        sizes_bytes = [layer.size_bytes for layer in reversed(setting.model.layers)]
+        messages = by_size(sizes_bytes, sum(sizes_bytes) if in_one else setting.options.bucket_bytes)
+        self.buckets: list[list[int]] = []
         """Layers by number that travel together, in the order in which they leave."""
-        self._ready: set[int] = set()
+        self.send_in(numbered(messages, len(sizes_bytes)))
         self._sent: list[tuple[list[nn.Parameter], PackedTensors, PendingAverage]] = []
         self._averaged = False
 
+    def send_in(self, buckets: list[list[int]]) -> None:
+        """From the next backward on. All workers must do so at the same step."""
+        self.buckets = buckets
+        self._order = SendOrder(buckets)
+
     def ready(self, number: int) -> None:
-        self._ready.add(number)
-        while len(self._sent) < len(self.buckets) and self._ready.issuperset(self.buckets[len(self._sent)]):
-            self._send(self.buckets[len(self._sent)])
+        for message in self._order.ready(number):
+            self._send(self.buckets[message])
 
     def _send(self, bucket: Sequence[int]) -> None:
         layers = [self.setting.model.layers[n] for n in bucket]
@@ -53,7 +62,7 @@ class EveryStep(Mode):
             for parameter, average in zip(parameters, packed.views, strict=True):
                 parameter.grad = average
         self._sent.clear()
-        self._ready.clear()
+        self._order = SendOrder(self.buckets)
         self._averaged = True
 
     def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
@@ -76,14 +85,6 @@ class EveryStep(Mode):
         return averaged
 
 
-def _buckets(sizes_bytes: list[int], least_bytes: int) -> list[list[int]]:
-    """Layers by number, from the last to the first, in runs of at least `least_bytes`."""
-    found: list[list[int]] = [[]]
-    held_bytes = 0
-    for number in reversed(range(len(sizes_bytes))):
-        if held_bytes >= least_bytes:
-            found.append([])
-            held_bytes = 0
-        found[-1].append(number)
-        held_bytes += sizes_bytes[number]
-    return found
+def numbered(messages: Sequence[range], layers: int) -> list[list[int]]:
+    """Layers by their number in the model, given messages of numbers in backward order."""
+    return [[layers - 1 - place for place in message] for message in messages]

@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from isthmus.errors import UserError
 from isthmus.plans.sync import SyncPlan
+from isthmus.plans.sync_schedule import SendOrder
 from isthmus.sync.divergence import MeasuredAverage
 from isthmus.sync.forward_barriers import ForwardBarriers
 from isthmus.sync.hooks import GONE, gradients, versions
@@ -95,8 +96,7 @@ class Scheduled(Mode):
         self._scheduled = self._scheduled_names()
         self._late = self.plan is None and self.averages_whole
         """All layers are averaged after this step, none inside its backward."""
-        self._ready: set[int] = set()
-        self._started = 0
+        self._order = SendOrder([due.layers for due in self._due])
         self._versions: dict[int, list[tuple[int, int]]] = {}
 
     @property
@@ -111,10 +111,8 @@ class Scheduled(Mode):
 
     def ready(self, number: int) -> None:
         self._versions[number] = versions(self.setting.model.layers[number].parameters)
-        self._ready.add(number)
-        while self._started < len(self._due) and self._due[self._started].layers <= self._ready:
-            self._start(self._due[self._started])
-            self._started += 1
+        for message in self._order.ready(number):
+            self._start(self._due[message])
 
     def _start(self, due: _Due) -> None:
         s, layers = self.setting, self._layers(due.layers)
@@ -208,7 +206,7 @@ class Scheduled(Mode):
                 "without a scaler, or mode 'every-step', 'local', 'outer' or 'partial'"
             )
         layers = self.setting.model.layers
-        if len(self._ready) < len(layers):
+        if len(self._order.complete) < len(layers):
             raise UserError("sync.step(): expected loss.backward() outside sync.no_sync() first")
         for number, layer in enumerate(layers):
             for name, then, is_now in zip(

@@ -1,12 +1,6 @@
 """Streaming DiLoCo (2025, Alg. 2): fragments of the model take turns, and exchanges overlap the steps that follow.
 
-    step            1     2     3     4     5     6     7     8         period 4, fragments a b c d, delay 1
-    exchanged       a     b     c     d     a     b     c     d
-    applied               a     b     c     d     a     b     c
-
-    w_k <- mixing x w_k + (1 - mixing) x outer         when the outer step of a fragment has been made
-
-Fragments are strided over the layers, as in the paper: each holds some of the first and some of the last.
+The fragment of a step, and the step that uses its exchange: `plans.sync_schedule`. The outer step: `training.outer`.
 """
 
 from __future__ import annotations
@@ -19,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from isthmus.errors import UserError
 from isthmus.plans import OuterOptimizer
+from isthmus.plans.sync_schedule import FragmentSchedule
 from isthmus.sync.compressed import CompressedAverager
 from isthmus.sync.divergence import MeasuredAverage
 from isthmus.sync.layers import Layer
@@ -94,30 +89,23 @@ class Streaming(Mode):
             raise UserError(
                 f"sync option 'delay': got {options.delay}, expected less than the period of {setting.period}"
             )
-        count = min(options.fragments or setting.period, len(setting.model.layers), setting.period)
-        self._fragments = [Fragment(list(setting.model.layers[n::count]), setting) for n in range(count)]
+        layers = setting.model.layers
+        self._schedule = FragmentSchedule.streaming(
+            layers=len(layers), period=setting.period, fragments=options.fragments, delay=options.delay
+        )
+        held: list[list[Layer]] = [[] for _ in range(self._schedule.count)]
+        for number, layer in enumerate(layers):
+            held[self._schedule.fragment_of(number)].append(layer)
+        self._fragments = [Fragment(fragment, setting) for fragment in held]
 
     def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
         loss = self.setting.updates.whole(closure, scaler)
-        # A fragment that both arrives and leaves in this step arrives first.
-        delay = self.setting.options.delay
-        if delay:
-            self._arriving(self.steps - delay)
-        for fragment in self._starting(self.steps):
-            fragment.start()
-        if not delay:
-            self._arriving(self.steps)
+        for kind, number in self._schedule.events(self.steps):
+            if kind == "start":
+                self._fragments[number].start()
+            else:
+                self._fragments[number].apply()
         return loss
-
-    def _arriving(self, started_at: int) -> None:
-        for fragment in self._starting(started_at):
-            fragment.apply()
-
-    def _starting(self, step: int) -> list[Fragment]:
-        """Whose exchange starts after this step: the fragments' turns are spread over the period."""
-        count, period = len(self._fragments), self.setting.period
-        place = step % period
-        return [f for n, f in enumerate(self._fragments) if step >= 0 and place == (n + 1) * period // count - 1]
 
     def detach(self) -> None:
         """What is on its way arrives: torch ends a process whose group goes away under an exchange."""

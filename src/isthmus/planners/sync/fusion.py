@@ -51,6 +51,18 @@ def fused(ready_s: Sequence[float], wire_s: Sequence[float], latency_s: float, a
     return min(found, key=lambda fusion: (fusion.through_s, len(fusion.messages)))
 
 
+def by_size(sizes_bytes: Sequence[int], least_bytes: int) -> tuple[range, ...]:
+    """Messages of at least so many bytes, but for the last; `sizes_bytes` of the layers in backward order."""
+    found: list[range] = []
+    start = held_bytes = 0
+    for layer, size_bytes in enumerate(sizes_bytes):
+        held_bytes += size_bytes
+        if held_bytes >= least_bytes or layer == len(sizes_bytes) - 1:
+            found.append(range(start, layer + 1))
+            start, held_bytes = layer + 1, 0
+    return tuple(found)
+
+
 def sent(ended_s: tuple[float, ...], ready_s: float, wire_s: float, latency_s: float, at_once: int) -> float:
     """When one more message is through, given when those before it were."""
     begins_s = max(ready_s, ended_s[-at_once] if len(ended_s) >= at_once else 0.0)
