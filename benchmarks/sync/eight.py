@@ -58,8 +58,7 @@ def steps_s(model: SyncedModel) -> tuple[dict[str, float], float]:
                 workers=(profile,),
             )
             plans[mode] = plan_sync(PLANNERS[mode], problem)
-            schedule = [frozenset(plans[mode].averaged(step)) for step in range(PERIOD)]
-            choices = SyncChoices(schedule=schedule, forward_overlap=not papers)
+            choices = SyncChoices(plan=plans[mode], forward_overlap=not papers)
         found[mode] = simulate_sync(mode, model, choices)
     return found, plans["dream"].certificate.lower_bound / PERIOD
 
@@ -74,8 +73,7 @@ def main() -> int:
             continue
         model = of_eight(result.description.model, result.case.workers)
         found, floor_s = steps_s(model)
-        wire_s = sum(max(0.0, x.average_s - model.latency_s) for x in model.layers) / PERIOD
-        times = [model.compute_s, wire_s, *(found[mode] for mode in MODES), model.bound_s]
+        times = [model.compute_s, model.wire_s(model.layers) / PERIOD, *(found[mode] for mode in MODES), model.bound_s]
         drawn.add_row(
             result.case.kind,
             f"{result.case.bandwidth_bit_per_s / MBIT:.0f} Mbit/s",

@@ -25,7 +25,6 @@ from shapes import MODELS, model_times, problem_of, published  # pyright: ignore
 
 from isthmus.experiments import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 from isthmus.planners.sync import plan_sync
-from isthmus.plans import SyncPlan
 
 LATEST = Path(__file__).parent / "results" / "published.json"
 PERIOD = 5
@@ -81,10 +80,6 @@ def model_of(backward_s: list[float], average_s: list[float], share: float = 1.0
     return SyncedModel(forward_s=0.0, layers=layers, latency_s=min(LATENCY_S, least_s), period=PERIOD)
 
 
-def schedule_of(plan: SyncPlan) -> list[frozenset[str]]:
-    return [frozenset(plan.averaged(step)) for step in range(PERIOD)]
-
-
 def measure(name: str, workers: str, backward_s: list[float], average_s: list[float]) -> Result:
     model = model_of(backward_s, average_s)
     step_s = {
@@ -95,8 +90,8 @@ def measure(name: str, workers: str, backward_s: list[float], average_s: list[fl
         "streaming": simulate_sync("streaming", model, SyncChoices()),
     }
     for mode, planner, overlap in SCHEDULED:
-        schedule = schedule_of(plan_sync(planner, problem_of(backward_s, average_s, PERIOD, overlap=overlap)))
-        step_s[mode] = simulate_sync("dream", model, SyncChoices(schedule=schedule, forward_overlap=overlap))
+        plan = plan_sync(planner, problem_of(backward_s, average_s, PERIOD, overlap=overlap))
+        step_s[mode] = simulate_sync("dream", model, SyncChoices(plan=plan, forward_overlap=overlap))
     hard: dict[str, float] = {}
     for delay in (1, 4):
         hard[f"streaming, delay {delay}"] = simulate_sync("streaming", model, SyncChoices(delay=delay))

@@ -118,9 +118,8 @@ def measure(case: Case) -> Told:
     modes: list[ModeFigures] = []
     for figures, told in found:
         if told is not None:
-            schedule = [frozenset(told.plan.averaged(step)) for step in range(PERIOD)] if told.plan else []
             model = planned if figures.mode == "dream" else fine
-            choices = SyncChoices(schedule=schedule, forward_overlap=figures.mode in AHEAD)
+            choices = SyncChoices(plan=told.plan, forward_overlap=figures.mode in AHEAD)
             predicted_s = simulate_sync(figures.mode, model, choices)
             figures = msgspec.structs.replace(figures, predicted_s=predicted_s)
         modes.append(figures)

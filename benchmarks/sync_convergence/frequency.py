@@ -118,8 +118,7 @@ def simulated() -> list[Step]:
             for fill in (False, True):
                 problem = replace(problem_of(backward_s, average_s, period, overlap=False), spare=0.0 if fill else 1.0)
                 plan = plan_sync("dream-dfs", problem)
-                schedule = [frozenset(plan.averaged(step)) for step in range(period)]
-                taken_s = simulate_sync("dreamddp", at, SyncChoices(schedule=schedule))
+                taken_s = simulate_sync("dreamddp", at, SyncChoices(plan=plan))
                 step_s[f"dreamddp, {period}{', filled' if fill else ''}"] = taken_s
                 filled[period] = sum(len(iteration.filled) for iteration in plan.iterations)
         found.append(Step(name=name, workers=workers, step_s=step_s, filled=filled))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
 from isthmus.planners.sync import SyncProblem, WorkerProfile, plan_sync
+from isthmus.planners.sync.build_sync_plan import sync_plan
 from isthmus.planners.sync.timeline import iteration_s, timeline
 from isthmus.simulator.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 
@@ -45,8 +48,7 @@ def test_a_schedule_takes_what_its_plan_says(
 ) -> None:
     model = model_of(layers, period, forward_s=0.1)
     plan = plan_sync(planner, problem_of(model, overlap=overlap))
-    schedule = [frozenset(plan.averaged(step)) for step in range(period)]
-    choices = SyncChoices(schedule=schedule, forward_overlap=overlap)
+    choices = SyncChoices(plan=plan, forward_overlap=overlap)
     assert simulate_sync("dream", model, choices) == pytest.approx(plan.step_s)
 
 
@@ -69,7 +71,7 @@ def test_local_pays_for_its_average_in_the_open(
     layers: list[tuple[float, float]], period: int, latency_s: float
 ) -> None:
     model = model_of(layers, period, latency_s)
-    expected = model.compute_s + model.message_s(model.layers) / period
+    expected = model.compute_s + (latency_s + model.wire_s(model.layers)) / period
     assert simulate_sync("local", model, SyncChoices()) == pytest.approx(expected)
     assert simulate_sync("outer", model, SyncChoices()) == pytest.approx(expected)
 
@@ -88,10 +90,10 @@ def test_streaming_hides_a_fragment_behind_the_next_step() -> None:
 @given(layer_times, st.integers(1, 5))
 def test_no_mode_beats_the_bound(layers: list[tuple[float, float]], period: int) -> None:
     model = model_of(layers, period)
-    everything = frozenset(layer.name for layer in model.layers)
-    schedule = [everything if step == 0 else frozenset[str]() for step in range(period)]
+    sets = [range(len(layers)) if step == 0 else () for step in range(period)]
+    plan = sync_plan(replace(problem_of(model), spare=1.0), "all at once", sets, past_gaps=True)
     for mode in ("every-step", "local", "outer", "partial", "dream", "dreamddp", "streaming"):
-        taken_s = simulate_sync(mode, model, SyncChoices(schedule=schedule, bucket_bytes=1))
+        taken_s = simulate_sync(mode, model, SyncChoices(plan=plan, bucket_bytes=1))
         assert taken_s >= model.bound_s * (1 - 1e-9)
 
 
@@ -101,7 +103,7 @@ def test_of_s_sgd_the_more_is_hidden_the_sooner(
 ) -> None:
     model = model_of(layers, 1, latency_s)
     openly_s = simulate_sync("s-sgd", model, SyncChoices())
-    assert openly_s == pytest.approx(model.compute_s + model.message_s(model.layers))  # Eq. 3 of the paper
+    assert openly_s == pytest.approx(model.compute_s + latency_s + model.wire_s(model.layers))  # Eq. 3 of the paper
     planned_s = simulate_sync("asc-wfbp", model, SyncChoices(at_once=at_once))
     wfbp_s = min(simulate_sync("every-step", model, SyncChoices(bucket_bytes=size)) for size in range(1, 9))
     assert planned_s <= wfbp_s * (1 + 1e-9)  # some message for each, or all in one, among its choices
@@ -109,13 +111,26 @@ def test_of_s_sgd_the_more_is_hidden_the_sooner(
     assert planned_s >= max(model.compute_s, sum(max(0.0, layer.average_s - latency_s) for layer in model.layers))
 
 
+@given(layer_times, st.integers(1, 4))
+def test_in_the_open_the_layers_of_a_step_are_one_message(layers: list[tuple[float, float]], period: int) -> None:
+    model = model_of(layers, period, latency_s=1e-3)
+    plan = plan_sync("equal-number", problem_of(model))
+    named = {layer.name: layer for layer in model.layers}
+    sent = [[named[name] for name in plan.averaged(step)] for step in range(period)]
+    open_s = sum(model.latency_s + model.wire_s(message) for message in sent if message)
+    taken_s = simulate_sync("partial", model, SyncChoices(plan=plan, in_backward=False))
+    assert taken_s == pytest.approx(model.compute_s + open_s / period)
+
+
 def test_bad_use() -> None:
     model = model_of([(1.0, 1.0)], 1)
     with pytest.raises(UserError, match="unknown sync mode 'drea': did you mean 'dream'"):
         simulate_sync("drea", model, SyncChoices())
-    with pytest.raises(UserError, match="got no schedule"):
+    with pytest.raises(UserError, match="got no plan"):
         simulate_sync("dream", model, SyncChoices())
     with pytest.raises(UserError, match="got none, expected at least one"):
         SyncedModel(forward_s=0.0, layers=(), latency_s=0.0, period=1)
+    with pytest.raises(UserError, match="delay: got 2, expected at most the period of 1"):
+        simulate_sync("streaming", model, SyncChoices(delay=2))
     with pytest.raises(UserError, match="period: got 0"):
         model_of([(1.0, 1.0)], 0)

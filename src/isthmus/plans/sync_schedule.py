@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, NamedTuple, TypeVar
 
+from isthmus.errors import UserError
+
 T = TypeVar("T")
 
 
@@ -29,7 +31,11 @@ class FragmentSchedule:
     period: int
     count: int
     delay: int = 0
-    """Steps between the start of an exchange and its end: tau."""
+    """Steps between the start of an exchange and its end: tau. A period at most."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.delay <= self.period:
+            raise UserError(f"delay: got {self.delay}, expected at most the period of {self.period}")
 
     @classmethod
     def streaming(cls, *, layers: int, period: int, fragments: int = 0, delay: int = 0) -> FragmentSchedule:

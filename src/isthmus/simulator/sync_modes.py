@@ -3,8 +3,9 @@
     compute   |- forward -|-4-|-3-|-2-|-1-| - forward -|...
     channel                   |.4.|...3...|               one average at a time, in the mode's order
 
-No worker is ahead of another here: times are those of the slowest. Data loading and the host's own work count as
-forward. What a planner's timeline says of one iteration comes out here too, for the modes that a plan describes.
+The messages, their order and the step that waits for them come from the schedules that `isthmus.sync` runs by
+(`plans.sync_schedule`, `SyncPlan`, `planners.sync.fusion`). No worker is ahead of another here: times are those of the
+slowest. Data loading and the host's own work count as forward.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from isthmus.errors import UserError, unknown_name
-from isthmus.planners.sync import fused
+from isthmus.planners.sync import by_size, fused, sent
+from isthmus.plans.sync import SyncPlan
+from isthmus.plans.sync_schedule import FragmentSchedule, SendOrder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +55,14 @@ class SyncedModel:
     def compute_s(self) -> float:
         return self.forward_s + sum(layer.forward_s + layer.backward_s for layer in self.layers)
 
-    def message_s(self, layers: Sequence[SyncedLayer]) -> float:
-        """One message for all of them."""
-        return self.latency_s + sum(max(0.0, layer.average_s - self.latency_s) for layer in layers) if layers else 0.0
+    def wire_s(self, layers: Sequence[SyncedLayer]) -> float:
+        """Averaging all of them, latency left out."""
+        return sum(max(0.0, layer.average_s - self.latency_s) for layer in layers)
 
     @property
     def bound_s(self) -> float:
         """A step of a mode that averages every layer once in a period: max(compute, wire / H), latency left out."""
-        wire_s = sum(max(0.0, layer.average_s - self.latency_s) for layer in self.layers)
-        return max(self.compute_s, wire_s / self.period)
+        return max(self.compute_s, self.wire_s(self.layers) / self.period)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +73,8 @@ class SyncChoices:
     """`every-step`."""
     at_once: int = 2
     """`asc-wfbp`: messages that may be on their way together, at most."""
-    schedule: Sequence[frozenset[str]] = ()
-    """`partial`, `dream`, `dreamddp`: the layers that each iteration of the period averages."""
+    plan: SyncPlan | None = None
+    """`partial`, `dream`, `dreamddp`: of the layers by their names here."""
     in_backward: bool = True
     """`partial`: whether averages start inside backward."""
     forward_overlap: bool = False
@@ -85,108 +87,102 @@ class SyncChoices:
 class _Run:
     """A clock, and the channel's own."""
 
-    def __init__(self, model: SyncedModel) -> None:
+    def __init__(self, model: SyncedModel, at_once: int) -> None:
         self.model = model
         self.now_s = 0.0
-        self._free_s = 0.0
+        self._at_once = at_once
+        self._ended_s: tuple[float, ...] = ()
+        """The newest messages."""
 
     def send(self, layers: Sequence[SyncedLayer]) -> float:
         """Start a message now; returns when it is through."""
-        self._free_s = max(self._free_s, self.now_s) + self.model.message_s(layers)
-        return self._free_s
+        model = self.model
+        through_s = sent(self._ended_s, self.now_s, model.wire_s(layers), model.latency_s, self._at_once)
+        self._ended_s = (*self._ended_s, through_s)[-self._at_once :]
+        return through_s
 
     def compute(
-        self, after: Callable[[SyncedLayer], None] | None = None, barriers: Mapping[str, float] | None = None
-    ) -> None:
-        """Forward, each layer when its gate opens, and backward."""
+        self, messages: Sequence[Sequence[SyncedLayer]] = (), barriers: Mapping[str, float] | None = None
+    ) -> list[float]:
+        """Forward, each layer when its barrier opens, and backward, in which messages start in this order. Returns when
+        each of them is through."""
+        order, through_s = SendOrder(messages), list[float]()
         self.now_s += self.model.forward_s
         for layer in reversed(self.model.layers):
             self.wait((barriers or {}).get(layer.name, 0.0))
             self.now_s += layer.forward_s
         for layer in self.model.layers:
             self.now_s += layer.backward_s
-            if after is not None:
-                after(layer)
+            through_s += [self.send(messages[number]) for number in order.ready(layer)]
+        return through_s
 
     def wait(self, until_s: float) -> None:
         self.now_s = max(self.now_s, until_s)
 
 
-def _every_step(run: _Run, choices: SyncChoices, steps: int) -> None:
-    for _ in range(steps):
-        waiting: list[SyncedLayer] = []
-        through = [0.0]
-
-        def ready(layer: SyncedLayer, waiting: list[SyncedLayer] = waiting, through: list[float] = through) -> None:
-            waiting.append(layer)
-            full = sum(one.size_bytes for one in waiting) >= choices.bucket_bytes
-            if full or layer is run.model.layers[-1]:
-                through.append(run.send(waiting))
-                waiting.clear()
-
-        run.compute(ready)
-        run.wait(through[-1])
-
-
 def _s_sgd(run: _Run, choices: SyncChoices, steps: int) -> None:
-    for _ in range(steps):
-        run.compute()
-        run.wait(run.send(run.model.layers))
+    _gradients(run, [range(len(run.model.layers))], steps)
+
+
+def _every_step(run: _Run, choices: SyncChoices, steps: int) -> None:
+    _gradients(run, by_size([layer.size_bytes for layer in run.model.layers], choices.bucket_bytes), steps)
 
 
 def _asc_wfbp(run: _Run, choices: SyncChoices, steps: int) -> None:
     model = run.model
     ready_s = list(accumulate(layer.backward_s for layer in model.layers))
-    wire_s = [max(0.0, layer.average_s - model.latency_s) for layer in model.layers]
-    # Each step waits for its averages, so all steps are alike.
-    through_s = fused(ready_s, wire_s, model.latency_s, choices.at_once).through_s
+    wire_s = [model.wire_s([layer]) for layer in model.layers]
+    _gradients(run, fused(ready_s, wire_s, model.latency_s, choices.at_once).messages, steps)
+
+
+def _gradients(run: _Run, messages: Sequence[range], steps: int) -> None:
+    """Every step waits for all of its messages, at the backward's end."""
+    held = [[run.model.layers[number] for number in message] for message in messages]
     for _ in range(steps):
-        start_s = run.now_s + model.compute_s - ready_s[-1]
-        run.compute()
-        run.wait(start_s + through_s)
+        run.wait(max(run.compute(held)))
 
 
 def _local(run: _Run, choices: SyncChoices, steps: int) -> None:
-    for step in range(steps):
-        run.compute()
-        if (step + 1) % run.model.period == 0:
-            run.wait(run.send(run.model.layers))
-
-
-def _scheduled(run: _Run, choices: SyncChoices, steps: int) -> None:
-    barriers: dict[str, float] = {}
-    for step in range(steps):
-        due = choices.schedule[step % len(choices.schedule)]
-        through: dict[str, float] = {}
-
-        def ready(layer: SyncedLayer, due: frozenset[str] = due, through: dict[str, float] = through) -> None:
-            if layer.name in due and layer.average_s > 0:
-                through[layer.name] = run.send([layer])
-
-        run.compute(ready if choices.in_backward else None, barriers)
-        if not choices.in_backward:
-            for layer in run.model.layers:
-                ready(layer)
-        if choices.forward_overlap:
-            barriers = through
-        else:
-            run.wait(max(through.values(), default=0.0))
+    _fragments(run, FragmentSchedule(period=run.model.period, count=1), steps)
 
 
 def _streaming(run: _Run, choices: SyncChoices, steps: int) -> None:
-    model = run.model
-    count = min(choices.fragments or model.period, len(model.layers), model.period)
-    on_the_way: dict[int, list[float]] = {}
+    period, layers = run.model.period, len(run.model.layers)
+    schedule = FragmentSchedule.streaming(
+        layers=layers, period=period, fragments=choices.fragments, delay=choices.delay
+    )
+    _fragments(run, schedule, steps)
+
+
+def _fragments(run: _Run, schedule: FragmentSchedule, steps: int) -> None:
+    held: list[list[SyncedLayer]] = [[] for _ in range(schedule.count)]
+    for number, layer in enumerate(reversed(run.model.layers)):
+        held[schedule.fragment_of(number)].append(layer)
+    through_s = [0.0] * schedule.count
     for step in range(steps):
         run.compute()
-        for through_s in on_the_way.pop(step, []):
-            run.wait(through_s)
-        turns = [n for n in range(count) if step % model.period == (n + 1) * model.period // count - 1]
-        sent = [run.send(model.layers[::-1][n::count]) for n in turns]
-        if choices.delay:
-            on_the_way[step + choices.delay] = sent
+        for kind, fragment in schedule.events(step):
+            if kind == "start":
+                through_s[fragment] = run.send(held[fragment])
+            else:
+                run.wait(through_s[fragment])
+
+
+def _planned(run: _Run, choices: SyncChoices, steps: int) -> None:
+    assert choices.plan is not None, "checked at the start"
+    named = {layer.name: layer for layer in run.model.layers}
+    barriers: dict[str, float] = {}
+    for step in range(steps):
+        due = [named[name] for name in choices.plan.averaged(step) if named[name].average_s > 0]
+        if not choices.in_backward:
+            run.compute()
+            run.wait(run.send(due) if due else 0.0)
+            continue
+        through_s = run.compute([[layer] for layer in due], barriers)
+        if choices.forward_overlap:
+            barriers = {layer.name: until_s for layer, until_s in zip(due, through_s, strict=True)}
         else:
-            run.wait(max(sent, default=0.0))
+            run.wait(max(through_s, default=0.0))
 
 
 _MODES: Mapping[str, Callable[[_Run, SyncChoices, int], None]] = {
@@ -195,22 +191,23 @@ _MODES: Mapping[str, Callable[[_Run, SyncChoices, int], None]] = {
     "every-step": _every_step,
     "local": _local,
     "outer": _local,
-    "partial": _scheduled,
-    "dream": _scheduled,
-    "dreamddp": _scheduled,
+    "partial": _planned,
+    "dream": _planned,
+    "dreamddp": _planned,
     "streaming": _streaming,
 }
 
 
 def simulate_sync(mode: str, model: SyncedModel, choices: SyncChoices) -> float:
-    """Mean seconds per step in the long run. Raises UserError for an unknown mode, or a schedule that is missing."""
+    """Mean seconds per step in the long run. Raises UserError for an unknown mode, or a plan that is missing."""
     if mode not in _MODES:
         raise unknown_name("sync mode", mode, _MODES)
-    if _MODES[mode] is _scheduled and not choices.schedule:
-        raise UserError(f"mode {mode!r}: got no schedule, expected the layers of each iteration")
+    if _MODES[mode] is _planned and choices.plan is None:
+        raise UserError(f"mode {mode!r}: got no plan, expected the layers of each iteration")
     settle, counted = 2 * model.period, 4 * model.period
-    run = _Run(model)
-    _MODES[mode](run, choices, settle)
-    whole = _Run(model)
-    _MODES[mode](whole, choices, settle + counted)
-    return (whole.now_s - run.now_s) / counted
+    ended_s: list[float] = []
+    for steps in (settle, settle + counted):
+        run = _Run(model, choices.at_once if mode == "asc-wfbp" else 1)
+        _MODES[mode](run, choices, steps)
+        ended_s.append(run.now_s)
+    return (ended_s[1] - ended_s[0]) / counted
