@@ -84,7 +84,7 @@ class SyncChoices:
     """`streaming`: 0 for one per step of the period."""
 
 
-class _Run:
+class SimulatedRun:
     """A clock, and the channel's own."""
 
     def __init__(self, model: SyncedModel, at_once: int) -> None:
@@ -120,33 +120,33 @@ class _Run:
         self.now_s = max(self.now_s, until_s)
 
 
-def _s_sgd(run: _Run, choices: SyncChoices, steps: int) -> None:
+def _s_sgd(run: SimulatedRun, choices: SyncChoices, steps: int) -> None:
     _gradients(run, [range(len(run.model.layers))], steps)
 
 
-def _every_step(run: _Run, choices: SyncChoices, steps: int) -> None:
+def _every_step(run: SimulatedRun, choices: SyncChoices, steps: int) -> None:
     _gradients(run, by_size([layer.size_bytes for layer in run.model.layers], choices.bucket_bytes), steps)
 
 
-def _asc_wfbp(run: _Run, choices: SyncChoices, steps: int) -> None:
+def _asc_wfbp(run: SimulatedRun, choices: SyncChoices, steps: int) -> None:
     model = run.model
     ready_s = list(accumulate(layer.backward_s for layer in model.layers))
     wire_s = [model.wire_s([layer]) for layer in model.layers]
     _gradients(run, fused(ready_s, wire_s, model.latency_s, choices.at_once).messages, steps)
 
 
-def _gradients(run: _Run, messages: Sequence[range], steps: int) -> None:
+def _gradients(run: SimulatedRun, messages: Sequence[range], steps: int) -> None:
     """Every step waits for all of its messages, at the backward's end."""
     held = [[run.model.layers[number] for number in message] for message in messages]
     for _ in range(steps):
         run.wait(max(run.compute(held)))
 
 
-def _local(run: _Run, choices: SyncChoices, steps: int) -> None:
+def _local(run: SimulatedRun, choices: SyncChoices, steps: int) -> None:
     _fragments(run, FragmentSchedule(period=run.model.period, count=1), steps)
 
 
-def _streaming(run: _Run, choices: SyncChoices, steps: int) -> None:
+def _streaming(run: SimulatedRun, choices: SyncChoices, steps: int) -> None:
     period, layers = run.model.period, len(run.model.layers)
     schedule = FragmentSchedule.streaming(
         layers=layers, period=period, fragments=choices.fragments, delay=choices.delay
@@ -154,7 +154,7 @@ def _streaming(run: _Run, choices: SyncChoices, steps: int) -> None:
     _fragments(run, schedule, steps)
 
 
-def _fragments(run: _Run, schedule: FragmentSchedule, steps: int) -> None:
+def _fragments(run: SimulatedRun, schedule: FragmentSchedule, steps: int) -> None:
     held: list[list[SyncedLayer]] = [[] for _ in range(schedule.count)]
     for number, layer in enumerate(reversed(run.model.layers)):
         held[schedule.fragment_of(number)].append(layer)
@@ -168,7 +168,7 @@ def _fragments(run: _Run, schedule: FragmentSchedule, steps: int) -> None:
                 run.wait(through_s[fragment])
 
 
-def _planned(run: _Run, choices: SyncChoices, steps: int) -> None:
+def _planned(run: SimulatedRun, choices: SyncChoices, steps: int) -> None:
     assert choices.plan is not None, "checked at the start"
     named = {layer.name: layer for layer in run.model.layers}
     barriers: dict[str, float] = {}
@@ -185,7 +185,7 @@ def _planned(run: _Run, choices: SyncChoices, steps: int) -> None:
             run.wait(max(through_s, default=0.0))
 
 
-_MODES: Mapping[str, Callable[[_Run, SyncChoices, int], None]] = {
+_MODES: Mapping[str, Callable[[SimulatedRun, SyncChoices, int], None]] = {
     "s-sgd": _s_sgd,
     "asc-wfbp": _asc_wfbp,
     "every-step": _every_step,
@@ -207,7 +207,7 @@ def simulate_sync(mode: str, model: SyncedModel, choices: SyncChoices) -> float:
     settle, counted = 2 * model.period, 4 * model.period
     ended_s: list[float] = []
     for steps in (settle, settle + counted):
-        run = _Run(model, choices.at_once if mode == "asc-wfbp" else 1)
+        run = SimulatedRun(model, choices.at_once if mode == "asc-wfbp" else 1)
         _MODES[mode](run, choices, steps)
         ended_s.append(run.now_s)
     return (ended_s[1] - ended_s[0]) / counted
