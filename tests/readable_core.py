@@ -1,4 +1,4 @@
-"""What a new engineer reads in an evening: plans, state machines of a pipeline, engine, host and simulator.
+"""What a new engineer reads in an evening: plans, the kernel of the machines and the worker, engine, host, simulator.
 
 `python -m tests.readable_core` counts its lines, and fails above the limit.
 """
@@ -11,17 +11,15 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[1] / "src" / "isthmus"
 PARTS = {
     "plans": ("plans",),
-    "state machines of a pipeline": (
+    "kernel of the machines, and the worker": (
+        "protocol/machine.py",
         "protocol/worker.py",
-        "protocol/compute_lane.py",
-        "protocol/feeding.py",
-        "protocol/exchange.py",
-        "protocol/state_inventory.py",
-        "protocol/coordinator.py",
-        "protocol/work.py",
-        "protocol/recovery.py",
+        "protocol/worker_phases.py",
         "protocol/events.py",
-        "protocol/coordinator_events.py",
+        "protocol/work.py",
+        "protocol/exchange.py",
+        "protocol/feeding.py",
+        "protocol/compute_lane.py",
     ),
     "engine": ("training/engine.py",),
     "host": ("runtime/coordinator/host.py",),

@@ -23,4 +23,4 @@ if __name__ == "__main__":
             print(f"seed {seed}: {type(e).__name__}: {e}")
             continue
         if len(sys.argv) > 1:
-            print(f"{finish}, {run.recoveries} recoveries, {run.clock.now_s:.1f} s of the virtual clock")
+            print(f"{finish}, {run.recoveries} recoveries, {run.end_s:.1f} s of the virtual clock")

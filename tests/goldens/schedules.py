@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
+from isthmus.errors import IsthmusError
 from tests.faults.schedule import drawn
 from tests.faults.simulated import Simulated
 
@@ -17,17 +18,16 @@ def simulated(number: int) -> Iterator[Simulated]:
         run = Simulated(drawn(seed))
         try:
             run.run()
-        except AssertionError as e:
+        except (AssertionError, IsthmusError) as e:
             raise AssertionError(f"seed {seed}: {e}") from e
         yield run
 
 
 def digest(runs: list[Simulated]) -> str:
     """Hash of outcome, reason, steps, end and recoveries of each."""
-    ends = (f"{_outcome(run)} {run.clock.now_s!r} {run.recoveries} {run.state_received} {run.recalls}" for run in runs)
+    ends = (f"{_outcome(run)} {run.end_s!r} {run.recoveries} {run.state_received} {run.recalls}" for run in runs)
     return hashlib.sha256("\n".join(ends).encode()).hexdigest()
 
 
 def _outcome(run: Simulated) -> str:
-    finish = run.finish
-    return "None" if finish is None else f"FinishRun(outcome={finish.outcome!r}, reason={finish.reason!r})"
+    return f"FinishRun(outcome={run.finish.outcome!r}, reason={run.finish.reason!r})"

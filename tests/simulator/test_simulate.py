@@ -147,25 +147,26 @@ def test_times_count_from_the_opening_of_the_first_item():
 
 def test_a_lost_device_ends_the_run():
     plan, fleet = make_plan([(100, 200)] * 3), make_fleet(3)
-    fault = Fault(device="d1", time_s=3.05, noticed_after_s=1.0)
+    fault = Fault(device="d1", time_s=3.05)
     whole = simulate(plan, fleet, spec())
     run = simulate_run(plan, fleet, spec(), SimulationOptions(faults=(fault,)))
     assert run.finish.outcome == "lost"
     assert "'d1'" in run.finish.reason
     assert run.coordinator.phase == "done"
-    assert {w.phase for w in (run.workers[0], run.workers[2])} == {"halted"}
     assert max(s.end_s for s in run.trace.spans if s.device == "d1") <= 3.05
-    assert 3.05 < end_s(run.trace) <= 4.05
+    assert end_s(run.trace) <= 3.05, "its neighbours stop at once: there is nothing to do without it"
+    assert 3.05 < run.seconds < 5
     before = [s for s in whole.spans if s.end_s <= 3.05]
     assert [s for s in run.trace.spans if s.end_s <= 3.05] == before
 
 
 def test_what_a_lost_device_had_put_on_the_wire_still_arrives_and_nothing_more():
-    plan, fleet = make_plan([(100, 100)] * 2, chain(2, 1000), in_flight=(6, 6)), make_fleet(2, Link(2.0, 5000))
-    fault = Fault(device="d0", time_s=0.45, noticed_after_s=100)
+    plan = make_plan([(100, 100), (20, 20)], chain(2, 1000), in_flight=(6, 6))
+    fleet = make_fleet(2, Link(0.5, 5000))
+    fault = Fault(device="d0", time_s=0.45)
     trace = simulate(plan, fleet, spec(), SimulationOptions(faults=(fault,)))
     # Sent by 0.3, then by 0.5: after the loss.
-    assert [(s.micro_batch, s.end_s) for s in spans(trace, "forward", "receive", "d1")] == [(0, pytest.approx(2.3))]
+    assert [(s.micro_batch, s.end_s) for s in spans(trace, "forward", "receive", "d1")] == [(0, pytest.approx(0.8))]
     assert len(spans(trace, "B", device="d1")) == 1
     assert spans(trace, "backward", "receive") == []
     assert len(spans(trace, "backward", "send")) == 1

@@ -36,13 +36,23 @@ class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
 class Adaptation:
     """Pure: the host says what time it is."""
 
-    def __init__(self, plan: Plan, believed: Fleet, steps: int, *, adapts: bool = True, outdated: bool = False) -> None:
-        """`plan` is the first one, `believed` the fleet that plans are made for, `steps` the run's. Without `adapts`
-        only shortages of memory change what is believed. `outdated`: the first plan was made for another fleet."""
+    def __init__(
+        self,
+        plan: Plan,
+        believed: Fleet,
+        steps: int,
+        *,
+        number: int = 0,
+        adapts: bool = True,
+        outdated: bool = False,
+    ) -> None:
+        """`plan` is the first one, with its `number`, `believed` the fleet that plans are made for, `steps` the run's.
+        Without `adapts` only shortages of memory change what is believed. `outdated`: the first plan was made for
+        another fleet."""
         self.believed = believed
         self.plan = plan
         """In force."""
-        self._plans: dict[int, Plan] = {0: plan}
+        self._plans: dict[int, Plan] = {number: plan}
         self._steps = steps
         self._adapts = adapts
         self._drift = Drift(believed)

@@ -16,7 +16,7 @@ from isthmus.trace import Span
 # To the machine
 
 
-class Tick(Event, frozen=True, kw_only=True):
+class Observation(Event, frozen=True, kw_only=True):
     """Time has passed. What the host sees of the devices, by name."""
 
     ended: Mapping[str, str] = {}
@@ -66,7 +66,7 @@ class LinkProbed(Event, frozen=True, kw_only=True):
     """None where nobody could say."""
 
 
-RunEvent = CoordinatorEvent | Tick | Disconnected | DeviceFailed | StepMeasured | LinkProbed
+RunEvent = CoordinatorEvent | Observation | Disconnected | DeviceFailed | StepMeasured | LinkProbed
 
 
 # From the machine

@@ -9,7 +9,7 @@ Pure: the host says what time it is with each event. The runtime's host and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -50,15 +50,16 @@ from isthmus.protocol.run_events import (
     Disconnected,
     LinkProbed,
     Note,
+    Observation,
     ProbeLink,
     RejectDevice,
     RunEvent,
     RunInstruction,
     StepMeasured,
-    Tick,
 )
 
 Out = list[RunInstruction]
+Observe = Callable[[float, RunEvent, Sequence[RunInstruction]], None]
 TICK_S = 0.25
 """How often a host looks at its devices."""
 
@@ -67,11 +68,18 @@ class RunMachine:
     """Events in, instructions out. The run is over with `FinishRun`."""
 
     def __init__(
-        self, coordinator: Coordinator, *, timeout_s: float, start_s: float = 0.0, adaptation: Adaptation | None = None
+        self,
+        coordinator: Coordinator,
+        *,
+        timeout_s: float,
+        start_s: float = 0.0,
+        adaptation: Adaptation | None = None,
+        observe: Observe | None = None,
     ) -> None:
         """`timeout_s`: for a message; `start_s`: for a process to come. Without `adaptation` the figures of the fleet
-        stay as they are."""
+        stay as they are. `observe` gets every decision: the time, the event and what it led to."""
         self.coordinator = coordinator
+        self._observe = observe
         self._adaptation = adaptation
         self._out: Out = []
         self._failures = FailureDetector()
@@ -86,7 +94,7 @@ class RunMachine:
         """On the device that was lost last."""
         self._short = False
         """Whether memory was short on a device since the last step."""
-        self._tick = Tick()
+        self._tick = Observation()
         self._over = False
 
     @property
@@ -107,7 +115,7 @@ class RunMachine:
         if self._over:
             return []
         match event:
-            case Tick():
+            case Observation():
                 self._on_tick(event, now_s)
             case Disconnected(device=device, reason=reason):
                 self._failures.disconnected(device_of(device), reason)
@@ -124,11 +132,13 @@ class RunMachine:
             case _:
                 self._from_peer(event, now_s)
         out, self._out = self._out, []
+        if self._observe is not None:
+            self._observe(now_s, event, out)
         return out
 
     # Time
 
-    def _on_tick(self, tick: Tick, now_s: float) -> None:
+    def _on_tick(self, tick: Observation, now_s: float) -> None:
         """Who is lost, and who could work."""
         self._tick = tick
         self._leaving |= tick.leaving
@@ -136,7 +146,7 @@ class RunMachine:
         awaited = {device_of(worker_id) for worker_id in machine.awaited}
         for device, why in self._deadlines.missed(phase, awaited, now_s, tick.starting.__contains__):
             self._failures.disconnected(device, why)
-        for device in machine.awaited if phase == "recalling" else ():
+        for device in sorted(machine.awaited) if phase == "recalling" else ():
             if device not in tick.returning:
                 self._failures.disconnected(device, "it has left")
         self._deadlines.lag(*machine.behind, now_s)

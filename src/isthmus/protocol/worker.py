@@ -302,6 +302,18 @@ class Worker(Machine[Phase, WorkerEvent, WorkerInstruction]):
         """Whether no item is in work here, and no sum on its way."""
         return self._phase == "idle" and not self._exchange.busy
 
+    def is_recoverable(self, steps: int, *, buffers: bool = False) -> bool:
+        """Whether the stage's state, `steps` steps old, is one that another plan may go on from.
+
+        Within a period of averages a replica's state is nobody else's: who went on from it would lose what the others
+        learned. Before they are averaged, parameters are not the replicas' own; `buffers` that forwards change are of
+        a whole step only where no item is in work.
+        """
+        averaged = self.view.averages != "gradients"
+        if averaged and steps % self.view.period:
+            return False
+        return self.settled or not (averaged or buffers)
+
     @property
     def _index(self) -> int:
         assert self._item is not None, "only a stage at work has an item"

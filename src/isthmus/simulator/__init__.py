@@ -1,12 +1,15 @@
 """Runs a plan on a virtual clock and modelled links, with the same machines as the runtime."""
 
+from isthmus.simulator.faults import Fault
 from isthmus.simulator.network import Transmission, Uplink, Wire
-from isthmus.simulator.options import Fault, Overheads, SimulationOptions
-from isthmus.simulator.simulate import SimulatedRun, simulate, simulate_run
+from isthmus.simulator.options import Overheads, RecoveryTimes, SimulationOptions
+from isthmus.simulator.run import SimulatedRun
+from isthmus.simulator.simulate import simulate, simulate_run
 
 __all__ = [
     "Fault",
     "Overheads",
+    "RecoveryTimes",
     "SimulatedRun",
     "SimulationOptions",
     "Transmission",

@@ -33,6 +33,10 @@ class Costs:
     def update_s(self, worker: int) -> float:
         return self._options.durations.get((worker, "update"), self._options.update_s)
 
+    @property
+    def save_s(self) -> float:
+        return self._options.save_s
+
     def parcel_bytes(self, send: Send, source: int, kind: str = "train") -> int:
         """Bytes of a parcel in an item of this kind: what the plan's compression leaves of them."""
         if send.parcel == "count":

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from isthmus.errors import UserError
+from isthmus.simulator.faults import Fault
 
 Timed = Literal["F", "B", "E", "update"]
 
@@ -35,17 +36,29 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         _check("overheads.handover_s", self.handover_s)
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A device goes away. What it had put on the wire still arrives."""
+class RecoveryTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds that a change of plan takes, besides what links and time limits say."""
 
-    device: str
-    time_s: float
-    noticed_after_s: float = 0.0
-    """Until the coordinator knows, besides the control latency: the runtime's missed heartbeats."""
+    plan_s: float = 1.0
+    """To make a plan."""
+    process_s: float = 3.0
+    """To start a device's process."""
+    stage_s: float = 0.2
+    """To make a stage from its weights."""
+    redial_s: float = 1.0
+    """Until a device whose connection was closed tries again."""
+    control_bytes_per_s: float = math.inf
+    """Of the way between a device and the coordinator, which carries weights."""
+    timeout_s: float = 60.0
+    """Silence after which a connection is given up."""
+    start_s: float = 60.0
+    """How long the coordinator waits for a device to join."""
 
     def __post_init__(self) -> None:
-        _check("fault: time_s", self.time_s)
-        _check("fault: noticed_after_s", self.noticed_after_s)
+        for name in ("plan_s", "process_s", "stage_s", "redial_s", "timeout_s", "start_s"):
+            _check(f"recovery.{name}", getattr(self, name))
+        if not self.control_bytes_per_s > 0:
+            raise UserError(f"recovery.control_bytes_per_s: got {self.control_bytes_per_s}, expected more than 0")
 
 
 class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,6 +87,7 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     seed: int = 0
     """Of the jitter, and of which comes first among simultaneous events."""
     faults: tuple[Fault, ...] = ()
+    recovery: RecoveryTimes = RecoveryTimes()
     run: str = "simulation"
     """The trace's name."""
 

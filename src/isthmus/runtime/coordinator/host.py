@@ -51,12 +51,12 @@ from isthmus.protocol.run_events import (
     Disconnected,
     LinkProbed,
     Note,
+    Observation,
     ProbeLink,
     RejectDevice,
     RunEvent,
     RunInstruction,
     StepMeasured,
-    Tick,
 )
 from isthmus.protocol.run_machine import TICK_S, RunMachine
 from isthmus.protocol.work import Item
@@ -188,10 +188,10 @@ class CoordinatorHost:
                 finish = self._handle(self._look())
         return finish
 
-    def _look(self) -> Tick:
+    def _look(self) -> Observation:
         session, machine = self._session, self.machine.coordinator
         known: Collection[str] = {*map(device_of, self._lanes), *machine.devices, *machine.awaited}
-        return Tick(
+        return Observation(
             ended=session.ended(),
             starting=frozenset(filter(session.starting, known)),
             returning=frozenset(filter(session.returns, known)),

@@ -48,6 +48,7 @@ class Plans:
             self.now.plan,
             self._believed,
             self._prepared.job.training.steps,
+            number=self.now.layout.number,
             adapts=self._replan is not None and self._prepared.job.runtime.adapt,
             outdated=differs(self._stated, self._believed) and not self._is_made_for(self._believed),
         )

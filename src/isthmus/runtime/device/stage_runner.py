@@ -197,17 +197,10 @@ class StageRunner:
 
     def live(self) -> tuple[int, Mapping[str, Tensor]] | None:
         """How many steps are done and the state after them, in host memory, if that is what the engine has at this
-        moment. Snapshots that are still being copied are handed on first.
-
-        Buffers change with each forward, and averaged parameters are not the replicas' own before they are averaged.
-        Within a period a replica's state is nobody else's: who went on from it would lose what the others learned.
-        """
+        moment. Snapshots that are still being copied are handed on first."""
         self._snapshots.hand_on(wait=True)
-        view = self.assignment.view
-        if view.averages != "gradients" and self._steps % view.period:
-            return None
-        changing = view.averages != "gradients" or any(op.mutates for op in self.assignment.train.ops)
-        if changing and not self._machine.settled:
+        buffers = any(op.mutates for op in self.assignment.train.ops)
+        if not self._machine.is_recoverable(self._steps, buffers=buffers):
             return None
         return self._steps, self._snapshots.here(self._whole_state())
 

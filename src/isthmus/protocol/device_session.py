@@ -1,0 +1,259 @@
+"""A device's side of a run: which stage it has, and which states it keeps.
+
+    idle ──assigned──► connecting ──weights──► starting ──► working
+      ▲                    │                      │            │
+      └── paused, or the stage cannot go on ──────┴────────────┘
+
+Whatever the device had is closed before it gets something else. The state of a stage that is closed is kept, if it is
+that of a whole step: another plan may go on from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+
+from isthmus.protocol.machine import Event, Machine, Transitions
+from isthmus.protocol.state_inventory import StateInventory
+
+Value = TypeVar("Value")
+
+# From the coordinator
+
+
+class Paused(Event, frozen=True, kw_only=True):
+    """Stop, in favour of this epoch, and say what is here."""
+
+
+class StageAssigned(Event, frozen=True, kw_only=True):
+    """A stage of this epoch, which begins from the state after `step` steps."""
+
+    step: int
+
+
+class WeightsPlaced(Event, frozen=True, kw_only=True):
+    """The stage's weights, but for the parts that the device has itself."""
+
+    own: frozenset[str] = frozenset()
+
+
+class StateAsked(Event, frozen=True, kw_only=True):
+    """Another device needs these parts of the state after `step` steps."""
+
+    step: int
+    parts: frozenset[str]
+
+
+class SnapshotsRetired(Event, frozen=True, kw_only=True):
+    """A snapshot of this step is complete: forget those before."""
+
+    step: int
+
+
+class RunHalted(Event, frozen=True, kw_only=True):
+    pass
+
+
+# From the device itself
+
+
+class Connected(Event, frozen=True, kw_only=True):
+    """There are links to the stage's neighbours, and the data are here."""
+
+
+class StageStarted(Event, frozen=True, kw_only=True):
+    pass
+
+
+class StageFailed(Event, frozen=True, kw_only=True):
+    """The stage cannot go on, or not begin. The coordinator knows why."""
+
+
+class StateKept(Event, Generic[Value], frozen=True, kw_only=True):
+    """Parts of the state after `step` steps are in memory: of this device's stage, or of another's (`of`)."""
+
+    step: int
+    values: Mapping[str, Value]
+    of: str = ""
+
+
+SessionEvent = (
+    Paused
+    | StageAssigned
+    | WeightsPlaced
+    | StateAsked
+    | SnapshotsRetired
+    | RunHalted
+    | Connected
+    | StageStarted
+    | StageFailed
+    | StateKept[Value]
+)
+
+
+# What the device is to do
+
+
+class CloseStage(msgspec.Struct, frozen=True):
+    """Close the stage and its links; say `StateKept` first, if its state is that of a whole step."""
+
+
+class Connect(msgspec.Struct, frozen=True):
+    """Connect to the neighbours and read the data, then say `Connected`; or `StageFailed`."""
+
+
+class StartStage(msgspec.Struct, frozen=True):
+    """Make the stage from the weights at hand and these parts of the device's memory, then say `StageStarted`."""
+
+    step: int
+    own: frozenset[str]
+
+
+class TellInventory(msgspec.Struct, frozen=True):
+    """Say what is in the session's memory, once the stage is closed."""
+
+
+class TellReady(msgspec.Struct, frozen=True):
+    pass
+
+
+class TellCopied(msgspec.Struct, frozen=True):
+    """A copy of another device's snapshot is here."""
+
+    of: str
+    step: int
+
+
+class GiveState(msgspec.Struct, Generic[Value], frozen=True):
+    epoch: int
+    """Of who asked: of a device that has just joined, another one than its own."""
+    step: int
+    values: Mapping[str, Value]
+
+
+class LeaveRun(msgspec.Struct, frozen=True):
+    pass
+
+
+SessionInstruction = (
+    CloseStage | Connect | StartStage | TellInventory | TellReady | TellCopied | GiveState[Value] | LeaveRun
+)
+
+Phase = Literal["idle", "connecting", "starting", "working", "over"]
+
+SESSION = Transitions(
+    "idle",
+    "over",
+    {
+        "idle": {
+            Paused: "idle",
+            StageAssigned: "connecting",
+            Connected: "idle",
+            StageStarted: "idle",
+            WeightsPlaced: "idle",
+            StateAsked: "idle",
+            SnapshotsRetired: "idle",
+            RunHalted: "over",
+            StageFailed: "idle",
+            StateKept: "idle",
+        },
+        "connecting": {
+            Paused: "idle",
+            StageAssigned: "connecting",
+            Connected: "connecting starting",
+            WeightsPlaced: "connecting starting",
+            StateAsked: "connecting",
+            SnapshotsRetired: "connecting",
+            RunHalted: "over",
+            StageFailed: "idle",
+            StateKept: "connecting",
+        },
+        "starting": {
+            Paused: "idle",
+            StageAssigned: "connecting",
+            StageStarted: "working",
+            StateAsked: "starting",
+            SnapshotsRetired: "starting",
+            RunHalted: "over",
+            StageFailed: "idle",
+            StateKept: "starting",
+        },
+        "working": {
+            Paused: "idle",
+            StageAssigned: "connecting",
+            StateAsked: "working",
+            SnapshotsRetired: "working",
+            RunHalted: "over",
+            StageFailed: "idle",
+            StateKept: "working",
+        },
+    },
+)
+
+
+class DeviceSession(Machine[Phase, SessionEvent[Value], SessionInstruction[Value]], Generic[Value]):
+    """Of one worker. A value is whatever the host keeps for a part of the state."""
+
+    transitions = SESSION
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: StateInventory[Value] = StateInventory()
+        self._step = 0
+        self._connected = False
+        self._placed: WeightsPlaced | None = None
+
+    def _is_stale(self, event: SessionEvent[Value]) -> bool:
+        """Orders begin epochs, and the own state of an epoch that is over may be what the next one begins from."""
+        if isinstance(event, Paused | StageAssigned | StateAsked | SnapshotsRetired | RunHalted):
+            return False
+        return event.epoch != self._epoch and not (isinstance(event, StateKept) and not event.of)
+
+    def _take(self, event: SessionEvent[Value]) -> list[SessionInstruction[Value]]:
+        match event:
+            case Paused(epoch=epoch):
+                out = self._close()
+                self._epoch = epoch
+                return [*out, TellInventory()]
+            case StageAssigned(epoch=epoch, step=step):
+                out = self._close()
+                self._phase, self._epoch, self._step = "connecting", epoch, step
+                self._connected, self._placed = False, None
+                return [*out, Connect()]
+            case Connected():
+                self._connected = True
+                return self._start() if self._phase == "connecting" else []
+            case WeightsPlaced():
+                self._placed = event
+                return self._start() if self._phase == "connecting" else []
+            case StageStarted():
+                if self._phase != "starting":  # it was closed meanwhile
+                    return []
+                self._phase = "working"
+                return [TellReady()]
+            case StageFailed():
+                return self._close()
+            case StateKept(epoch=epoch, step=step, values=values, of=of):
+                self.memory.keep(epoch, step, values)
+                return [TellCopied(of, step)] if of else []
+            case StateAsked(epoch=epoch, step=step, parts=parts):
+                return [GiveState(epoch, step, self.memory.values(step, parts))]
+            case SnapshotsRetired(step=step):
+                self.memory.retire(step)
+                return []
+            case RunHalted():
+                self._phase = "over"
+                return [LeaveRun()]
+
+    def _close(self) -> list[SessionInstruction[Value]]:
+        before, self._phase = self._phase, "idle"
+        return [] if before == "idle" else [CloseStage()]
+
+    def _start(self) -> list[SessionInstruction[Value]]:
+        if not self._connected or self._placed is None:
+            return []
+        self._phase = "starting"
+        self.memory.begin(self._step)
+        return [StartStage(self._step, self._placed.own)]

@@ -1,0 +1,136 @@
+"""The connections between simulated devices and their coordinator: who is connected, and what travels between them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from isthmus.plans.worker_ids import device_of
+from isthmus.protocol.coordinator_events import DeviceJoined
+from isthmus.protocol.run_events import Disconnected, RunEvent
+from isthmus.simulator.device import SimulatedDevice, SimulatedWorker
+from isthmus.simulator.jitter import Jitter
+from isthmus.simulator.options import SimulationOptions
+from isthmus.simulator.world import World
+
+
+class ControlSession(NamedTuple):
+    """A connection; a worker that connects again has another one."""
+
+    number: int
+    worker: SimulatedWorker
+
+
+class Connections:
+    def __init__(self, world: World, options: SimulationOptions, handle: Callable[[RunEvent], None]) -> None:
+        """`handle` takes what the coordinator hears."""
+        self._world = world
+        self._options = options
+        self._handle = handle
+        self._factor = Jitter(options.jitter, options.seed + 1)
+        self._numbers = itertools.count(1)
+        self._arrivals: dict[tuple[str, str], float] = {}
+        self._released: set[str] = set()
+        """Devices that do not come back."""
+        self.open: dict[str, ControlSession] = {}
+        """By worker id."""
+        self.answered = True
+        """Whether the coordinator is there."""
+        self.over = False
+
+    def latency_s(self) -> float:
+        """Of a message; what comes before the first item takes no time."""
+        return self._options.control_latency_s if self._world.setting_up else 0.0
+
+    def up(self, worker: SimulatedWorker, event: RunEvent) -> None:
+        """A message to the coordinator; it is lost with the connection that it travels on."""
+        self.act_up(worker, lambda: self._handle(event))
+
+    def act_up(self, worker: SimulatedWorker, act: Callable[[], None]) -> None:
+        session = self.open.get(worker.name)
+        if session is None:
+            return
+
+        def arrive() -> None:
+            if self.open.get(worker.name) == session:
+                act()
+
+        self._travel("coordinator", worker, arrive, 0.0)
+
+    def down(self, worker_id: str, act: Callable[[SimulatedWorker], None], seconds: float = 0.0) -> None:
+        """A message from the coordinator, which takes `seconds` besides the latency."""
+        session = self.open.get(worker_id)
+        if session is None:
+            return
+        worker = session.worker
+
+        def arrive() -> None:
+            if self.open.get(worker_id) == session:
+                self._world.on(worker.device, partial(act, worker))
+
+        self._travel("control", worker, arrive, seconds)
+
+    def _travel(self, way: str, worker: SimulatedWorker, arrive: Callable[[], None], seconds: float) -> None:
+        """Messages on one connection stay in order."""
+        now_s = self._world.clock.now_s
+        arrival_s = max(
+            now_s + self.latency_s() * self._factor() + seconds, self._arrivals.get((way, worker.name), 0.0)
+        )
+        self._arrivals[way, worker.name] = arrival_s
+        self._world.clock.at(arrival_s, (way, worker.name), arrive)
+
+    def join(self, worker_id: str) -> None:
+        """Connect to the coordinator, or try again: it may be away, or not have noticed that the last connection is
+        closed. Starts the device's process if it has none."""
+        name = device_of(worker_id)
+        if self.over or name in self._released or worker_id in self.open:
+            return
+        device = self._world.devices.get(name)
+        if device is None:
+            device = self._world.devices[name] = SimulatedDevice(name)
+        if not self.answered or device.waiting is not None:
+            self._redial(worker_id)
+            return
+        worker = device.workers.get(worker_id)
+        if worker is None:
+            worker = device.workers[worker_id] = SimulatedWorker(worker_id, device, self._world)
+        self.open[worker_id] = ControlSession(next(self._numbers), worker)
+        self._handle(DeviceJoined(device=worker_id, holdings=worker.session.memory.holdings()))
+
+    def _redial(self, worker_id: str) -> None:
+        def again() -> None:
+            if self._world.worker(worker_id) is not None:
+                self.join(worker_id)
+
+        self._world.later(self._options.recovery.redial_s, ("dial", worker_id), again)
+
+    def hang_up(self, worker_id: str) -> None:
+        """The coordinator closes a connection: a device that is alive comes again."""
+        if self.open.pop(worker_id, None) is not None and self._world.worker(worker_id) is not None:
+            self._redial(worker_id)
+
+    def release(self, worker_id: str) -> SimulatedWorker | None:
+        """A device has left."""
+        self._released.add(device_of(worker_id))
+        session = self.open.pop(worker_id, None)
+        return session.worker if session is not None else None
+
+    def crash(self) -> None:
+        """The coordinator is away: devices try again until it is back."""
+        self.answered = False
+        closed, self.open = list(self.open), {}
+        for worker_id in closed:
+            self._redial(worker_id)
+
+    def closed(self, device: SimulatedDevice, reason: str, after_s: float = 0.0) -> None:
+        """The connections of a device are closed; the coordinator notices, unless they are history."""
+        for worker_id in device.workers:
+            if (session := self.open.get(worker_id)) is not None:
+                noticed = partial(self._noticed, worker_id, session, reason)
+                self._world.later(after_s, ("notice", worker_id), noticed)
+
+    def _noticed(self, worker_id: str, session: ControlSession, reason: str) -> None:
+        if self.open.get(worker_id) == session:
+            self._handle(Disconnected(device=worker_id, reason=reason))

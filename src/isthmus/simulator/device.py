@@ -1,0 +1,262 @@
+"""A simulated device: its workers, and the compute lane that they share. The machines of a real one decide.
+
+A worker has a `DeviceSession`, and while it has a stage a `Worker`. What takes time, and what crosses a link, is for
+the surroundings to say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from isthmus.protocol.compute_lane import ComputeLane
+from isthmus.protocol.device_session import (
+    CloseStage,
+    Connect,
+    Connected,
+    DeviceSession,
+    GiveState,
+    LeaveRun,
+    SessionEvent,
+    SessionInstruction,
+    StageStarted,
+    StartStage,
+    StateKept,
+    TellCopied,
+    TellInventory,
+    TellReady,
+)
+from isthmus.protocol.events import (
+    Arrived,
+    Collect,
+    Collected,
+    Compute,
+    Computed,
+    Fill,
+    Filled,
+    Halted,
+    KeepSnapshot,
+    Leave,
+    Merge,
+    Opened,
+    PartsArrived,
+    Report,
+    Save,
+    Saved,
+    Send,
+    SendParts,
+    SnapshotKept,
+    Take,
+    Taken,
+    Update,
+    Updated,
+    WorkerEvent,
+    WorkerInstruction,
+)
+from isthmus.protocol.work import Item
+from isthmus.protocol.worker import Worker
+from isthmus.simulator.epoch import Epoch
+from isthmus.simulator.history import HistoryEntry, State, after, updated
+
+Act = Callable[[], None]
+KEPT_ITEMS = 1000
+
+
+class Surroundings(Protocol):
+    """How a worker reaches others, and how long things take."""
+
+    def occupy(self, worker: SimulatedWorker, name: str, seconds: float, done: WorkerEvent) -> None:
+        """Hold the compute lane of the worker's device, as soon as it is free, and then say that it is done."""
+        ...
+
+    def at_once(self, worker: SimulatedWorker, act: Act) -> None:
+        """After whatever else happens at this moment."""
+        ...
+
+    def transmit(self, worker: SimulatedWorker, send: Send | SendParts, item: Item, arrived: WorkerEvent) -> None: ...
+
+    def connect(self, worker: SimulatedWorker, connected: Act) -> None: ...
+
+    def start(self, worker: SimulatedWorker, own: frozenset[str], started: Act) -> None: ...
+
+    def inventory(self, worker: SimulatedWorker) -> None: ...
+
+    def ready(self, worker: SimulatedWorker) -> None: ...
+
+    def copied(self, worker: SimulatedWorker, of: str, step: int) -> None: ...
+
+    def give(self, worker: SimulatedWorker, epoch: int, values: State) -> None: ...
+
+    def kept(self, worker: SimulatedWorker, step: int, values: State) -> None:
+        """A snapshot is in the worker's memory: its copy may go to another one."""
+        ...
+
+    def report(self, worker: SimulatedWorker, item: Item, saved: State) -> None: ...
+
+    def stepped(self, worker: SimulatedWorker) -> None: ...
+
+    def left(self, worker: SimulatedWorker) -> None: ...
+
+
+class SimulatedDevice:
+    """One that runs. It is made anew when its process starts again."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lane = ComputeLane()
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.died_s = math.inf
+        self.waiting: list[Act] | None = None
+        """What happens to it once it goes on, while it is silent."""
+
+
+class SimulatedWorker:
+    def __init__(self, name: str, device: SimulatedDevice, around: Surroundings) -> None:
+        self.name = name
+        self.device = device
+        self.session: DeviceSession[HistoryEntry | None] = DeviceSession()
+        self.epoch: Epoch | None = None
+        """Of its stage."""
+        self.number = -1
+        """In that epoch's plan."""
+        self.machine: Worker | None = None
+        self.live: State = {}
+        self.step = 0
+        """How many updates its state has had."""
+        self.placed: State = {}
+        self._around = around
+        self._items: dict[int, Item] = {}
+        self._saved: State = {}
+
+    def assigned(self, epoch: Epoch) -> None:
+        self.epoch, self.number = epoch, epoch.number[self.name]
+
+    def order(self, event: SessionEvent[HistoryEntry | None]) -> None:
+        for instruction in self.session.handle(event):
+            self._follow(instruction)
+
+    def handle(self, event: WorkerEvent) -> None:
+        machine = self.machine
+        if machine is None:
+            return
+        if isinstance(event, Opened) and event.epoch == machine.epoch:
+            assert self.epoch is not None, "a stage has an epoch"
+            event = Opened(item=self.epoch.shares[self.number].part(event.item), epoch=event.epoch)
+            self._items[event.item.index] = event.item
+        for instruction in machine.handle(event):
+            self._carry_out(instruction, machine)
+
+    def item(self, index: int) -> Item:
+        return self._items[index]
+
+    def tell(self, machine: Worker, event: WorkerEvent) -> None:
+        """Unless the stage was closed meanwhile."""
+        if self.machine is machine:
+            self.handle(event)
+
+    # The session's instructions
+
+    def _follow(self, instruction: SessionInstruction[HistoryEntry | None]) -> None:
+        epoch = self.session.epoch
+        match instruction:
+            case CloseStage():
+                self._close()
+            case Connect():
+                self._around.connect(self, partial(self.order, Connected(epoch=epoch)))
+            case StartStage(step=step, own=own):
+                self._around.start(self, own, partial(self._start, step, own, epoch))
+            case TellInventory():
+                self._around.inventory(self)
+            case TellReady():
+                self._around.ready(self)
+            case TellCopied(of=of, step=step):
+                self._around.copied(self, of, step)
+            case GiveState(epoch=asked, values=values):
+                self._around.give(self, asked, values)
+            case LeaveRun():
+                if self.machine is not None:
+                    self.handle(Halted())
+                self._around.left(self)
+
+    def _start(self, step: int, own: frozenset[str], epoch: int) -> None:
+        if self.session.phase != "starting" or self.session.epoch != epoch:
+            return
+        assert self.epoch is not None, "a stage has an epoch"
+        self.live = {**self.placed, **self.session.memory.values(step, own)}
+        self.step, self._items = step, {}
+        self.machine = Worker(self.epoch.views[self.number], epoch)
+        self.order(StageStarted(epoch=epoch))
+
+    def _close(self) -> None:
+        machine, self.machine = self.machine, None
+        if machine is not None and self.live and machine.is_recoverable(self.step):
+            self.order(StateKept(step=self.step, values=self.live, epoch=machine.epoch))
+        self.live = {}
+
+    # The worker's instructions
+
+    def _carry_out(self, instruction: WorkerInstruction, machine: Worker) -> None:
+        around, epoch = self._around, self.epoch
+        assert epoch is not None, "a stage has an epoch"
+        match instruction:
+            case Compute(work=work, item=item, micro_batch=number):
+                done = Computed(work=work, item=item, micro_batch=number)
+                around.occupy(self, work, epoch.costs.tasklet_s(self.number, work), done)
+            case Send():
+                arrived = Arrived(
+                    parcel=instruction.parcel,
+                    source=self.number,
+                    item=instruction.item,
+                    micro_batch=instruction.micro_batch,
+                    epoch=machine.epoch,
+                )
+                around.transmit(self, instruction, self._items[instruction.item], arrived)
+            case SendParts(group=group, round=turn, item=item):
+                parts = PartsArrived(group=group, round=turn, source=self.number, item=item, epoch=machine.epoch)
+                around.transmit(self, instruction, self._items[item], parts)
+            case Merge():  # adding what has arrived is charged to nobody
+                pass
+            case Fill(item=item):
+                self._at_once(machine, Filled(item=item))
+            case Take(item=item):
+                self._at_once(machine, Taken(item=item))
+            case Collect(item=item):
+                self._at_once(machine, Collected(item=item))
+            case Update(item=item):
+                around.occupy(self, "update", epoch.costs.update_s(self.number), Updated(item=item))
+            case Save(item=item):
+                self._saved = dict(self.live)
+                around.occupy(self, "save", epoch.costs.save_s, Saved(item=item))
+            case KeepSnapshot(item=item):
+                self._keep(self._items[item].step, machine)
+                self._at_once(machine, SnapshotKept(item=item))
+            case Report(item=item):
+                saved, self._saved = self._saved, {}
+                self._items.pop(item - KEPT_ITEMS, None)  # a sum may still be sent some steps later
+                around.report(self, self._items[item], saved)
+            case Leave():
+                pass
+
+    def done(self, machine: Worker, event: WorkerEvent) -> None:
+        """The compute lane has done what it was at."""
+        if self.machine is not machine:
+            return
+        if isinstance(event, Updated):
+            item = self._items[event.item]
+            self.live = updated(self.live, item, machine.epoch)
+            self.step = item.step + 1
+            self._around.stepped(self)
+        self.handle(event)
+
+    def state_after(self, step: int, parts: frozenset[str]) -> State:
+        return after(self.live, step, parts)
+
+    def _at_once(self, machine: Worker, event: WorkerEvent) -> None:
+        self._around.at_once(self, partial(self.tell, machine, event))
+
+    def _keep(self, step: int, machine: Worker) -> None:
+        values = dict(self.live)
+        self.order(StateKept(step=step, values=values, epoch=machine.epoch))
+        self._around.kept(self, step, values)

@@ -1,0 +1,92 @@
+"""What goes wrong in a simulated run: faults strike devices, links and the coordinator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from isthmus.protocol.run_events import Observation
+from isthmus.simulator.connections import Connections
+from isthmus.simulator.faults import Fault
+from isthmus.simulator.options import SimulationOptions
+from isthmus.simulator.world import World
+
+
+class Strikes:
+    def __init__(
+        self, world: World, connections: Connections, options: SimulationOptions, restart: Callable[[], None]
+    ) -> None:
+        """`restart` starts a coordinator that was away again."""
+        self._world = world
+        self._connections = connections
+        self._options = options
+        self._restart = restart
+        self._ended: dict[str, str] = {}
+        self._returning: set[str] = set()
+        self._offers: set[str] = set()
+        self._leaving: set[str] = set()
+
+    def tick(self) -> Observation:
+        """What the coordinator sees of the devices now."""
+        here = frozenset(self._world.devices)
+        leaving, self._leaving = frozenset(self._leaving), set()
+        return Observation(
+            ended={device: how for device, how in self._ended.items() if device not in here},
+            starting=here,
+            returning=frozenset(self._returning - here),
+            offers=frozenset(self._offers - here),
+            leaving=leaving,
+        )
+
+    def strike(self, fault: Fault) -> None:
+        """Now."""
+        match fault.kind:
+            case "lost":
+                self._kill(fault)
+            case "silent":
+                self._silence(fault)
+            case "link":
+                self._world.cut(fault.device, fault.other, fault.lasts_s)
+            case "coordinator":
+                if self._connections.answered:
+                    self._connections.crash()
+                    self._world.later(fault.lasts_s, "restart", self._restart)
+            case "slow":
+                self._world.slow(fault.device, fault.factor)
+            case "join":
+                self._offers.add(fault.device)
+            case "leave":
+                self._leaving.add(fault.device)
+
+    def _kill(self, fault: Fault) -> None:
+        name = fault.device
+        device = self._world.kill(name)
+        if device is None:
+            return
+        self._ended[name] = "its process was killed by SIGKILL"
+        self._offers.discard(name)
+        self._returning.discard(name)
+        self._connections.closed(device, "its connection closed", self._connections.latency_s())
+        if math.isfinite(fault.lasts_s):
+            self._returning.add(name)
+            self._world.later(fault.lasts_s, ("back", name), partial(self._offers.add, name))
+
+    def _silence(self, fault: Fault) -> None:
+        device = self._world.devices.get(fault.device)
+        if device is None or device.waiting is not None:
+            return
+        self._world.silence(device)
+        waiting, timeout_s = device.waiting, self._options.recovery.timeout_s
+
+        def noticed() -> None:
+            if device.waiting is waiting:
+                self._connections.closed(device, f"silent for {timeout_s:g} s")
+
+        def goes_on() -> None:
+            if device.waiting is waiting:
+                self._world.wake(device)
+
+        self._world.later(timeout_s, ("notice", fault.device), noticed)
+        if math.isfinite(fault.lasts_s):
+            self._world.later(fault.lasts_s, ("wake", fault.device), goes_on)

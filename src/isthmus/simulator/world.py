@@ -1,0 +1,323 @@
+"""What surrounds simulated devices: time, links, and what goes wrong with them. No decision is made here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from isthmus.fleet import Fleet
+from isthmus.plans.worker_ids import device_of
+from isthmus.protocol.device_session import StageFailed, StateKept
+from isthmus.protocol.events import Computed, Saved, Send, SendParts, Updated, WorkerEvent
+from isthmus.protocol.work import Item
+from isthmus.simulator.clock import VirtualClock
+from isthmus.simulator.device import Act, SimulatedDevice, SimulatedWorker
+from isthmus.simulator.history import State
+from isthmus.simulator.jitter import Jitter
+from isthmus.simulator.network import Network, Transmission
+from isthmus.simulator.options import SimulationOptions
+from isthmus.trace import Span
+
+SPARE_SHARE = 0.5
+"""Of a link, what copies of snapshots take."""
+
+
+class Coordination(Protocol):
+    """What devices tell their coordinator; messages travel on its connections."""
+
+    def inventory(self, worker: SimulatedWorker) -> None: ...
+
+    def ready(self, worker: SimulatedWorker) -> None: ...
+
+    def copied(self, worker: SimulatedWorker, of: str, step: int) -> None: ...
+
+    def give(self, worker: SimulatedWorker, epoch: int, values: State) -> None: ...
+
+    def report(self, worker: SimulatedWorker, item: Item, saved: State) -> None: ...
+
+    def stepped(self, worker: SimulatedWorker) -> None: ...
+
+    def left(self, worker: SimulatedWorker) -> None: ...
+
+    def accuse(self, worker: SimulatedWorker, reason: str, epoch: int) -> None: ...
+
+
+class _Message(NamedTuple):
+    """What crosses a link."""
+
+    source: SimulatedWorker
+    target: str
+    """A worker id."""
+    name: str
+    item: Item
+    size_bytes: int
+    micro_batch: int = -1
+
+
+class World:
+    """Carries out what workers ask for; `coordination` hears what they say."""
+
+    def __init__(self, fleet: Fleet, options: SimulationOptions, coordination: Coordination) -> None:
+        self.clock = VirtualClock(options.seed)
+        self.devices: dict[str, SimulatedDevice] = {}
+        """Those that run."""
+        self.spans: list[Span] = []
+        self._options = options
+        self._fleet = fleet
+        self._coordination = coordination
+        self._factor = Jitter(options.jitter, options.seed)
+        self._network = Network(fleet, options.overheads.message_s, self._factor)
+        self._slow: dict[str, float] = {}
+        self._cuts: dict[frozenset[str], float] = {}
+        """By pair of devices, until when nothing passes."""
+        self.setting_up = False
+        """Whether connecting and starting take time: before a run's first item they take none."""
+        self.inventory = coordination.inventory
+        self.ready = coordination.ready
+        self.copied = coordination.copied
+        self.give = coordination.give
+        self.report = coordination.report
+        self.stepped = coordination.stepped
+        self.left = coordination.left
+
+    # Time
+
+    def later(self, seconds: float, lane: object, act: Act) -> None:
+        self.clock.at(self.clock.now_s + seconds, str(lane) if not isinstance(lane, tuple) else lane, act)
+
+    def on(self, device: SimulatedDevice, act: Act) -> None:
+        """Now, or when the device goes on; never if it is gone."""
+        if self.devices.get(device.name) is not device:
+            return
+        if device.waiting is not None:
+            device.waiting.append(partial(self.on, device, act))
+        else:
+            act()
+
+    def at_once(self, worker: SimulatedWorker, act: Act) -> None:
+        self.later(0.0, ("compute", worker.number), partial(self.on, worker.device, act))
+
+    def occupy(self, worker: SimulatedWorker, name: str, seconds: float, done: WorkerEvent) -> None:
+        machine, lane = worker.machine, worker.device.lane
+        assert machine is not None, "a stage at work has a machine"
+        assert isinstance(done, Computed | Updated | Saved), "these take time"
+        item, slow = worker.item(done.item), self._slow.get(worker.device.name, 1.0)
+
+        def begin() -> None:
+            if worker.machine is not machine:  # it was closed while this waited
+                lane.release()
+                return
+            start_s = self.clock.now_s
+            self.later(seconds * slow * self._factor(), ("compute", worker.number), partial(end, start_s))
+
+        def end(start_s: float) -> None:
+            self.on(worker.device, partial(release, start_s))
+
+        def release(start_s: float) -> None:
+            micro_batch = done.micro_batch if isinstance(done, Computed) else -1
+            if worker.machine is machine:
+                self.spans.append(
+                    Span(
+                        device=worker.device.name,
+                        track="compute",
+                        name=name,
+                        start_s=start_s,
+                        end_s=self.clock.now_s,
+                        step=item.step,
+                        micro_batch=micro_batch,
+                    )
+                )
+                worker.done(machine, done)
+            lane.release()
+
+        lane.take(name, worker.number, begin)
+
+    def slow(self, device: str, factor: float) -> None:
+        self._slow[device] = factor
+
+    # Stages
+
+    def connect(self, worker: SimulatedWorker, connected: Act) -> None:
+        epoch = worker.epoch
+        assert epoch is not None, "who connects has a stage"
+        number, now_s = worker.session.epoch, self.clock.now_s
+        others = [device_of(other) for other in epoch.neighbours[worker.name]]
+        until_s = max((self._cuts.get(frozenset((worker.device.name, other)), 0.0) for other in others), default=0.0)
+        if until_s - now_s > self._options.recovery.timeout_s:
+            lost = partial(self._give_up, worker, number, "cannot connect to another device")
+            self.later(
+                self._options.recovery.timeout_s, ("connect", worker.name), partial(self.on, worker.device, lost)
+            )
+            return
+        latencies = [self._fleet.link(worker.device.name, other).latency_s for other in others]
+        wait_s = max(until_s - now_s, 0.0) + (3 * max(latencies, default=0.0) if self.setting_up else 0.0)
+        self.later(wait_s, ("connect", worker.name), partial(self.on, worker.device, connected))
+
+    def start(self, worker: SimulatedWorker, own: frozenset[str], started: Act) -> None:
+        epoch, times = worker.epoch, self._options.recovery
+        assert epoch is not None, "who starts a stage has one"
+        parts = epoch.layout.parts.get(worker.name, frozenset[str]())
+        share = len(parts - own) / len(parts) if parts else 0.0
+        seconds = times.stage_s + share * epoch.state_bytes[worker.number] / times.control_bytes_per_s
+        wait_s = seconds if self.setting_up else 0.0
+        self.later(wait_s, ("start", worker.name), partial(self.on, worker.device, started))
+
+    def _give_up(self, worker: SimulatedWorker, epoch: int, reason: str) -> None:
+        """A worker cannot go on because of another one."""
+        if worker.session.epoch == epoch and worker.session.phase in ("connecting", "starting", "working"):
+            worker.order(StageFailed(epoch=epoch))
+            self._coordination.accuse(worker, reason, epoch)
+
+    # Links
+
+    def transmit(self, worker: SimulatedWorker, send: Send | SendParts, item: Item, arrived: WorkerEvent) -> None:
+        epoch = worker.epoch
+        assert epoch is not None, "who sends has a stage"
+        if isinstance(send, Send):
+            size_bytes = epoch.costs.parcel_bytes(send, worker.number, item.kind)
+            name, micro_batch = send.parcel, send.micro_batch
+        else:
+            size_bytes, name, micro_batch = epoch.costs.part_bytes(send, worker.number), "average", -1
+        message = _Message(worker, epoch.worker_ids[send.target], name, item, size_bytes, micro_batch)
+        source, target = worker.device.name, epoch.devices[send.target]
+        lane = ("link", worker.number, send.target)
+        handover_s, now_s = self._options.overheads.handover_s, self.clock.now_s
+        if source == target:  # it never leaves the device
+            self.clock.at(now_s + handover_s, lane, partial(self._deliver, message.target, target, arrived))
+            return
+        until_s = self._cuts.get(frozenset((source, target)), 0.0)
+        if until_s - now_s > self._options.recovery.timeout_s:
+            return  # nobody waits for so long
+        sent_bytes = size_bytes + self._options.header_bytes
+        times = self._network.send(max(now_s, until_s) + handover_s, source, target, sent_bytes)
+        arrive = partial(self._arrive, message, target, times, arrived)
+        self.clock.at(times.arrived_s + handover_s, lane, arrive)
+
+    def _arrive(self, message: _Message, target: str, times: Transmission, arrived: WorkerEvent) -> None:
+        source = message.source.device
+        if source.died_s < times.sent_s:
+            return
+        span = Span(
+            device=source.name,
+            track="send",
+            name=message.name,
+            start_s=times.start_s,
+            end_s=times.sent_s,
+            step=message.item.step,
+            micro_batch=message.micro_batch,
+            size_bytes=message.size_bytes,
+            other=target,
+            wire_bytes=message.size_bytes + self._options.header_bytes,
+        )
+        self.spans.append(span)
+        if target not in self.devices:
+            return
+        window = {"start_s": times.arrival_start_s, "end_s": times.arrived_s}
+        self.spans.append(
+            msgspec.structs.replace(span, device=span.other, track="receive", other=span.device, **window)
+        )
+        self._deliver(message.target, target, arrived)
+
+    def _deliver(self, worker_id: str, device: str, event: WorkerEvent) -> None:
+        there = self.devices.get(device)
+        if there is not None and (worker := there.workers.get(worker_id)) is not None:
+            self.on(there, partial(worker.handle, event))
+
+    def kept(self, worker: SimulatedWorker, step: int, values: State) -> None:
+        """A snapshot is in memory: its copy travels in the spare time of a link."""
+        epoch, number = worker.epoch, worker.session.epoch
+        assert epoch is not None, "who keeps snapshots has a stage"
+        holder = epoch.layout.snapshot_copies.get(worker.name)
+        if holder is None:
+            return
+        source, target = worker.device.name, epoch.devices[epoch.number[holder]]
+        link = self._fleet.link(source, target)
+        rate = SPARE_SHARE * link.bandwidth_bytes_per_s
+        seconds = link.latency_s + epoch.state_bytes[worker.number] / rate * self._factor()
+
+        def arrive() -> None:
+            there, alive = self.devices.get(target), self.devices.get(source) is worker.device
+            until_s = self._cuts.get(frozenset((source, target)), 0.0)
+            if until_s > self.clock.now_s:
+                self.later(until_s - self.clock.now_s, ("snapshot", worker.name), arrive)
+            elif there is not None and alive and (keeper := there.workers.get(holder)) is not None:
+                copied = StateKept(step=step, values=values, of=worker.name, epoch=number)
+                self.on(there, partial(keeper.order, copied))
+
+        self.later(seconds, ("snapshot", worker.name), arrive)
+
+    # What goes wrong
+
+    def kill(self, name: str) -> SimulatedDevice | None:
+        """The device's process dies; returns what it was. Its neighbours notice."""
+        device = self.devices.pop(name, None)
+        if device is not None:
+            device.died_s = self.clock.now_s
+            self._noticed(device, lambda other: self._fleet.link(other, name).latency_s, "closed the connection")
+        return device
+
+    def _noticed(self, device: SimulatedDevice, after_s: Callable[[str], float], how: str) -> None:
+        """Who has links to a device's stages gives up."""
+        own = {worker.name: worker for worker in device.workers.values() if worker.epoch is not None}
+        for other in list(self.devices.values()):
+            for worker in other.workers.values() if other is not device else ():
+                number, epoch = worker.session.epoch, worker.epoch
+                if epoch is None or not any(
+                    own[name].session.epoch == number for name in epoch.neighbours[worker.name] if name in own
+                ):
+                    continue
+                lost = partial(self._give_up, worker, number, f"device {device.name!r} {how}")
+                self.later(after_s(other.name), ("notice", worker.name), partial(self.on, other, lost))
+
+    def silence(self, device: SimulatedDevice) -> None:
+        """The device does nothing from now on; after a while its neighbours give up."""
+        device.waiting = []
+        waiting = device.waiting
+
+        def noticed() -> None:
+            if device.waiting is waiting:
+                self._noticed(device, lambda other: 0.0, f"is silent for {self._options.recovery.timeout_s:g} s")
+
+        self.later(self._options.recovery.timeout_s, ("silent", device.name), noticed)
+
+    def wake(self, device: SimulatedDevice) -> None:
+        waiting, device.waiting = device.waiting, None
+        for act in waiting or ():
+            act()
+
+    def cut(self, one: str, other: str, lasts_s: float) -> None:
+        """Nothing passes between two devices for so long."""
+        now_s, timeout_s = self.clock.now_s, self._options.recovery.timeout_s
+        pair = frozenset((one, other))
+        self._cuts[pair] = max(self._cuts.get(pair, 0.0), now_s + lasts_s)
+        if lasts_s < timeout_s:
+            return
+        for a, b in ((one, other), (other, one)):
+            self.later(timeout_s, ("cut", a), partial(self._blame, a, b))
+
+    def _blame(self, name: str, other: str) -> None:
+        """A device has heard nothing from another one for too long."""
+        device, there = self.devices.get(name), self.devices.get(other)
+        if device is None or there is None or self._cuts[frozenset((name, other))] <= self.clock.now_s:
+            return
+        for worker in device.workers.values():
+            epoch = worker.epoch
+            if epoch is not None and any(n in there.workers for n in epoch.neighbours[worker.name]):
+                why = f"device {other!r}: stalled for {self._options.recovery.timeout_s:g} s"
+                self.on(device, partial(self._give_up, worker, worker.session.epoch, why))
+
+    def bandwidth(self, source: str, target: str) -> float:
+        return self._fleet.link(source, target).bandwidth_bytes_per_s
+
+    def worker(self, worker_id: str) -> SimulatedWorker | None:
+        """If its device runs."""
+        device = self.devices.get(device_of(worker_id))
+        return device.workers.get(worker_id) if device is not None else None
+
+    def copy_s(self, worker: SimulatedWorker) -> float:
+        """What a copy of a worker's state takes on the way to the coordinator."""
+        assert worker.epoch is not None, "who gives its state has a stage"
+        return worker.epoch.state_bytes[worker.number] / self._options.recovery.control_bytes_per_s
