@@ -85,7 +85,9 @@ PUBLIC = {
         "plan_overview plan_summary plan_table planners_table prediction_error ranked run_summary "
         "fleets_table verdict_table"
     ),
-    "simulator": "Fault Overheads RecoveryTimes SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run",
+    "simulator": (
+        "Fault Overheads RecoveryTimes SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run"
+    ),
     "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
     "training": (
         "Engine EngineConfig LearningRate OptimizerConfig TorchEngine latest_checkpoint load_checkpoint "
