@@ -18,11 +18,11 @@ from isthmus.errors import UserError
 from isthmus.plans.sync import SyncPlan
 from isthmus.sync import Options, attach
 from isthmus.sync.averaging import Averager
-from isthmus.sync.balance import balanced_steps
 from isthmus.sync.divergence import SAMPLED, sample
 from isthmus.sync.dream import Dream, joined
 from isthmus.sync.layers import Layer, flatten, spans
 from isthmus.sync.link import MOST_BYTES, SMALLEST_BYTES, LinkModel, fitted, probe
+from isthmus.sync.local import balanced_steps
 from isthmus.sync.monitor import PeriodReport
 from isthmus.sync.packing import pack
 from isthmus.sync.scheduled import layers_of

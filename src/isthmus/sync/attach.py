@@ -23,11 +23,10 @@ from isthmus.sync.dream import OURS, PAPER, Dream
 from isthmus.sync.every_step import EveryStep
 from isthmus.sync.exchange import gather
 from isthmus.sync.layers import flatten
-from isthmus.sync.local import LocalSGD
+from isthmus.sync.local import DiLoCo, LocalSGD
 from isthmus.sync.mode import Mode, Setting
 from isthmus.sync.monitor import Monitor
 from isthmus.sync.options import Options
-from isthmus.sync.outer import DiLoCo
 from isthmus.sync.partial import OverlappedPartialSync, PartialSync
 from isthmus.sync.streaming import Streaming
 from isthmus.sync.sync import Sync

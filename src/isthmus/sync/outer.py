@@ -1,89 +1,81 @@
-"""DiLoCo: a period of inner steps, then one outer step of Nesterov SGD on what the workers have moved (Algorithm 1).
+"""The exchange of `outer` and `streaming`: the workers average how far they have moved, and each makes the outer step.
 
-    delta = mean over k of (outer - w_k)      outer <- Nesterov(outer, delta)      w_k <- outer
-
-Besides the model it keeps the outer parameters and their momentum: two copies.
+The outer step itself: `training.outer`. Beside the model a worker keeps the outer parameters and their momentum: two
+copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 
 from isthmus.plans import OuterOptimizer
 from isthmus.sync.compressed import CompressedAverager
 from isthmus.sync.divergence import MeasuredAverage
-from isthmus.sync.local import LocalSteps
 from isthmus.sync.mode import Setting, restored
-from isthmus.sync.updates import Closure, average_with_state
 from isthmus.training.outer import OuterStep
 
 
-class DiLoCo(LocalSteps):
-    """The outer parameters are one flat tensor per dtype and device."""
+class OuterExchange:
+    """Of some tensors. `start`: the outer ones, which are kept and changed in place."""
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def __init__(self, start: Sequence[Tensor], setting: Setting, config: OuterOptimizer) -> None:
+        self._monitor = setting.monitor
         self._averager = setting.delta_averager()
-        options = setting.options
-        outer = OuterOptimizer(rate=options.outer_rate, momentum=options.outer_momentum)
-        self._outer = OuterStep([buffer.clone() for buffer in setting.model.buffers], outer)
-
-    def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
-        s = self.setting
-        if s.options.average_state:
-            s.updates.check_to_average(s.model.layers, closure, scaler)
-        if s.options.average_state and self.ends_period:
-            with s.monitor.waiting():
-                average_with_state(s.averager, s.updates, s.model.layers)
-        loss = s.updates.whole(closure, scaler)
-        if self.ends_period:
-            self._exchange()
-        return loss
+        self._outer = OuterStep(start, config)
+        self._deltas: list[Tensor] = []
+        self._average: MeasuredAverage | None = None
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        s = self.setting
-        deltas = self._outer.deltas(s.model.buffers)
-        if not s.options.average_state:
-            measured = MeasuredAverage(self._averager, deltas)
-            with s.monitor.waiting():
-                s.monitor.diverged(measured.wait())
-        self._outer.step(deltas)
-        self._outer.mix_into(s.model.buffers)
+    def start(self, own: Sequence[Tensor], *, averaged: bool = False) -> None:
+        """Send what was moved since the last outer step; nothing where `own` is the workers' average already."""
+        self._deltas = self._outer.deltas(own)
+        if not averaged:
+            self._average = MeasuredAverage(self._averager, self._deltas)
 
-    def state(self) -> dict[str, Tensor]:
-        errors = self._averager.state("outer") if isinstance(self._averager, CompressedAverager) else {}
-        return {**super().state(), **outer_state(self._outer, "outer"), **errors}
+    def arrive(self) -> None:
+        """Wait until the others' are here."""
+        if self._average is not None:
+            with self._monitor.waiting():
+                self._monitor.diverged(self._average.wait())
+            self._average = None
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        super().load(state)
-        load_outer(self._outer, state, "outer")
+    @torch.no_grad()
+    def step(self) -> None:
+        """Make the outer step with what arrives."""
+        self.arrive()
+        self._outer.step(self._deltas)
+        self._deltas = []
+
+    def mix_into(self, own: Sequence[Tensor]) -> None:
+        """Bring a worker's tensors to the outer ones, but for the share that stays."""
+        self._outer.mix_into(own)
+
+    def state(self, prefix: str) -> dict[str, Tensor]:
+        """What is lost with the process, by name. Waits for what is on its way."""
+        self.arrive()
+        found: dict[str, Tensor] = {}
+        for number, (value, momentum) in enumerate(zip(self._outer.values, self._outer.momenta, strict=True)):
+            found[f"{prefix}.{number}"] = value
+            if momentum is not None:
+                found[f"{prefix}.{number}.momentum"] = momentum
+        found.update({f"{prefix}.delta.{number}": delta for number, delta in enumerate(self._deltas)})
+        errors = self._averager.state(prefix) if isinstance(self._averager, CompressedAverager) else {}
+        return {**found, **errors}
+
+    def load(self, state: Mapping[str, Tensor], prefix: str) -> None:
+        """Go on from what `state` gave. Raises UserError for tensors that do not fit."""
+        own = list(enumerate(self._outer.values))
+        momenta = [
+            restored(state, name, value) if (name := f"{prefix}.{number}.momentum") in state else None
+            for number, value in own
+        ]
+        self._outer.load([restored(state, f"{prefix}.{number}", value) for number, value in own], momenta)
         if isinstance(self._averager, CompressedAverager):
-            self._averager.load(state, "outer")
-
-
-def outer_state(outer: OuterStep, prefix: str) -> dict[str, Tensor]:
-    """Its tensors by name, for a saved state of sync."""
-    found: dict[str, Tensor] = {}
-    for number, (value, momentum) in enumerate(zip(outer.values, outer.momenta, strict=True)):
-        found[f"{prefix}.{number}"] = value
-        if momentum is not None:
-            found[f"{prefix}.{number}.momentum"] = momentum
-    return found
-
-
-def load_outer(outer: OuterStep, state: Mapping[str, Tensor], prefix: str) -> None:
-    """Go on from what `outer_state` gave. Raises UserError for tensors that do not fit."""
-    own = [(f"{prefix}.{number}", value) for number, value in enumerate(outer.values)]
-    momenta = [f"{name}.momentum" for name, _ in own]
-    outer.load(
-        [restored(state, name, value) for name, value in own],
-        [
-            restored(state, name, value) if name in state else None
-            for name, (_, value) in zip(momenta, own, strict=True)
-        ],
-    )
+            self._averager.load(state, prefix)
+        self.arrive()
+        self._deltas = []
+        if f"{prefix}.delta.0" in state:
+            self._deltas = [restored(state, f"{prefix}.delta.{number}", value).clone() for number, value in own]
