@@ -76,7 +76,7 @@ def run(mode: str, options: Options, monkeypatch: pytest.MonkeyPatch) -> tuple[L
 def simulated(mode: str, choices: SyncChoices, monkeypatch: pytest.MonkeyPatch) -> Log:
     log = Log()
 
-    class Watched(sync_modes.SimulatedRun):
+    class Watched(sync_modes.SyncClock):
         step = -1
         through_s: dict[int, float]
 
@@ -101,7 +101,7 @@ def simulated(mode: str, choices: SyncChoices, monkeypatch: pytest.MonkeyPatch) 
                     log.awaited.setdefault(number, self.step)
             super().wait(until_s)
 
-    monkeypatch.setattr(sync_modes, "SimulatedRun", Watched)
+    monkeypatch.setattr(sync_modes, "SyncClock", Watched)
     sync_modes.simulate_sync(mode, MODEL, choices)
     return log
 

@@ -84,8 +84,8 @@ class SyncChoices:
     """`streaming`: 0 for one per step of the period."""
 
 
-class SimulatedRun:
-    """A clock, and the channel's own."""
+class SyncClock:
+    """The time of all workers, and of the channel."""
 
     def __init__(self, model: SyncedModel, at_once: int) -> None:
         self.model = model
@@ -120,72 +120,72 @@ class SimulatedRun:
         self.now_s = max(self.now_s, until_s)
 
 
-def _s_sgd(run: SimulatedRun, choices: SyncChoices, steps: int) -> None:
-    _gradients(run, [range(len(run.model.layers))], steps)
+def _s_sgd(clock: SyncClock, choices: SyncChoices, steps: int) -> None:
+    _gradients(clock, [range(len(clock.model.layers))], steps)
 
 
-def _every_step(run: SimulatedRun, choices: SyncChoices, steps: int) -> None:
-    _gradients(run, by_size([layer.size_bytes for layer in run.model.layers], choices.bucket_bytes), steps)
+def _every_step(clock: SyncClock, choices: SyncChoices, steps: int) -> None:
+    _gradients(clock, by_size([layer.size_bytes for layer in clock.model.layers], choices.bucket_bytes), steps)
 
 
-def _asc_wfbp(run: SimulatedRun, choices: SyncChoices, steps: int) -> None:
-    model = run.model
+def _asc_wfbp(clock: SyncClock, choices: SyncChoices, steps: int) -> None:
+    model = clock.model
     ready_s = list(accumulate(layer.backward_s for layer in model.layers))
     wire_s = [model.wire_s([layer]) for layer in model.layers]
-    _gradients(run, fused(ready_s, wire_s, model.latency_s, choices.at_once).messages, steps)
+    _gradients(clock, fused(ready_s, wire_s, model.latency_s, choices.at_once).messages, steps)
 
 
-def _gradients(run: SimulatedRun, messages: Sequence[range], steps: int) -> None:
+def _gradients(clock: SyncClock, messages: Sequence[range], steps: int) -> None:
     """Every step waits for all of its messages, at the backward's end."""
-    held = [[run.model.layers[number] for number in message] for message in messages]
+    held = [[clock.model.layers[number] for number in message] for message in messages]
     for _ in range(steps):
-        run.wait(max(run.compute(held)))
+        clock.wait(max(clock.compute(held)))
 
 
-def _local(run: SimulatedRun, choices: SyncChoices, steps: int) -> None:
-    _fragments(run, FragmentSchedule(period=run.model.period, count=1), steps)
+def _local(clock: SyncClock, choices: SyncChoices, steps: int) -> None:
+    _fragments(clock, FragmentSchedule(period=clock.model.period, count=1), steps)
 
 
-def _streaming(run: SimulatedRun, choices: SyncChoices, steps: int) -> None:
-    period, layers = run.model.period, len(run.model.layers)
+def _streaming(clock: SyncClock, choices: SyncChoices, steps: int) -> None:
+    period, layers = clock.model.period, len(clock.model.layers)
     schedule = FragmentSchedule.streaming(
         layers=layers, period=period, fragments=choices.fragments, delay=choices.delay
     )
-    _fragments(run, schedule, steps)
+    _fragments(clock, schedule, steps)
 
 
-def _fragments(run: SimulatedRun, schedule: FragmentSchedule, steps: int) -> None:
+def _fragments(clock: SyncClock, schedule: FragmentSchedule, steps: int) -> None:
     held: list[list[SyncedLayer]] = [[] for _ in range(schedule.count)]
-    for number, layer in enumerate(reversed(run.model.layers)):
+    for number, layer in enumerate(reversed(clock.model.layers)):
         held[schedule.fragment_of(number)].append(layer)
     through_s = [0.0] * schedule.count
     for step in range(steps):
-        run.compute()
+        clock.compute()
         for kind, fragment in schedule.events(step):
             if kind == "start":
-                through_s[fragment] = run.send(held[fragment])
+                through_s[fragment] = clock.send(held[fragment])
             else:
-                run.wait(through_s[fragment])
+                clock.wait(through_s[fragment])
 
 
-def _planned(run: SimulatedRun, choices: SyncChoices, steps: int) -> None:
+def _planned(clock: SyncClock, choices: SyncChoices, steps: int) -> None:
     assert choices.plan is not None, "checked at the start"
-    named = {layer.name: layer for layer in run.model.layers}
+    named = {layer.name: layer for layer in clock.model.layers}
     barriers: dict[str, float] = {}
     for step in range(steps):
         due = [named[name] for name in choices.plan.averaged(step) if named[name].average_s > 0]
         if not choices.in_backward:
-            run.compute()
-            run.wait(run.send(due) if due else 0.0)
+            clock.compute()
+            clock.wait(clock.send(due) if due else 0.0)
             continue
-        through_s = run.compute([[layer] for layer in due], barriers)
+        through_s = clock.compute([[layer] for layer in due], barriers)
         if choices.forward_overlap:
             barriers = {layer.name: until_s for layer, until_s in zip(due, through_s, strict=True)}
         else:
-            run.wait(max(through_s, default=0.0))
+            clock.wait(max(through_s, default=0.0))
 
 
-_MODES: Mapping[str, Callable[[SimulatedRun, SyncChoices, int], None]] = {
+_MODES: Mapping[str, Callable[[SyncClock, SyncChoices, int], None]] = {
     "s-sgd": _s_sgd,
     "asc-wfbp": _asc_wfbp,
     "every-step": _every_step,
@@ -207,7 +207,7 @@ def simulate_sync(mode: str, model: SyncedModel, choices: SyncChoices) -> float:
     settle, counted = 2 * model.period, 4 * model.period
     ended_s: list[float] = []
     for steps in (settle, settle + counted):
-        run = SimulatedRun(model, choices.at_once if mode == "asc-wfbp" else 1)
-        _MODES[mode](run, choices, steps)
-        ended_s.append(run.now_s)
+        clock = SyncClock(model, choices.at_once if mode == "asc-wfbp" else 1)
+        _MODES[mode](clock, choices, steps)
+        ended_s.append(clock.now_s)
     return (ended_s[1] - ended_s[0]) / counted

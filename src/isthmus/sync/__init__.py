@@ -13,8 +13,7 @@ try:
     from isthmus.sync.checkpoint import load_worker, save_worker
     from isthmus.sync.compressed import DeltaCodec
     from isthmus.sync.options import Options
-    from isthmus.sync.statistics import SyncStatistics
-    from isthmus.sync.sync import Sync
+    from isthmus.sync.sync import Sync, SyncStatistics
 except ModuleNotFoundError as e:
     missing = what_is_missing("isthmus.sync", e)
     if missing is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,10 +14,30 @@ from torch import nn
 
 from isthmus.errors import InternalError
 from isthmus.planners.sync import WorkerProfile
-from isthmus.sync.device_time import Moment, between_s, now
 from isthmus.sync.forward_barriers import uncompiled
 
 KEPT_STEPS = 16
+
+Moment = float | torch.Event
+"""On the device's own clock: the host is far ahead of what it has asked of an accelerator."""
+
+
+def now(device: torch.device) -> Moment:
+    """This moment of the work that was given to the device."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def between_s(start: Moment, end: Moment) -> float:
+    """Seconds between two moments of one device; waits for the second."""
+    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    assert isinstance(start, float) and isinstance(end, float), "moments of different clocks"
+    return end - start
 
 
 class WorkerTimes(msgspec.Struct, frozen=True, kw_only=True):

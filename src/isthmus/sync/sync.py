@@ -5,21 +5,49 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from isthmus.errors import UserError
+from isthmus.plans.sync import SyncPlan
 from isthmus.sync.averaging import PendingAverage
 from isthmus.sync.compressed import codec_name
 from isthmus.sync.dream import Dream
 from isthmus.sync.exchange import gather, to_bytes
 from isthmus.sync.hooks import GradientHooks
+from isthmus.sync.link import LinkModel
 from isthmus.sync.mode import Mode, Setting, restored_document
+from isthmus.sync.monitor import PeriodReport
 from isthmus.sync.packing import PackedTensors, pack
-from isthmus.sync.statistics import SyncStatistics
+from isthmus.sync.profile import WorkerTimes
 from isthmus.sync.updates import Closure
+
+
+class SyncStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """A view of one worker, in seconds and bytes."""
+
+    mode: str
+    steps: int
+    sent_bytes: int
+    """By this worker, for averages: 2 (K - 1) / K of what was averaged, as in a ring."""
+    workers: tuple[str, ...]
+    last_period: PeriodReport | None
+    """The newest that all workers have reported: one period late."""
+    slowest: str | None
+    """The worker that the others wait for, and what it costs them per step; None until a period was notified of."""
+    behind_s: float
+    plan: SyncPlan | None
+    plans: int
+    """How many were made, `dream` only."""
+    link: LinkModel | None
+    """As `dream` has measured it."""
+    times: WorkerTimes | None
+    """This worker's newest steps, as `dream` has measured them."""
+    layer_bytes: dict[str, int]
+    """The layers that averages are made of, in the order of registration."""
 
 
 class Sync:

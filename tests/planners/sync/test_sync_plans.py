@@ -11,18 +11,15 @@ from hypothesis import strategies as st
 from sync_cases import line_of, problem_of, problems, profile
 
 from isthmus.errors import UserError
-from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.planners.sync import (
-    LayerWork,
     SyncProblem,
     WorkerProfile,
     describe_sync,
     plan_sync,
-    profiles_on_fleet,
     sync_planner_names,
 )
 from isthmus.planners.sync.bound import exposed_bound_s
-from isthmus.planners.sync.bubbles import fill_bubbles
+from isthmus.planners.sync.build_sync_plan import fill_bubbles
 from isthmus.planners.sync.timeline import Timeline, iteration_s, timeline
 from isthmus.plans.sync import SyncPlan
 
@@ -190,18 +187,3 @@ def test_a_bad_problem_is_refused(fields: dict[str, object], message: str) -> No
 def test_a_bad_time_is_refused(time_s: float) -> None:
     with pytest.raises(UserError, match=r"worker 'a': average_s\[1\]: got .* expected a finite number of seconds"):
         WorkerProfile(worker="a", forward_s=(1.0, 1.0), backward_s=(1.0, 1.0), average_s=(1.0, time_s))
-
-
-def test_profiles_of_a_fleet_count_both_directions_of_each_link() -> None:
-    devices = tuple(Device(name=n, region="r", flops_per_s=f, memory_bytes=1) for n, f in (("a", 10.0), ("b", 5.0)))
-    routes = (Route("a", "b", Link(0.5, 4.0)), Route("b", "a", Link(0.25, 2.0)))
-    layers = [
-        LayerWork(name="x", flops_forward=10, flops_backward=20, size_bytes=16),
-        LayerWork(name="y", flops_forward=5, flops_backward=10, size_bytes=0),
-    ]
-    a, b = profiles_on_fleet(Fleet(name="two", devices=devices, links=Links(devices=routes)), layers)
-    assert (a.worker, a.forward_s, a.backward_s) == ("a", (1.0, 0.5), (2.0, 1.0))
-    assert (b.worker, b.forward_s, b.backward_s) == ("b", (2.0, 1.0), (4.0, 2.0))
-    assert a.average_s == b.average_s == (0.5 + 8 / 4 + 0.25 + 8 / 2, 0.0)
-    with pytest.raises(UserError, match="got 1 device, expected at least 2"):
-        profiles_on_fleet(Fleet(name="one", devices=devices[:1], links=Links()), layers)

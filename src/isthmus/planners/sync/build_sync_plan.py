@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import chain, pairwise
 
 from isthmus.planners.sync.bound import exposed_bound_s
-from isthmus.planners.sync.bubbles import fill_bubbles
 from isthmus.planners.sync.problem import SyncProblem
 from isthmus.planners.sync.timeline import ROUNDING, Timeline, iteration_s, timeline
 from isthmus.plans.plan import Certificate
@@ -57,6 +56,37 @@ def sync_plan(problem: SyncProblem, planner: str, sets: Sequence[Sequence[int]],
         slowest=max(workers, key=lambda w: w.alone_s).worker,
         certificate=Certificate(lower_bound=bound_s, gap=(period_s - bound_s) / bound_s, question=QUESTION),
     )
+
+
+def fill_bubbles(line: Timeline, chosen: Sequence[int], *, past_gaps: bool, spare_s: float = 0.0) -> tuple[int, ...]:
+    """Layers beside `chosen` that an iteration can average without becoming longer, in backward order.
+
+    The paper takes the latest layers {L, ..., l} (Eq. 12, here under the serial channel) and stops at the first that
+    does not fit or is in the set. With `past_gaps` later ones are tried too: an output layer as large as all others
+    together would else keep everything behind it from being filled. What follows a filling must be through `spare_s`
+    before the iteration's end.
+    """
+    limit_s = iteration_s(line, chosen) * (1 + ROUNDING) - spare_s
+    scheduled = frozenset(chosen)
+    last = max((layer for layer in scheduled if line.average_s[layer] > 0), default=-1)
+    to_come_s = sum(float(line.average_s[layer]) for layer in scheduled)
+    channel_s = 0.0
+    filled: list[int] = []
+    for layer, (ready_s, average_s) in enumerate(zip(line.ready_s.tolist(), line.average_s.tolist(), strict=True)):
+        through_s = max(channel_s, ready_s) + average_s
+        if layer in scheduled:
+            if not past_gaps:
+                break
+            if average_s > 0:
+                to_come_s -= average_s
+                channel_s = through_s
+        elif average_s > 0:
+            if through_s + to_come_s + float(line.tail_s[max(layer, last)]) <= limit_s:
+                filled.append(layer)
+                channel_s = through_s
+            elif not past_gaps:
+                break
+    return tuple(filled)
 
 
 def _exposed_s(line: Timeline, taken_s: float) -> float:
