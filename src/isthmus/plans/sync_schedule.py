@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class FragmentEvent(NamedTuple):
-    """The exchange of a fragment starts, or its result is waited for and used."""
+    """The exchange of a fragment starts, or a worker waits for its result and uses it."""
 
     kind: Literal["start", "end"]
     fragment: int
