@@ -18,7 +18,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.planners.sync import sync_planner_names
 from isthmus.sync.asc_wfbp import AscWfbp
 from isthmus.sync.averaging import Averager
-from isthmus.sync.compressed import DeltaCodec, codec_name
+from isthmus.sync.compressed import codec_name
 from isthmus.sync.dream import OURS, PAPER, Dream
 from isthmus.sync.every_step import EveryStep
 from isthmus.sync.exchange import gather
@@ -31,6 +31,7 @@ from isthmus.sync.partial import OverlappedPartialSync, PartialSync
 from isthmus.sync.streaming import Streaming
 from isthmus.sync.sync import Sync
 from isthmus.sync.updates import Updates, attached
+from isthmus.training.compression import DeltaCodec
 
 _MODES: Mapping[str, Callable[[Setting, nn.Module], Mode]] = {
     "s-sgd": lambda setting, _: EveryStep(setting, in_one=True),

@@ -14,13 +14,14 @@ from torch.amp.grad_scaler import GradScaler
 from isthmus.errors import UserError
 from isthmus.plans.sync import SyncPlan
 from isthmus.sync.averaging import Averager
-from isthmus.sync.compressed import CompressedAverager, DeltaCodec
+from isthmus.sync.compressed import CompressedAverager
 from isthmus.sync.divergence import MeasuredAverage
 from isthmus.sync.exchange import from_bytes
 from isthmus.sync.layers import FlatModel, Layer, spans
 from isthmus.sync.monitor import Monitor, PeriodReport
 from isthmus.sync.options import Options
 from isthmus.sync.updates import Closure, Updates
+from isthmus.training.compression import DeltaCodec
 
 T = TypeVar("T")
 

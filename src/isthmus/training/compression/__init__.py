@@ -1,7 +1,7 @@
 """Codecs: tensors as fewer bytes, for activations, gradients and sync deltas. One per file."""
 
 from isthmus.training.compression.bf16 import Bf16
-from isthmus.training.compression.codec import Codec
+from isthmus.training.compression.codec import Codec, DeltaCodec
 from isthmus.training.compression.error_feedback import ErrorFeedback
 from isthmus.training.compression.int8 import Int8
 from isthmus.training.compression.none import NoCodec
@@ -13,6 +13,7 @@ from isthmus.training.compression.topk import TopK
 __all__ = [
     "Bf16",
     "Codec",
+    "DeltaCodec",
     "ErrorFeedback",
     "Int8",
     "NoCodec",

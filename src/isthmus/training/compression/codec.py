@@ -18,14 +18,11 @@ _LARGEST = torch.finfo(torch.bfloat16).max
 """Packed values are at most this large: larger ones of float32 are within bfloat16's own rounding of it."""
 
 
-class Codec(Protocol):
-    """One way to pack a tensor. Codecs are values: what they remember of earlier tensors is `ErrorFeedback`'s."""
-
-    @property
-    def name(self) -> str: ...
+class DeltaCodec(Protocol):
+    """A way to pack a tensor into bytes whose number depends on its shape and type alone."""
 
     def encode(self, tensor: Tensor, name: str = "tensor") -> Tensor:
-        """The payload: a flat uint8 tensor of `wire_bytes` bytes, on the tensor's device.
+        """The payload: a flat uint8 tensor on the tensor's device.
 
         Elements are taken in the order of their indices, whatever the strides. `name` is what errors call the tensor.
         All codecs but `none` raise UserError for NaN, Inf and types that are not floating point.
@@ -38,6 +35,13 @@ class Codec(Protocol):
         Raises PeerError for a payload that `encode` does not write; its size is checked before anything is allocated.
         """
         ...
+
+
+class Codec(DeltaCodec, Protocol):
+    """A codec that plans know of. Codecs are values: what they remember of earlier tensors is `ErrorFeedback`'s."""
+
+    @property
+    def name(self) -> str: ...
 
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
         """The payload's exact size, whatever the values."""

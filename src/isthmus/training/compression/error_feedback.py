@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.training.compression.codec import Codec
+from isthmus.training.compression.codec import DeltaCodec
 
 
 class ErrorFeedback:
@@ -21,7 +21,7 @@ class ErrorFeedback:
     One tensor of the same size is kept for each key. Not to be called from several threads at once.
     """
 
-    def __init__(self, codec: Codec, decay: float = 1.0) -> None:
+    def __init__(self, codec: DeltaCodec, decay: float = 1.0) -> None:
         """`decay` is the share of an error that is kept: SparseLoCo's 0.95 for its momentum. UserError outside 0..1."""
         if not 0 <= decay <= 1:
             raise UserError(f"error feedback: decay: got {decay}, expected 0 to 1")
