@@ -357,6 +357,8 @@ def test_every_command_speaks_json(trained: Trained, tmp_path: Path) -> None:
     traced = json.loads(isthmus("trace", trained.run, "--json").out)
     assert json.loads(Path(traced["perfetto"]).read_text())["traceEvents"]
     assert "three-sites" in json.loads(isthmus("fleets", "--json").out)
+    assert {"text", "digits"} <= json.loads(isthmus("datasets", "--json").out).keys()
+    assert {"fedavg", "fedadam"} <= json.loads(isthmus("algorithms", "--json").out).keys()
     listed = json.loads(isthmus("planners", "--json").out)
     expected = {
         "plan": planner_names(),
