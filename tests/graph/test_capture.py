@@ -254,10 +254,10 @@ from isthmus.graph import Flow, cuts
 from isthmus.graph.capture import Column, capture
 from isthmus.models import ModelSpec, build_model
 columns = {name: Column("int64", (1024,)) for name in ("input_ids", "labels")}
-shape = {"n_layer": 12, "n_embd": 3200}  # a quarter of its layers, each four times as large
+shape = {"n_layer": 3, "n_embd": 6100}  # a sixteenth of its layers, each about sixteen times as large
 found = capture(lambda: build_model(ModelSpec(name="hf-gpt2-xl", options=shape)), columns)
 flow = Flow(found.train)
-assert len(cuts(flow)) > 250
+assert len(cuts(flow)) > 100
 print(found.train.parameter_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
@@ -266,7 +266,7 @@ def test_a_model_of_six_gigabytes_is_captured_without_its_weights():
     pytest.importorskip("transformers")
     done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True)
     parameter_bytes, peak_bytes = map(int, done.stdout.split())
-    assert parameter_bytes == 1_639_164_800 * 4
+    assert parameter_bytes == 1_652_624_200 * 4
     assert peak_bytes < 2 << 30
 
 
