@@ -63,6 +63,9 @@ class Plans:
     def begin(self, layout: StateLayout) -> None:
         self.layout = layout
 
+    def eval_edges(self, plan: Plan) -> None:
+        return None
+
     def make(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures]:
         if not wanted.devices or self._draw.random() < 0.02:
             raise UserError("none fits")

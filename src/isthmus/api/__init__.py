@@ -13,8 +13,10 @@ if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import descriptions as descriptions
     from isthmus.api import doctor as doctor
     from isthmus.api import export as export
+    from isthmus.api import fault_simulation as fault_simulation
     from isthmus.api import federated_run as federated_run
     from isthmus.api import federated_simulation as federated_simulation
+    from isthmus.api import files as files
     from isthmus.api import job_overrides as job_overrides
     from isthmus.api import job_plans as job_plans
     from isthmus.api import job_queue as job_queue

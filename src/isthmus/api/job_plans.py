@@ -39,6 +39,7 @@ from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import SimulationOptions
 from isthmus.simulator import simulate as simulate_plan
 from isthmus.trace import Trace, busy_share, link_bytes, steady_step_s
+from isthmus.units import format_duration
 from isthmus.verification import Question, StateBytes, Verdict, state_bytes, verify
 from isthmus.verification.question import FLOAT32_BYTES
 
@@ -86,6 +87,23 @@ class Simulated(NamedTuple):
             "link_bytes": {f"{a} -> {b}": n for (a, b), n in link_bytes(self.trace).items()},
             "plan": msgspec.to_builtins(plan_summary(self.plan, self.fleet)),
         }
+
+    def lines(self) -> list[str]:
+        """In words: a step's time, and how much of it each device computes."""
+        step_s, predicted = steady_step_s(self.trace), self.plan.predicted
+        times = ", ".join(
+            f"{name} {format_duration(seconds)}"
+            for name, seconds in (
+                ("simulated step", step_s),
+                ("closed form", predicted.step_s),
+                ("Eq. 3", predicted.eq3_step_s),
+            )
+        )
+        return [times, *(f"  {device}: computing {share:.0%}" for device, share in busy_share(self.trace).items())]
+
+    def draw(self, path: Path) -> None:
+        """UserError: the picture is of faults."""
+        raise UserError(f"--picture {path}: draws a run with faults, expected --fault, --slow, --join or --leave")
 
 
 def simulate_job(job: Job, observer: Observer, stop: Stop, document: Path | None = None) -> Simulated:

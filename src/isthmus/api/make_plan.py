@@ -139,19 +139,22 @@ def plan_spec(job: Job, plan: Plan) -> RunSpec:
 
 def simulation_options(prepared: Prepared, plan: Plan) -> SimulationOptions:
     """The simulator's view of the job."""
-    pairs = stage_pairs(plan, prepared.captured, clips=prepared.job.training.exchanges_norms)
-    size = plan.micro_batch_size
-    edges: dict[tuple[int, int], int] = {}
-    for pair in pairs:
-        for crossing in pair.evaluation.sends:
-            key = (crossing.source, crossing.target)
-            edges[key] = edges.get(key, 0) + crossing.spec.nbytes(size)
     return SimulationOptions(
         clips=prepared.job.training.exchanges_norms,
         counts=prepared.captured.train.count is not None,
-        eval_edges=edges,
+        eval_edges=eval_edges(prepared, plan),
         header_bytes=HEADER_BYTES,
     )
+
+
+def eval_edges(prepared: Prepared, plan: Plan) -> dict[tuple[int, int], int]:
+    """Bytes per micro-batch that an evaluation sends from worker to worker."""
+    edges: dict[tuple[int, int], int] = {}
+    for pair in stage_pairs(plan, prepared.captured, clips=prepared.job.training.exchanges_norms):
+        for crossing in pair.evaluation.sends:
+            key = (crossing.source, crossing.target)
+            edges[key] = edges.get(key, 0) + crossing.spec.nbytes(plan.micro_batch_size)
+    return edges
 
 
 def predict(prepared: Prepared, plan: Plan, fleet: Fleet, spec: RunSpec) -> Trace:

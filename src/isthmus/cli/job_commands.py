@@ -12,9 +12,11 @@ import isthmus
 from isthmus import api
 from isthmus.cli.console import log, notes, out, print_json, show_run
 from isthmus.cli.options import (
+    FaultOptions,
     JobFile,
     JobOptions,
     JsonOption,
+    PictureOption,
     PlanFileOption,
     ResumeOption,
     RunOption,
@@ -22,7 +24,6 @@ from isthmus.cli.options import (
     with_groups,
 )
 from isthmus.errors import UserError
-from isthmus.units import format_duration
 
 app = typer.Typer()
 
@@ -37,10 +38,7 @@ def plan(
     asked: JobOptions,
     compare: Annotated[str | None, typer.Option("--compare", help="`all`, or planners parted by commas.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say why the plan looks as it does.")] = False,
-    picture: Annotated[
-        Path | None,
-        typer.Option("--picture", parser=local_path, metavar="FILE", help="Draw the plan on its fleet: a PNG."),
-    ] = None,
+    picture: PictureOption = None,
     verify: Annotated[Path | None, typer.Option("--verify", help="Check a plan document, figure by figure.")] = None,
     bound_unchecked: Annotated[
         bool, typer.Option("--bound-unchecked", help="With --verify: pass a bound that takes too much work to check.")
@@ -70,37 +68,37 @@ def plan(
 def simulate(
     job_file: JobFile,
     asked: JobOptions,
+    struck: FaultOptions,
     plan_file: PlanFileOption = None,
     trace_file: Annotated[
         Path | None, typer.Option("--trace", parser=local_path, metavar="FILE", help="Write a Perfetto trace here.")
     ] = None,
+    picture: PictureOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run the plan on a virtual clock: the same machines as a real run, with modelled durations.
 
-    Without --steps it simulates 4. Of a job with a table [federated]: its rounds, with clients' times as measured on
-    this machine.
+    Without --steps it simulates 4; with faults the whole run: when each is detected, how the run recovers, its new
+    plans. Of a job with a table [federated]: its rounds, with clients' times as measured on this machine.
     """
-    job = asked.any_job(job_file, plan=plan_file, trace=trace_file)
+    api.files.check_folder("--picture", picture)
+    faults = struck.faults()
+    job = asked.any_job(job_file, plan=plan_file, trace=trace_file, fault=faults or None, picture=picture)
     if isinstance(job, isthmus.FederatedJob):
         _simulate_rounds(job, json=json)
         return
-    job = api.job_overrides.Changes(steps=asked.steps or STEPS).of(job)
-    found = api.job_plans.simulate_job(job, _terminal(), isthmus.Stop(), plan_file)
-    if trace_file is not None:
-        api.output.write_perfetto([found.trace], trace_file)
+    if faults:
+        found = api.fault_simulation.simulate_faults(job, faults, _terminal(), isthmus.Stop(), plan_file)
+    else:
+        job = api.job_overrides.Changes(steps=asked.steps or STEPS).of(job)
+        found = api.job_plans.simulate_job(job, _terminal(), isthmus.Stop(), plan_file)
+    api.files.write_file("--trace", trace_file, lambda path: api.output.write_perfetto([found.trace], path))
+    api.files.write_file("--picture", picture, found.draw)
     if json:
         print_json(found.summary())
         return
-    step_s, predicted = api.output.steady_step_s(found.trace), found.plan.predicted
     out().print(api.output.plan_overview(found.plan, found.fleet, found.graph))
-    out().print(
-        f"simulated step {format_duration(step_s)}, closed form {format_duration(predicted.step_s)}, Eq. 3 "
-        f"{format_duration(predicted.eq3_step_s)}",
-        highlight=False,
-    )
-    for device, share in api.output.busy_share(found.trace).items():
-        out().print(f"  {device}: computing {share:.0%}", highlight=False)
+    out().print("\n".join(found.lines()), highlight=False)
 
 
 @app.command()
@@ -111,10 +109,7 @@ def graph(
 ) -> None:
     """Show what each layer of a job's model computes and keeps. With --json: every operator too."""
     weights = api.job_plans.weigh_model(api.job_overrides.job_of(job_file))
-    if json:
-        print_json(weights)
-    else:
-        out().print(api.output.graph_table(weights, operators=operators))
+    print_json(weights) if json else out().print(api.output.graph_table(weights, operators=operators))
 
 
 @app.command()
@@ -133,10 +128,7 @@ def describe_data(
     if target is None:
         typer.echo(text.decode(), nl=False)
         return
-    try:
-        target.write_bytes(text)
-    except OSError as e:
-        raise UserError(f"--out {target}: cannot be written: {e.strerror or e}") from None
+    api.files.write_file("--out", target, lambda path: path.write_bytes(text))
     log(f'wrote {target}: [data] description = "{target}" plans with it')
 
 
@@ -162,15 +154,13 @@ def train(
     job, stop = asked.any_job(job_file, changes, plan=plan_file), isthmus.Stop()
     if isinstance(job, isthmus.FederatedJob):
         if dry_run:
-            _simulate_rounds(job, json=json)
-            return
+            return _simulate_rounds(job, json=json)
         how = api.federated_run.FederatedChoices(resume=resume, run=run)
         raise typer.Exit(
             show_run(lambda terminal: api.federated_run.run_simulated(job, how, terminal, stop), json=json)
         )
     if dry_run:
-        _plan(job, explain=False, picture=None, json=json)
-        return
+        return _plan(job, explain=False, picture=None, json=json)
     choices = api.pipeline.Choices(resume=resume, run=run, plan=plan_file)
     raise typer.Exit(show_run(lambda terminal: api.pipeline.run_job(job, choices, terminal, stop), json=json))
 
@@ -181,15 +171,10 @@ def _terminal() -> api.terminal.Terminal:
 
 def _plan(job: isthmus.Job, *, explain: bool, picture: Path | None, json: bool) -> None:
     """With `json` the plan document; with `explain` too, both in one object. UserError where no PNG can be written."""
-    if picture is not None and not picture.parent.is_dir():  # said before the model is captured, which takes longer
-        raise UserError(f"--picture {picture}: {picture.parent} is not a folder")
+    api.files.check_folder("--picture", picture)
     found = api.job_plans.plan_job(job, _terminal(), isthmus.Stop(), words=explain)
     plan, fleet, explanation = found.plan, found.fleet, found.explanation
-    if picture is not None:
-        try:
-            api.output.draw_plan(plan, fleet, picture)
-        except OSError as e:
-            raise UserError(f"--picture {picture}: cannot be written: {e.strerror or e}") from None
+    api.files.write_file("--picture", picture, lambda path: api.output.draw_plan(plan, fleet, path))
     if json:
         document = {"plan": plan, "explanation": explanation, "leaving": found.leaving}
         print_json(plan if explanation is None else document)

@@ -17,6 +17,7 @@ from isthmus.overrides import read_overrides
 
 if TYPE_CHECKING:
     from isthmus import FederatedJob, Job
+    from isthmus.api.fault_simulation import Fault
     from isthmus.api.job_overrides import Changes, FederatedChanges
     from isthmus.api.serve import Serving
 
@@ -32,6 +33,10 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder."
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this job.")]
 RunOption = Annotated[Path | None, typer.Option("--run", help="The run's folder; default RUN_DIR/NAME.")]
 PlanFileOption = Annotated[Path | None, typer.Option("--plan", help="A plan document, in place of planning.")]
+PictureOption = Annotated[
+    Path | None,
+    typer.Option("--picture", parser=local_path, metavar="FILE", help="Draw the plan, or the run with faults: a PNG."),
+]
 FleetFileOption = Annotated[
     Path | None,
     typer.Option("--out", parser=local_path, metavar="FILE", help="Write the fleet here; default: stdout."),
@@ -117,6 +122,22 @@ class ServeOptions:
             state=self.state,
             ticket=typer.echo,
         )
+
+
+@dataclass(frozen=True)
+class FaultOptions:
+    """What goes wrong in a simulation; each may be given again."""
+
+    fault: Annotated[
+        list[str] | None,
+        typer.Option("--fault", help="DEVICE@12s[+20s], silent:DEVICE@12s+9s, link:A:B@30s+20s, coordinator@30s+5s."),
+    ] = None
+    slow: Annotated[list[str] | None, typer.Option("--slow", help="DEVICE@40s:4: four times slower.")] = None
+    join: Annotated[list[str] | None, typer.Option("--join", help="DEVICE@60s: it could work from then on.")] = None
+    leave: Annotated[list[str] | None, typer.Option("--leave", help="DEVICE@60s: it leaves without loss.")] = None
+
+    def faults(self) -> tuple[Fault, ...]:
+        return api.fault_simulation.read_faults({f.name: getattr(self, f.name) or () for f in fields(self)})
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:

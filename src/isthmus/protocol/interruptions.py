@@ -73,5 +73,6 @@ class Interruptions:
         )
         self.recoveries.append(recovery)
         self._ongoing = None
-        self._note(f"training again after {recovery.seconds:.1f} s; {redone} steps are repeated")
+        repeated = "1 step is repeated" if redone == 1 else f"{redone} steps are repeated"
+        self._note(f"training again after {recovery.seconds:.1f} s; {repeated}")
         return True

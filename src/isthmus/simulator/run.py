@@ -9,7 +9,7 @@ Nothing is decided here. What must hold of a run's history is checked as it goes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -99,6 +99,10 @@ class Planner(Protocol):
         """The plan of this layout is in force."""
         ...
 
+    def eval_edges(self, plan: Plan) -> Mapping[tuple[int, int], int] | None:
+        """Bytes per micro-batch that an evaluation sends from worker to worker; None: as in training."""
+        ...
+
 
 class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
     """What came of it. Times are seconds since the first item was opened."""
@@ -110,6 +114,8 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
     """Of the first plan's workers that came to the run's end."""
     seconds: float
     recoveries: tuple[Recovery, ...]
+    recovered_s: tuple[tuple[float, float], ...]
+    """Of each recovery, from when to when no device trained."""
     notes: tuple[tuple[float, str], ...]
     done_s: tuple[tuple[float, int], ...]
     """When all devices had done a step, and which; a step that was repeated comes again."""
@@ -160,6 +166,9 @@ class RunSimulation:
         self._notes: list[tuple[float, str]] = []
         self._done: list[tuple[float, int]] = []
         self._periods: list[PlanPeriod] = []
+        self._recovered: list[tuple[float, float]] = []
+        self._known = 0
+        """Recoveries of this coordinator that are in the list."""
         self._earlier: tuple[Recovery, ...] = ()
         """Of coordinators before this one."""
         self._statistics: dict[str, WorkerStatistics] = {}
@@ -217,6 +226,7 @@ class RunSimulation:
             workers=tuple(self._statistics[w] for w in self._plans[0].worker_ids if w in self._statistics),
             seconds=self._finished_s - origin_s,
             recoveries=(*self._earlier, *self.machine.recoveries),
+            recovered_s=tuple((start_s - origin_s, end_s - origin_s) for start_s, end_s in self._recovered),
             notes=tuple((time_s - origin_s, text) for time_s, text in self._notes),
             done_s=tuple((time_s - origin_s, step) for time_s, step in self._done),
             periods=tuple(msgspec.structs.replace(p, since_s=max(0.0, p.since_s - origin_s)) for p in self._periods),
@@ -357,7 +367,10 @@ class RunSimulation:
         self._layout = layout
         if self._planner is not None:
             self._planner.begin(layout)
-        self._epoch = Epoch(plan, self._fleet, self._spec, self._options, layout)
+        options = self._options
+        if self._planner is not None:
+            options = msgspec.structs.replace(options, eval_edges=self._planner.eval_edges(plan))
+        self._epoch = Epoch(plan, self._fleet, self._spec, options, layout)
         now_s = self.world.clock.now_s
         self._periods.append(PlanPeriod(plan=plan, fleet=self._fleet, first_step=begin.step, since_s=now_s))
         if begin.from_checkpoint:
@@ -371,6 +384,9 @@ class RunSimulation:
         if self._origin_s is None:
             self._origin_s = self.world.clock.now_s
             self.world.setting_up = True
+        if len(machine.recoveries) > self._known:
+            self._known, now_s = len(machine.recoveries), self.world.clock.now_s
+            self._recovered.append((now_s - machine.recoveries[-1].seconds, now_s))
         opened = Opened(item=item, epoch=machine.epoch)
         for worker_id in machine.coordinator.devices:
             self.connections.down(worker_id, lambda worker: worker.handle(opened))
@@ -431,6 +447,7 @@ class RunSimulation:
         lineage = Lineage(self._lineage)
         made = Coordinator(self._epoch.worker_ids, spec, newest + 1, layout=self._layout, lineage=lineage)
         self._earlier += self.machine.recoveries
+        self._known = 0
         self.machine = self._made(made)
         self.connections.answered = True
 

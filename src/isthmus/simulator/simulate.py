@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan
 from isthmus.protocol.work import RunSpec
+from isthmus.simulator.faults import Fault
 from isthmus.simulator.options import SimulationOptions
 from isthmus.simulator.run import RunSimulation, SimulatedRun
 from isthmus.trace import Trace
@@ -29,13 +32,13 @@ def simulate_run(plan: Plan, fleet: Fleet, spec: RunSpec, options: SimulationOpt
             f"simulation: micro_batches: got {spec.micro_batches}, expected {plan.micro_batches}, "
             f"which the plan shares out to its {len(plan.replicas)} replicas"
         )
-    check_faults(options, fleet)
+    check_faults(options.faults, fleet)
     return RunSimulation(plan, fleet, spec, options).run()
 
 
-def check_faults(options: SimulationOptions, fleet: Fleet) -> None:
+def check_faults(faults: Iterable[Fault], fleet: Fleet) -> None:
     """UserError for a fault of a device that the fleet does not have."""
-    for fault in options.faults:
+    for fault in faults:
         for name in filter(None, (fault.device, fault.other)):
             if name not in fleet.names:
                 raise unknown_name("device in the faults", name, fleet.names)

@@ -1,0 +1,205 @@
+"""A job simulated with faults: detection, recovery, new plans and goodput, by the machines of a real run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from isthmus.api.make_plan import eval_edges, fleet_for, plan_for, simulation_options
+from isthmus.api.observer import Observer
+from isthmus.api.search import searched
+from isthmus.errors import UserError
+from isthmus.fleet import Fleet
+from isthmus.graph import OpGraph
+from isthmus.job import Job, Prepared, prepare
+from isthmus.plans import Plan
+from isthmus.protocol import RunSpec, StateLayout
+from isthmus.protocol.adaptation import Adaptation, PlanFigures
+from isthmus.protocol.coordinator_events import MakePlan
+from isthmus.report.fault_timeline import draw_faults
+from isthmus.runtime.coordinator.plans import Plans
+from isthmus.runtime.coordinator.run import START_S, run_spec
+from isthmus.runtime.processes.signals import Stop
+from isthmus.simulator import Fault, RecoveryTimes, SimulatedRun, SimulationOptions, simulate_run
+from isthmus.simulator.faults import parse_fault
+from isthmus.simulator.run import RunSimulation
+from isthmus.simulator.simulate import check_faults
+from isthmus.trace import Trace
+from isthmus.units import format_duration
+
+
+def read_faults(options: Mapping[str, Sequence[str]]) -> tuple[Fault, ...]:
+    """Of the values of `--fault`, `--slow`, `--join` and `--leave`, in order of time. UserError for what is none."""
+    found = [parse_fault(text, option) for option, texts in options.items() for text in texts]
+    return tuple(sorted(found, key=lambda fault: fault.time_s))
+
+
+class FaultedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of the simulated run, beside the same run without faults."""
+
+    run: SimulatedRun
+    plan: Plan
+    """The first one."""
+    fleet: Fleet
+    graph: OpGraph
+    faults: tuple[Fault, ...]
+    undisturbed_s: float
+
+    @property
+    def trace(self) -> Trace:
+        return self.run.trace
+
+    @property
+    def steps(self) -> int:
+        """That the result has behind it: also those that were done while the coordinator was away."""
+        return self.run.done_s[-1][1] + 1 if self.run.done_s else 0
+
+    @property
+    def redone(self) -> int:
+        """Steps that were done again."""
+        return len(self.run.done_s) - len({step for _, step in self.run.done_s})
+
+    @property
+    def goodput(self) -> float:
+        """Steps of the result per second of the run."""
+        return self.steps / self.run.seconds if self.run.seconds else 0.0
+
+    def timeline(self) -> list[tuple[float, str]]:
+        """What happened, in words, by second of the run."""
+        found = [(fault.time_s, _text(fault)) for fault in self.faults if fault.time_s <= self.run.seconds]
+        found += self.run.notes
+        for number, period in enumerate(self.run.periods[1:], 1):
+            step_s, devices = period.plan.predicted.step_s, ", ".join(dict.fromkeys(period.plan.devices))
+            found.append((period.since_s, f"plan {number}: {devices}; a step should take {format_duration(step_s)}"))
+        return sorted(found, key=lambda entry: entry[0])
+
+    def lines(self) -> list[str]:
+        """The timeline, and what came of it."""
+        return [*(f"{time_s:8.1f} s  {text}" for time_s, text in self.timeline()), self._conclusion()]
+
+    def _conclusion(self) -> str:
+        run = self.run
+        text = (
+            f"{run.finish.outcome} after {self.steps} steps in {format_duration(run.seconds)}: "
+            f"{self.goodput:.3g} steps/s; {self.redone} done twice"
+        )
+        if run.finish.outcome == "done":
+            text += f"; without faults {format_duration(self.undisturbed_s)}"
+        return f"{text}. {run.finish.reason}".rstrip(" .") + "."
+
+    def summary(self) -> dict[str, object]:
+        """As JSON has it. Times are seconds since the first item."""
+        run = self.run
+        return {
+            "outcome": run.finish.outcome,
+            "reason": run.finish.reason,
+            "seconds": run.seconds,
+            "undisturbed_s": self.undisturbed_s,
+            "steps": self.steps,
+            "steps_done_twice": self.redone,
+            "goodput_steps_per_s": self.goodput,
+            "recoveries": [
+                {**msgspec.to_builtins(recovery), "detected_after_s": self._detected_after_s(number)}
+                for number, recovery in enumerate(run.recoveries)
+            ],
+            "plans": [
+                {"since_s": p.since_s, "first_step": p.first_step, "devices": list(p.plan.devices)} for p in run.periods
+            ],
+            "timeline": [{"time_s": time_s, "text": text} for time_s, text in self.timeline()],
+        }
+
+    def _detected_after_s(self, number: int) -> float | None:
+        """From the newest fault until devices were stopped for it; None for a change of plan that was nobody's
+        fault."""
+        (begin_s, _), recovery = self.run.recovered_s[number], self.run.recoveries[number]
+        before = [f.time_s for f in self.faults if f.kind in ("lost", "silent", "link", "coordinator")]
+        before = [time_s for time_s in before if time_s <= begin_s]
+        return begin_s - max(before) if before and not recovery.reason.startswith("the plan is changed") else None
+
+    def draw(self, path: Path) -> None:
+        """Steps over time, with faults and recoveries. UserError for a path that cannot be written."""
+        marks = [(fault.time_s, _text(fault)) for fault in self.faults]
+        draw_faults(self.run.done_s, marks, self.run.recovered_s, path, seconds=self.run.seconds)
+
+
+def simulate_faults(
+    job: Job, faults: tuple[Fault, ...], observer: Observer, stop: Stop, document: Path | None = None
+) -> FaultedRun:
+    """The job's whole run, under the plan document or the plan that is made.
+
+    UserError for a fault of what the fleet does not have, or where no plan can be made."""
+    fleet = fleet_for(job)
+    check_faults(faults, fleet)
+    joining = {fault.device for fault in faults if fault.kind == "join"}
+    present = fleet.subset([name for name in fleet.names if name not in joining])
+    if not present.names:
+        raise UserError(f"--join: got {', '.join(sorted(joining))}, expected another device to begin with")
+    prepared = prepare(job)
+    plan = searched(observer, stop, lambda: plan_for(prepared, present, document))
+    kept = msgspec.structs.replace(job.plan, micro_batches=())
+    prepared = prepared.cut_into(plan.micro_batches)
+    again = msgspec.structs.replace(prepared, job=msgspec.structs.replace(prepared.job, plan=kept))
+    planner = _Planner(prepared, plan, fleet, Plans(prepared, plan, fleet, partial(plan_for, again), emulate=False))
+    times = RecoveryTimes(timeout_s=job.timeout_s, start_s=START_S)
+    options = msgspec.structs.replace(simulation_options(prepared, plan), faults=faults, recovery=times)
+    spec = run_spec(prepared)
+    run = RunSimulation(plan, fleet, spec, options, planner=planner, layout=planner.layout).run()
+    return FaultedRun(
+        run=run,
+        plan=plan,
+        fleet=fleet,
+        graph=prepared.captured.train,
+        faults=faults,
+        undisturbed_s=_undisturbed_s(plan, fleet, spec, options),
+    )
+
+
+def _undisturbed_s(plan: Plan, fleet: Fleet, spec: RunSpec, options: SimulationOptions) -> float:
+    return simulate_run(plan, fleet, spec, msgspec.structs.replace(options, faults=())).seconds
+
+
+class _Planner:
+    """The plans of a run that is simulated: those that the real one would make."""
+
+    def __init__(self, prepared: Prepared, plan: Plan, fleet: Fleet, plans: Plans) -> None:
+        self._prepared = prepared
+        self._plans = plans
+
+    @property
+    def layout(self) -> StateLayout:
+        return self._plans.now.layout
+
+    def adaptation(self) -> Adaptation:
+        return self._plans.adaptation()
+
+    def make(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures]:
+        return self._plans.make(wanted)
+
+    def begin(self, layout: StateLayout) -> None:
+        self._plans.begin(layout)
+
+    def eval_edges(self, plan: Plan) -> Mapping[tuple[int, int], int]:
+        return eval_edges(self._prepared, plan)
+
+
+def _text(fault: Fault) -> str:
+    lasts = f" for {format_duration(fault.lasts_s)}" if math.isfinite(fault.lasts_s) else ""
+    match fault.kind:
+        case "lost":
+            return f"{fault.device}: its process dies" + (f"; it could work again after{lasts[4:]}" if lasts else "")
+        case "silent":
+            return f"{fault.device} is silent{lasts}"
+        case "link":
+            return f"nothing passes between {fault.device} and {fault.other}{lasts}"
+        case "coordinator":
+            return f"the coordinator is away{lasts}"
+        case "slow":
+            return f"{fault.device} computes {fault.factor:g} times slower"
+        case "join":
+            return f"{fault.device} could join"
+        case "leave":
+            return f"{fault.device} is to leave"

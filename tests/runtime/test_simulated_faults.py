@@ -1,0 +1,100 @@
+"""`isthmus simulate` with faults: the same plans as a real run would make, on a virtual clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from isthmus.api.fault_simulation import FaultedRun, read_faults, simulate_faults
+from isthmus.api.observer import Observer
+from isthmus.errors import UserError
+from isthmus.fleet import dump_fleet
+from isthmus.job import Job
+from isthmus.runtime.processes.signals import Stop
+
+from .commands import isthmus
+from .jobs import DIGITS, fleet_of, job_of
+
+STEPS = 60
+
+
+class _Quiet(Observer):
+    pass
+
+
+def _job(tmp_path: Path) -> Job:
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(dump_fleet(fleet_of(3, 2e6)))
+    job = job_of("mlp", {"layers": 6}, DIGITS, steps=STEPS)
+    return msgspec.structs.replace(job, fleet=str(fleet), planner="even")
+
+
+def _run(tmp_path: Path, **options: str) -> FaultedRun:
+    faults = read_faults({option: [text] for option, text in options.items()})
+    return simulate_faults(_job(tmp_path), faults, _Quiet(), Stop())
+
+
+def test_a_lost_device_is_replaced_by_those_that_are_left(tmp_path: Path) -> None:
+    found = _run(tmp_path, fault="d1@2s")
+    assert found.run.finish.outcome == "done" and found.steps == STEPS
+    (recovery,) = found.run.recoveries
+    assert "'d1' was lost" in recovery.reason
+    assert [p.plan.used for p in found.run.periods] == [("d0", "d1", "d2"), ("d0", "d2")]
+    assert found.run.seconds > found.undisturbed_s
+    summary = found.summary()
+    assert summary["outcome"] == "done" and summary["steps"] == STEPS
+    found.draw(tmp_path / "faults.png")
+    assert (tmp_path / "faults.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_newcomer_takes_part_and_a_device_leaves(tmp_path: Path) -> None:
+    found = _run(tmp_path, join="d2@1s", leave="d0@6s")
+    assert found.plan.used == ("d0", "d1")
+    assert found.run.periods[-1].plan.used == ("d1", "d2")
+    assert found.redone == 0, "nobody was lost"
+
+
+def test_the_same_faults_give_the_same_run(tmp_path: Path) -> None:
+    first, again = (_run(tmp_path, fault="silent:d1@2s+90s", slow="d0@3s:2") for _ in range(2))
+    assert first.run == again.run
+    assert any("silent for" in text for _, text in first.timeline())
+
+
+def test_a_short_cut_of_a_link_delays_and_changes_no_plan(tmp_path: Path) -> None:
+    found = _run(tmp_path, fault="link:d0:d1@2s+5s")
+    assert not found.run.recoveries and found.run.seconds == pytest.approx(found.undisturbed_s + 5, abs=1)
+
+
+def test_a_coordinator_that_is_started_again_goes_on(tmp_path: Path) -> None:
+    found = _run(tmp_path, fault="coordinator@2s+3s")
+    assert found.run.finish.outcome == "done" and found.steps == STEPS
+    assert [r.reason for r in found.run.recoveries] == ["the coordinator was started again"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fault": "d9@2s"}, "'d9'"),
+        ({"fault": "d1"}, "expected a device, link:A:B or coordinator"),
+        ({"fault": "link:d1@2s"}, "two devices"),
+        ({"fault": "coordinator@2s"}, "until when"),
+        ({"fault": "d1@soon"}, "time"),
+        ({"slow": "d1@2s"}, "factor"),
+        ({"slow": "d1@2s:-1"}, "positive"),
+        ({"join": "d1@2s+3s"}, "--join"),
+    ],
+)
+def test_refusals(tmp_path: Path, options: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        _run(tmp_path, **options)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    fleet = ("--fleet", str(examples / "two-machines-fleet.toml"))
+    job = (str(examples / "two-machines.toml"), *fleet, "--steps", "20")
+    found = isthmus("simulate", *job, "--fault", "desk@1s+5s", "--json")
+    assert found.code == 0, found.err
+    assert '"recoveries": [' in found.out and '"detected_after_s"' in found.out
