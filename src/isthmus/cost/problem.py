@@ -14,6 +14,7 @@ from isthmus.fleet import Fleet
 from isthmus.graph import Flow, Op
 from isthmus.graph.labels import last_start
 from isthmus.plans import SCHEDULES, Constraints, Objective, OuterOptimizer
+from isthmus.plans.outer import DELAY, MIXING, MOMENTUM, RATE
 from isthmus.plans.sync import MODES_OF
 
 FLOAT32_BYTES = 4
@@ -61,13 +62,13 @@ class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     DiLoCo)."""
     period: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Steps; 1 for `every-step`."""
-    outer_rate: Annotated[float, msgspec.Meta(gt=0)] = 0.7
+    outer_rate: Annotated[float, msgspec.Meta(gt=0)] = RATE
     """`outer` and `streaming`: learning rate of the outer step."""
-    outer_momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
+    outer_momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = MOMENTUM
     """`outer` and `streaming`. The defaults are DiLoCo's."""
-    delay: Annotated[int, msgspec.Meta(ge=0)] = 1
+    delay: Annotated[int, msgspec.Meta(ge=0)] = DELAY
     """`streaming`: steps between the start of a fragment's exchange and its use; a period at most."""
-    mixing: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.5
+    mixing: Annotated[float, msgspec.Meta(ge=0, lt=1)] = MIXING
     """`streaming`: share of a replica's own parameters that stays when the outer ones arrive."""
 
     @property

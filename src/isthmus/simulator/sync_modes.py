@@ -16,6 +16,7 @@ from itertools import accumulate
 
 from isthmus.errors import UserError, unknown_name
 from isthmus.planners.sync import by_size, fused, sent
+from isthmus.plans.outer import DELAY
 from isthmus.plans.sync import SyncPlan
 from isthmus.plans.sync_schedule import FragmentSchedule, SendOrder
 
@@ -79,7 +80,7 @@ class SyncChoices:
     """`partial`: whether averages start inside backward."""
     forward_overlap: bool = False
     """`partial`, `dream`, `dreamddp`: whether a step ends before its averages have: the next forward waits for them."""
-    delay: int = 1
+    delay: int = DELAY
     fragments: int = 0
     """`streaming`: 0 for one per step of the period."""
 

@@ -6,6 +6,7 @@ import itertools
 import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 
 import msgspec
 import torch
@@ -27,24 +28,22 @@ from isthmus.sync.local import DiLoCo, LocalSGD
 from isthmus.sync.mode import Mode, Setting
 from isthmus.sync.monitor import Monitor
 from isthmus.sync.options import Options
-from isthmus.sync.partial import OverlappedPartialSync, PartialSync
+from isthmus.sync.partial import partial_sync
 from isthmus.sync.streaming import Streaming
 from isthmus.sync.sync import Sync
 from isthmus.sync.updates import Updates, attached
 from isthmus.training.compression import DeltaCodec
 
-_MODES: Mapping[str, Callable[[Setting, nn.Module], Mode]] = {
-    "s-sgd": lambda setting, _: EveryStep(setting, in_one=True),
-    "asc-wfbp": lambda setting, _: AscWfbp(setting),
-    "every-step": lambda setting, _: EveryStep(setting),
-    "local": lambda setting, _: LocalSGD(setting),
-    "outer": lambda setting, _: DiLoCo(setting),
-    "streaming": lambda setting, _: Streaming(setting),
-    "partial": lambda setting, module: (
-        OverlappedPartialSync(setting, module) if setting.options.overlap else PartialSync(setting)
-    ),
-    "dream": lambda setting, module: Dream(setting, module, OURS),
-    "dreamddp": lambda setting, module: Dream(setting, module, PAPER),
+_MODES: Mapping[str, Callable[[Setting], Mode]] = {
+    "s-sgd": partial(EveryStep, in_one=True),
+    "asc-wfbp": AscWfbp,
+    "every-step": EveryStep,
+    "local": LocalSGD,
+    "outer": DiLoCo,
+    "streaming": Streaming,
+    "partial": partial_sync,
+    "dream": partial(Dream, method=OURS),
+    "dreamddp": partial(Dream, method=PAPER),
 }
 
 DEFAULT_OPTIONS = Options()
@@ -123,6 +122,7 @@ def attach(
     updates = Updates(optimizer, flat)
     averager = Averager(private, options.weight, options.at_once if mode == "asc-wfbp" else 1)
     setting = Setting(
+        module=model,
         model=flat,
         updates=updates,
         averager=averager,
@@ -132,7 +132,7 @@ def attach(
         codec=codec,
     )
     try:
-        return Sync(mode, _MODES[mode](setting, model), setting, model)
+        return Sync(mode, _MODES[mode](setting), setting)
     except UserError:
         updates.detach()
         averager.close()

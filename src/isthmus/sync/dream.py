@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.planners.sync import SyncProblem, plan_sync
@@ -62,8 +62,8 @@ class _DreamState(msgspec.Struct, frozen=True, kw_only=True):
 class Dream(Scheduled):
     """Plans, and follows the plan."""
 
-    def __init__(self, setting: Setting, module: nn.Module, method: Method) -> None:
-        super().__init__(setting, module)
+    def __init__(self, setting: Setting, method: Method) -> None:
+        super().__init__(setting)
         given = setting.options
         self._method = msgspec.structs.replace(
             method,
@@ -75,7 +75,7 @@ class Dream(Scheduled):
         """Of the newest probe."""
         self.plans = 0
         """How many were made."""
-        self._profiler = Profiler(module, setting.model.buffers[0].device, lambda: setting.monitor.waited_s)
+        self._profiler = Profiler(setting.module, setting.model.buffers[0].device, lambda: setting.monitor.waited_s)
         self._busy_s: float | None = None
         """What averages took of a period when the plan was new."""
         self._newest_s: deque[float] = deque(maxlen=_WATCHED_PERIODS)

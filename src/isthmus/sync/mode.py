@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from isthmus.errors import UserError
@@ -30,7 +30,9 @@ T = TypeVar("T")
 class Setting:
     """What every mode works on."""
 
+    module: nn.Module
     model: FlatModel
+    """The module's layers."""
     updates: Updates
     averager: Averager
     monitor: Monitor

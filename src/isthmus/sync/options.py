@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from isthmus.errors import UserError, check_choice, plain_types
+from isthmus.plans.outer import DELAY, MIXING, MOMENTUM, RATE
 from isthmus.plans.sync import MODES_OF, SyncPlan
 
 
@@ -51,16 +52,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """`asc-wfbp`: messages that may be on their way together, at most."""
     plan: SyncPlan | None = None
     """`dream`, `dreamddp`: a plan made earlier for this model, which is kept: nothing is measured or planned."""
-    outer_rate: float = 0.7
-    outer_momentum: float = 0.9
+    outer_rate: float = RATE
+    outer_momentum: float = MOMENTUM
     """`outer` and `streaming`: Nesterov SGD on the averaged deltas. The defaults are DiLoCo's."""
     error_decay: float = 1.0
     """`outer` and `streaming` with a codec: share of what a payload leaves out that later ones bring."""
     fragments: int = 0
     """`streaming`: parts of the model that take turns; 0 for one per step of the period."""
-    delay: int = 1
+    delay: int = DELAY
     """`streaming`: steps between the start of a fragment's exchange and its use (tau)."""
-    mixing: float = 0.5
+    mixing: float = MIXING
     """`streaming`: share of the local parameters that stays when the others' arrive (alpha)."""
 
     def __post_init__(self) -> None:

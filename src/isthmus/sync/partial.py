@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from isthmus.planners.sync import SyncProblem, WorkerProfile, plan_sync
@@ -38,9 +38,14 @@ class PartialSync(Mode):
 class OverlappedPartialSync(Scheduled):
     """The same schedule inside backward, as the paper runs it."""
 
-    def __init__(self, setting: Setting, module: nn.Module) -> None:
-        super().__init__(setting, module)
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
         self.follow(equal_plan(setting.model, setting.period))
+
+
+def partial_sync(setting: Setting) -> Mode:
+    """By the option `overlap`."""
+    return OverlappedPartialSync(setting) if setting.options.overlap else PartialSync(setting)
 
 
 def equal_plan(model: FlatModel, period: int) -> SyncPlan:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from isthmus.errors import UserError
@@ -60,7 +60,7 @@ class Scheduled(Mode):
 
     in_backward = True
 
-    def __init__(self, setting: Setting, module: nn.Module) -> None:
+    def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         optimizer = setting.updates.optimizer
         if not per_parameter(optimizer):
@@ -74,7 +74,7 @@ class Scheduled(Mode):
         self._on_the_way: dict[int, _SentLayers] = {}
         """By layer, in the order in which they were sent."""
         self.barriers = ForwardBarriers(
-            module, setting.model.layers, self.entered, lambda number: self.finish([number])
+            setting.module, setting.model.layers, self.entered, lambda number: self.finish([number])
         )
         self._begin()
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -53,15 +53,14 @@ class SyncStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class Sync:
     """One model's replicas, kept together in one of the modes. Made by `attach`."""
 
-    def __init__(self, name: str, mode: Mode, setting: Setting, module: nn.Module) -> None:
+    def __init__(self, name: str, mode: Mode, setting: Setting) -> None:
         self.mode_name = name
         self._mode = mode
         self._setting = setting
         self._hooks: GradientHooks | None = None
         if mode.in_backward:
             self._hooks = GradientHooks(setting.model.layers, self._ready, self._backward_ended)
-        self._module = module
-        self._held = {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
+        self._held = {name: buffer for name, buffer in setting.module.named_buffers() if buffer.is_floating_point()}
         self._buffers_sent: tuple[PackedTensors, PendingAverage] | None = None
         self._closed = False
 
@@ -241,7 +240,7 @@ class Sync:
 
         All workers send alike, so one of another shape is left alone, and what was held before goes in its place.
         """
-        now = dict(self._module.named_buffers())
+        now = dict(self._setting.module.named_buffers())
         for name, held in self._held.items():
             found = now.get(name, held)
             if (found.shape, found.dtype, found.device) == (held.shape, held.dtype, held.device):
