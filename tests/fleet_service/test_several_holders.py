@@ -81,8 +81,8 @@ def lose_a_holder(job: Job, joined: Joined, run: Path, plan: Path | None = None)
 
 
 def resumed(job: Job, joined: Joined, run: Path) -> Job:
-    """Goes on for twenty steps; returns the job of so many."""
-    steps = read_manifest(latest_checkpoint(run / "checkpoints")).step + 20
+    """Goes on for four steps; returns the job of so many."""
+    steps = read_manifest(latest_checkpoint(run / "checkpoints")).step + 4
     shorter = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=steps))
     go(shorter, joined, run, resume=True)
     return shorter
@@ -118,7 +118,7 @@ def test_labels_and_samples_stay_with_holders_that_run_both_ends_of_the_chain(
     joined.add("d1", write_samples(data / "d1", seed=2, count=24))
     joined.add("d2", None)
     job = fed_job(tmp_path, steps=300, labels_stay=True)
-    job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, save_every=10))
+    job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, save_every=4))
     prepared, run = read_here(job, data), tmp_path / "run"
     plan = both_ends(prepared, tmp_path)
     lose_a_holder(job, joined, run, plan)
@@ -136,7 +136,7 @@ def test_a_run_does_not_go_on_without_a_holders_samples_and_resumes_with_them(
         joined.add(name, write_samples(data / name, seed=seed))
     joined.add("d2", None)
     job, run = fed_job(tmp_path, steps=300), tmp_path / "run"
-    one_each = msgspec.structs.replace(job.training, micro_batches=2, save_every=10)
+    one_each = msgspec.structs.replace(job.training, micro_batches=2, save_every=4)
     job = msgspec.structs.replace(job, training=one_each)
     lose_a_holder(job, joined, run)
     joined.add("d1", data / "d1")
