@@ -189,11 +189,14 @@ class RunSimulation:
     def run(self) -> SimulatedRun:
         """InternalError if the machines wait for each other, or the history is not what it must be."""
         for fault in self._options.faults:
-            self.world.later(fault.time_s, ("fault", fault.device), partial(self._strike, fault))
-        for worker_id in self._epoch.worker_ids:
-            self.connections.join(worker_id)
+            if fault.kind == "join" and not fault.time_s:  # it is there when the run begins
+                self.strikes.strike(fault)
+            else:
+                self.world.later(fault.time_s, ("fault", fault.device), partial(self._strike, fault))
         if self._options.faults or self._advanced is not None:
             self._tick()
+        for worker_id in self._epoch.worker_ids:
+            self.connections.join(worker_id)
         self.world.clock.run()
         if self.finish is None:
             raise InternalError(f"simulation: no machine has anything left to do, but the run is not over ({self})")

@@ -21,7 +21,7 @@ from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.coordinator_events import BeginEpoch, MakePlan
 from isthmus.protocol.link_reprobe import Pair
 from isthmus.protocol.memory_shortage import MemoryPeak
-from isthmus.protocol.run_machine import RunMachine
+from isthmus.protocol.run_machine import Observe, RunMachine
 from isthmus.runtime.coordinator.activation_privacy import counted_samples
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, RunRequest
 from isthmus.runtime.coordinator.data_holders import DataHolders, Digests, unchanged
@@ -57,6 +57,8 @@ class Watcher(msgspec.Struct, frozen=True, kw_only=True):
     rolled_back: Callable[[int], None] = lambda step: None
     """The run goes on after this step: reports of later steps are void."""
     noted: Callable[[str], None] = lambda text: None
+    decided: Observe | None = None
+    """Gets every decision of the run's machine."""
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,7 +152,11 @@ class RunController:
         """Of this run, new or started again."""
         timeout_s = self.job.timeout_s
         return RunMachine(
-            self._coordinator(), timeout_s=timeout_s, start_s=START_S, adaptation=self._plans.adaptation()
+            self._coordinator(),
+            timeout_s=timeout_s,
+            start_s=START_S,
+            adaptation=self._plans.adaptation(),
+            observe=self._watcher.decided,
         )
 
     def _coordinator(self) -> Coordinator:
