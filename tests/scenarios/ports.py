@@ -26,15 +26,18 @@ from isthmus.protocol.coordinator_events import MakePlan
 from isthmus.protocol.run_events import RejectDevice, RunEvent, RunInstruction
 from isthmus.runtime.coordinator.backend import LocalBackend, RunRequest, Session
 from isthmus.runtime.coordinator.plans import Plans
+from isthmus.runtime.coordinator.recovery_record import read_record
 from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.simulator import Fault, RecoveryTimes, SimulationOptions
 from isthmus.simulator.run import RunSimulation
 from isthmus.trace import Span
+from isthmus.training.checkpoint import CheckpointWriter
 from tests.faults.forwarder import ADDRESS, Forwarder, free_port
 from tests.runtime.commands import devices_of
 from tests.runtime.jobs import DIGITS, fleet_of, job_of
 
+from .crew import Crash, Crew
 from .decisions import Decisions
 
 Port = Literal["simulated", "real"]
@@ -106,7 +109,8 @@ def play(port: Port, scenario: Scenario, folder: Path) -> str:
     fleet = fleet_of(scenario.devices + scenario.spares, scenario.flops_per_s)
     decisions = Decisions(steps=scenario.settles_at_a_step)
     first = planned(scenario, prepared, fleet.subset(fleet.names[: scenario.devices]))
-    playing = _simulate if port == "simulated" else _run
+    away = scenario.strikes is not None and scenario.strikes.kind == "coordinator"
+    playing = _simulate if port == "simulated" else _run_twice if away else _run
     playing(scenario, prepared, fleet, first, decisions, folder)
     return decisions.text()
 
@@ -227,6 +231,25 @@ def _run(scenario: Scenario, prepared: Prepared, fleet: Fleet, first: Plan, deci
         replan = functools.partial(planned, scenario, prepared)
         options = RunOptions(backend=backend, replan=replan)
         run_plan(prepared, first, fleet, folder, options, Watcher(advanced=advanced, decided=decided))
+
+
+def _run_twice(
+    scenario: Scenario, prepared: Prepared, fleet: Fleet, first: Plan, decisions: Decisions, folder: Path
+) -> None:
+    """The coordinator ends at once, and is started again from its record."""
+    crew = Crew(port=free_port(), threads=[])
+    replan = functools.partial(planned, scenario, prepared)
+
+    def advanced(item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+        if item.kind == "train" and item.step == scenario.at:
+            raise Crash
+
+    with contextlib.suppress(Crash):
+        options = RunOptions(backend=crew, replan=replan)
+        run_plan(prepared, first, fleet, folder, options, Watcher(advanced=advanced, decided=decisions.observe))
+    newest = CheckpointWriter(folder / "checkpoints").at(scenario.at // scenario.save_every * scenario.save_every)
+    again = RunOptions(backend=crew, replan=replan, record=read_record(folder), resume_from=newest)
+    run_plan(prepared, first, fleet, folder, again, Watcher(decided=decisions.observe))
 
 
 def _strike(fault: Fault, forwarder: Forwarder | None, backend: _Backend, stopped: list[int]) -> None:

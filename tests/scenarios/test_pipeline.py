@@ -119,6 +119,16 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
         + "PlanMade\n"
         + THE_END,
     ),
+    "the coordinator is away": (
+        Scenario(strikes=Fault(kind="coordinator", time_s=0, lasts_s=1)),
+        BEGIN
+        + "DeviceReady d0,d1\n"
+        + "DeviceJoined d0,d1: Pause d0; Pause d1\n"
+        + "Inventory d0,d1: BeginEpoch 2 step 7 from memory; "
+        + "AssignStage d0; PlaceWeights d0; AssignStage d1; PlaceWeights d1\n"
+        + "DeviceReady d0,d1\n"
+        + THE_END,
+    ),
     "a holder has two stages, the device between them is lost": (
         Scenario(spares=1, labels_stay=True, strikes=Fault(device="d1", time_s=0)),
         "DeviceJoined d0,d0/stage 2,d1: BeginEpoch 0 step 0 from the checkpoint; AssignStage d0; PlaceWeights d0; "
