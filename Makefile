@@ -41,7 +41,7 @@ check: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.readable_core
 
-# Pages of docs/reference that are made from the code.
+# Pages that are made from the code: of docs/reference, and docs/machines.md.
 reference: $(READY)
 	$(BIN)/python docs/write_reference.py
 

@@ -1,16 +1,20 @@
-"""Writes the pages of `docs/reference` that are made from the code: `make reference`."""
+"""Writes the pages that are made from the code: `make reference`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from isthmus.cli.app import commands
+from isthmus.protocol.device_session import SESSION
+from isthmus.protocol.machine import Transitions
+from isthmus.protocol.phases import COORDINATOR
+from isthmus.protocol.worker_phases import WORKER
 from isthmus.report.settings_reference import kinds_page, reference_page
 
-FOLDER = Path(__file__).parent / "reference"
+DOCS = Path(__file__).parent
 EXIT_CODES = {
     0: "done",
     1: "failed",
@@ -20,10 +24,105 @@ EXIT_CODES = {
     130: "interrupted, after saving",
 }
 
+MACHINES = {
+    "The coordinator": (COORDINATOR, "src/isthmus/protocol/phases.py", "one run"),
+    "The worker": (WORKER, "src/isthmus/protocol/worker_phases.py", "one stage on a device"),
+    "The device session": (SESSION, "src/isthmus/protocol/device_session.py", "a device's side of a run"),
+}
+"""By heading: the table, its file, and the subject of the machine."""
+SHARED = 4
+"""A set of at least so many phases is drawn once, after a diamond, if several events lead to it."""
+
 
 def pages() -> dict[str, str]:
-    """By file name."""
-    return {"files.md": reference_page(), "options.md": kinds_page(), "commands.md": commands_page()}
+    """By path in `docs`."""
+    return {
+        "machines.md": machines_page(),
+        "reference/files.md": reference_page(),
+        "reference/options.md": kinds_page(),
+        "reference/commands.md": commands_page(),
+    }
+
+
+def machines_page() -> str:
+    parts = [
+        "# State machines",
+        "This page is made from the tables of the machines (`make reference`).",
+        "A state machine decides the next action. It takes one event and returns a list of instructions. It knows no "
+        "clock, socket, thread or tensor. The host executes the instructions and reports their results as new events. "
+        "The runtime and the simulator are hosts of the same machines.",
+        "Each machine has one table: phase x event -> the phases that may follow. The kernel "
+        "([machine.py](../src/isthmus/protocol/machine.py)) checks every event against the table. All machines have "
+        "the same rule:",
+        "| event | result |\n|---|---|\n"
+        "| of another plan epoch, if the machine checks it (`_is_stale`) | the machine drops and counts the event |\n"
+        "| not in the table for the phase | the machine raises `OutOfPhase`; the machine does not change |\n"
+        "| after the last phase | the machine drops the event |\n"
+        "| in the table, but the next phase is not | the machine raises `InternalError`: the machine has a bug |",
+    ]
+    for heading, (transitions, file, subject) in MACHINES.items():
+        parts += [f"## {heading}", f"One machine controls {subject}. Its table is in [{Path(file).name}](../{file})."]
+        parts += _machine(transitions)
+    return "\n\n".join(parts) + "\n"
+
+
+def _machine(transitions: Transitions) -> Iterator[str]:
+    rows = {
+        phase: {event.__name__: frozenset(then.split()) for event, then in row.items()}
+        for phase, row in transitions.table.items()
+    }
+    events = list(dict.fromkeys(event for row in rows.values() for event in row))
+    everywhere = [e for e in events if all(row.get(e, frozenset()) - {phase} for phase, row in rows.items())]
+    for event in everywhere:
+        after = frozenset[str]().union(*(row[event] for row in rows.values()))
+        names = ", ".join(f"`{phase}`" for phase in [*rows, transitions.over] if phase in after)
+        yield f"The drawing leaves out `{event}`: it may change every phase. Phases after it: {names}."
+    drawn = {phase: {e: then for e, then in row.items() if e not in everywhere} for phase, row in rows.items()}
+    shared = _shared(drawn)
+    if shared:
+        yield "The diamond is no phase. It stands for the set of phases at the ends of its arrows."
+    yield "\n".join(["```mermaid", "stateDiagram-v2", *_drawing(transitions, drawn, shared), "```"])
+    yield (
+        "The table has a row per event and a column per phase. A cell has the phases that may follow. "
+        "`=` means that the phase stays; an empty cell, that the event is out of phase."
+    )
+    yield "\n".join(
+        [
+            "| event | " + " | ".join(rows) + " |",
+            "|---" * (len(rows) + 1) + "|",
+            *(
+                f"| `{e}` | " + " | ".join(_cell(p, row.get(e, frozenset())) for p, row in rows.items()) + " |"
+                for e in events
+            ),
+        ]
+    )
+
+
+def _cell(phase: str, then: Set[str]) -> str:
+    return ", ".join((["="] if phase in then else []) + sorted(then - {phase}))
+
+
+def _shared(rows: Mapping[str, Mapping[str, Set[str]]]) -> Set[str]:
+    """The set of phases that saves most edges if it gets a diamond; empty where there is none."""
+    sets = [then for row in rows.values() for then in row.values() if len(then) >= SHARED]
+    return max(sets, key=lambda one: (sum(one <= other for other in sets) * len(one), sorted(one)), default=frozenset())
+
+
+def _drawing(transitions: Transitions, rows: Mapping[str, Mapping[str, Set[str]]], shared: Set[str]) -> Iterator[str]:
+    """Edges between different phases, with their events."""
+    edges: dict[tuple[str, str], list[str]] = {}
+    for phase, row in rows.items():
+        for event, then in row.items():
+            through = bool(shared) and shared <= then
+            targets = {*(then - shared - {phase}), "choice"} if through else then - {phase}
+            for target in sorted(targets):
+                edges.setdefault((phase, target), []).append(event)
+    if shared:
+        yield "    state choice <<choice>>"
+    yield f"    [*] --> {transitions.first}"
+    yield from (f"    {phase} --> {target}: {', '.join(names)}" for (phase, target), names in edges.items())
+    yield from (f"    choice --> {target}" for target in sorted(shared))
+    yield f"    {transitions.over} --> [*]"
 
 
 def commands_page() -> str:
@@ -59,7 +158,6 @@ def _row(option: Any) -> str:
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
     for file, text in pages().items():
-        (FOLDER / file).write_text(text, encoding="utf-8")
-        print(FOLDER / file, file=sys.stderr)
+        (DOCS / file).write_text(text, encoding="utf-8")
+        print(DOCS / file, file=sys.stderr)
