@@ -84,3 +84,28 @@ def test_the_same_seed_gives_the_same_run() -> None:
     costs = FederatedCosts(lines=lines(*SPEEDS), noise=0.3, latency_s=0.001)
     first, second = run(costs, steals=True), run(costs, steals=True)
     assert [r.seconds for r in first] == [r.seconds for r in second]
+
+
+def test_a_round_ends_at_its_deadline_with_the_clients_that_are_in() -> None:
+    """One client at a time: an executor's result is in as soon as it is there."""
+    costs = FederatedCosts(lines=lines(1, 40))
+    rounds = run(costs, rounds=3, single=True, deadline_s=3.0, minimum=5)
+    for round_ in rounds:
+        assert round_.record.closed_by == "deadline"
+        assert 3.0 <= round_.seconds < 3.0 + 40e-3 * SIZES.max() + 0.1
+        done = sum(map(len, round_.record.trained.values()))
+        assert 5 <= done < 100 and len(round_.record.missing) == 100 - done
+    assert rounds[0].seconds == pytest.approx(3.0)
+
+
+def test_a_round_ends_with_its_quorum() -> None:
+    whole = run(FederatedCosts(lines=lines(1, 8)), rounds=2, single=True)
+    early = run(FederatedCosts(lines=lines(1, 8)), rounds=2, single=True, quorum=0.7)
+    assert [r.record.closed_by for r in (*whole, *early)] == ["all", "all", "quorum", "quorum"]
+    assert [sum(map(len, r.record.trained.values())) for r in early] == [70, 70]
+    assert all(a.seconds < b.seconds for a, b in zip(early, whole, strict=True))
+
+
+def test_too_few_by_the_deadline_are_tried_again_and_then_the_run_ends() -> None:
+    with pytest.raises(PeerError, match=r"expected at least 90, after 3 attempts of 3 s"):
+        run(FederatedCosts(lines=lines(1, 40)), rounds=3, single=True, deadline_s=3.0, minimum=90)

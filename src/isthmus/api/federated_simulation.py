@@ -10,6 +10,7 @@ import contextlib
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -52,6 +53,9 @@ class SimulatedRounds(NamedTuple):
             "overhead_s": self.overhead_s,
             "round_s": statistics.median(r.seconds for r in self.rounds),
             "total_s": sum(r.seconds for r in self.rounds),
+            "closed_by": dict(Counter(r.record.closed_by for r in self.rounds)),
+            "late_updates": sum(len(r.record.stale) for r in self.rounds),
+            "clients_missing": sum(len(r.record.missing) for r in self.rounds),
         }
 
 

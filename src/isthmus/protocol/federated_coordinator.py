@@ -149,6 +149,13 @@ class FederatedCoordinator:
         return Waiting(len(self.executors), since_s + gathering.wait_s, goes_on=True)
 
     @property
+    def due_s(self) -> float | None:
+        """By the clock of `Tick`, when the next tick may decide something, if nothing else happens before."""
+        if self._open is not None:
+            return self._open.opened_s + self.rules.deadline_s
+        return None if (waiting := self.waiting) is None else waiting.until_s
+
+    @property
     def states(self) -> NDArray[np.int32] | None:
         """(population,) which is each client's state."""
         return self._scheduler.states

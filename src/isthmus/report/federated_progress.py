@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from isthmus.federated.history import RoundLine
 from isthmus.protocol.federated_events import LinearFit
+from isthmus.protocol.federated_rules import Why
 from isthmus.report.live import still_live
 from isthmus.report.tables import new_table, titled
 from isthmus.sanitize import sanitize
@@ -165,6 +166,10 @@ def rounds_table(lines: Sequence[RoundLine]) -> RenderableType:
     return titled(f"{len(lines)} rounds, the first left out", table)
 
 
+_ENDS: Mapping[Why, str] = {"all": "the last client", "quorum": "the quorum", "deadline": "the deadline"}
+"""What closed a round."""
+
+
 def simulated_table(rounds: Sequence[SimulatedRound], line: LinearFit) -> RenderableType:
     """What the virtual clock said: one row per figure."""
     table: Table = new_table(("", "median", "least", "most"), ("median", "least", "most"))
@@ -178,10 +183,16 @@ def simulated_table(rounds: Sequence[SimulatedRound], line: LinearFit) -> Render
         "clients": ([float(sum(map(len, r.record.trained.values()))) for r in steady], lambda count: f"{count:g}"),
         "clients stolen": ([float(r.record.stolen) for r in steady], lambda count: f"{count:g}"),
     }
+    if any(r.record.stale for r in steady):
+        series["late updates"] = [float(len(r.record.stale)) for r in steady], lambda count: f"{count:g}"
+    if any(r.record.missing for r in steady):
+        series["clients missing"] = [float(len(r.record.missing)) for r in steady], lambda count: f"{count:g}"
     for name, (values, shown) in series.items():
         known = [v for v in values if v is not None]
         if known:
             table.add_row(Text(name), *(Text(shown(f(known))) for f in (statistics.median, min, max)))
     throughput = f"{format_duration(line.seconds_per_sample)} a sample and {format_duration(line.fixed_s)} a client"
     total = format_duration(sum(r.seconds for r in rounds))
-    return titled(f"{len(rounds)} simulated rounds, {total} in all; on this machine {throughput}", table)
+    counted: Counter[Why] = Counter(r.record.closed_by for r in rounds)
+    ends = ", ".join(f"{count} by {_ENDS[why]}" for why, count in counted.most_common())
+    return titled(f"{len(rounds)} simulated rounds ({ends}), {total} in all; on this machine {throughput}", table)

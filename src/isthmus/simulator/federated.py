@@ -33,6 +33,7 @@ from isthmus.protocol.federated_events import (
     SumsSent,
     TasksReturned,
     TasksTrained,
+    Tick,
     TrainTasks,
 )
 from isthmus.protocol.federated_executor import ExecutorMachine
@@ -88,6 +89,10 @@ class _RoundsSimulation:
         self._executors = [ExecutorMachine(costs.clients_per_vmap) for _ in self._names]
         self._number = {name: number for number, name in enumerate(self._names)}
         self._lost: set[int] = set()
+        self._busy_s = [0.0 for _ in self._names]
+        """By executor, until when it trains: it begins nothing else before, also of a newer round."""
+        self._due_s: float | None = None
+        """Of the tick that comes next."""
         self._finish: FinishRounds | None = None
         self._opened_s = 0.0
         self._rounds: list[SimulatedRound] = []
@@ -109,6 +114,21 @@ class _RoundsSimulation:
         self._decide(ExecutorLost(executor=self._names[number], reason="lost in the simulation"))
 
     def _decide(self, event: CoordinatorEvent) -> None:
+        """The machine learns the time with whatever may open or close a phase."""
+        if not isinstance(event, ExecutorDrained | TasksReturned | Tick):
+            self._handle(Tick(now_s=self._clock.now_s))
+        self._handle(event)
+        due_s = self._machine.due_s
+        if self._finish is None and due_s is not None and due_s != self._due_s:
+            self._due_s = due_s
+            self._clock.at(max(due_s, self._clock.now_s), "tick", partial(self._tick, due_s))
+
+    def _tick(self, due_s: float) -> None:
+        if self._finish is None and self._due_s == due_s:
+            self._due_s = None
+            self._decide(Tick(now_s=self._clock.now_s))
+
+    def _handle(self, event: CoordinatorEvent) -> None:
         opened = False
         for instruction in self._machine.handle(event):
             match instruction:
@@ -149,7 +169,9 @@ class _RoundsSimulation:
                 case TrainTasks(phase=phase, tasks=tasks):
                     timed = self._train(number, phase.round, tasks)
                     done = TasksTrained(phase=phase, timed=timed)
-                    over_s = now_s + sum(t.seconds for t in timed) + self._costs.between_s
+                    begin_s = max(now_s, self._busy_s[number])
+                    over_s = begin_s + sum(t.seconds for t in timed) + self._costs.between_s
+                    self._busy_s[number] = over_s
                     self._clock.at(over_s, name, partial(self._act, number, done))
                 case ReportDrained(phase=phase):
                     self._tell(0.0, ExecutorDrained(executor=name, phase=phase))
