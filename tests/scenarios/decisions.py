@@ -1,7 +1,8 @@
 """What a machine decided, event by event, so that a simulation and a run can be compared.
 
-Left out is what only time decides: ticks without a consequence, notes, and at which step a change of plan settles. Put
-in order is what arrives in any order: events of one kind from several devices, and what is told to each of them.
+Left out is what only time decides: ticks and failures of neighbours without a consequence of their own, plans that were
+asked for and changed nothing, notes, and at which step a change of plan settles. Put in order is what arrives in any
+order: events of one kind from several devices.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _KINDS = {
     "DeviceFailed": "a device is missed",
 }
 """Events of which the one or the other comes first."""
+_WITHOUT_CONSEQUENCE = ("SnapshotCopied", "work goes on", "a device is missed", "PlanMade")
+"""Kinds of events that matter by what they lead to alone."""
 _LEFT_OUT = Note | AcceptReport | OpenItem | ItemDone | CommitCheckpoint | RetireSnapshots
 
 
@@ -80,14 +83,28 @@ class Decisions:
     def _sequence(self) -> list[Decision]:
         """In canonical order."""
         found: list[Decision] = []
-        for kind, group in groupby(self._found, key=lambda entry: entry[0]):
+        for kind, group in groupby(_consequential(self._found), key=lambda entry: entry[0]):
             events = list(group)
             told = tuple(word for _, _, words in events for word in words)
-            if kind in ("SnapshotCopied",) or (kind == "work goes on" and not told):
+            if kind in _WITHOUT_CONSEQUENCE and not told:
                 continue
             whom = tuple(sorted({device for _, device, _ in events if device}))
             found.append((kind, () if kind == "work goes on" else whom, told))
         return _joined(found)
+
+
+def _consequential(found: Sequence[tuple[str, str, tuple[str, ...]]]) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Without plans that need not be and that changed nothing."""
+    kept, asked = list(found), -1
+    for number, (kind, _, told) in enumerate(found):
+        if any(word.startswith("MakePlan") and word.endswith("False False") for word in told):
+            asked = number
+        elif kind == "PlanMade":
+            if not told and asked >= 0:
+                name, device, words = kept[asked]
+                kept[asked] = name, device, tuple(word for word in words if not word.endswith("False False"))
+            asked = -1
+    return kept
 
 
 def _joined(found: Sequence[Decision]) -> list[Decision]:

@@ -92,7 +92,7 @@ def planned(scenario: Scenario, prepared: Prepared, fleet: Fleet) -> Plan:
     """Equal parts of the model on the first devices that there are, slow ones last."""
     problem = prepared.problem(fleet)
     fastest = max(device.sustained_flops_per_s for device in fleet.devices)
-    names = sorted(fleet.names, key=lambda name: fleet.device(name).sustained_flops_per_s < fastest / 2)
+    names = sorted(fleet.names, key=lambda name: fleet.device(name).sustained_flops_per_s < fastest / 3)
     positions = [cut.position for cut in cuts(problem.flow)]
     if scenario.labels_stay:
         other = next(name for name in names if name != "d0")

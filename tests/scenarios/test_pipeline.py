@@ -18,10 +18,8 @@ BEGIN = (
     "AssignStage d0; PlaceWeights d0; AssignStage d1; PlaceWeights d1\n"
 )
 BEGIN_ANY = BEGIN.replace(" step 0", "")
-A_SPARE_IS_OFFERED = "DeviceReady d0,d1: MakePlan d0,d1,d2 False False\nPlanMade\n"
-"""The plan that it gives is no better."""
+READY = "DeviceReady d0,d1\n"
 THE_SPARE_REPLACES_D1 = """\
-a device is missed d0,d1
 Observation: RejectDevice d1 False; Disconnect d1; Pause d0
 Inventory d0: MakePlan d0,d2 True True
 PlanMade: CallDevice d2
@@ -44,36 +42,25 @@ DeviceReady d{0}
 SCENARIOS: dict[str, tuple[Scenario, str]] = {
     "a device is lost, a spare replaces it": (
         Scenario(spares=1, strikes=Fault(device="d1", time_s=0)),
-        BEGIN + A_SPARE_IS_OFFERED + THE_SPARE_REPLACES_D1 + THE_END,
+        BEGIN + READY + THE_SPARE_REPLACES_D1 + THE_END,
     ),
     "a device is lost, the other goes on alone": (
         Scenario(strikes=Fault(device="d1", time_s=0)),
-        BEGIN
-        + "DeviceReady d0,d1\n"
-        + "a device is missed d0,d1\n"
-        + "Observation: RejectDevice d1 False; Disconnect d1; Pause d0\n"
-        + ALONE.format(0)
-        + THE_END,
+        BEGIN + READY + "Observation: RejectDevice d1 False; Disconnect d1; Pause d0\n" + ALONE.format(0) + THE_END,
     ),
     "the only device is lost": (
         Scenario(devices=1, stages=1, strikes=Fault(device="d0", time_s=0)),
         "DeviceJoined d0: BeginEpoch 0 step 0 from the checkpoint; AssignStage d0; PlaceWeights d0\n"
         "DeviceReady d0\n"
-        "a device is missed d0\n"
         "Observation: RejectDevice d0 False; Disconnect d0; HaltDevices; FinishRun lost",
     ),
     "a device is silent": (
         Scenario(spares=1, strikes=Fault(kind="silent", device="d1", time_s=0, lasts_s=1000)),
-        BEGIN + A_SPARE_IS_OFFERED + THE_SPARE_REPLACES_D1 + THE_END,
+        BEGIN + READY + THE_SPARE_REPLACES_D1 + THE_END,
     ),
     "a link is cut": (
         Scenario(strikes=Fault(kind="link", device="d0", other="d1", time_s=0, lasts_s=2 * TIMEOUT_S)),
-        BEGIN
-        + "DeviceReady d0,d1\n"
-        + "a device is missed d0,d1\n"
-        + "Observation: RejectDevice d0 False; Disconnect d0; Pause d1\n"
-        + ALONE.format(1)
-        + THE_END,
+        BEGIN + READY + "Observation: RejectDevice d0 False; Disconnect d0; Pause d1\n" + ALONE.format(1) + THE_END,
     ),
     "a device leaves": (
         Scenario(
@@ -84,7 +71,7 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
             settles_at_a_step=False,
         ),
         BEGIN_ANY
-        + A_SPARE_IS_OFFERED
+        + READY
         + "Observation: MakePlan d0,d2 True False\n"
         + "PlanMade: CallDevice d2\n"
         + THE_SPARE_COMES_IN
@@ -104,38 +91,35 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
     "a device becomes slow": (
         Scenario(
             spares=1,
-            steps=40,
+            steps=30,
             save_every=0,
-            flops_per_s=8e6,
-            strikes=Fault(kind="slow", device="d1", time_s=0, factor=4),
+            flops_per_s=4e6,
+            strikes=Fault(kind="slow", device="d1", time_s=0, factor=6),
             settles_at_a_step=False,
         ),
         BEGIN_ANY
-        + A_SPARE_IS_OFFERED
+        + READY
         + "work goes on: MakePlan d0,d1,d2 False False\n"
         + "PlanMade: CallDevice d2\n"
         + THE_SPARE_COMES_IN
-        + "DeviceReady d0,d2: MakePlan d0,d1,d2 False False\n"
-        + "PlanMade\n"
+        + "DeviceReady d0,d2\n"
         + THE_END,
     ),
     "the coordinator is away": (
         Scenario(strikes=Fault(kind="coordinator", time_s=0, lasts_s=1)),
         BEGIN
-        + "DeviceReady d0,d1\n"
+        + READY
         + "DeviceJoined d0,d1: Pause d0; Pause d1\n"
         + "Inventory d0,d1: BeginEpoch 2 step 7 from memory; "
         + "AssignStage d0; PlaceWeights d0; AssignStage d1; PlaceWeights d1\n"
-        + "DeviceReady d0,d1\n"
+        + READY
         + THE_END,
     ),
     "a holder has two stages, the device between them is lost": (
         Scenario(spares=1, labels_stay=True, strikes=Fault(device="d1", time_s=0)),
         "DeviceJoined d0,d0/stage 2,d1: BeginEpoch 0 step 0 from the checkpoint; AssignStage d0; PlaceWeights d0; "
         "AssignStage d1; PlaceWeights d1; AssignStage d0/stage 2; PlaceWeights d0/stage 2\n"
-        "DeviceReady d0,d0/stage 2,d1: MakePlan d0,d0/stage 2,d1,d2 False False\n"
-        "PlanMade\n"
-        "a device is missed d0,d0/stage 2,d1\n"
+        "DeviceReady d0,d0/stage 2,d1\n"
         "Observation: RejectDevice d1 False; Disconnect d1; Pause d0; Pause d0/stage 2\n"
         "Inventory d0,d0/stage 2: MakePlan d0,d0/stage 2,d2 True True\n"
         "PlanMade: CallDevice d2\n"

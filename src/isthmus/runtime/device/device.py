@@ -8,26 +8,45 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Literal
 
-import msgspec
 import torch
 from torch import Tensor
 
 from isthmus.accelerators import HOST, Accelerator, open_accelerator
 from isthmus.accelerators.copies import to_host
 from isthmus.data import Dataset
-from isthmus.errors import IsthmusError, PeerError, RankLost, StepError, UserError
+from isthmus.errors import PeerError, RankLost, StepError, UserError
 from isthmus.plans.worker_ids import is_first
 from isthmus.protocol.attempts import StepFailure
+from isthmus.protocol.device_session import (
+    CloseStage,
+    Connect,
+    Connected,
+    DeviceSession,
+    GiveState,
+    LeaveRun,
+    Paused,
+    SessionEvent,
+    SessionInstruction,
+    SnapshotsRetired,
+    StageAssigned,
+    StageFailed,
+    StageStarted,
+    StartStage,
+    StateAsked,
+    StateKept,
+    TellCopied,
+    TellInventory,
+    TellReady,
+    WeightsPlaced,
+)
 from isthmus.protocol.memory_shortage import MemoryPeak
-from isthmus.protocol.state_inventory import StateInventory
 from isthmus.runtime.device.batches import Batches
 from isthmus.runtime.device.compiling import compile_stage
-from isthmus.runtime.device.compute_turns import ComputeTurns
 from isthmus.runtime.device.coordinator_link import CoordinatorGone, CoordinatorLink
+from isthmus.runtime.device.endpoint import Endpoint
 from isthmus.runtime.device.events import CoordinatorMessage, ItemReport
+from isthmus.runtime.device.failures import failed, in_one_line
 from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.runtime.device.links import StageLinks
 from isthmus.runtime.device.parcel_checks import expected_parcels, expected_parts
@@ -37,8 +56,6 @@ from isthmus.runtime.device.snapshot_replicas import SnapshotReceiver
 from isthmus.runtime.device.stage_data import stage_data
 from isthmus.runtime.device.stage_runner import StageRunner
 from isthmus.runtime.device.state_transfer import StateDonor, StateJoiner
-from isthmus.runtime.identity import Identity
-from isthmus.runtime.identity.blinded_digests import ONE_OWNER
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.recovery import (
@@ -51,7 +68,6 @@ from isthmus.runtime.messages.recovery import (
 )
 from isthmus.runtime.messages.run import (
     AssignMessage,
-    Failed,
     HaltMessage,
     JoinRun,
     ReadyMessage,
@@ -71,46 +87,12 @@ from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.rendezvous import PeerDialer
 from isthmus.training.clip_and_noise import Privatizer
 from isthmus.training.engine import Engine, TorchEngine
-from isthmus.training.faults import is_drivers, is_short_of_memory, shortage
+from isthmus.training.faults import is_short_of_memory, shortage
 from isthmus.training.layout import header_of
 from isthmus.training.ranks import Ranks, StageSetUp
 from isthmus.training.sharded_island import island_engine
 from isthmus.training.snapshot import Part, Snapshot, by_part, joined
 from isthmus.units import format_size
-
-
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a device is, and how it talks to others."""
-
-    device: str
-    host: str = "127.0.0.1"
-    """Address to listen on for other devices."""
-    port: int = 0
-    """0: any that is free."""
-    address: str = ""
-    """How others reach that address, where it is not the same."""
-    identity: Identity | None = None
-    """With one all connections are TLS; without, plain TCP."""
-    trusted_network: bool = False
-    """Plain TCP beyond loopback."""
-    relayed: bool = False
-    """Other devices reach this device only through the coordinator's relay."""
-    island: Path | None = None
-    """Where this process meets the other ranks of the device, if there are any."""
-    ranks: int = 1
-    sharded: bool = False
-    """Each of them holds its part of a stage's weights."""
-    accelerator: str = "cpu"
-    """Where it computes, as `open_accelerator` takes it."""
-    data_kinds: tuple[str, ...] | None = None
-    """Kinds of data that its owner allows; None: all that are installed."""
-    sharing: ComputeTurns | None = None
-    """With its other stages, where it may get several."""
-
-    @property
-    def data_key(self) -> bytes:
-        """The key that blinds this device's digests of samples."""
-        return ONE_OWNER if self.identity is None else self.identity.data_key()
 
 
 class DeviceWorker:
@@ -126,14 +108,15 @@ class DeviceWorker:
         """Bytes that were in use before the stage was made."""
         self._ranks: Ranks | None = None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._memory: StateInventory[Part] = StateInventory()
+        self._session: DeviceSession[Part] = DeviceSession()
         self._data: dict[str, Dataset] = {}
         self._pending: tuple[Assignment, dict[int, SocketChannel]] | None = None
         """A stage whose weights are on the way."""
         self._executor: StageRunner | None = None
         self._joiner: StateJoiner | None = None
         """Of a joining device: what it has of the run already."""
-        self._epoch = 0
+        self._values: Mapping[str, Tensor] = {}
+        """The weights at hand."""
         listener = Listener(
             site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, timeout_s=timeout_s
         )
@@ -144,7 +127,9 @@ class DeviceWorker:
         self._peers = PeerConnections(listener, run, dialer, site.device, near)
         port = 0 if site.relayed else listener.port
         join = JoinRun(run=run, device=site.device, host=site.address or site.host, port=port)
-        self._control = CoordinatorLink(coordinator, site.identity, join, self._inbox, self._memory.holdings, timeout_s)
+        self._control = CoordinatorLink(
+            coordinator, site.identity, join, self._inbox, self._session.memory.holdings, timeout_s
+        )
 
     def work(self) -> None:
         """Until the run is over. Errors of this device reach the coordinator before they are raised here."""
@@ -178,9 +163,9 @@ class DeviceWorker:
                 print(f"device {self._site.device}: {e}", file=sys.stderr, flush=True)
                 traceback.print_exc()
                 self._send_failed(e)
-                self._give_up()
+                self._fail()
             except PeerError as e:
-                self._give_up()
+                self._fail()
                 self._send_failed(e)
             except Exception as e:
                 self._survive(e)
@@ -215,10 +200,8 @@ class DeviceWorker:
         reason = f"out of memory on {self._accelerator.device}{self._on_stage_message()}: {short.description}"
         print(f"device {self._site.device}: {reason}", file=sys.stderr, flush=True)
         failure = StepFailure(step=-1, what="memory", reason=reason, memory=True)
-        self._send(
-            Failed(run=self._run, epoch=self._epoch, reason=reason, fault="device", failure=failure, shortage=short)
-        )
-        self._give_up()
+        self._send(failed(self._run, self._epoch, error, failure, short))
+        self._fail()
 
     def _on_stage_message(self) -> str:
         """Which stage it has, or is to get."""
@@ -229,39 +212,69 @@ class DeviceWorker:
         planned = f", planned to take {format_size(assignment.memory_bytes)}" if assignment.memory_bytes else ""
         return f" in stage {assignment.view.stage}{planned}"
 
+    @property
+    def _epoch(self) -> int:
+        return self._session.epoch
+
     def _follow(self, order: CoordinatorMessage) -> None:
         message = order.message
         match message:
-            case PauseMessage():
-                self._give_up()
-                self._accelerator.release_cached()  # others may compute on it too
-                self._epoch = message.epoch
-                self._send(InventoryMessage(run=self._run, epoch=self._epoch, holdings=self._memory.holdings()))
-            case FetchMessage(step=step, parts=parts):
-                found = joined(self._memory.values(step, parts).values())
-                headers = tuple(header_of(name, t) for name, t in found.items())
-                given = FetchedMessage(run=self._run, epoch=message.epoch, step=step, tensors=headers)
-                self._send(given, list(found.values()))
+            case PauseMessage(epoch=epoch):
+                self._end_following()
+                self._handle(Paused(epoch=epoch))
+            case FetchMessage(epoch=epoch, step=step, parts=parts):
+                self._handle(StateAsked(step=step, parts=parts, epoch=epoch))
             case AssignMessage(assignment=assignment):
-                self._give_up()
-                self._epoch = assignment.epoch
-                self._memory.begin(assignment.start_step)
-                self._set_up(assignment)
-            case WeightsMessage(own=own):
-                if self._pending is not None and self._pending[0].epoch == message.epoch:
-                    values = {h.name: t for h, t in zip(message.tensors, order.tensors, strict=True)}
-                    step = self._pending[0].start_step
-                    self._start(values | joined(self._memory.values(step, own).values()))
+                self._end_following()
+                self._assignment = assignment
+                self._handle(StageAssigned(step=assignment.start_step, epoch=assignment.epoch))
+            case WeightsMessage(epoch=epoch, own=own):
+                self._values = {h.name: t for h, t in zip(message.tensors, order.tensors, strict=True)}
+                self._handle(WeightsPlaced(own=own, epoch=epoch))
             case RetireMessage(step=step):
-                self._memory.retire(step)
+                self._handle(SnapshotsRetired(step=step))
             case SendStateMessage():
                 self._send_state(message)
             case ReceiveStateMessage():
-                self._epoch, self._joiner = message.epoch, StateJoiner(message)
+                self._joiner = StateJoiner(message)
             case StateMessage() | StatePart():
                 self._receive_state(message, order.tensors)
             case _:
                 raise AssertionError(f"the coordinator sent {type(message).__name__}, which is not an instruction")
+
+    def _handle(self, event: SessionEvent[Part]) -> None:
+        for instruction in self._session.handle(event):
+            self._carry_out(instruction)
+
+    def _carry_out(self, instruction: SessionInstruction[Part]) -> None:
+        match instruction:
+            case CloseStage():
+                self._close()
+            case Connect():
+                self._connect(self._assignment)
+            case StartStage(step=step, own=own):
+                kept = joined(self._session.memory.values(step, own).values())
+                placed, self._values = self._values, {}
+                self._start(self._assignment, {**placed, **kept})
+            case TellReady():
+                ways, notes = self._peers.paths(), self._notes
+                self._send(ReadyMessage(run=self._run, epoch=self._epoch, paths=ways, notes=notes))
+            case TellInventory():
+                self._accelerator.release_cached()  # others may compute on it too
+                holdings = self._session.memory.holdings()
+                self._send(InventoryMessage(run=self._run, epoch=self._epoch, holdings=holdings))
+            case TellCopied(of=of, step=step):
+                self._send(SnapshotCopiedMessage(run=self._run, epoch=self._epoch, of=of, step=step))
+            case GiveState(epoch=epoch, step=step, values=values):
+                found = joined(values.values())
+                headers = tuple(header_of(name, t) for name, t in found.items())
+                self._send(FetchedMessage(run=self._run, epoch=epoch, step=step, tensors=headers), list(found.values()))
+            case LeaveRun():
+                pass
+
+    def _fail(self) -> None:
+        """The stage, or what there is of it, cannot go on."""
+        self._handle(StageFailed(epoch=self._epoch))
 
     def _send_state(self, message: SendStateMessage) -> None:
         if self._executor is None or message.epoch != self._epoch:
@@ -279,34 +292,43 @@ class DeviceWorker:
 
     def _receive_state(self, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> None:
         joiner, number = self._joiner, message.number
-        if joiner is None or (message.epoch, number) != (self._epoch, joiner.number):
+        if joiner is None or (message.epoch, number) != (joiner.epoch, joiner.number):
             return
         try:
             step = joiner.accept(message, tensors)
         except Exception as e:  # of any kind: the device can still join, and gets its state while all wait
             print(f"device {self._site.device}: stops its live state transfer: {e}", file=sys.stderr)
             self._joiner = None
-            self._send(TransferEndedMessage(run=self._run, epoch=self._epoch, number=number))
+            self._send(TransferEndedMessage(run=self._run, epoch=joiner.epoch, number=number))
             return
         if step is not None:
-            self._send(StateReceivedMessage(run=self._run, epoch=self._epoch, number=number, of=message.of, step=step))
+            self._send(StateReceivedMessage(run=self._run, epoch=joiner.epoch, number=number, of=message.of, step=step))
 
-    def _set_up(self, assignment: Assignment) -> None:
+    def _end_following(self) -> None:
+        """What a joining device has got of the run counts from now on."""
+        joiner, self._joiner = self._joiner, None
+        if joiner is not None:
+            for step, parts in joiner.states():
+                self._handle(StateKept(step=step, values=parts, epoch=joiner.epoch))
+
+    def _connect(self, assignment: Assignment) -> None:
         torch.set_num_threads(assignment.threads)
         try:
             # Before the data: reading it may take one device longer than another's timeout.
             channels = self._peers.connect(assignment, lambda: self._control.outdated(assignment.epoch))
         except PeerError as e:
             self._send_failed(e)
+            self._fail()
             return
         self._pending = (assignment, channels)
         self._data |= stage_data(
             assignment, self._site.data_key, foreign=self._foreign, kinds=self._site.data_kinds, known=self._data
         )
+        self._handle(Connected(epoch=assignment.epoch))
 
-    def _start(self, values: Mapping[str, Tensor]) -> None:
-        assert self._pending is not None
-        assignment, channels = self._pending
+    def _start(self, assignment: Assignment, values: Mapping[str, Tensor]) -> None:
+        assert self._pending is not None, "links are there before weights are used"
+        _, channels = self._pending
         self._check_room(assignment.memory_bytes)
         if assignment.frozen or not assignment.discloses:
             check_samples_apart(assignment, values, Batches(assignment, self._data))
@@ -315,11 +337,12 @@ class DeviceWorker:
             private = Privatizer(released, keeps=not assignment.frozen, accelerator=self._accelerator)
         engine = self._engine(assignment, values)
         try:
-            notes = compile_stage(
+            self._notes = compile_stage(
                 engine, assignment, Batches(assignment, self._data), lambda: self._control.outdated(assignment.epoch)
             )
         except PeerError as e:
             self._send_failed(e)
+            self._fail()
             return
         executor = StageRunner(
             assignment,
@@ -331,7 +354,7 @@ class DeviceWorker:
             private,
             self._site.sharing,
         )
-        executor.keeps(self._keep)
+        executor.keeps(partial(self._keep, assignment))
         executor.links = StageLinks(
             assignment,
             channels,
@@ -343,8 +366,7 @@ class DeviceWorker:
             executor.copy_streams,
         )
         self._executor, self._pending = executor, None
-        ways = self._peers.paths()
-        self._send(ReadyMessage(run=self._run, epoch=assignment.epoch, paths=ways, notes=notes))
+        self._handle(StageStarted(epoch=assignment.epoch))
 
     def _check_room(self, planned: int) -> None:
         """An accelerator whose memory is less than the plan thinks is known before the stage is made."""
@@ -387,12 +409,9 @@ class DeviceWorker:
         )
         return island_engine(made, values, self._ranks)
 
-    def _give_up(self) -> None:
-        """Close the stage. Its state stays in memory if it is that of a whole step."""
+    def _close(self) -> None:
+        """Its state stays in memory if it is that of a whole step."""
         self._control.forget_meanwhile()
-        joiner, self._joiner = self._joiner, None
-        for step, parts in joiner.states() if joiner is not None else ():
-            self._memory.keep(self._epoch, step, parts)
         executor, self._executor = self._executor, None
         pending, self._pending = self._pending, None
         for channel in (pending[1] if pending is not None else {}).values():
@@ -408,7 +427,8 @@ class DeviceWorker:
         if live is not None:
             step, state = live
             # On the host: the next stage needs the accelerator's memory.
-            self._memory.keep(self._epoch, step, by_part(to_host(self._accelerator, state)))
+            kept = by_part(to_host(self._accelerator, state))
+            self._handle(StateKept(step=step, values=kept, epoch=executor.assignment.epoch))
         self._drop_stale()
 
     def _drop_stale(self) -> None:
@@ -421,20 +441,14 @@ class DeviceWorker:
         for found in kept:
             self._inbox.put(found)
 
-    def _keep(self, step: int, taken: Snapshot) -> None:
-        self._memory.keep(self._epoch, step, by_part(taken.tensors()))
+    def _keep(self, assignment: Assignment, step: int, taken: Snapshot) -> None:
+        self._handle(StateKept(step=step, values=by_part(taken.tensors()), epoch=assignment.epoch))
 
     def _on_snapshot_copied(self, assignment: Assignment, stage: int, step: int, taken: Snapshot) -> None:
         """In the thread of the stage's link."""
-        epoch = assignment.epoch
         of = next(n.device for n in assignment.neighbours if n.stage == stage)
-
-        def keep() -> None:
-            if epoch == self._epoch:
-                self._memory.keep(epoch, step, by_part(taken.tensors()))
-                self._send(SnapshotCopiedMessage(run=self._run, epoch=epoch, of=of, step=step))
-
-        self._inbox.put(keep)
+        kept = StateKept(step=step, values=by_part(taken.tensors()), of=of, epoch=assignment.epoch)
+        self._inbox.put(partial(self._handle, kept))
 
     def _peak(self) -> MemoryPeak:
         found = self._accelerator.memory()
@@ -468,32 +482,4 @@ class DeviceWorker:
         self._control.send(message, tensors)
 
     def _send_failed(self, error: Exception) -> None:
-        failure: StepFailure | None = None
-        if isinstance(error, StepError):
-            failure = StepFailure(step=error.step, what=error.what, reason=_reason(error))
-        self._send(
-            Failed(
-                run=self._run,
-                epoch=self._epoch,
-                reason=_reason(error),
-                fault=_fault(error),
-                failure=failure,
-                starts_again=is_drivers(error),
-            )
-        )
-
-
-def _reason(error: Exception) -> str:
-    """The error in one line: it is logged on another machine."""
-    text = in_one_line(error)
-    return text if isinstance(error, IsthmusError) else f"{type(error).__name__}: {text}"
-
-
-def in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]
-
-
-def _fault(error: Exception) -> Literal["user", "device", "other"]:
-    if isinstance(error, UserError):
-        return "user"
-    return "other" if isinstance(error, PeerError) else "device"
+        self._send(failed(self._run, self._epoch, error))

@@ -118,6 +118,7 @@ class StateJoiner:
 
     def __init__(self, agreed: ReceiveStateMessage) -> None:
         self.number = agreed.number
+        self.epoch = agreed.epoch
         self._agreed = agreed
         self._arriving: dict[str, _Arriving] = {}
         self._receivers: dict[str, CatchUpState] = {}
