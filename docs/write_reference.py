@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping, Set
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +41,32 @@ def pages() -> dict[str, str]:
     """By path in `docs`."""
     return {
         "machines.md": machines_page(),
+        "journeys.md": journeys_page(),
         "reference/files.md": reference_page(),
         "reference/options.md": kinds_page(),
         "reference/commands.md": commands_page(),
     }
+
+
+SYMBOL = re.compile(r"\[`([\w.]+)`\]\(\.\./(src/[\w/]+\.py)#L\d+\)")
+
+
+def journeys_page() -> str:
+    """The page as it is, with the lines of today. KeyError for a function that its file does not have."""
+    text = (DOCS / "journeys.md").read_text(encoding="utf-8")
+    return SYMBOL.sub(lambda link: f"[`{link[1]}`](../{link[2]}#L{_lines(link[2])[link[1]]})", text)
+
+
+@cache
+def _lines(path: str) -> Mapping[str, int]:
+    """By name, in what line a function or a method of a file begins."""
+    found: dict[str, int] = {}
+    for node in ast.parse((DOCS.parent / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = node.lineno
+        elif isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{f.name}": f.lineno for f in node.body if isinstance(f, ast.FunctionDef)}
+    return found
 
 
 def machines_page() -> str:

@@ -1,10 +1,11 @@
 """The pure state machines: events in, instructions out, no I/O.
 
-`worker` is a stage, with `compute_lane`, `feeding`, `exchange` and `state_inventory`. `coordinator` is a run, with
-its items (`work`, `leases`), its devices (`members`, `restarts`, `state_transfer`), recovery (`recovery`,
-`attempts`, `memory_shortage`, `finite`) and new plans (`drift`, `link_reprobe`, `replan_policy`).
-`federated_coordinator` and `federated_executor` are rounds. `events` and `coordinator_events` are what goes in and
-comes out.
+`machine` is the kernel. `worker` is a stage, with `compute_lane`, `feeding` and `exchange`; `device_session` is a
+device in a run, with `state_inventory`. `run_machine` is a run: `coordinator` with its items (`work`, `leases`), its
+devices (`members`, `restarts`, `state_transfer`), recovery (`recovery`, `attempts`, `memory_shortage`, `finite`), the
+`failure_detector`, `deadlines` and `interruptions`, and new plans (`adaptation`, `drift`, `link_reprobe`,
+`replan_policy`). `federated_coordinator` and `federated_executor` are rounds. `events`, `coordinator_events` and
+`run_events` are what goes in and comes out.
 """
 
 from isthmus.protocol.coordinator import Coordinator

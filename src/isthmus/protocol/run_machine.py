@@ -116,7 +116,7 @@ class RunMachine:
             return []
         match event:
             case Observation():
-                self._on_tick(event, now_s)
+                self._on_observation(event, now_s)
             case Disconnected(device=device, reason=reason):
                 self._failures.disconnected(device_of(device), reason)
             case DeviceFailed():
@@ -138,7 +138,7 @@ class RunMachine:
 
     # Time
 
-    def _on_tick(self, tick: Observation, now_s: float) -> None:
+    def _on_observation(self, tick: Observation, now_s: float) -> None:
         """Who is lost, and who could work."""
         self._tick = tick
         self._leaving |= tick.leaving
