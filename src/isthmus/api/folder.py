@@ -30,6 +30,7 @@ from typing import TypeVar
 import msgspec
 
 from isthmus.api.losses import LOSSES, LossPoint, losses_in
+from isthmus.atomic_write import atomic_write
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
@@ -129,17 +130,17 @@ class RunFolder:
             self._archive(start_step)
             if self.fitted(fleet) is None:
                 (self.path / FITTED).unlink(missing_ok=True)
-            _replace(self.path / FLEET, _document(fleet))
-            _replace(self.path / PLAN, _document(plan))
+            atomic_write(self.path / FLEET, _document(fleet))
+            atomic_write(self.path / PLAN, _document(plan))
             self.forget_losses(start_step, note)
-            _replace(self.path / JOB, _document(job))
+            atomic_write(self.path / JOB, _document(job))
         except OSError as e:
             raise UserError(f"run folder {self.path}: cannot be written: {e.strerror or e}") from None
 
     def forget_losses(self, step: int, note: Callable[[str], None] = lambda _: None) -> None:
         """Of what comes after so many steps."""
         kept = [p for p in losses_in(self.path, note) if p.step <= step]
-        _replace(self._losses, b"".join(msgspec.json.encode(p) + b"\n" for p in kept))
+        atomic_write(self._losses, b"".join(msgspec.json.encode(p) + b"\n" for p in kept))
 
     @property
     def begun(self) -> bool:
@@ -194,14 +195,14 @@ class RunFolder:
         return self._decode(FLEET, Fleet)
 
     def keep_described(self, described: Mapping[str, DataDescription]) -> None:
-        _replace(self._described, msgspec.json.format(msgspec.json.encode(described), indent=1))
+        atomic_write(self._described, msgspec.json.format(msgspec.json.encode(described), indent=1))
 
     def described(self) -> dict[str, DataDescription]:
         """What devices said of their data; nothing where it was not kept."""
         return self._decode(self._described.name, dict[str, DataDescription]) if self._described.is_file() else {}
 
     def keep_fitted(self, fleet: Fleet) -> None:
-        _replace(self.path / FITTED, _document(fleet))
+        atomic_write(self.path / FITTED, _document(fleet))
 
     def fitted(self, stated: Fleet | None = None) -> Fleet | None:
         """The fleet as a session of the run measured it; None before that, or if another was `stated` then."""
@@ -243,13 +244,6 @@ class RunFolder:
 
 def _document(value: msgspec.Struct) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=1)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Write a file whole: a process that is killed meanwhile leaves the old file."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_bytes(data)
-    new.replace(path)
 
 
 def _make(path: Path) -> list[Path]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.atomic_write import atomic_write
 from isthmus.errors import UserError
 
 WORTH_BYTES = 64 << 20
@@ -88,6 +88,4 @@ def _write(path: Path, kept: _Kept) -> None:
     """Whole or not at all. Who may not write here reads the files again."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(msgspec.msgpack.encode(kept))
-        os.replace(file.name, path)
+        atomic_write(path, msgspec.msgpack.encode(kept), private=True, durable=False)

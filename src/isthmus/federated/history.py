@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.atomic_write import atomic_write
 from isthmus.documents import read_lines
 from isthmus.errors import UserError
 from isthmus.federated.evaluation import Evaluation
@@ -80,10 +81,8 @@ class RoundHistory:
         """Forget what comes after so many rounds, as a resumed run makes them again, and what cannot be read, of which
         `note` is called."""
         kept = [line for line in self.lines(note) if line.record.round < rounds]
-        new = self._path.with_name(f".{self._path.name}")
         try:
-            new.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
-            new.replace(self._path)
+            atomic_write(self._path, b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
         except OSError as e:
             raise UserError(f"history {self._path}: cannot be written: {e.strerror or e}") from None
 

@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from isthmus.atomic_write import atomic_path
 from isthmus.data.dataset import fingerprint_of
-from isthmus.documents import follow_umask
 from isthmus.errors import Diverged, UserError, users_code
 from isthmus.federated.admission import AdmissionRules, Form, admit, first_state, forms_of, named_tensors, unwritten
 from isthmus.federated.algorithms import BUFFERS, Algorithm, ClientUpdate, Combine, Values
@@ -250,12 +250,10 @@ class Commits:
         run = msgspec.json.encode(self._identity).decode()
         metadata = {_RUN: run, _SHA256: _digest(run, round_, tensors)}
         path = self._folder / f"round-{round_:06d}.safetensors"
-        unfinished = self._folder / f".{path.name}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, unfinished, metadata=metadata)
-            follow_umask(unfinished)
-            unfinished.replace(path)
+            with atomic_path(path) as new:
+                save_file(tensors, new, metadata=metadata)
             for old in self._files()[:-KEPT]:
                 old.unlink()
         except (OSError, SafetensorError) as e:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_host
+from isthmus.atomic_write import atomic_write
 from isthmus.data.augmented import batch_of_round
 from isthmus.data.clients import ClientData
 from isthmus.data.dataset import ColumnSpec, Dataset, joined
@@ -106,11 +107,9 @@ class SiteStates:
         memory = self._memory()
         self._form.fill(self._form.views(torch.from_numpy(memory)), slice(None), clients, states)
         self._form.sign(memory, clients, round_)
-        unfinished = self._folder / ".unfinished"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            unfinished.write_bytes(memory[0, : self._form.size_bytes].data)
-            unfinished.replace(self._path(round_))
+            atomic_write(self._path(round_), memory[0, : self._form.size_bytes].data)
         except OSError as e:
             raise UserError(f"state {self._path(round_)}: cannot be written: {e.strerror or e}") from None
         return [round_]

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from isthmus.atomic_write import atomic_write
 from isthmus.errors import UserError
 from isthmus.graph.opgraph import OpGraph, decode, encode
 
@@ -49,9 +50,7 @@ def write_captured(path: Path, captured: Captured, about: str) -> None:
     """One file, whole or not there: constants as tensors, graphs and `about`, whatever that is, beside them."""
     texts = {"about": about, "train": encode(captured.train).decode(), "eval": encode(captured.eval).decode()}
     constants = {name: value.detach().contiguous() for name, value in captured.constants.items()}
-    new = path.with_name(f".{path.name}.new")
-    new.write_bytes(safetensors.torch.save(constants, metadata=texts))
-    new.replace(path)
+    atomic_write(path, safetensors.torch.save(constants, metadata=texts))
 
 
 def read_captured(path: Path) -> tuple[Captured, str] | None:

@@ -5,7 +5,6 @@ Replicas differ within a period, so every worker keeps a file of its own. Learni
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from isthmus.documents import follow_umask
+from isthmus.atomic_write import atomic_path
 from isthmus.errors import UserError
 from isthmus.sync.sync import Sync
 
@@ -36,12 +35,9 @@ def save_worker(path: Path | str, model: nn.Module, optimizer: Optimizer, sync: 
                 state[f"optimizer.{name}.{key}{suffix}"] = _kept(value, optimizer, key)
     state.update({f"sync.{name}": tensor for name, tensor in sync.state_dict().items()})
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Workers on several hosts may share a folder and a process id, but not a name.
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    # Parameters are views of one memory, which safetensors refuses: it is notified of copies.
-    save_file({name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, partial)
-    follow_umask(partial)
-    os.replace(partial, path)
+    with atomic_path(path) as new:
+        # Parameters are views of one memory, which safetensors refuses: it is notified of copies.
+        save_file({name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, new)
 
 
 @torch.no_grad()

@@ -17,7 +17,6 @@ a disk did to a file afterwards is noticed by its digest: a flipped bit in a wei
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -31,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from isthmus.documents import follow_umask
+from isthmus.atomic_write import atomic_path, atomic_write, flush
 from isthmus.errors import UserError
 from isthmus.training.scaling import LOSS_SCALE
 
@@ -118,9 +117,8 @@ class CheckpointWriter:
         name = f"{part}.safetensors"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / name)
-            follow_umask(folder / name)
-            _flush(folder / name)
+            with atomic_path(folder / name) as new:
+                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, new)
             saved = SavedFile(tensors=tuple(tensors), sha256=_digest(folder / name))
         except (SafetensorError, OSError) as e:
             raise UserError(f"checkpoint {folder / name}: cannot be written: {e}") from None
@@ -146,26 +144,13 @@ class CheckpointWriter:
     def _renamed(self, manifest: Manifest) -> Path:
         folder, final = self._partial(manifest.step), self.at(manifest.step)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest.sealed()), indent=1))
-        _flush(folder / MANIFEST)
-        _flush(folder)
+        atomic_write(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest.sealed()), indent=1))
         if final.exists():  # not from this run, or it would have gone on from there
             shutil.rmtree(final)
         folder.rename(final)
-        _flush(self.directory)
-        pointer = self.directory / ".latest"
-        pointer.write_text(final.name)
-        _flush(pointer)
-        pointer.rename(self.directory / "latest")
+        flush(self.directory)
+        atomic_write(self.directory / "latest", final.name.encode())
         return final
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _digest(path: Path) -> str:

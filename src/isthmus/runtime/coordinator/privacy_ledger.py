@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.atomic_write import atomic_write
 from isthmus.errors import UserError
 from isthmus.plans import SPENT, ActivationNoise, PrivacySpent, SampleRange, format_epsilon, read_spent
 from isthmus.plans.feeder_order import had_before
@@ -121,6 +122,4 @@ class PrivacyLedger:
 
     def _write(self, spent: PrivacySpent) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        new = self._path.with_suffix(".new")
-        new.write_bytes(msgspec.json.format(msgspec.json.encode(spent), indent=1))
-        new.replace(self._path)
+        atomic_write(self._path, msgspec.json.format(msgspec.json.encode(spent), indent=1))

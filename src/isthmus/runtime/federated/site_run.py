@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from isthmus.atomic_write import atomic_write
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import AlgorithmSpec
 from isthmus.federated.history import RoundHistory, RoundLine
@@ -130,9 +131,7 @@ class SiteRun:
         path = self.folder / _RUN
         try:
             if not path.is_file():
-                unfinished = self.folder / f".{_RUN}"
-                unfinished.write_text(secrets.token_hex(16), encoding="ascii")
-                unfinished.replace(path)
+                atomic_write(path, secrets.token_hex(16).encode())
             name = path.read_bytes().strip()
         except OSError as e:
             raise UserError(f"{path}: cannot be read or written: {e.strerror or e}") from None

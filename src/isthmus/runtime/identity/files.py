@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from pathlib import Path
 
+from isthmus.atomic_write import atomic_write
 from isthmus.errors import UserError
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -23,17 +23,9 @@ def private_folder(path: Path) -> Path:
 
 
 def write_private(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Replace a file atomically, with mode 0600: a process that is killed meanwhile leaves the previous file. With
-    `durable`, so does a machine that loses power. UserError if it cannot be written."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    """As `atomic_write`, with mode 0600. UserError if it cannot be written."""
     try:
-        new.unlink(missing_ok=True)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        new.replace(path)
+        atomic_write(path, data, private=True, durable=durable)
     except OSError as e:
         remedy = ": remove it" if path.is_dir() else ""
         raise UserError(f"{path}: cannot be written: {e.strerror or e}{remedy}") from None
