@@ -26,6 +26,7 @@ from isthmus.runtime.messages.run import AssignMessage, HaltMessage, Heartbeat, 
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, SendStateMessage, StateMessage, StatePart
 from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
 from isthmus.runtime.transport.connect_retries import WAITS_S, Unreached, until_reached
+from isthmus.runtime.transport.heartbeat import start_heartbeats
 from isthmus.runtime.transport.lanes import PackedMessage, Packer, SendLane
 from isthmus.training.layout import pack
 from isthmus.training.snapshot import Snapshot
@@ -75,7 +76,7 @@ class CoordinatorLink:
         self._newest_epoch = -1
         self._channel, self._lane = until_reached(self._connected, timeout_s, Unreached)
         threading.Thread(target=self._listen, name="receive from coordinator", daemon=True).start()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        start_heartbeats(join.run, timeout_s, self._over, lambda: (self._lane,))
 
     def send(self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: Snapshot | None = None) -> None:
         """What is said while the coordinator is away is lost: it will ask anew. Tensors `of` a snapshot are said when
@@ -114,10 +115,6 @@ class CoordinatorLink:
         lane = SendLane(channel, timeout_s=self._timeout_s, on_error=lambda _: channel.close())
         lane.put(msgspec.structs.replace(self._join, holdings=self._holdings()))
         return channel, lane
-
-    def _beat(self) -> None:
-        while not self._over.wait(self._timeout_s / 4):
-            self._lane.put(Heartbeat(run=self._join.run))
 
     def _listen(self) -> None:
         """Until the end of the run: on one connection after another."""

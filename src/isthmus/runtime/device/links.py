@@ -23,6 +23,7 @@ from isthmus.runtime.messages.assignment import Assignment, Neighbour
 from isthmus.runtime.messages.recovery import SnapshotMessage, SnapshotPart
 from isthmus.runtime.messages.run import Credit, Heartbeat, ParcelMessage, PartsMessage
 from isthmus.runtime.transport.channel import SocketChannel, in_host_memory
+from isthmus.runtime.transport.heartbeat import start_heartbeats
 from isthmus.runtime.transport.lanes import Credits, PackedMessage, QueuedSend, SendLane
 from isthmus.trace import Span
 from isthmus.training.compression import Codec, SampleFeedback, codec_of
@@ -84,7 +85,8 @@ class StageLinks:
         self._credits = {n.stage: Credits(n.window_bytes) for n in assignment.neighbours}
         self._lanes = {n.stage: self._lane(n) for n in assignment.neighbours}
         self._over = threading.Event()
-        threading.Thread(target=self._beat, name="heartbeat of links", daemon=True).start()
+        # Also over a link that has nothing to carry: one that is cut, or open at one end only, is silent.
+        start_heartbeats(self._run, assignment.timeout_s, self._over, self._lanes.values)
         for stage in self._channels:
             threading.Thread(target=self._receive, args=(stage,), name=f"receive {stage}", daemon=True).start()
 
@@ -116,12 +118,6 @@ class StageLinks:
             on_departure=departed,
             on_error=self._failed,
         )
-
-    def _beat(self) -> None:
-        """Over a link that has nothing to carry too: one that is cut, or open at one end only, is silent."""
-        while not self._over.wait(self._assignment.timeout_s / 4):
-            for lane in self._lanes.values():
-                lane.put(Heartbeat(run=self._run))
 
     def _failed(self, error: Exception) -> None:
         """Put the error into the inbox: a lane has no caller to raise to. Errors of closed links are ignored."""

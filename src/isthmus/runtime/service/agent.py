@@ -39,6 +39,7 @@ from isthmus.runtime.service.data_answers import DataAnswers
 from isthmus.runtime.service.device_probe import compute_speed, expect_probe, measure_link
 from isthmus.runtime.service.enrollment import Dismissal, join
 from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
+from isthmus.runtime.transport.heartbeat import start_heartbeats
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.rendezvous import PeerDialer
 from isthmus.sanitize import MOST_SHOWN, sanitize
@@ -121,7 +122,6 @@ class Agent:
         self._place = place
         self._data = DataAnswers(log)
         self._timeout_s = timeout_s
-        self._beat_s = timeout_s / 4
         self._log = log
         self._run_starter = run_starter
         self._retries_s = retries_s
@@ -189,10 +189,10 @@ class Agent:
             )
         )
         gone = threading.Event()
-        threading.Thread(target=self._beat, args=(channel, lane, gone), name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._watch, args=(channel, lane, gone), name="watch", daemon=True).start()
         try:
             while (received := channel.receive(_only_coordinator, idle_s=self._timeout_s)) is not None:
-                self._follow(received[0], address, lane)
+                self._follow(received[0], address, lane, gone)
             if not self._over.is_set():
                 raise PeerError("coordinator: closed the connection")
         finally:
@@ -220,17 +220,14 @@ class Agent:
                 return channel, (host, port)
         raise PeerError("; ".join(failures))
 
-    def _beat(self, channel: SocketChannel, lane: SendLane, gone: threading.Event) -> None:
-        """Send heartbeats, renew the certificate, and report a process that ended."""
-        beaten_s = asked_s = 0.0
+    def _watch(self, channel: SocketChannel, lane: SendLane, gone: threading.Event) -> None:
+        """Renew the certificate, and report a process that ended."""
+        asked_s = 0.0
         reported: tuple[Launcher | None, dict[str, str]] = (None, {})
         while not gone.wait(TICK_S):
             now_s = time.monotonic()
             if self._over.is_set():
                 channel.close()
-            if now_s - beaten_s >= self._beat_s:
-                beaten_s = now_s
-                lane.put(Heartbeat(run=""))
             if now_s - asked_s >= self._timeout_s and self._identity.is_due(time.time()):
                 asked_s = now_s
                 lane.put(Renew(run="", request=self._identity.request()))
@@ -242,10 +239,10 @@ class Agent:
                 if how:
                     lane.put(ProcessEnded(run=work[0], how=how[self._membership.name]))
 
-    def _follow(self, message: AnyMessage, coordinator: tuple[str, int], lane: SendLane) -> None:
+    def _follow(self, message: AnyMessage, coordinator: tuple[str, int], lane: SendLane, gone: threading.Event) -> None:
         match message:
             case Welcome(device=device, timeout_s=timeout_s, idle=idle):
-                self._beat_s = min(self._timeout_s, timeout_s) / 4
+                start_heartbeats("", min(self._timeout_s, timeout_s), gone, lambda: (lane,))
                 self._failed, self._complaint = 0, ""
                 waits = f", and waits: {sanitize(idle)[:MOST_SHOWN]}" if idle else ""
                 self._log(f"in the fleet as {device} ({self._identity.id}){waits}")
