@@ -73,9 +73,11 @@ def test_a_newcomer_whose_line_is_slow_does_not_fill_the_memory() -> None:
         _stretch(8, of="cairo")[0],
         _stretch(8, dtype=torch.float32)[0],
         StatePart(run="r", number=1, of="oslo", offset=0, tensors=_stretch(8)[0].tensors * 2),
+        StatePart(run="r", number=1, of="oslo", offset=0),
         StateMessage(run="r", number=1, of="cairo", kind="state", step=1, headers=()),
+        StateMessage(run="r", number=1, of="oslo", kind="state", step=1, headers=(), tensors=_stretch(8)[0].tensors),
     ],
-    ids=["too large", "of another", "no bytes", "two", "begun for another"],
+    ids=["too large", "of another", "no bytes", "two", "none", "begun for another", "begun with bytes"],
 )
 def test_what_is_no_stretch_of_its_own_is_refused_before_it_is_received(wrong: StateMessage | StatePart) -> None:
     joiners = Joiners("r", Modelled(), {})

@@ -1,4 +1,4 @@
-"""A stage's state in memory: copied at once into one flat buffer, told and sent in stretches, taken apart by parts.
+"""A stage's state in memory: copied at once into one flat buffer, taken apart by parts.
 
 A part is a parameter or buffer by its own name, with the optimizer's state of it.
 """

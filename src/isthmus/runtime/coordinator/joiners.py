@@ -12,6 +12,7 @@ from isthmus.protocol.coordinator_events import ReceiveState, TransferEnded
 from isthmus.runtime.coordinator.run_callbacks import RunCallbacks
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.runtime.transport.lanes import SendLane
+from isthmus.training.snapshot_stream import stretch_bytes
 
 MOST_STRETCH_BYTES = 1 << 20
 MOST_WAITING = 32
@@ -66,9 +67,13 @@ class Joiners:
 
     def check(self, device: str, message: StateMessage | StatePart, epoch: int) -> None:
         """Before its tensors are received: PeerError unless it is a stretch of bytes, or says what bytes will be."""
-        sizes = [h.nbytes for h in message.tensors if h.dtype == "uint8"]
-        fits = len(sizes) == len(message.tensors) <= 1 and sum(sizes) <= MOST_STRETCH_BYTES
+        if isinstance(message, StatePart):
+            size = stretch_bytes(message.tensors)
+            fits = size is not None and size <= MOST_STRETCH_BYTES
+        else:
+            fits = not message.tensors
         if message.of != device or not fits:
+            sizes = [h.nbytes for h in message.tensors]
             raise PeerError(f"sent what is not its own, or no stretch of bytes: {message.of!r}, {sizes}")
         if isinstance(message, StateMessage) and message.epoch == epoch:
             self._callbacks.check_parts(message.headers)

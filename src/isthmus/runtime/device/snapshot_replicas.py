@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.runtime.messages.assignment import SnapshotReplication
 from isthmus.runtime.messages.recovery import SnapshotMessage, SnapshotPart
-from isthmus.training.layout import header_of
-from isthmus.training.snapshot import Snapshot, check_state, size_bytes
+from isthmus.training.snapshot import Snapshot, check_state
+from isthmus.training.snapshot_stream import IncomingSnapshot, stretches
 
-STRETCH = "stretch"
-"""How a tensor of a buffer's bytes is called in a frame."""
 SPARE_ITEMS = 0.8
 """Of the items between two snapshots, how many it takes to send one: the last ones are to spare."""
 Put = Callable[[SnapshotMessage | SnapshotPart, Sequence[Tensor]], None]
@@ -46,21 +43,19 @@ class SnapshotSender:
         """An item is done: hand over the next part of the snapshot."""
         if self._snapshot is None:
             return
-        flat = self._snapshot.flat
-        until = min(flat.numel(), self._sent + self._share_bytes)
-        while self._sent < until:
-            stretch = flat[self._sent : min(until, self._sent + self._snapshot_copy.stretch_bytes)]
+        flat, first = self._snapshot.flat, self._sent
+        self._sent = min(flat.numel(), first + self._share_bytes)
+        for offset, stretch, headers in stretches(flat[first : self._sent], self._snapshot_copy.stretch_bytes):
             message = SnapshotPart(
                 run=self._run,
                 epoch=self._epoch,
                 source=self._source,
                 step=self._step,
-                offset=self._sent,
-                tensors=(header_of(STRETCH, stretch),),
+                offset=first + offset,
+                tensors=headers,
             )
             self._put(message, [stretch])
-            self._sent += stretch.numel()
-        if until == flat.numel():
+        if self._sent == flat.numel():
             self._snapshot = None
 
 
@@ -73,8 +68,8 @@ class SnapshotReceiver:
         """`shapes`: by stage, of its parts. `complete` gets stage, step and the whole snapshot."""
         self._shapes = shapes
         self._complete = complete
-        self._begun: dict[int, tuple[int, Snapshot, int]] = {}
-        """By stage: step, what is here of it, and how many bytes that is."""
+        self._begun: dict[int, tuple[int, IncomingSnapshot]] = {}
+        """By stage, with its step."""
 
     def guard(self, message: SnapshotMessage | SnapshotPart) -> None:
         """Refuse what the plan does not expect before anything is allocated for it."""
@@ -87,29 +82,17 @@ class SnapshotReceiver:
                 raise PeerError("a snapshot's first frame has tensors")
             check_state(self._shapes[message.source], message.headers)
             return
-        begun = self._begun.get(message.source)
-        sizes = [h.shape[0] for h in message.tensors if h.dtype == "uint8" and len(h.shape) == 1]
-        fits = (
-            begun is not None
-            and (message.step, message.offset) == (begun[0], begun[2])
-            and len(message.tensors) == len(sizes) == 1
-            and begun[2] + sizes[0] <= begun[1].flat.numel()
-        )
-        if not fits:
+        step, begun = self._begun.get(message.source, (None, None))
+        if begun is None or message.step != step or not begun.expects(message.offset, message.tensors):
             raise PeerError(f"stage {message.source} sent bytes {message.offset} of a snapshot out of order")
 
     def accept(self, message: SnapshotMessage | SnapshotPart, tensors: Sequence[Tensor]) -> None:
         source = message.source
         if isinstance(message, SnapshotMessage):
-            flat = torch.empty(size_bytes(message.headers), dtype=torch.uint8)
-            self._begun[source] = (message.step, Snapshot(message.headers, flat), 0)
-            here = 0
+            self._begun[source] = message.step, IncomingSnapshot(message.headers)
         else:
-            step, taken, here = self._begun[source]
-            taken.flat[here : here + tensors[0].numel()] = tensors[0]
-            here += tensors[0].numel()
-            self._begun[source] = (step, taken, here)
-        step, taken, _ = self._begun[source]
-        if here == taken.flat.numel():
+            self._begun[source][1].add(tensors[0])
+        step, begun = self._begun[source]
+        if begun.whole:
             del self._begun[source]
-            self._complete(source, step, taken)
+            self._complete(source, step, begun.snapshot)

@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, SendStateMessage, StateMessage, StatePart
 from isthmus.training.catch_up import CatchUpState
-from isthmus.training.layout import TensorHeader, check_header, header_of
-from isthmus.training.snapshot import Part, Snapshot, by_part, check_state, part_of, size_bytes, snapshot
+from isthmus.training.layout import TensorHeader, check_header
+from isthmus.training.snapshot import Part, Snapshot, by_part, check_state, part_of, snapshot
+from isthmus.training.snapshot_stream import IncomingSnapshot, stretches
 
 STRETCH_BYTES = 1 << 18
 """Sent at once: what else there is to say waits for no more."""
-STRETCH = "stretch"
 MOST_BACKLOG = 2.0
 """Copies of the sent state that may wait to be sent; with more, steps are quicker than their gradients travel."""
 Put = Callable[[StateMessage | StatePart, Sequence[Tensor], "Snapshot | None"], None]
@@ -79,9 +78,7 @@ class StateDonor:
             (),
             None,
         )
-        for offset in range(0, taken.flat.numel(), STRETCH_BYTES):
-            stretch = taken.flat[offset : offset + STRETCH_BYTES]
-            headers = (header_of(STRETCH, stretch),)
+        for offset, stretch, headers in stretches(taken.flat, STRETCH_BYTES):
             self._put(
                 StatePart(
                     run=asked.run, epoch=asked.epoch, number=asked.number, of=self._of, offset=offset, tensors=headers
@@ -92,27 +89,6 @@ class StateDonor:
         return taken.flat.numel()
 
 
-class _Arriving:
-    """What is here of one copy."""
-
-    def __init__(self, begun: StateMessage) -> None:
-        self.begun = begun
-        self.taken = Snapshot(begun.headers, torch.empty(size_bytes(begun.headers), dtype=torch.uint8))
-        self.here = 0
-
-    @property
-    def whole(self) -> bool:
-        return self.here == self.taken.flat.numel()
-
-    def add(self, message: StatePart, stretch: Tensor) -> None:
-        until = self.here + stretch.numel()
-        fits = stretch.dtype == torch.uint8 and stretch.dim() == 1 and until <= self.taken.flat.numel()
-        if message.offset != self.here or not fits:
-            raise PeerError(f"device {message.of!r} sent bytes {message.offset} out of order")
-        self.taken.flat[self.here : until] = stretch
-        self.here = until
-
-
 class StateJoiner:
     """a joining device's side: the states that it follows. PeerError for what was not agreed."""
 
@@ -120,7 +96,8 @@ class StateJoiner:
         self.number = agreed.number
         self.epoch = agreed.epoch
         self._agreed = agreed
-        self._arriving: dict[str, _Arriving] = {}
+        self._arriving: dict[str, tuple[int, IncomingSnapshot]] = {}
+        """By donor: the step of the state that arrives now, or of the gradients that led to it."""
         self._receivers: dict[str, CatchUpState] = {}
 
     def accept(self, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> int | None:
@@ -130,12 +107,12 @@ class StateJoiner:
             raise PeerError(f"device {of!r} sent state that was not requested")
         if isinstance(message, StateMessage):
             self._check(message)
-            self._arriving[of] = _Arriving(message)
-        elif of not in self._arriving or len(tensors) != 1:
-            raise PeerError(f"device {of!r} sent bytes out of order")
+            self._arriving[of] = message.step, IncomingSnapshot(message.headers)
+        elif of not in self._arriving or not self._arriving[of][1].expects(message.offset, message.tensors):
+            raise PeerError(f"device {of!r} sent bytes {message.offset} out of order")
         else:
-            self._arriving[of].add(message, tensors[0])
-        return self._done(of) if self._arriving[of].whole else None
+            self._arriving[of][1].add(tensors[0])
+        return self._done(of) if self._arriving[of][1].whole else None
 
     def states(self) -> Iterator[tuple[int, Mapping[str, Part]]]:
         """What is here: steps, and parts after them."""
@@ -153,13 +130,13 @@ class StateJoiner:
             _check_gradients(shapes, begun.headers)
 
     def _done(self, of: str) -> int:
-        arrived = self._arriving.pop(of)
-        tensors = arrived.taken.tensors()
+        step, arrived = self._arriving.pop(of)
+        tensors = arrived.snapshot.tensors()
         if of in self._receivers:
             self._receivers[of].repeat(tensors)
         else:
             agreed = self._agreed
-            self._receivers[of] = CatchUpState(agreed.config, agreed.trained, arrived.begun.step, tensors)
+            self._receivers[of] = CatchUpState(agreed.config, agreed.trained, step, tensors)
         return self._receivers[of].step
 
 
