@@ -9,6 +9,7 @@ import pytest
 
 from isthmus.api.fault_simulation import FaultedRun, read_faults, simulate_faults
 from isthmus.api.observer import Observer
+from isthmus.cost import SyncPolicy
 from isthmus.errors import UserError
 from isthmus.fleet import dump_fleet
 from isthmus.job import Job
@@ -98,3 +99,17 @@ def test_the_command(tmp_path: Path) -> None:
     found = isthmus("simulate", *job, "--fault", "desk@1s+5s", "--json")
     assert found.code == 0, found.err
     assert '"recoveries": [' in found.out and '"detected_after_s"' in found.out
+
+
+def test_all_devices_die_at_once_and_come_back(tmp_path: Path) -> None:
+    options = {"fault": [f"{name}@2s+4s" for name in ("d0", "d1", "d2")] + ["coordinator@30s+2s"]}
+    found = simulate_faults(_job(tmp_path), read_faults(options), _Quiet(), Stop())
+    assert found.run.finish.outcome == "done" and found.steps == STEPS
+    assert all(time_s >= 0 for time_s, _ in found.timeline())
+
+
+def test_replicas_that_average(tmp_path: Path) -> None:
+    """Each replica takes its own samples; together they are those of the step."""
+    job = msgspec.structs.replace(_job(tmp_path), sync=SyncPolicy(mode="local", period=4), planner="auto")
+    found = simulate_faults(job, read_faults({"fault": ["d1@2s"]}), _Quiet(), Stop())
+    assert found.run.finish.outcome == "done" and found.steps == STEPS

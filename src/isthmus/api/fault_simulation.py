@@ -32,9 +32,9 @@ from isthmus.trace import Trace
 from isthmus.units import format_duration
 
 
-def read_faults(options: Mapping[str, Sequence[str]]) -> tuple[Fault, ...]:
+def read_faults(options: Mapping[str, Sequence[str] | None]) -> tuple[Fault, ...]:
     """Of the values of `--fault`, `--slow`, `--join` and `--leave`, in order of time. UserError for what is none."""
-    found = [parse_fault(text, option) for option, texts in options.items() for text in texts]
+    found = [parse_fault(text, option) for option, texts in options.items() for text in texts or ()]
     return tuple(sorted(found, key=lambda fault: fault.time_s))
 
 

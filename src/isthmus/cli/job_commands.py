@@ -82,8 +82,9 @@ def simulate(
     plans. Of a job with a table [federated]: its rounds, with clients' times as measured on this machine.
     """
     api.files.check_folder("--picture", picture)
-    faults = struck.faults()
-    job = asked.any_job(job_file, plan=plan_file, trace=trace_file, fault=faults or None, picture=picture)
+    faults = api.fault_simulation.read_faults(struck.given)
+    others = {"plan": plan_file, "trace": trace_file, "picture": picture, **struck.given}
+    job = asked.any_job(job_file, None, **others)
     if isinstance(job, isthmus.FederatedJob):
         _simulate_rounds(job, json=json)
         return

@@ -17,7 +17,6 @@ from isthmus.overrides import read_overrides
 
 if TYPE_CHECKING:
     from isthmus import FederatedJob, Job
-    from isthmus.api.fault_simulation import Fault
     from isthmus.api.job_overrides import Changes, FederatedChanges
     from isthmus.api.serve import Serving
 
@@ -136,8 +135,9 @@ class FaultOptions:
     join: Annotated[list[str] | None, typer.Option("--join", help="DEVICE@60s: it could work from then on.")] = None
     leave: Annotated[list[str] | None, typer.Option("--leave", help="DEVICE@60s: it leaves without loss.")] = None
 
-    def faults(self) -> tuple[Fault, ...]:
-        return api.fault_simulation.read_faults({f.name: getattr(self, f.name) or () for f in fields(self)})
+    @property
+    def given(self) -> dict[str, list[str] | None]:
+        return {field.name: getattr(self, field.name) or None for field in fields(self)}
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:

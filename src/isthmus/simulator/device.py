@@ -128,6 +128,8 @@ class SimulatedWorker:
         self.placed: State = {}
         self._around = around
         self._items: dict[int, Item] = {}
+        self._first_samples: dict[int, int] = {}
+        """By item, of all replicas."""
         self._saved: State = {}
 
     def assigned(self, epoch: Epoch) -> None:
@@ -143,6 +145,7 @@ class SimulatedWorker:
             return
         if isinstance(event, Opened) and event.epoch == machine.epoch:
             assert self.epoch is not None, "a stage has an epoch"
+            self._first_samples[event.item.index] = event.item.first_sample
             event = Opened(item=self.epoch.shares[self.number].part(event.item), epoch=event.epoch)
             self._items[event.item.index] = event.item
         for instruction in machine.handle(event):
@@ -185,7 +188,7 @@ class SimulatedWorker:
             return
         assert self.epoch is not None, "a stage has an epoch"
         self.live = {**self.placed, **self.session.memory.values(step, own)}
-        self.step, self._items = step, {}
+        self.step, self._items, self._first_samples = step, {}, {}
         self.machine = Worker(self.epoch.views[self.number], epoch)
         self.order(StageStarted(epoch=epoch))
 
@@ -245,7 +248,7 @@ class SimulatedWorker:
             return
         if isinstance(event, Updated):
             item = self._items[event.item]
-            self.live = updated(self.live, item, machine.epoch)
+            self.live = updated(self.live, self._first_samples.pop(event.item), machine.epoch)
             self.step = item.step + 1
             self._around.stepped(self)
         self.handle(event)

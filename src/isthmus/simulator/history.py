@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 
 from isthmus.errors import InternalError
 from isthmus.protocol.recovery import Lineage
-from isthmus.protocol.work import Item
 
 
 class HistoryEntry:
@@ -30,12 +29,10 @@ State = Mapping[str, HistoryEntry | None]
 """By part."""
 
 
-def updated(state: State, item: Item, epoch: int) -> State:
-    """The state after one more step."""
+def updated(state: State, first_sample: int, epoch: int) -> State:
+    """The state after one more step, of all replicas' samples from `first_sample` on."""
     made: dict[int, HistoryEntry] = {}
-    return {
-        part: made.setdefault(id(last), HistoryEntry(last, item.first_sample, epoch)) for part, last in state.items()
-    }
+    return {part: made.setdefault(id(last), HistoryEntry(last, first_sample, epoch)) for part, last in state.items()}
 
 
 def after(state: State, step: int, parts: Iterable[str]) -> State:

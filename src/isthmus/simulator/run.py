@@ -18,6 +18,7 @@ import msgspec
 from isthmus.errors import InternalError, IsthmusError
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan, PlanPeriod
+from isthmus.plans.worker_ids import device_of
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
 from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.coordinator_events import (
@@ -188,11 +189,8 @@ class RunSimulation:
 
     def run(self) -> SimulatedRun:
         """InternalError if the machines wait for each other, or the history is not what it must be."""
-        for fault in self._options.faults:
-            if fault.kind == "join" and not fault.time_s:  # it is there when the run begins
-                self.strikes.strike(fault)
-            else:
-                self.world.later(fault.time_s, ("fault", fault.device), partial(self._strike, fault))
+        for fault in filter(_is_there_at_first, self._options.faults):
+            self.strikes.strike(fault)
         if self._options.faults or self._advanced is not None:
             self._tick()
         for worker_id in self._epoch.worker_ids:
@@ -325,6 +323,7 @@ class RunSimulation:
             case MakePlan():
                 self.world.later(times.plan_s, "planner", partial(self._plan, instruction, epoch))
             case CallDevice(device=device):
+                self.strikes.called(device_of(device))
                 self.world.later(times.process_s, ("call", device), partial(self.connections.join, device))
             case FetchState(device=device, step=step, parts=parts):
                 asked = StateAsked(step=step, parts=parts, epoch=epoch)
@@ -387,6 +386,9 @@ class RunSimulation:
         if self._origin_s is None:
             self._origin_s = self.world.clock.now_s
             self.world.setting_up = True
+            for fault in self._options.faults:
+                if not _is_there_at_first(fault):
+                    self.world.later(fault.time_s, ("fault", fault.device), partial(self._strike, fault))
         if len(machine.recoveries) > self._known:
             self._known, now_s = len(machine.recoveries), self.world.clock.now_s
             self._recovered.append((now_s - machine.recoveries[-1].seconds, now_s))
@@ -463,6 +465,11 @@ def _assign(epoch: Epoch, event: StageAssigned, worker: SimulatedWorker) -> None
 def _place(placed: State, event: WeightsPlaced, worker: SimulatedWorker) -> None:
     worker.placed = placed
     worker.order(event)
+
+
+def _is_there_at_first(fault: Fault) -> bool:
+    """Whether it is a device that comes before the run begins."""
+    return fault.kind == "join" and not fault.time_s
 
 
 def _shifted(span: Span, by_s: float) -> Span:

@@ -23,17 +23,25 @@ class Strikes:
         self._options = options
         self._restart = restart
         self._ended: dict[str, str] = {}
+        self._called: set[str] = set()
+        """Devices whose process is on its way."""
         self._returning: set[str] = set()
         self._offers: set[str] = set()
         self._leaving: set[str] = set()
 
+    def called(self, name: str) -> None:
+        """The device's process is started."""
+        self._ended.pop(name, None)
+        self._called.add(name)
+
     def tick(self) -> Observation:
         """What the coordinator sees of the devices now."""
         here = frozenset(self._world.devices)
+        self._called -= here
         leaving, self._leaving = frozenset(self._leaving), set()
         return Observation(
             ended={device: how for device, how in self._ended.items() if device not in here},
-            starting=here,
+            starting=here | self._called,
             returning=frozenset(self._returning - here),
             offers=frozenset(self._offers - here),
             leaving=leaving,
