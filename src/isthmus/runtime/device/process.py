@@ -28,14 +28,8 @@ from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.endpoint import Endpoint
 from isthmus.runtime.device.failures import in_one_line
 from isthmus.runtime.identity import Identity
+from isthmus.runtime.processes.children import end_with_parent
 from isthmus.runtime.processes.memory_limit import limit_memory
-
-
-def _end_with_input() -> None:
-    """Also out of a long computation, and out of a wait for others that may never come."""
-    while os.read(0, 4096):  # not through sys.stdin, whose lock would be held while the interpreter ends
-        pass
-    os._exit(PeerError.exit_code)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -63,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle: it saves, then halts us
     if options.parent_pipe:
-        threading.Thread(target=_end_with_input, name="parent_pipe", daemon=True).start()
+        threading.Thread(target=end_with_parent, args=(0,), name="parent_pipe", daemon=True).start()
     if options.memory is not None and options.accelerator == "cpu":  # a driver maps more than it uses
         limit_memory(options.memory)
     host, _, port = str(options.coordinator).rpartition(":")

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,7 +19,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from isthmus.errors import InternalError, IsthmusError, PeerError, UserError
+from isthmus.errors import InternalError, IsthmusError, UserError
+from isthmus.runtime.processes.children import end_children, end_with_parent, how_it_ended
+
+
+class _Copy:
+    """A forked process, as a `Child`."""
+
+    def __init__(self, pid: int, parent_pipe: int) -> None:
+        self.pid = pid
+        self.parent_pipe = parent_pipe
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def lives(self) -> bool:
+        return self.poll() is None
+
+    def signal(self, number: int) -> None:
+        if self.lives():
+            os.kill(self.pid, number)
+
+    def let_go(self) -> None:
+        os.close(self.parent_pipe)
 
 
 class Forked:
@@ -30,9 +55,7 @@ class Forked:
     def __init__(self, names: Mapping[str, Callable[[str], None]], logs: Path) -> None:
         """Each copy calls its function with the address. Under `logs` goes what it writes to standard error."""
         logs.mkdir(parents=True, exist_ok=True)
-        self._pids: dict[str, int] = {}
-        self._parent_pipes: dict[str, int] = {}
-        self._codes: dict[str, int] = {}
+        self._copies: dict[str, _Copy] = {}
         self._logs = {name: logs / f"{name}.log" for name in names}
         gc.freeze()  # collecting in a copy would write to every page
         for name, act in names.items():
@@ -40,37 +63,26 @@ class Forked:
             pid = os.fork()
             if not pid:
                 os.close(parent_pipe)
-                for other in self._parent_pipes.values():  # else a copy would keep its siblings alive
-                    os.close(other)
+                for other in self._copies.values():  # else a copy would keep its siblings alive
+                    os.close(other.parent_pipe)
                 end_after(partial(_live, act, end, self._logs[name]))
             os.close(end)
-            self._pids[name], self._parent_pipes[name] = pid, parent_pipe
+            self._copies[name] = _Copy(pid, parent_pipe)
         gc.unfreeze()
 
     def begin(self, address: str) -> None:
         """Tell all of them."""
-        for parent_pipe in self._parent_pipes.values():
+        for copy in self._copies.values():
             with contextlib.suppress(BrokenPipeError):
-                os.write(parent_pipe, address.encode() + b"\n")
+                os.write(copy.parent_pipe, address.encode() + b"\n")
 
     def ended(self) -> dict[str, str]:
         """Those that have ended other than well, and how."""
-        for name in self._pids.keys() - self._codes.keys():
-            self._look(name)
-        return {name: self._how(name, code) for name, code in self._codes.items() if code}
+        codes = {name: copy.poll() for name, copy in self._copies.items()}
+        return {name: how_it_ended(code, self._logs[name]) for name, code in codes.items() if code}
 
     def pids(self) -> dict[str, int]:
-        return dict(self._pids)
-
-    def _look(self, name: str) -> None:
-        pid, status = os.waitpid(self._pids[name], os.WNOHANG)
-        if pid:
-            self._codes[name] = os.waitstatus_to_exitcode(status)
-
-    def _how(self, name: str, code: int) -> str:
-        if code < 0:
-            return f"its process was killed by {signal.Signals(-code).name}"
-        return f"its process ended with code {code}, see {self._logs[name]}"
+        return {name: copy.pid for name, copy in self._copies.items()}
 
     def __enter__(self) -> Forked:
         return self
@@ -78,21 +90,7 @@ class Forked:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:  # they were halted; else nobody told them
-            self._wait(5.0)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for name in self._pids.keys() - self._codes.keys():
-                os.kill(self._pids[name], number)
-            self._wait(2.0)
-        for parent_pipe in self._parent_pipes.values():
-            os.close(parent_pipe)
-
-    def _wait(self, timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while (left := self._pids.keys() - self._codes.keys()) and time.monotonic() < deadline_s:
-            for name in left:
-                self._look(name)
-            time.sleep(0.005)
+        end_children(self._copies.values(), halted=kind is None)  # after an error nobody told them
 
 
 _FAILED, _REFUSED = "failed: ", "refused: "
@@ -156,7 +154,7 @@ def _live(act: Callable[[str], None], parent_pipe: int, log: Path) -> None:
         if not read:
             return  # nobody is left to work for
         address += read
-    threading.Thread(target=_end_with, args=(parent_pipe,), name="parent_pipe", daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(parent_pipe,), name="parent_pipe", daemon=True).start()
     act(address.decode().strip())
 
 
@@ -177,9 +175,3 @@ def end_after(live: Callable[[], None]) -> NoReturn:
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         os._exit(code)
-
-
-def _end_with(parent_pipe: int) -> None:
-    while os.read(parent_pipe, 4096):
-        pass
-    os._exit(PeerError.exit_code)

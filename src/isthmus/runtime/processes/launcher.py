@@ -6,14 +6,13 @@ import contextlib
 import os
 import signal
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
 import msgspec
 
+from isthmus.runtime.processes.children import SIGNAL_S, end_children, how_it_ended, wait_for_children
 from isthmus.runtime.processes.fork_server import ForkedProcess, ForkServer
 
 
@@ -102,7 +101,7 @@ class Launcher:
         if before is not None:
             before.signal(signal.SIGKILL)
             before.let_go()
-            _wait([before], 2.0)
+            wait_for_children([before], SIGNAL_S)
         arguments = [
             "--coordinator",
             self._coordinator,
@@ -144,13 +143,8 @@ class Launcher:
 
     def ended(self) -> dict[str, str]:
         """Devices whose process has ended otherwise than well, and how."""
-        return {d: self._how(d, code) for d, child in self._children.items() if (code := child.poll()) not in (None, 0)}
-
-    def _how(self, device: str, code: int) -> str:
-        if code < 0:
-            return f"its process was killed by {signal.Signals(-code).name}"
-        log = f", see {self._log(device)}" if self._logs is not None else ""
-        return f"its process ended with code {code}{log}"
+        codes = {device: child.poll() for device, child in self._children.items()}
+        return {d: how_it_ended(code, self._logs and self._log(d)) for d, code in codes.items() if code}
 
     def __enter__(self) -> Launcher:
         return self
@@ -161,22 +155,7 @@ class Launcher:
         self.end(halted=kind is None)
 
     def end(self, *, halted: bool = True) -> None:
-        """End the processes that still run. With `halted`, they were asked to halt, and first get 5 s to do so."""
-        children = list(self._children.values())
-        if halted:
-            _wait(children, 5.0)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for child in children:
-                child.signal(number)
-            _wait(children, 2.0)
-        for child in children:
-            child.let_go()
+        """End the processes that still run. With `halted`, they were asked to halt, and first get the time to do so."""
+        end_children(self._children.values(), halted=halted)
         for fork_server in self._fork_servers.values():
             fork_server.end()
-
-
-def _wait(children: Sequence[ForkedProcess], timeout_s: float) -> None:
-    """For all of them together."""
-    deadline_s = time.monotonic() + timeout_s
-    while any(child.lives() for child in children) and time.monotonic() < deadline_s:
-        time.sleep(0.005)

@@ -1,0 +1,72 @@
+"""Processes that this one started: how they are ended, how they ended, and how they end with this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Protocol
+
+from isthmus.errors import PeerError
+
+HALT_S = 5.0
+"""How long processes that were asked to halt may take."""
+SIGNAL_S = 2.0
+"""How long a process may take after a signal."""
+
+
+class Child(Protocol):
+    """A process that holds the other end of its parent-death pipe: it ends when that closes."""
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs, or has not begun."""
+        ...
+
+    def lives(self) -> bool:
+        """Whether the process exists now."""
+        ...
+
+    def signal(self, number: int) -> None:
+        """Nothing happens where it does not exist."""
+        ...
+
+    def let_go(self) -> None:
+        """Close its parent-death pipe."""
+        ...
+
+
+def end_children(children: Collection[Child], *, halted: bool) -> None:
+    """End those that still run. With `halted`, they were asked to halt, and first get the time to do so."""
+    if halted:
+        wait_for_children(children, HALT_S)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for child in children:
+            child.signal(number)
+        wait_for_children(children, SIGNAL_S)
+    for child in children:
+        child.let_go()
+
+
+def wait_for_children(children: Collection[Child], timeout_s: float) -> None:
+    """For all of them together."""
+    deadline_s = time.monotonic() + timeout_s
+    while any(child.lives() for child in children) and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+
+
+def how_it_ended(code: int, log: Path | None) -> str:
+    """Of a process with this exit code, not 0."""
+    if code < 0:
+        return f"its process was killed by {signal.Signals(-code).name}"
+    see = f", see {log}" if log is not None else ""
+    return f"its process ended with code {code}{see}"
+
+
+def end_with_parent(parent_pipe: int) -> None:
+    """In a thread of the child: end this process when the pipe closes, also out of a long computation, and out of a
+    wait for others that may never come."""
+    while os.read(parent_pipe, 4096):  # not through sys.stdin, whose lock would be held while the interpreter ends
+        pass
+    os._exit(PeerError.exit_code)
