@@ -12,14 +12,14 @@ PER_TIMEOUT = 4
 """Heartbeats in the time after which a silent party is lost."""
 
 
-class Sender(Protocol):
+class HeartbeatReceiver(Protocol):
     """`SendLane` and `MessageSender` are."""
 
     def put(self, message: Heartbeat, /) -> None: ...
 
 
 def start_heartbeats(
-    run: str, timeout_s: float, over: threading.Event, receivers: Callable[[], Iterable[Sender]]
+    run: str, timeout_s: float, over: threading.Event, receivers: Callable[[], Iterable[HeartbeatReceiver]]
 ) -> None:
     """Send heartbeats of the run to `receivers()` until `over` is set, from a thread: a callback or a slow disk may
     hold up the caller for long. `receivers` is called in that thread."""
