@@ -60,7 +60,7 @@ def fitted_costs(job: FederatedJob, rounds: Sequence[RoundLine]) -> FederatedCos
         between_s=between_s,
         broadcast_s=around_s / 2,
         sums_s=around_s / 2,
-        factor=lambda executor, round_: emulation(job, executor).factor(round_),
+        factor=lambda executor, phase: emulation(job, executor).factor(phase.round),
     )
 
 

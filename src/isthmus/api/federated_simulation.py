@@ -76,7 +76,7 @@ def simulate_rounds(job: FederatedJob) -> SimulatedRounds:
         sums_s=found.overhead_s,
         noise=job.execution.noise,
         clients_per_vmap=found.clients_per_vmap,
-        factor=lambda k, round_: emulated[k].factor(round_),
+        factor=lambda k, phase: emulated[k].factor(phase.round),
     )
     rounds = simulate_federated(machine, costs, job.federated.seed)
     return SimulatedRounds(list(rounds), count, line, found.overhead_s)

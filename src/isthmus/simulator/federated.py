@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from isthmus.errors import InternalError, PeerError
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
-    BeginPhase,
     ClientTask,
     ClientTime,
     CommitRound,
@@ -25,6 +24,7 @@ from isthmus.protocol.federated_events import (
     FinishRounds,
     LinearFit,
     Notify,
+    PhaseId,
     ReportDrained,
     ReportReturned,
     RoundRecord,
@@ -41,7 +41,7 @@ from isthmus.simulator.clock import VirtualClock
 
 
 class FederatedCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """What things take. Times of clients are lines times log-normal noise of mean 1."""
+    """Durations of training and of messages. Times of clients are lines times log-normal noise of mean 1."""
 
     lines: tuple[LinearFit, ...]
     """Of every executor in truth; what the coordinator believes of them it must find out."""
@@ -52,15 +52,19 @@ class FederatedCosts(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float = 0.0
     """Of a message, either way."""
     broadcast_s: float = 0.0
-    """From a turn's opening until an executor has the model."""
+    """From a phase's opening until an executor has the model."""
     sums_s: float = 0.0
     """Until the coordinator has an executor's sums."""
     clients_per_vmap: int = 1
     """Clients of equal numbers of samples that are trained as one."""
-    factor: Callable[[int, int], float] = lambda executor, round_: 1.0
-    """(executor, round) -> how much slower it is then."""
+    factor: Callable[[int, PhaseId], float] = lambda executor, phase: 1.0
+    """(executor, phase) -> how much slower it is then."""
+    sites: tuple[int, ...] = ()
+    """Samples of each executor's only client, which has the executor's number; empty: executors have all clients."""
     losses: tuple[tuple[int, float], ...] = ()
     """(executor, second) that it is lost."""
+    returns: tuple[tuple[int, float], ...] = ()
+    """(executor, second) that a lost one connects again."""
 
 
 class SimulatedRound(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +82,17 @@ def simulate_federated(
     return _RoundsSimulation(machine, costs, seed).run()
 
 
+class _SimulatedExecutor:
+    """An executor's machine, and what it has still to do: one thing after another, as an executor's process does."""
+
+    def __init__(self, number: int, name: str, clients_per_vmap: int) -> None:
+        self.number = number
+        self.name = name
+        self.machine = ExecutorMachine(clients_per_vmap)
+        self.due: deque[TrainTasks | SendSums] = deque()
+        self.trains = self.gone = False
+
+
 class _RoundsSimulation:
     def __init__(self, machine: FederatedCoordinator, costs: FederatedCosts, seed: int) -> None:
         self._machine = machine
@@ -85,12 +100,8 @@ class _RoundsSimulation:
         self._clock = VirtualClock(seed)
         self._draws = np.random.default_rng(seed)
         self._noise: deque[float] = deque()
-        self._names = machine.executors
-        self._executors = [ExecutorMachine(costs.clients_per_vmap) for _ in self._names]
-        self._number = {name: number for number, name in enumerate(self._names)}
-        self._lost: set[int] = set()
-        self._busy_s = [0.0 for _ in self._names]
-        """By executor, until when it trains: it begins nothing else before, also of a newer round."""
+        self._numbers = {name: number for number, name in enumerate(machine.executors)}
+        self._executors: dict[str, _SimulatedExecutor] = {}
         self._due_s: float | None = None
         """Of the tick that comes next."""
         self._finish: FinishRounds | None = None
@@ -98,10 +109,12 @@ class _RoundsSimulation:
         self._rounds: list[SimulatedRound] = []
 
     def run(self) -> tuple[SimulatedRound, ...]:
-        for name in self._names:
-            self._clock.at(0.0, name, partial(self._decide, ExecutorJoined(executor=name)))
+        for name in self._numbers:
+            self._clock.at(0.0, name, partial(self._join, name))
         for number, time_s in self._costs.losses:
-            self._clock.at(time_s, "losses", partial(self._lose, number))
+            self._clock.at(time_s, "losses", partial(self._lose, self._machine.executors[number]))
+        for number, time_s in self._costs.returns:
+            self._clock.at(time_s, "losses", partial(self._join, self._machine.executors[number]))
         self._clock.run()
         if self._finish is None:
             raise InternalError("federated simulation: nobody has anything to do, and the run is not over")
@@ -109,12 +122,22 @@ class _RoundsSimulation:
             raise PeerError(self._finish.reason)
         return tuple(self._rounds)
 
-    def _lose(self, number: int) -> None:
-        self._lost.add(number)
-        self._decide(ExecutorLost(executor=self._names[number], reason="lost in the simulation"))
+    # The coordinator
+
+    def _join(self, name: str) -> None:
+        number, sites = self._numbers[name], self._costs.sites
+        self._executors[name] = _SimulatedExecutor(number, name, self._costs.clients_per_vmap)
+        client, samples = (number, sites[number]) if sites else (None, None)
+        self._decide(ExecutorJoined(executor=name, client=client, samples=samples))
+
+    def _lose(self, name: str) -> None:
+        self._executors[name].gone = True
+        self._decide(ExecutorLost(executor=name, reason="lost in the simulation"))
 
     def _decide(self, event: CoordinatorEvent) -> None:
         """The machine learns the time with whatever may open or close a phase."""
+        if self._finish is not None:
+            return
         if not isinstance(event, ExecutorDrained | TasksReturned | Tick):
             self._handle(Tick(now_s=self._clock.now_s))
         self._handle(event)
@@ -124,7 +147,7 @@ class _RoundsSimulation:
             self._clock.at(max(due_s, self._clock.now_s), "tick", partial(self._tick, due_s))
 
     def _tick(self, due_s: float) -> None:
-        if self._finish is None and self._due_s == due_s:
+        if self._due_s == due_s:
             self._due_s = None
             self._decide(Tick(now_s=self._clock.now_s))
 
@@ -148,47 +171,59 @@ class _RoundsSimulation:
             self._machine.look_ahead()
 
     def _measured(self, record: RoundRecord) -> SimulatedRound:
-        busy_s = np.zeros(len(self._names))
+        busy_s = np.zeros(len(self._numbers))
         for name, timed in record.trained.items():
-            busy_s[self._number[name]] = sum(t.seconds for t in timed)
+            busy_s[self._numbers[name]] = sum(t.seconds for t in timed)
         for name, seconds in record.earlier_s.items():
-            busy_s[self._number[name]] += seconds
+            busy_s[self._numbers[name]] += seconds
         return SimulatedRound(record=record, seconds=self._clock.now_s - self._opened_s, busy_s=busy_s)
 
-    def _later(self, seconds: float, executor: str, event: ExecutorEvent) -> None:
-        number = self._number[executor]
+    def _later(self, seconds: float, name: str, event: ExecutorEvent) -> None:
         due_s = self._clock.now_s + self._costs.latency_s + seconds
-        self._clock.at(due_s, executor, partial(self._act, number, event))
+        self._clock.at(due_s, name, partial(self._hear, self._executors[name], event))
 
-    def _act(self, number: int, event: ExecutorEvent) -> None:
-        if number in self._lost:
+    # Executors
+
+    def _hear(self, executor: _SimulatedExecutor, event: ExecutorEvent) -> None:
+        if executor.gone:
             return
-        name, now_s = self._names[number], self._clock.now_s
-        for instruction in self._executors[number].handle(event):
+        for instruction in executor.machine.handle(event):
             match instruction:
-                case TrainTasks(phase=phase, tasks=tasks):
-                    timed = self._train(number, phase.round, tasks)
-                    done = TasksTrained(phase=phase, timed=timed)
-                    begin_s = max(now_s, self._busy_s[number])
-                    over_s = begin_s + sum(t.seconds for t in timed) + self._costs.between_s
-                    self._busy_s[number] = over_s
-                    self._clock.at(over_s, name, partial(self._act, number, done))
+                case TrainTasks() | SendSums():
+                    executor.due.append(instruction)
                 case ReportDrained(phase=phase):
-                    self._tell(0.0, ExecutorDrained(executor=name, phase=phase))
+                    self._tell(0.0, ExecutorDrained(executor=executor.name, phase=phase))
                 case ReportReturned(phase=phase, tasks=tasks):
-                    self._tell(0.0, TasksReturned(executor=name, phase=phase, tasks=tasks))
-                case SendSums(phase=phase, timed=timed, refused=refused):
-                    sums = SumsSent(executor=name, phase=phase, timed=timed, refused=refused)
-                    self._tell(self._costs.sums_s, sums)
-                case BeginPhase() | _:
+                    self._tell(0.0, TasksReturned(executor=executor.name, phase=phase, tasks=tasks))
+                case _:
                     pass
+        self._act(executor)
+
+    def _act(self, executor: _SimulatedExecutor) -> None:
+        while executor.due and not executor.trains:
+            match executor.due.popleft():
+                case SendSums(phase=phase, timed=timed, refused=refused):
+                    sums = SumsSent(executor=executor.name, phase=phase, timed=timed, refused=refused)
+                    self._tell(self._costs.sums_s, sums)
+                case TrainTasks(phase=phase) if not executor.machine.works_for(phase):
+                    self._hear(executor, TasksTrained(phase=phase, timed=()))
+                case TrainTasks(phase=phase, tasks=tasks):
+                    executor.trains = True
+                    timed = self._train(executor.number, phase, tasks)
+                    over_s = self._clock.now_s + sum(t.seconds for t in timed) + self._costs.between_s
+                    done = TasksTrained(phase=phase, timed=timed)
+                    self._clock.at(over_s, executor.name, partial(self._trained, executor, done))
+
+    def _trained(self, executor: _SimulatedExecutor, done: TasksTrained) -> None:
+        executor.trains = False
+        self._hear(executor, done)
 
     def _tell(self, seconds: float, event: ExecutorDrained | TasksReturned | SumsSent) -> None:
         due_s = self._clock.now_s + self._costs.latency_s + seconds
         self._clock.at(due_s, f"from {event.executor}", partial(self._decide, event))
 
-    def _train(self, number: int, round_: int, tasks: Sequence[ClientTask]) -> tuple[ClientTime, ...]:
-        line, factor = self._costs.lines[number], self._costs.factor(number, round_)
+    def _train(self, number: int, phase: PhaseId, tasks: Sequence[ClientTask]) -> tuple[ClientTime, ...]:
+        line, factor = self._costs.lines[number], self._costs.factor(number, phase)
         return tuple(ClientTime(t.client, t.samples, line.seconds(t.samples) * factor * self._jitter()) for t in tasks)
 
     def _jitter(self) -> float:
