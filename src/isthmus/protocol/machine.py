@@ -101,9 +101,10 @@ class Machine(Generic[PhaseT, EventT, InstructionT]):
         if self._is_stale(event):
             self._stale += 1
             return []
-        if self._phase == self.transitions.over:
+        before, transitions = self._phase, self.transitions
+        if before == transitions.over:
             return []
-        before, following = self._phase, self.transitions.following(self._phase, event)
+        following = transitions.following(before, event)
         out = self._take(event)
         if self._phase not in following:
             raise InternalError(

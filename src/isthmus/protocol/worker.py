@@ -61,6 +61,10 @@ from isthmus.protocol.machine import Machine
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker_phases import WORKER, Phase, WorkerStatistics
 
+_OF_OTHERS = (Opened, Arrived, PartsArrived)
+"""Events that other machines cause. The rest are ends of this worker's own instructions."""
+_NOBODY: frozenset[int] = frozenset()
+
 
 class StageView(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker must know of its stage: its neighbours and its limits.
@@ -162,8 +166,8 @@ class Worker(Machine[Phase, WorkerEvent, WorkerInstruction]):
         return WorkerStatistics(self._phase, item, self._next_forward, self._backwards, self._stale)
 
     def _is_stale(self, event: WorkerEvent) -> bool:
-        """Ends of its own instructions are of its own epoch."""
-        return isinstance(event, Opened | Arrived | PartsArrived) and event.epoch != self._epoch
+        """Ends of its own instructions are always of its own epoch."""
+        return event.epoch != self._epoch and isinstance(event, _OF_OTHERS)
 
     def _take(self, event: WorkerEvent) -> list[WorkerInstruction]:
         out: list[WorkerInstruction] = []
@@ -216,30 +220,26 @@ class Worker(Machine[Phase, WorkerEvent, WorkerInstruction]):
         self._phase = then
 
     def _computed(self, work: Work, micro_batch: int, out: list[WorkerInstruction]) -> None:
-        assert self._item is not None, "a tasklet belongs to an item"
+        item, view = self._item, self.view
+        assert item is not None, "a tasklet belongs to an item"
         self._busy = False
-        item = self._item.index
         if work == "F":
-            if self.view.trains:
+            if view.trains:
                 self._waiting_backward.append(micro_batch)
             else:
                 self._backwards += 1
-            out += [Send("forward", s, item, micro_batch) for s in self._of(self.view.forward_to, micro_batch)]
+            out += [Send("forward", s, item.index, micro_batch) for s in view.of(view.forward_to, item, micro_batch)]
             self._counted(out)
         elif work == "B":
             self._backwards += 1
-            out += [Send("backward", s, item, micro_batch) for s in self._of(self.view.backward_to, micro_batch)]
+            out += [Send("backward", s, item.index, micro_batch) for s in view.of(view.backward_to, item, micro_batch)]
         else:
-            out += [Send("forward", s, item, micro_batch) for s in self._of(self.view.eval_to, micro_batch)]
+            out += [Send("forward", s, item.index, micro_batch) for s in view.of(view.eval_to, item, micro_batch)]
 
     def _counted(self, out: list[WorkerInstruction]) -> None:
         """Tell the count of the loss, once the last forward of a step is done here."""
         if self.view.counts and self.view.has_loss and self._next_forward == len(self._own):
             out += [Send("count", s, self._index) for s in self.view.others]
-
-    def _of(self, workers: tuple[int, ...], micro_batch: int) -> tuple[int, ...]:
-        assert self._item is not None, "a micro-batch belongs to an item"
-        return self.view.of(workers, self._item, micro_batch)
 
     def _updated(self, item: int, out: list[WorkerInstruction]) -> None:
         if self.view.averages == "gradients":
@@ -348,7 +348,7 @@ class Worker(Machine[Phase, WorkerEvent, WorkerInstruction]):
         elif item.kind == "train" and self._backwards == len(self._own):
             self._phase = "gathering"
             out += [Send("shared_gradient", s, item.index) for s in self.view.parameter_owners]
-        elif (micro_batch := self._ready_backward(item.index)) is not None:
+        elif (micro_batch := self._ready_backward(item)) is not None:
             self._waiting_backward.remove(micro_batch)
             self._busy = True
             out.append(Compute("B", item.index, micro_batch))
@@ -358,20 +358,23 @@ class Worker(Machine[Phase, WorkerEvent, WorkerInstruction]):
             self._busy = True
             out.append(Compute("F" if item.kind == "train" else "E", item.index, micro_batch))
 
-    def _ready_backward(self, item: int) -> int | None:
-        sources = self.view.backward_from
-        ready = (m for m in self._waiting_backward if self._has("backward", item, self._of(sources, m), m))
-        return min(ready, default=None)
+    def _ready_backward(self, item: Item) -> int | None:
+        """The lowest micro-batch: they wait in the order of their forwards."""
+        view = self.view
+        for m in self._waiting_backward:
+            if self._has("backward", item.index, view.of(view.backward_from, item, m), m):
+                return m
+        return None
 
     def _forward_ready(self, item: Item) -> bool:
-        train = item.kind == "train"
+        train, view = item.kind == "train", self.view
         if self._next_forward == len(self._own):
             return False
-        if train and len(self._waiting_backward) >= self.view.in_flight:
+        if train and len(self._waiting_backward) >= view.in_flight:
             return False
         micro_batch = self._own[self._next_forward]
-        sources = self._of(self.view.forward_from if train else self.view.eval_from, micro_batch)
-        return self._has("shared", item.index, self.view.parameter_owners) and self._has(
+        sources = view.of(view.forward_from if train else view.eval_from, item, micro_batch)
+        return self._has("shared", item.index, view.parameter_owners) and self._has(
             "forward", item.index, sources, micro_batch
         )
 
@@ -381,7 +384,7 @@ class Worker(Machine[Phase, WorkerEvent, WorkerInstruction]):
         return count_here and self._has("shared_gradient", self._index, self.view.parameter_users)
 
     def _has(self, parcel: Parcel, item: int, sources: tuple[int, ...], micro_batch: int = -1) -> bool:
-        return self._arrived.get((parcel, item, micro_batch), set()).issuperset(sources)
+        return not sources or self._arrived.get((parcel, item, micro_batch), _NOBODY).issuperset(sources)
 
     def _finish(self, item: int, out: list[WorkerInstruction]) -> None:
         self._last = item

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -23,6 +23,7 @@ from isthmus.trace import Span
 
 SPARE_SHARE = 0.5
 """Of a link, what copies of snapshots take."""
+_TAKING_TIME = (Computed, Updated, Saved)
 
 
 class Coordination(Protocol):
@@ -43,18 +44,6 @@ class Coordination(Protocol):
     def left(self, worker: SimulatedWorker) -> None: ...
 
     def accuse(self, worker: SimulatedWorker, reason: str, epoch: int) -> None: ...
-
-
-class _Message(NamedTuple):
-    """What crosses a link."""
-
-    source: SimulatedWorker
-    target: str
-    """A worker id."""
-    name: str
-    item: Item
-    size_bytes: int
-    micro_batch: int = -1
 
 
 class World:
@@ -103,18 +92,15 @@ class World:
     def occupy(self, worker: SimulatedWorker, name: str, seconds: float, done: WorkerEvent) -> None:
         machine, lane = worker.machine, worker.device.lane
         assert machine is not None, "a stage at work has a machine"
-        assert isinstance(done, Computed | Updated | Saved), "these take time"
+        assert isinstance(done, _TAKING_TIME), "these take time"
         item, slow = worker.item(done.item), self._slow.get(worker.device.name, 1.0)
 
         def begin() -> None:
             if worker.machine is not machine:  # it was closed while this waited
                 lane.release()
                 return
-            start_s = self.clock.now_s
-            self.later(seconds * slow * self._factor(), ("compute", worker.number), partial(end, start_s))
-
-        def end(start_s: float) -> None:
-            self.on(worker.device, partial(release, start_s))
+            end = partial(self.on, worker.device, partial(release, self.clock.now_s))
+            self.later(seconds * slow * self._factor(), ("compute", worker.number), end)
 
         def release(start_s: float) -> None:
             micro_batch = done.micro_batch if isinstance(done, Computed) else -1
@@ -145,7 +131,7 @@ class World:
         assert epoch is not None, "who connects has a stage"
         number, now_s = worker.session.epoch, self.clock.now_s
         others = [device_of(other) for other in epoch.neighbours[worker.name]]
-        until_s = max((self._cuts.get(frozenset((worker.device.name, other)), 0.0) for other in others), default=0.0)
+        until_s = max((self._cut_until_s(worker.device.name, other) for other in others), default=0.0)
         if until_s - now_s > self._options.recovery.timeout_s:
             lost = partial(self._give_up, worker, number, "cannot connect to another device")
             self.later(
@@ -181,45 +167,45 @@ class World:
             name, micro_batch = send.parcel, send.micro_batch
         else:
             size_bytes, name, micro_batch = epoch.costs.part_bytes(send, worker.number), "average", -1
-        message = _Message(worker, epoch.worker_ids[send.target], name, item, size_bytes, micro_batch)
-        source, target = worker.device.name, epoch.devices[send.target]
+        receiver, source, target = epoch.worker_ids[send.target], worker.device.name, epoch.devices[send.target]
         lane = ("link", worker.number, send.target)
         handover_s, now_s = self._options.overheads.handover_s, self.clock.now_s
         if source == target:  # it never leaves the device
-            self.clock.at(now_s + handover_s, lane, partial(self._deliver, message.target, target, arrived))
+            self.clock.at(now_s + handover_s, lane, partial(self._deliver, receiver, target, arrived))
             return
-        until_s = self._cuts.get(frozenset((source, target)), 0.0)
+        until_s = self._cut_until_s(source, target)
         if until_s - now_s > self._options.recovery.timeout_s:
             return  # nobody waits for so long
         sent_bytes = size_bytes + self._options.header_bytes
         times = self._network.send(max(now_s, until_s) + handover_s, source, target, sent_bytes)
-        arrive = partial(self._arrive, message, target, times, arrived)
-        self.clock.at(times.arrived_s + handover_s, lane, arrive)
-
-    def _arrive(self, message: _Message, target: str, times: Transmission, arrived: WorkerEvent) -> None:
-        source = message.source.device
-        if source.died_s < times.sent_s:
-            return
-        span = Span(
-            device=source.name,
+        sent = Span(
+            device=source,
             track="send",
-            name=message.name,
+            name=name,
             start_s=times.start_s,
             end_s=times.sent_s,
-            step=message.item.step,
-            micro_batch=message.micro_batch,
-            size_bytes=message.size_bytes,
+            step=item.step,
+            micro_batch=micro_batch,
+            size_bytes=size_bytes,
             other=target,
-            wire_bytes=message.size_bytes + self._options.header_bytes,
+            wire_bytes=sent_bytes,
         )
-        self.spans.append(span)
-        if target not in self.devices:
+        arrive = partial(self._arrive, worker.device, sent, times, receiver, arrived)
+        self.clock.at(times.arrived_s + handover_s, lane, arrive)
+
+    def _arrive(
+        self, source: SimulatedDevice, sent: Span, times: Transmission, receiver: str, arrived: WorkerEvent
+    ) -> None:
+        if source.died_s < times.sent_s:
+            return
+        self.spans.append(sent)
+        if sent.other not in self.devices:
             return
         window = {"start_s": times.arrival_start_s, "end_s": times.arrived_s}
         self.spans.append(
-            msgspec.structs.replace(span, device=span.other, track="receive", other=span.device, **window)
+            msgspec.structs.replace(sent, device=sent.other, track="receive", other=sent.device, **window)
         )
-        self._deliver(message.target, target, arrived)
+        self._deliver(receiver, sent.other, arrived)
 
     def _deliver(self, worker_id: str, device: str, event: WorkerEvent) -> None:
         there = self.devices.get(device)
@@ -240,7 +226,7 @@ class World:
 
         def arrive() -> None:
             there, alive = self.devices.get(target), self.devices.get(source) is worker.device
-            until_s = self._cuts.get(frozenset((source, target)), 0.0)
+            until_s = self._cut_until_s(source, target)
             if until_s > self.clock.now_s:
                 self.later(until_s - self.clock.now_s, ("snapshot", worker.name), arrive)
             elif there is not None and alive and (keeper := there.workers.get(holder)) is not None:
@@ -291,17 +277,20 @@ class World:
     def cut(self, one: str, other: str, lasts_s: float) -> None:
         """Nothing passes between two devices for so long."""
         now_s, timeout_s = self.clock.now_s, self._options.recovery.timeout_s
-        pair = frozenset((one, other))
-        self._cuts[pair] = max(self._cuts.get(pair, 0.0), now_s + lasts_s)
+        self._cuts[frozenset((one, other))] = max(self._cut_until_s(one, other), now_s + lasts_s)
         if lasts_s < timeout_s:
             return
         for a, b in ((one, other), (other, one)):
             self.later(timeout_s, ("cut", a), partial(self._blame, a, b))
 
+    def _cut_until_s(self, one: str, other: str) -> float:
+        """Until when nothing passes between two devices; 0 if their link is whole."""
+        return self._cuts.get(frozenset((one, other)), 0.0) if self._cuts else 0.0
+
     def _blame(self, name: str, other: str) -> None:
         """A device has heard nothing from another one for too long."""
         device, there = self.devices.get(name), self.devices.get(other)
-        if device is None or there is None or self._cuts[frozenset((name, other))] <= self.clock.now_s:
+        if device is None or there is None or self._cut_until_s(name, other) <= self.clock.now_s:
             return
         for worker in device.workers.values():
             epoch = worker.epoch
