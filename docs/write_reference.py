@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.cli.app import commands
+from isthmus.protocol import federated_transitions as federated
 from isthmus.protocol.device_session import SESSION
 from isthmus.protocol.machine import Transitions
 from isthmus.protocol.phases import COORDINATOR
@@ -31,6 +32,16 @@ MACHINES = {
     "The coordinator": (COORDINATOR, "src/isthmus/protocol/phases.py", "one run"),
     "The worker": (WORKER, "src/isthmus/protocol/worker_phases.py", "one stage on a device"),
     "The device session": (SESSION, "src/isthmus/protocol/device_session.py", "a device's side of a run"),
+    "The coordinator of federated rounds": (
+        federated.COORDINATOR,
+        "src/isthmus/protocol/federated_transitions.py",
+        "a federated run",
+    ),
+    "The executor": (
+        federated.EXECUTOR,
+        "src/isthmus/protocol/federated_transitions.py",
+        "the clients of one process or site",
+    ),
 }
 """By heading: the table, its file, and the subject of the machine."""
 SHARED = 4
@@ -80,7 +91,9 @@ def machines_page() -> str:
         "([machine.py](../src/isthmus/protocol/machine.py)) checks every event against the table. All machines have "
         "the same rule:",
         "| event | result |\n|---|---|\n"
-        "| of another plan epoch, if the machine checks it (`_is_stale`) | the machine drops and counts the event |\n"
+        "| late (`_is_stale`): of another plan epoch, or of another phase of a round | "
+        "the machine drops and counts the event "
+        "(the sender gets an answer if it waits for one) |\n"
         "| not in the table for the phase | the machine raises `OutOfPhase`; the machine does not change |\n"
         "| after the last phase | the machine drops the event |\n"
         "| in the table, but the next phase is not | the machine raises `InternalError`: the machine has a bug |",

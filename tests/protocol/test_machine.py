@@ -33,7 +33,7 @@ from isthmus.protocol.coordinator_events import (
     StopRequested,
     TransferEnded,
 )
-from isthmus.protocol.machine import Event, Machine, OutOfPhase, Transitions
+from isthmus.protocol.machine import EpochMachine, Event, OutOfPhase, Transitions
 from isthmus.protocol.phases import COORDINATOR
 
 
@@ -46,7 +46,7 @@ class Closed(Event, frozen=True, kw_only=True):
     """The machine goes to a phase that its table does not allow."""
 
 
-class Door(Machine[Literal["shut", "open", "gone"], Opened | Closed, str]):
+class Door(EpochMachine[Literal["shut", "open", "gone"], Opened | Closed, str]):
     transitions = Transitions("shut", "gone", {"shut": {Opened: "open"}, "open": {Opened: "open", Closed: "gone"}})
 
     def _take(self, event: Opened | Closed) -> list[str]:

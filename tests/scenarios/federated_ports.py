@@ -167,7 +167,7 @@ class _Run:
                 AdmissionRules(),
                 RUN,
                 lambda _: None,
-                staleness=self._machine.rules.staleness,
+                rounds_late=self._machine.rounds_late,
             )
         return FederatedHost(self._machine, server, receiver, policy, committed=lambda *_: None)
 

@@ -62,7 +62,7 @@ from isthmus.protocol.coordinator_events import (
 )
 from isthmus.protocol.finite import Divergence
 from isthmus.protocol.leases import Leases
-from isthmus.protocol.machine import Machine
+from isthmus.protocol.machine import EpochMachine
 from isthmus.protocol.members import Members
 from isthmus.protocol.phases import COORDINATOR, CoordinatorStatistics, Phase
 from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout, holders_at, recovery_step, state_donors
@@ -74,7 +74,7 @@ from isthmus.protocol.work import RunSpec
 Out = list[CoordinatorInstruction]
 
 
-class Coordinator(Machine[Phase, CoordinatorEvent, CoordinatorInstruction]):
+class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction]):
     """The state machine of a run over the devices of one plan after another."""
 
     transitions = COORDINATOR

@@ -15,7 +15,7 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from isthmus.protocol.machine import Event, Machine, Transitions
+from isthmus.protocol.machine import EpochMachine, Event, Transitions
 from isthmus.protocol.state_inventory import StateInventory
 
 Value = TypeVar("Value")
@@ -193,7 +193,7 @@ SESSION = Transitions(
 )
 
 
-class DeviceSession(Machine[Phase, SessionEvent[Value], SessionInstruction[Value]], Generic[Value]):
+class DeviceSession(EpochMachine[Phase, SessionEvent[Value], SessionInstruction[Value]], Generic[Value]):
     """Of one worker. A value is whatever the host keeps for a part of the state."""
 
     transitions = SESSION

@@ -13,7 +13,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -53,6 +53,8 @@ from isthmus.protocol.federated_reports import fault_of, refusal_texts
 from isthmus.protocol.federated_rules import RoundRules, Why
 from isthmus.protocol.federated_scheduler import ClientScheduler
 from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.federated_transitions import COORDINATOR, CoordinatorPhase
+from isthmus.protocol.machine import Machine
 from isthmus.protocol.work_stealing import assign_idle, assign_returned, forget_executor, grant_tasks, reassign
 
 Integers = NDArray[np.int64]
@@ -72,18 +74,20 @@ class Waiting(NamedTuple):
 
 
 class FederatedStatistics(msgspec.Struct, frozen=True):
-    phase: Literal["joining", "running", "done"]
+    phase: CoordinatorPhase
     round: int
     alive: int
     stale: int
 
 
-class FederatedCoordinator:
+class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, CoordinatorInstruction]):
     """The machine. It keeps which is each client's state: a number, 4 bytes a client, part of what a commit saves.
 
     An executor that trains a client reports the state's number, and receives it when the client is trained again. Only
     the executors, which keep the states, know what a number means.
     """
+
+    transitions = COORDINATOR
 
     def __init__(
         self,
@@ -98,6 +102,7 @@ class FederatedCoordinator:
     ) -> None:
         """`sizes` (population,) in samples; `cohort` gives the clients of a round, and `late` by how many rounds they
         are late in a simulation; `states` (population,) is None for algorithms that keep nothing."""
+        super().__init__()
         self.executors = tuple(executors)
         self.durable_round = rules.first_round - 1
         """Set by the driver when a round has reached the disk."""
@@ -106,7 +111,6 @@ class FederatedCoordinator:
         self._cohort_of = cohort
         self._late_of = late
         self._alive: set[str] = set()
-        self._phase: Literal["joining", "running", "done"] = "joining"
         self._next = PhaseId(rules.first_round)
         """To be opened when enough are here."""
         self._since_s: float | None = None
@@ -122,7 +126,6 @@ class FederatedCoordinator:
         self._behind: dict[str, PhaseId] = {}
         """Executors that were asked to drop a phase, and have not said since that they are done with it."""
         self._now_s = 0.0
-        self._stale = 0
 
     def statistics(self) -> FederatedStatistics:
         return FederatedStatistics(self._phase, self._next.round, len(self._alive), self._stale)
@@ -155,6 +158,15 @@ class FederatedCoordinator:
             return self._open.opened_s + self.rules.deadline_s
         return None if (waiting := self.waiting) is None else waiting.until_s
 
+    def rounds_late(self, executor: str, phase: PhaseId) -> int | None:
+        """By how many rounds an update of this phase is late, if it comes now: 0 in the open phase, None if it does not
+        count."""
+        opened = self._open
+        if opened is None or phase == opened.phase:
+            return None if opened is None else 0
+        late = opened.late.get(executor)
+        return None if late is None or late[0] != phase else opened.phase.round - phase.round
+
     @property
     def states(self) -> NDArray[np.int32] | None:
         """(population,) which is each client's state."""
@@ -167,10 +179,18 @@ class FederatedCoordinator:
         free = [name for name in self._alive if name in pinned and name not in self._late]
         return np.array(sorted(pinned[name] for name in free), dtype=np.int64)
 
-    def handle(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
-        """Take one event; return what to do now, in this order."""
-        if self._phase == "done":
-            return [IgnoreSums(event.executor, event.phase)] if isinstance(event, SumsSent) else []
+    def _is_stale(self, event: CoordinatorEvent) -> bool:
+        if self._phase == "done" or not isinstance(event, ExecutorDrained | TasksReturned | SumsSent):
+            return False
+        late = self.rounds_late(event.executor, event.phase)
+        return late is None or (late > 0 and not isinstance(event, SumsSent)) or event.executor not in self._alive
+
+    def _answer_stale(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
+        assert isinstance(event, ExecutorDrained | TasksReturned | SumsSent), "nothing else names a phase"
+        self._catches_up(event)
+        return [IgnoreSums(event.executor, event.phase)] if isinstance(event, SumsSent) else []
+
+    def _take(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
         match event:
             case ExecutorJoined():
                 return self._join(event)
@@ -181,16 +201,11 @@ class FederatedCoordinator:
                 return self._gather() if self._phase == "joining" else self._look()
             case RunInterrupted():
                 return self._end("interrupted")
-            case SumsSent() if self._open is not None and self._is_late(event, self._open):
-                return self._on_late(event, self._open)
             case ExecutorDrained() | TasksReturned() | SumsSent():
-                if self._open is None or event.phase != self._open.phase or event.executor not in self._alive:
-                    self._stale += 1
-                    self._catches_up(event)
-                    return [IgnoreSums(event.executor, event.phase)] if isinstance(event, SumsSent) else []
-                if not isinstance(
-                    event, TasksReturned
-                ):  # which is answered while a client of an earlier turn is trained
+                assert self._open is not None, "the table has none of these while no phase is open"
+                if isinstance(event, SumsSent) and event.phase != self._open.phase:
+                    return self._on_late(event, self._open)
+                if not isinstance(event, TasksReturned):  # answered while a client of an earlier phase is trained
                     self._behind.pop(event.executor, None)
                 return self._in_turn(event, self._open)
 
@@ -338,9 +353,6 @@ class FederatedCoordinator:
         if self.rules.single and opened.unassigned:
             out.append(grant_tasks(event.executor, (opened.unassigned.pop(0),), opened, holds=False))
         return [*out, *self._look()]
-
-    def _is_late(self, event: SumsSent, opened: OpenPhase) -> bool:
-        return event.executor in opened.late and opened.late[event.executor][0] == event.phase
 
     def _on_late(self, event: SumsSent, opened: OpenPhase) -> list[CoordinatorInstruction]:
         """A late update counts in this phase. The site gets a task again in the next phase."""

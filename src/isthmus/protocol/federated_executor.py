@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import islice
-from typing import Literal
 
 import msgspec
 
@@ -41,34 +40,38 @@ from isthmus.protocol.federated_events import (
     TrainTasks,
     UpdateRefused,
 )
+from isthmus.protocol.federated_transitions import EXECUTOR, ExecutorPhase
+from isthmus.protocol.machine import Machine
 
 AHEAD = 16
 """How many tasks are announced in advance. Reading this many states at once takes as long as reading a few."""
 
 
 class ExecutorStatistics(msgspec.Struct, frozen=True):
-    phase: Literal["idle", "training", "drained", "stopped"]
+    phase: ExecutorPhase
     waiting: int
     trained: int
     """Since it was made."""
     stale: int
 
 
-class ExecutorMachine:
+class ExecutorMachine(Machine[ExecutorPhase, ExecutorEvent, ExecutorInstruction]):
     """The machine. `clients_per_vmap` clients of equal numbers of samples are trained as one where the driver can do
     that."""
 
+    transitions = EXECUTOR
+
     def __init__(self, clients_per_vmap: int = 1) -> None:
+        super().__init__()
         self._clients_per_vmap = clients_per_vmap
         self._phase_id: PhaseId | None = None
         self._queue: deque[ClientTask] = deque()
         self._busy = self._holds = self._reported = False
         self._dropped: set[PhaseId] = set()
         """Turns that were dropped while a client of theirs was trained."""
-        self._phase: Literal["idle", "training", "drained", "stopped"] = "idle"
         self._timed: list[ClientTime] = []
         self._refused: list[RefusedUpdate] = []
-        self._trained = self._stale = 0
+        self._trained = 0
 
     def statistics(self) -> ExecutorStatistics:
         return ExecutorStatistics(self._phase, len(self._queue), self._trained, self._stale)
@@ -82,20 +85,22 @@ class ExecutorMachine:
         """What comes after the tasks in work, the next first: their states may be read ahead."""
         return tuple(islice(self._queue, AHEAD))
 
-    def handle(self, event: ExecutorEvent) -> list[ExecutorInstruction]:
-        """Take one event; return what to do now, in this order."""
-        if isinstance(event, ExecutorHalted):
-            self._phase = "stopped"
-            return [StopExecutor()]
-        if isinstance(event, PhaseOpened):
-            return self._open(event.opening, event.tasks, event.holds)
-        if event.phase != self._phase_id:
-            self._stale += 1
-            if isinstance(event, TasksTrained) and event.phase in self._dropped:
-                self._dropped.remove(event.phase)
-                return [ReportDrained(event.phase)]  # before this, no other phase waits for this executor
-            return [ReportReturned(event.phase, ())] if isinstance(event, TasksRecalled) else []
+    def _is_stale(self, event: ExecutorEvent) -> bool:
+        return not isinstance(event, ExecutorHalted | PhaseOpened) and event.phase != self._phase_id
+
+    def _answer_stale(self, event: ExecutorEvent) -> list[ExecutorInstruction]:
+        if isinstance(event, TasksTrained) and event.phase in self._dropped:
+            self._dropped.remove(event.phase)
+            return [ReportDrained(event.phase)]  # before this, no other phase waits for this executor
+        return [ReportReturned(event.phase, ())] if isinstance(event, TasksRecalled) else []
+
+    def _take(self, event: ExecutorEvent) -> list[ExecutorInstruction]:
         match event:
+            case ExecutorHalted():
+                self._phase = "stopped"
+                return [StopExecutor()]
+            case PhaseOpened(opening=opening, tasks=tasks, holds=holds):
+                return self._open(opening, tasks, holds)
             case TasksGranted(tasks=tasks, holds=holds):
                 self._queue.extend(tasks)
                 self._holds = holds
@@ -140,7 +145,7 @@ class ExecutorMachine:
             return []
         if self._queue:
             self._busy, self._reported, self._phase = True, False, "training"
-            return [TrainTasks(self._phase_id, self._take())]
+            return [TrainTasks(self._phase_id, self._next_tasks())]
         if self._holds:
             if self._reported:
                 return []
@@ -151,7 +156,7 @@ class ExecutorMachine:
         self._clear()
         return [SendSums(phase, timed, refused)]
 
-    def _take(self) -> tuple[ClientTask, ...]:
+    def _next_tasks(self) -> tuple[ClientTask, ...]:
         tasks = [self._queue.popleft()]
         alike = tasks[0].samples, tasks[0].late
         while (

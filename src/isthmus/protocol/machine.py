@@ -4,7 +4,7 @@
 
 One rule for events that do not fit, in every machine:
 
-- An event of another plan epoch is late: it is dropped and counted.
+- An event that arose under another plan epoch, or in another phase of a round, is late: it is dropped and counted.
 - An event that the table does not have for the phase raises `OutOfPhase`: the host expels the peer that sent it, or
   has a fault of its own.
 - A machine that is over drops everything.
@@ -28,10 +28,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PhaseT = TypeVar("PhaseT", bound=str)
-EventT = TypeVar("EventT", bound=Event)
+EventT = TypeVar("EventT", bound=msgspec.Struct)
+EpochEventT = TypeVar("EpochEventT", bound=Event)
 InstructionT = TypeVar("InstructionT")
 
-Table = Mapping[str, Mapping[type[Event], str]]
+Table = Mapping[str, Mapping[type[msgspec.Struct], str]]
 """By phase and event, the names of the phases that may follow, in one string."""
 
 
@@ -55,7 +56,7 @@ class Transitions:
         if unknown:
             raise InternalError(f"phases without a row: {', '.join(sorted(unknown))}")
 
-    def following(self, phase: str, event: Event) -> frozenset[str]:
+    def following(self, phase: str, event: msgspec.Struct) -> frozenset[str]:
         """Raises OutOfPhase where the table has none."""
         try:
             return self._following[phase, type(event)]
@@ -77,9 +78,8 @@ class Machine(Generic[PhaseT, EventT, InstructionT]):
 
     transitions: ClassVar[Transitions]
 
-    def __init__(self, epoch: int = 0) -> None:
+    def __init__(self) -> None:
         self._phase: PhaseT = cast(PhaseT, self.transitions.first)
-        self._epoch = epoch
         self._stale = 0
 
     @property
@@ -87,20 +87,15 @@ class Machine(Generic[PhaseT, EventT, InstructionT]):
         return self._phase
 
     @property
-    def epoch(self) -> int:
-        """Of the plan in force."""
-        return self._epoch
-
-    @property
     def stale(self) -> int:
-        """How many events of another epoch were dropped."""
+        """How many late events were dropped."""
         return self._stale
 
     def handle(self, event: EventT) -> list[InstructionT]:
         """Take one event; return what to do now. Raises OutOfPhase for one that the table does not have."""
         if self._is_stale(event):
             self._stale += 1
-            return []
+            return self._answer_stale(event)
         before, transitions = self._phase, self.transitions
         if before == transitions.over:
             return []
@@ -114,7 +109,27 @@ class Machine(Generic[PhaseT, EventT, InstructionT]):
         return out
 
     def _is_stale(self, event: EventT) -> bool:
-        return event.epoch != self._epoch
+        raise NotImplementedError
+
+    def _answer_stale(self, event: EventT) -> list[InstructionT]:
+        """What the sender of a late event is told, if it waits for an answer."""
+        return []
 
     def _take(self, event: EventT) -> list[InstructionT]:
         raise NotImplementedError
+
+
+class EpochMachine(Machine[PhaseT, EpochEventT, InstructionT]):
+    """A machine whose events name the plan epoch under which they arose."""
+
+    def __init__(self, epoch: int = 0) -> None:
+        super().__init__()
+        self._epoch = epoch
+
+    @property
+    def epoch(self) -> int:
+        """Of the plan in force."""
+        return self._epoch
+
+    def _is_stale(self, event: EpochEventT) -> bool:
+        return event.epoch != self._epoch

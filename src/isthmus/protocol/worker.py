@@ -57,7 +57,7 @@ from isthmus.protocol.events import (
 )
 from isthmus.protocol.exchange import Exchange, GroupView
 from isthmus.protocol.feeding import Feeding
-from isthmus.protocol.machine import Machine
+from isthmus.protocol.machine import EpochMachine
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker_phases import WORKER, Phase, WorkerStatistics
 
@@ -135,7 +135,7 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(m.other for r in rounds for m in (*r.sends, *r.receives))
 
 
-class Worker(Machine[Phase, WorkerEvent, WorkerInstruction]):
+class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
     """The state machine of one stage. At most one of the instructions that an event leads to occupies the compute
     lane."""
 

@@ -49,6 +49,7 @@ from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, he
 from isthmus.training.layout import TensorHeader
 
 TICK_S = 0.25
+EXIT_TICK_S = 0.01
 EXIT_GRACE_S = 0.5
 """How long to wait for the exit of a process whose connection closed: it says more."""
 
@@ -140,12 +141,14 @@ class FederatedHost:
         self._deadlines = Deadlines(self._timeout_s, 0.0, note)
         self._senders: dict[str, MessageOutput] = {}
         self._reasons: dict[str, str] = {}
+        """Why executors were lost that are not back."""
         self._behind: set[str] = set()
         """Sites whose last round ended without them."""
-        """Why executors were lost that are not back."""
         self._left: set[str] = set()
         """Of them, those that are lost."""
         self._channels: list[SocketChannel] = []
+        self._ending: dict[str, tuple[str, float]] = {}
+        """Executors whose connection closed: why, and until when their process's exit is waited for."""
         self._dismissed: set[str] = set()
         """Whom we have hung up on, until their connection is seen to end."""
         self._phase_id: PhaseId | None = None
@@ -236,10 +239,11 @@ class FederatedHost:
         while self._finish is None:
             events: list[CoordinatorEvent] = []
             with contextlib.suppress(queue.Empty):
-                if (rung := self._bell.get(timeout=TICK_S)) is not None:
+                if (rung := self._bell.get(timeout=EXIT_TICK_S if self._ending else TICK_S)) is not None:
                     events.append(rung)
             now_s = time.monotonic()
             with self._deciding:
+                events += self._ended_by(now_s)
                 if now_s - looked_s >= TICK_S and self._finish is None:
                     looked_s = now_s
                     self._tell_waits(now_s)
@@ -291,13 +295,13 @@ class FederatedHost:
                     self._dismissed.discard(executor)
                     return []
                 reason = "its connection closed" if message is None else str(message)
-                return [self._lost(executor, reason.removeprefix(f"device {executor!r}: "))]
+                return self._ends(executor, reason.removeprefix(f"device {executor!r}: "))
             case JoinRun():
                 self._welcome(executor)
             case Failed(fault="user", reason=reason) if not self._policy.may_reconnect:
                 self._failure = UserError(reason)
             case Failed(reason=reason):
-                return [self._lost(executor, reason)]
+                return self._ends(executor, reason)
             case Heartbeat():
                 pass
             case _:
@@ -305,7 +309,7 @@ class FederatedHost:
                     event = self._receiver.on_message(executor, message, tensors)
                 except PeerError as e:
                     self._dismiss(executor)
-                    return [self._lost(executor, str(e))]
+                    return self._ends(executor, str(e))
                 return [] if event is None else [event]
         return []
 
@@ -332,11 +336,23 @@ class FederatedHost:
         if (hello := self._receiver.hello(executor)) is not None:
             self._senders[executor].put(hello)
 
+    def _ends(self, executor: str, reason: str) -> list[CoordinatorEvent]:
+        """Its connection is of no more use. How its process ended says more, and is known a little later."""
+        self._left.add(executor)
+        if not self._policy.exit_grace_s:
+            return [self._lost(executor, reason)]
+        self._ending[executor] = reason, time.monotonic() + self._policy.exit_grace_s
+        self._bell.put(None)
+        return []
+
+    def _ended_by(self, now_s: float) -> list[CoordinatorEvent]:
+        """Executors whose process's exit is known, or is not waited for any longer."""
+        ended = self._ended() if self._ending else {}
+        known = [name for name, (_, until_s) in self._ending.items() if name in ended or now_s >= until_s]
+        return [self._lost(name, self._ending.pop(name)[0]) for name in known]
+
     def _lost(self, executor: str, reason: str) -> ExecutorLost:
         self._left.add(executor)
-        deadline_s = time.monotonic() + self._policy.exit_grace_s
-        while executor not in self._ended() and time.monotonic() < deadline_s:
-            time.sleep(0.01)
         self._reasons[executor] = self._ended().get(executor, reason)
         return ExecutorLost(executor=executor, reason=self._reasons[executor])
 

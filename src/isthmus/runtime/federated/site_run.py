@@ -109,7 +109,7 @@ class SiteRun:
             self.job.bounds,
             run,
             note,
-            staleness=self.job.participation.staleness,
+            rounds_late=self.machine.rounds_late,
         )
         policy = ConnectionPolicy(
             run=run,

@@ -43,10 +43,10 @@ class SiteUpdateReceiver:
         run: str,
         note: Callable[[str], None],
         *,
-        staleness: int = 0,
+        rounds_late: Callable[[str, PhaseId], int | None],
     ) -> None:
-        """`clients` are the sites' numbers; `task_spec` says what a client is asked to do; updates that are late by
-        `staleness` rounds or fewer are scaled down."""
+        """`clients` are the sites' numbers; `task_spec` says what a client is asked to do; `rounds_late` is the
+        coordinator's: late updates are scaled down."""
         self.trips = self.value_bytes = self.shared_bytes = 0
         self._server = server
         self._clients = clients
@@ -54,7 +54,7 @@ class SiteUpdateReceiver:
         self._rules = rules
         self._run = run
         self._note = note
-        self._staleness = staleness
+        self._rounds_late = rounds_late
         self._samples: dict[str, int] = {}
         self._updates: dict[str, ClientUpdate] = {}
         most = max(sum(math.prod(f.shape) * f.dtype.itemsize for f in forms.values()) for forms in server.forms)
@@ -90,7 +90,7 @@ class SiteUpdateReceiver:
 
     def _update(self, executor: str, message: UpdateMessage, update: ClientUpdate) -> SumsSent:
         client, samples, phase = self._clients[executor], self._samples[executor], message.phase
-        late = self._late(phase)
+        late = self._rounds_late(executor, phase)
         if late is not None:
             try:
                 admitted = self._server.admit(update, samples, self._rules)
@@ -100,14 +100,6 @@ class SiteUpdateReceiver:
             self._updates[executor] = staleness_weight(admitted, late)
         timed = ClientTime(client, samples, message.seconds, message.state, message.renewed)
         return SumsSent(executor=executor, phase=phase, timed=(timed,))
-
-    def _late(self, phase: PhaseId) -> int | None:
-        """By how many rounds; None for a phase that nobody waits for."""
-        now = self._server.phase
-        if now is None or phase == now:
-            return None if now is None else 0
-        late = now.round - phase.round
-        return late if 0 < late <= self._staleness else None
 
     def merge(self, executor: str) -> None:
         update = self._updates.pop(executor, None)

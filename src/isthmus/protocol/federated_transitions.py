@@ -1,0 +1,92 @@
+"""The phases of the two federated machines, and which event leads from one to another."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from isthmus.protocol.federated_events import (
+    ExecutorDrained,
+    ExecutorHalted,
+    ExecutorJoined,
+    ExecutorLost,
+    PhaseClosed,
+    PhaseDropped,
+    PhaseOpened,
+    RunInterrupted,
+    SumsSent,
+    TasksGranted,
+    TasksRecalled,
+    TasksReturned,
+    TasksTrained,
+    Tick,
+    UpdateRefused,
+)
+from isthmus.protocol.machine import Transitions
+
+CoordinatorPhase = Literal["joining", "running", "done"]
+ExecutorPhase = Literal["idle", "training", "drained", "stopped"]
+
+_BEGIN = "joining running done"
+"""Where an executor that came may lead to: a run that is resumed after its last round has nothing to do."""
+_ROUND_OVER = "running joining done"
+"""Where what may end a round leads to: to the next round, to waiting for executors, to the end."""
+
+COORDINATOR = Transitions(
+    "joining",
+    "done",
+    {
+        "joining": {
+            ExecutorJoined: _BEGIN,
+            ExecutorLost: "joining done",
+            Tick: _BEGIN,
+            RunInterrupted: "done",
+        },
+        "running": {
+            ExecutorJoined: "running",
+            ExecutorDrained: "running",
+            TasksReturned: _ROUND_OVER,
+            SumsSent: _ROUND_OVER,
+            ExecutorLost: _ROUND_OVER,
+            Tick: _ROUND_OVER,
+            RunInterrupted: "done",
+        },
+    },
+)
+
+_NEXT = "training drained idle"
+"""The next client; none is left, and there may be more; none is left, and the sums are sent."""
+
+EXECUTOR = Transitions(
+    "idle",
+    "stopped",
+    {
+        "idle": {
+            PhaseOpened: _NEXT,
+            TasksGranted: _NEXT,
+            TasksRecalled: "idle",
+            PhaseClosed: "idle",
+            PhaseDropped: "idle",
+            UpdateRefused: "idle",
+            ExecutorHalted: "stopped",
+        },
+        "training": {
+            PhaseOpened: _NEXT,
+            TasksGranted: "training",
+            TasksRecalled: "training",
+            PhaseClosed: "training",
+            PhaseDropped: "idle",
+            UpdateRefused: "training",
+            TasksTrained: _NEXT,
+            ExecutorHalted: "stopped",
+        },
+        "drained": {
+            PhaseOpened: _NEXT,
+            TasksGranted: _NEXT,
+            TasksRecalled: "drained",
+            PhaseClosed: "idle",
+            PhaseDropped: "idle",
+            UpdateRefused: "drained",
+            ExecutorHalted: "stopped",
+        },
+    },
+)
