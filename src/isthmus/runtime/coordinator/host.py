@@ -77,7 +77,6 @@ from isthmus.runtime.messages.run import (
     AssignMessage,
     Failed,
     HaltMessage,
-    Heartbeat,
     JoinRun,
     OpenMessage,
     ReadyMessage,
@@ -94,6 +93,7 @@ from isthmus.runtime.messages.state_transfer import (
 from isthmus.runtime.processes.compute_threads import ComputeThreads
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
+from isthmus.runtime.transport.heartbeat import start_heartbeats
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.trace import Span
 from isthmus.training.layout import header_of
@@ -143,7 +143,7 @@ class CoordinatorHost:
         To stop is to finish what is leased, to save and to end; a second Ctrl-C ends at once.
         """
         self._session = session or self._session
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        start_heartbeats(self._run, self._timeout_s, self._over, lambda: list(self._lanes.values()))
         try:
             with (stop or Stop()).calls(lambda: self._inbox.put(StopRequested())):
                 finish = self._loop()
@@ -164,12 +164,6 @@ class CoordinatorHost:
             recoveries=self.machine.recoveries,
             origin_s=self._origin_s,
         )
-
-    def _beat(self) -> None:
-        """In a thread of its own: a hook or a slow disk may hold up the coordinating thread for long."""
-        while not self._over.wait(self._timeout_s / 4):
-            for lane in list(self._lanes.values()):
-                lane.put(Heartbeat(run=self._run))
 
     def tell(self, event: RunEvent) -> None:
         """Something that a person or another part of the program wants. Any thread."""

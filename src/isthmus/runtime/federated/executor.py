@@ -41,8 +41,9 @@ from isthmus.runtime.messages.federated import (
     ReturnedMessage,
     SumsMessage,
 )
-from isthmus.runtime.messages.run import Failed, HaltMessage, Heartbeat, JoinRun, ReadyMessage
+from isthmus.runtime.messages.run import Failed, HaltMessage, JoinRun, ReadyMessage
 from isthmus.runtime.transport.channel import SocketChannel, dial
+from isthmus.runtime.transport.heartbeat import start_heartbeats
 from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of
 
 Told = dict[str, Tensor]
@@ -220,7 +221,7 @@ def take_part(
     sender = MessageSender(channel, on_error=lambda _: channel.close())
     sender.put(JoinRun(run=run, device=name, host="", port=0))
     over = threading.Event()
-    threading.Thread(target=_beat, args=(sender, run, timeout_s / 4, over), name="heartbeat", daemon=True).start()
+    start_heartbeats(run, timeout_s, over, lambda: (sender,))
     try:
         act(sender)
     except Exception as e:
@@ -233,9 +234,3 @@ def take_part(
         over.set()
         sender.flush()
         channel.close()
-
-
-def _beat(sender: MessageSender, run: str, every_s: float, over: threading.Event) -> None:
-    beat = Heartbeat(run=run)
-    while not over.wait(every_s):
-        sender.put(beat)

@@ -45,6 +45,7 @@ from isthmus.runtime.messages.run import Failed, HaltMessage, Heartbeat, JoinRun
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.heartbeat import start_heartbeats
 from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of
 from isthmus.training.layout import TensorHeader
 
@@ -171,7 +172,7 @@ class FederatedHost:
         and ends the run. UserError if an executor reports a mistake of the user's.
         """
         self._ended = ended
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        start_heartbeats(self._run, self._timeout_s, self._over, self._reachable)
         before_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         try:
@@ -191,11 +192,6 @@ class FederatedHost:
         """Sent and received so far, whole frames, of all executors."""
         counts = [channel.statistics() for channel in self._channels]
         return sum(c.sent_bytes for c in counts), sum(c.received_bytes for c in counts)
-
-    def _beat(self) -> None:
-        while not self._over.wait(self._timeout_s / 4):
-            for out in self._reachable():
-                out.put(Heartbeat(run=self._run))
 
     def _tell_waits(self, now_s: float) -> None:
         joining = self._machine.statistics().phase == "joining"
