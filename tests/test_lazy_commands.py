@@ -66,3 +66,10 @@ def test_a_coordinator_listens_before_it_can_plan_capture_and_draw() -> None:
     assert "isthmus.runtime.service.fleet_coordinator" in found
     late = ("matplotlib", "networkx", "scipy.optimize", "sympy", "torch._dynamo", "isthmus.graph.capture")
     assert [name for name in late if name in found] == []
+
+
+def test_a_picture_is_drawn_only_when_it_is_asked_for() -> None:
+    imported = "import json, sys, isthmus.api.fault_simulation, isthmus.api.job_plans, isthmus.api.pipeline\n"
+    code = imported + "print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert "matplotlib" not in json.loads(done.stdout)

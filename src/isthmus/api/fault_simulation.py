@@ -20,7 +20,7 @@ from isthmus.plans import Plan
 from isthmus.protocol import RunSpec, StateLayout
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
 from isthmus.protocol.coordinator_events import MakePlan
-from isthmus.report.fault_timeline import draw_faults
+from isthmus.report import draw_faults
 from isthmus.runtime.coordinator.plans import Plans
 from isthmus.runtime.coordinator.run import START_S, run_spec
 from isthmus.runtime.processes.signals import Stop

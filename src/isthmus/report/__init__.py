@@ -6,7 +6,7 @@ from isthmus.report.fleet_tables import fleet_table, fleets_table, planners_tabl
 from isthmus.report.memory import memory_table, memory_use
 from isthmus.report.overview import plan_overview
 from isthmus.report.periods import during, last_period, run_summary
-from isthmus.report.pictures import draw_loss, draw_plan, draw_timeline
+from isthmus.report.pictures import draw_faults, draw_loss, draw_plan, draw_timeline
 from isthmus.report.planning_progress import PlanningProgress
 from isthmus.report.progress import Progress
 from isthmus.report.summary import (
@@ -45,6 +45,7 @@ __all__ = [
     "compared_table",
     "comparison_summary",
     "comparison_table",
+    "draw_faults",
     "draw_loss",
     "draw_plan",
     "draw_timeline",

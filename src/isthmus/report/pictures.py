@@ -27,6 +27,19 @@ def draw_loss(
     importlib.import_module("isthmus.report.loss").draw_loss(points, heldout, path, unit, references)
 
 
+def draw_faults(
+    done_s: Sequence[tuple[float, int]],
+    faults: Sequence[tuple[float, str]],
+    stopped_s: Sequence[tuple[float, float]],
+    path: Path,
+    *,
+    seconds: float,
+) -> None:
+    """`fault_timeline.draw_faults`: a run's steps over time, what struck it, and while it did not train."""
+    module = importlib.import_module("isthmus.report.fault_timeline")
+    module.draw_faults(done_s, faults, stopped_s, path, seconds=seconds)
+
+
 def draw_timeline(predicted: Trace | None, measured: Trace, path: Path, steps: int = 2) -> None:
     """`timeline.draw_timeline`: typical steps of `measured`, below the same of `predicted` if there is one."""
     importlib.import_module("isthmus.report.timeline").draw_timeline(predicted, measured, path, steps)
