@@ -80,6 +80,7 @@ def test_a_coordinator_that_is_started_again_goes_on(tmp_path: Path) -> None:
         ({"fault": "d9@2s"}, "'d9'"),
         ({"fault": "d1"}, "expected a device, link:A:B or coordinator"),
         ({"fault": "link:d1@2s"}, "two devices"),
+        ({"fault": "link:d1:d1@2s"}, "two devices"),
         ({"fault": "coordinator@2s"}, "until when"),
         ({"fault": "d1@soon"}, "time"),
         ({"slow": "d1@2s"}, "factor"),
@@ -90,6 +91,11 @@ def test_a_coordinator_that_is_started_again_goes_on(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path, options: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         _run(tmp_path, **options)
+
+
+def test_a_fault_after_the_end_is_named(tmp_path: Path) -> None:
+    found = _run(tmp_path, fault="d1@1000s")
+    assert "after the end of the run, so without effect: d1: its process dies" in found.lines()
 
 
 def test_the_command(tmp_path: Path) -> None:

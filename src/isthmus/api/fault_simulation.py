@@ -79,7 +79,10 @@ class FaultedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     def lines(self) -> list[str]:
         """The timeline, and what came of it."""
-        return [*(f"{time_s:8.1f} s  {text}" for time_s, text in self.timeline()), self._conclusion()]
+        happened = [f"{time_s:8.1f} s  {text}" for time_s, text in self.timeline()]
+        too_late = [_text(fault) for fault in self.faults if fault.time_s > self.run.seconds]
+        after = [f"after the end of the run, so without effect: {'; '.join(too_late)}"] if too_late else []
+        return [*happened, *after, self._conclusion()]
 
     def _conclusion(self) -> str:
         run = self.run
@@ -135,11 +138,13 @@ def simulate_faults(
     fleet = fleet_for(job)
     check_faults(faults, fleet)
     joining = {fault.device for fault in faults if fault.kind == "join"}
-    present = fleet.subset([name for name in fleet.names if name not in joining])
-    if not present.names:
-        raise UserError(f"--join: got {', '.join(sorted(joining))}, expected another device to begin with")
+    present = [name for name in fleet.names if name not in joining]
+    if not present:
+        raise UserError(
+            f"--join: got all devices ({', '.join(fleet.names)}), expected one that is there from the start"
+        )
     prepared = prepare(job)
-    plan = searched(observer, stop, lambda: plan_for(prepared, present, document))
+    plan = searched(observer, stop, lambda: plan_for(prepared, fleet.subset(present), document))
     kept = msgspec.structs.replace(job.plan, micro_batches=())
     prepared = prepared.cut_into(plan.micro_batches)
     again = msgspec.structs.replace(prepared, job=msgspec.structs.replace(prepared.job, plan=kept))
@@ -198,7 +203,7 @@ def _text(fault: Fault) -> str:
         case "coordinator":
             return f"the coordinator is away{lasts}"
         case "slow":
-            return f"{fault.device} computes {fault.factor:g} times slower"
+            return f"{fault.device}: computing takes {fault.factor:g} times as long"
         case "join":
             return f"{fault.device} could join"
         case "leave":

@@ -74,7 +74,7 @@ def _fault(text: str, what: str, time_s: float, lasts_s: float) -> Fault:
         return Fault(kind="coordinator", time_s=time_s, lasts_s=lasts_s)
     if kind == "link":
         one, _, other = ends.partition(":")
-        if not one or not other:
+        if not one or not other or one == other:
             raise UserError(f"--fault: got {text!r}, expected two devices, as in link:cloud-0:office-0@30s+20s")
         return Fault(kind="link", device=one, other=other, time_s=time_s, lasts_s=lasts_s)
     if kind == "silent" and ends:
