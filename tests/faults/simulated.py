@@ -29,9 +29,9 @@ from isthmus.protocol.coordinator_events import (
     MakePlan,
     ReleaseDevice,
     RestartRun,
-    RetireSnapshots,
 )
 from isthmus.protocol.run_events import RunEvent, RunInstruction
+from isthmus.protocol.run_messages import RetireSnapshots
 from isthmus.simulator import Fault, RecoveryTimes, SimulationOptions
 from isthmus.simulator.run import RunSimulation
 from tests.simulator.plans import make_fleet, make_plan

@@ -23,9 +23,10 @@ from isthmus.protocol.federated_events import (
 )
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.federated.executor import Executor
 from isthmus.runtime.messages.federated import DrainedMessage, NoticeMessage, PhaseMessage, SumsMessage
-from isthmus.runtime.messages.run import HaltMessage
+from isthmus.runtime.messages.run import ToDevice
 from isthmus.simulator.federated import FederatedCosts, simulate_federated
 
 QUICK_S, SLOW_S, DEADLINE_S = 0.01, 7.8, 1.0
@@ -185,6 +186,6 @@ def test_a_device_does_not_train_for_turns_that_are_over() -> None:
     assert [m.phase.round for m in said if isinstance(m, DrainedMessage)] == [0, 1, 2]
     assert isinstance(said[3], SumsMessage) and said[3].phase == PhaseId(3)
     assert site.trained == [0, 3]
-    wire.inbox.put(HaltMessage(run="run"))
+    wire.inbox.put(ToDevice(run="run", body=Halt()))
     running.join(60)
     assert not running.is_alive()

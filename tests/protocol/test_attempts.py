@@ -11,15 +11,15 @@ from isthmus.protocol.coordinator_events import (
     DeviceReady,
     FinishRun,
     FleetChanged,
-    HaltDevices,
     Inventory,
     ItemReported,
     MakePlan,
     NoPlan,
-    Pause,
+    Order,
     PlanMade,
     StepFailed,
 )
+from isthmus.protocol.run_messages import Halt, Pause
 
 ALL = ("oslo", "tokyo")
 LABEL = StepFailure(step=0, what="aten.nll_loss", reason="Target 39 is out of bounds")
@@ -77,7 +77,7 @@ def test_attempts_that_do_no_step_come_to_an_end():
         assert not any(isinstance(i, FinishRun) for i in lose(machine, "oslo"))
         begin_again(machine, "oslo")
     halt, finish = lose(machine, "oslo")
-    assert halt == HaltDevices()
+    assert halt == Halt(epoch=machine.epoch)
     assert finish == FinishRun("lost", "device 'oslo' was lost: it hung up; 3 attempts to go on did no step")
 
 
@@ -108,12 +108,12 @@ def test_many_devices_that_are_lost_at_once_are_one_attempt():
 
 def test_a_step_that_fails_alike_on_two_devices_is_the_jobs():
     machine = running()
-    assert fail(machine, "oslo") == [Pause("oslo"), Pause("tokyo")]
+    assert fail(machine, "oslo") == [Order("oslo", Pause(epoch=1)), Order("tokyo", Pause(epoch=1))]
     assert held(machine, *ALL) == [MakePlan(("tokyo",), waits=True)]
     machine.handle(PlanMade(layout=layout("tokyo"), epoch=machine.epoch))
     ready(machine)
     reason = "device 'tokyo', as on device 'oslo' before: Target 39 is out of bounds"
-    assert fail(machine, "tokyo") == [HaltDevices(), FinishRun("failed", reason)]
+    assert fail(machine, "tokyo") == [Halt(epoch=1), FinishRun("failed", reason)]
 
 
 def test_a_device_that_is_needed_tries_twice():
@@ -129,7 +129,8 @@ def test_a_device_that_is_needed_tries_twice():
 def test_another_failure_or_another_step_is_not_the_same():
     machine = running()
     for failure in (LABEL, StepFailure(step=1, what=LABEL.what, reason=""), StepFailure(step=1, what="b", reason="")):
-        assert Pause("oslo") in fail(machine, "oslo", failure)
+        stopped = fail(machine, "oslo", failure)
+        assert Order("oslo", Pause(epoch=machine.epoch)) in stopped
         held(machine, *ALL)
         machine.handle(NoPlan(reason="too large", epoch=machine.epoch))
         machine.handle(PlanMade(layout=layout(*ALL), epoch=machine.epoch))

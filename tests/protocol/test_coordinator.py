@@ -9,13 +9,12 @@ from isthmus.protocol.coordinator_events import (
     DeviceLost,
     DeviceReady,
     FinishRun,
-    HaltDevices,
     ItemDone,
     ItemReported,
-    OpenItem,
-    PlaceWeights,
+    Order,
     StopRequested,
 )
+from isthmus.protocol.run_messages import Halt, OpenItem, PlaceWeights
 
 DEVICES = ("oslo", "tokyo")
 
@@ -43,9 +42,9 @@ def test_nothing_is_placed_before_all_have_joined():
     assert coordinator.handle(DeviceJoined(device="tokyo")) == []
     assert coordinator.handle(DeviceJoined(device="oslo")) == [
         AssignStage("oslo"),
-        PlaceWeights("oslo"),
+        Order("oslo", PlaceWeights()),
         AssignStage("tokyo"),
-        PlaceWeights("tokyo"),
+        Order("tokyo", PlaceWeights()),
     ]
     assert coordinator.statistics().phase == "placing"
 
@@ -56,7 +55,7 @@ def test_items_are_leased_ahead_once_all_are_ready():
         coordinator.handle(DeviceJoined(device=device))
     assert coordinator.handle(DeviceReady(device="oslo")) == []
     first_three = [item for item, _ in zip(items(spec()), range(3), strict=False)]
-    assert coordinator.handle(DeviceReady(device="tokyo")) == [OpenItem(item) for item in first_three]
+    assert coordinator.handle(DeviceReady(device="tokyo")) == [OpenItem(item=item) for item in first_three]
 
 
 def test_the_slowest_device_sets_the_pace():
@@ -66,9 +65,9 @@ def test_the_slowest_device_sets_the_pace():
     assert coordinator.handle(ItemReported(device="oslo", item=1)) == []
     assert coordinator.handle(ItemReported(device="tokyo", item=0, loss=6.0, count=4.0)) == [
         ItemDone(t0, 1.5),
-        OpenItem(t2),
+        OpenItem(item=t2),
     ]
-    assert coordinator.handle(ItemReported(device="tokyo", item=1, loss=6.0, count=0.0))[1:] == [OpenItem(t3)]
+    assert coordinator.handle(ItemReported(device="tokyo", item=1, loss=6.0, count=0.0))[1:] == [OpenItem(item=t3)]
     assert coordinator.statistics().finished == 2
 
 
@@ -82,28 +81,28 @@ def test_a_checkpoint_is_committed_when_all_parts_are_written_and_the_run_ends_w
     run = spec(steps=2, save_every=1)
     coordinator = running(run)
     t0, s1, t1, s2 = items(run)
-    assert report(coordinator, 0, loss=3.0) == [ItemDone(t0, 1.5), OpenItem(t1)]
-    assert report(coordinator, 1) == [ItemDone(s1), CommitCheckpoint(s1), OpenItem(s2)]
+    assert report(coordinator, 0, loss=3.0) == [ItemDone(t0, 1.5), OpenItem(item=t1)]
+    assert report(coordinator, 1) == [ItemDone(s1), CommitCheckpoint(s1), OpenItem(item=s2)]
     assert report(coordinator, 2, loss=1.0) == [ItemDone(t1, 0.5)]
-    assert report(coordinator, 3) == [ItemDone(s2), CommitCheckpoint(s2), HaltDevices(), FinishRun("done")]
+    assert report(coordinator, 3) == [ItemDone(s2), CommitCheckpoint(s2), Halt(), FinishRun("done")]
     assert coordinator.statistics().phase == "done"
 
 
 def test_a_run_without_steps_ends_at_once():
     coordinator = Coordinator(("oslo",), spec(steps=3, start_step=3))
     coordinator.handle(DeviceJoined(device="oslo"))
-    assert coordinator.handle(DeviceReady(device="oslo")) == [HaltDevices(), FinishRun("done")]
+    assert coordinator.handle(DeviceReady(device="oslo")) == [Halt(), FinishRun("done")]
 
 
 def test_an_interrupted_run_finishes_what_is_leased_saves_and_leaves():
     coordinator = running(spec())
     t0, t1, *_ = items(spec())
     save = Item(index=2, kind="save", step=2)
-    assert coordinator.handle(StopRequested()) == [OpenItem(save)]
+    assert coordinator.handle(StopRequested()) == [OpenItem(item=save)]
     assert coordinator.handle(StopRequested()) == []
     assert report(coordinator, 0) == [ItemDone(t0)]
     assert report(coordinator, 1) == [ItemDone(t1)]
-    assert report(coordinator, 2) == [ItemDone(save), CommitCheckpoint(save), HaltDevices(), FinishRun("interrupted")]
+    assert report(coordinator, 2) == [ItemDone(save), CommitCheckpoint(save), Halt(), FinishRun("interrupted")]
 
 
 def test_an_interrupted_run_does_not_save_twice():
@@ -113,7 +112,7 @@ def test_an_interrupted_run_does_not_save_twice():
     report(coordinator, 0)
     assert report(coordinator, 1)[1:] == [
         CommitCheckpoint(Item(index=1, kind="save", step=1)),
-        HaltDevices(),
+        Halt(),
         FinishRun("interrupted"),
     ]
 
@@ -130,7 +129,7 @@ def test_an_interrupt_before_the_first_step_ends_the_run(joined: int):
     coordinator = Coordinator(DEVICES, spec())
     for device in DEVICES[:joined]:
         coordinator.handle(DeviceJoined(device=device))
-    assert coordinator.handle(StopRequested()) == [HaltDevices(), FinishRun("interrupted")]
+    assert coordinator.handle(StopRequested()) == [Halt(), FinishRun("interrupted")]
 
 
 @pytest.mark.parametrize("phase", ["joining", "running", "closing"])
@@ -140,7 +139,7 @@ def test_a_lost_device_ends_the_run_in_any_phase(phase: str):
         coordinator.handle(StopRequested())
     assert coordinator.statistics().phase == phase
     lost = coordinator.handle(DeviceLost(device="tokyo", reason="no heartbeat for 5 s"))
-    assert lost == [HaltDevices(), FinishRun("lost", "device 'tokyo' was lost: no heartbeat for 5 s")]
+    assert lost == [Halt(), FinishRun("lost", "device 'tokyo' was lost: no heartbeat for 5 s")]
     assert coordinator.handle(DeviceLost(device="oslo", reason="left")) == []
     assert coordinator.handle(ItemReported(device="oslo", item=0)) == []
 
@@ -150,4 +149,4 @@ def test_a_stale_epoch_is_dropped_and_counted():
     assert coordinator.handle(DeviceLost(device="oslo", reason="of an older plan", epoch=1)) == []
     assert coordinator.statistics().stale == 1
     assert coordinator.statistics().phase == "joining"
-    assert coordinator.handle(DeviceLost(device="oslo", reason="of this plan", epoch=2))[0] == HaltDevices()
+    assert coordinator.handle(DeviceLost(device="oslo", reason="of this plan", epoch=2))[0] == Halt(epoch=2)

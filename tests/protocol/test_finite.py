@@ -11,12 +11,12 @@ from isthmus.protocol.coordinator_events import (
     DeviceJoined,
     DeviceReady,
     FinishRun,
-    HaltDevices,
     ItemDone,
     ItemReported,
 )
-from isthmus.protocol.events import Arrived, Collected, Opened, Report, Send, Update, Updated
+from isthmus.protocol.events import Arrived, Collected, Report, Send, Update, Updated
 from isthmus.protocol.finite import Divergence, NonFinite, earliest
+from isthmus.protocol.run_messages import Halt, OpenItem
 
 OUTPUT = NonFinite(where="output", stage=1, micro_batch=3, name="'x'")
 
@@ -74,7 +74,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_says_where():
     assert any(isinstance(i, CommitCheckpoint) for i in report(machine, 1))
     advance, halt, finish = report(machine, 2, OUTPUT)
     assert isinstance(advance, ItemDone)
-    assert halt == HaltDevices()
+    assert halt == Halt()
     assert isinstance(finish, FinishRun)
     assert finish.outcome == "diverged"
     for words in ("step 2", "stage 1", "'oslo'", "micro-batch 3", "checkpoint is of step 1"):
@@ -112,11 +112,11 @@ def test_all_stages_leave_out_the_same_updates(own: bool, theirs: bool, skips: b
         skips=skips,
     )
     worker = Worker(view)
-    worker.handle(Opened(item=Item(index=0, kind="train", step=0)))
+    worker.handle(OpenItem(item=Item(index=0, kind="train", step=0)))
     assert worker.handle(Collected(item=0, finite=own)) == [Send("norms", 1, 0)]
     update = worker.handle(Arrived(parcel="norms", source=1, item=0, finite=theirs))
     assert update == [Update(0, skip=skips and not (own and theirs))]
     assert worker.handle(Updated(item=0)) == [Report(0)]
-    worker.handle(Opened(item=Item(index=1, kind="train", step=1)))
+    worker.handle(OpenItem(item=Item(index=1, kind="train", step=1)))
     worker.handle(Collected(item=1))
     assert worker.handle(Arrived(parcel="norms", source=1, item=1)) == [Update(1)]

@@ -14,17 +14,17 @@ from isthmus.protocol.coordinator_events import (
     DeviceReady,
     Disconnect,
     FinishRun,
-    HaltDevices,
     Inventory,
     ItemReported,
     MakePlan,
     NoPlan,
-    Pause,
+    Order,
     PlanMade,
     RestartRun,
     StopRequested,
 )
 from isthmus.protocol.restarts import MOST_RECALLS
+from isthmus.protocol.run_messages import Halt, Pause
 
 A, B = frozenset({"a"}), frozenset({"b"})
 DEVICES = ("oslo", "tokyo")
@@ -80,7 +80,7 @@ def recall(count: int) -> list[CoordinatorInstruction]:
 def test_all_are_called_again_once_all_are_back() -> None:
     run = Run(save_every=2)
     run.work(5)  # two steps, a checkpoint, two steps
-    assert run.lose("oslo") == [Disconnect("oslo"), Pause("tokyo")]
+    assert run.lose("oslo") == [Disconnect("oslo"), Order("tokyo", Pause(epoch=1))]
     assert run.lose("tokyo") == [Disconnect("tokyo")] and run.machine.awaited == set(DEVICES)
     assert run.log(DeviceOffered(device="tokyo")) == [], "a plan for one device is worth less than a moment's timeout"
     assert run.log(DeviceOffered(device="oslo")) == recall(1)
@@ -96,7 +96,7 @@ def test_only_so_often_from_the_same_state() -> None:
         run.work(3)
         assert run.lose_all_and_begin_anew() == recall(attempt)
     halt, finish = run.lose_all_and_begin_anew()
-    assert halt == HaltDevices() and isinstance(finish, FinishRun) and finish.outcome == "lost"
+    assert isinstance(halt, Halt) and isinstance(finish, FinishRun) and finish.outcome == "lost"
     assert KILLED in finish.reason and f"again {MOST_RECALLS} times, each time from the state after" in finish.reason
 
 
@@ -142,4 +142,4 @@ def test_who_does_not_come_back_after_all_is_done_without() -> None:
 def test_a_person_need_not_wait_for_them() -> None:
     run = Run()
     run.lose(*DEVICES)
-    assert run.log(StopRequested()) == [HaltDevices(), FinishRun("interrupted")]
+    assert run.log(StopRequested()) == [Halt(epoch=2), FinishRun("interrupted")]

@@ -15,22 +15,19 @@ from isthmus.protocol.coordinator_events import (
     DeviceOffered,
     DeviceReady,
     Disconnect,
-    FetchState,
     FinishRun,
     Inventory,
     ItemReported,
     MakePlan,
     NoPlan,
-    OpenItem,
-    Pause,
-    PlaceWeights,
+    Order,
     PlanMade,
     ReleaseDevice,
-    RetireSnapshots,
     SnapshotCopied,
     StateFetched,
 )
 from isthmus.protocol.recovery import recovery_step, state_donors
+from isthmus.protocol.run_messages import FetchState, OpenItem, Pause, PlaceWeights, RetireSnapshots
 from isthmus.protocol.state_inventory import StateInventory
 
 A, B = frozenset({"a"}), frozenset({"b"})
@@ -112,20 +109,23 @@ def test_a_snapshot_is_leased_and_acknowledged_when_all_copies_are_there():
     report(coordinator, 2)
     assert coordinator.handle(SnapshotCopied(device="tokyo", of="oslo", step=2)) == []
     assert coordinator.statistics().recovery_point == 0
-    assert coordinator.handle(SnapshotCopied(device="oslo", of="tokyo", step=2)) == [RetireSnapshots(2)]
+    assert coordinator.handle(SnapshotCopied(device="oslo", of="tokyo", step=2)) == [RetireSnapshots(step=2)]
     assert coordinator.statistics().recovery_point == 2
 
 
 def test_a_loss_from_beginning_to_end():
     coordinator = running()
     report(coordinator, 0, 1, 2)
-    assert coordinator.handle(DeviceLost(device="tokyo", reason="silent")) == [Disconnect("tokyo"), Pause("oslo")]
+    assert coordinator.handle(DeviceLost(device="tokyo", reason="silent")) == [
+        Disconnect("tokyo"),
+        Order("oslo", Pause(epoch=1)),
+    ]
     assert coordinator.handle(ItemReported(device="oslo", item=3, epoch=0)) == [], "of an epoch that is over"
     holdings = (held(0, 2, A | B), held(0, 3, A))
     assert coordinator.handle(Inventory(device="oslo", holdings=holdings, epoch=1)) == [MakePlan(("oslo",), waits=True)]
     out = coordinator.handle(PlanMade(layout=StateLayout(parts={"oslo": A | B}), epoch=1))
     assert out[0] == BeginEpoch(1, 2, coordinator.statistics().leased, False)
-    assert out[1:] == [AssignStage("oslo"), PlaceWeights("oslo", A | B)]
+    assert out[1:] == [AssignStage("oslo"), Order("oslo", PlaceWeights(own=A | B, epoch=1))]
     (first, *_) = coordinator.handle(DeviceReady(device="oslo", epoch=1))
     assert isinstance(first, OpenItem) and (first.item.kind, first.item.step) == ("train", 2)
 
@@ -137,13 +137,13 @@ def test_what_a_device_lacks_is_fetched_before_it_is_placed():
     assert kinds(coordinator.handle(Inventory(device="oslo", holdings=(held(0, 0, A | B),), epoch=1))) == [MakePlan]
     layout = StateLayout(parts={"oslo": A, "lima": B})
     out = coordinator.handle(PlanMade(layout=layout, epoch=1))
-    assert out[1:] == [FetchState("oslo", 0, B)]
+    assert out[1:] == [Order("oslo", FetchState(step=0, parts=B, epoch=1))]
     assert coordinator.awaited == {"oslo"}
     assert coordinator.handle(StateFetched(device="oslo", epoch=1)) == [
         AssignStage("oslo"),
-        PlaceWeights("oslo", A),
+        Order("oslo", PlaceWeights(own=A, epoch=1)),
         AssignStage("lima"),
-        PlaceWeights("lima"),
+        Order("lima", PlaceWeights(epoch=1)),
     ]
 
 
@@ -153,7 +153,7 @@ def test_a_loss_in_the_middle_of_a_recovery_begins_it_again():
     coordinator.handle(Inventory(device="oslo", holdings=(), epoch=1))
     assert coordinator.handle(DeviceLost(device="lima", reason="silent", epoch=1)) == [
         Disconnect("lima"),
-        Pause("oslo"),
+        Order("oslo", Pause(epoch=2)),
     ]
     assert coordinator.handle(Inventory(device="oslo", holdings=(), epoch=1)) == []
     assert coordinator.handle(Inventory(device="oslo", holdings=(), epoch=2)) == [MakePlan(("oslo",), waits=True)]
@@ -166,10 +166,10 @@ def test_who_leaves_waits_until_the_others_hold_its_part():
     assert coordinator.handle(DeviceLeaving(device="tokyo")) == [MakePlan(("oslo",), must=True)]
     assert coordinator.handle(PlanMade(layout=StateLayout(parts={"oslo": A | B}))) == []
     assert not [i for i in report(coordinator, 0) if isinstance(i, OpenItem)], "nothing more is leased"
-    assert report(coordinator, 1)[1:] == [Pause("oslo"), Pause("tokyo")]
+    assert report(coordinator, 1)[1:] == [Order("oslo", Pause(epoch=1)), Order("tokyo", Pause(epoch=1))]
     coordinator.handle(Inventory(device="oslo", holdings=(held(0, 2, A),), epoch=1))
     out = coordinator.handle(Inventory(device="tokyo", holdings=(held(0, 2, B),), epoch=1))
-    assert out == [BeginEpoch(1, 2, 2, False), FetchState("tokyo", 2, B)]
+    assert out == [BeginEpoch(1, 2, 2, False), Order("tokyo", FetchState(step=2, parts=B, epoch=1))]
     coordinator.handle(StateFetched(device="tokyo", epoch=1))
     assert coordinator.handle(DeviceReady(device="oslo", epoch=1))[-1] == ReleaseDevice("tokyo")
 
@@ -182,7 +182,7 @@ def test_the_work_goes_on_while_a_device_starts_that_a_better_plan_wants():
     assert [i.item.step for i in report(coordinator, 0) if isinstance(i, OpenItem)] == [2], "nobody waits"
     assert coordinator.handle(DeviceJoined(device="lima")) == []
     assert not [i for i in report(coordinator, 1) if isinstance(i, OpenItem)], "what is leased is finished first"
-    assert Pause("lima") in report(coordinator, 2)
+    assert Order("lima", Pause(epoch=1)) in report(coordinator, 2)
 
 
 def test_a_better_plan_is_forgotten_with_a_device_that_it_wants():

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from tests.protocol.test_attempts import ALL, fail, held, layout, ready, running, step
 
 from isthmus.protocol.attempts import StepFailure
-from isthmus.protocol.coordinator_events import FinishRun, MakePlan, NoPlan, Pause, PlanMade
+from isthmus.protocol.coordinator_events import FinishRun, MakePlan, NoPlan, Order, PlanMade
 from isthmus.protocol.memory_shortage import MemoryShortage, believed_bytes
+from isthmus.protocol.run_messages import Pause
 
 MIB = 1 << 20
 SHORT = StepFailure(step=-1, what="memory", reason="out of memory: 1 MiB of 64 MiB free", memory=True)
@@ -55,7 +56,7 @@ def test_what_is_believed_shrinks_and_rules_the_same_plan_out(
 
 def test_the_run_goes_on_with_the_device_and_a_new_plan() -> None:
     machine = running()
-    assert fail(machine, "oslo", SHORT) == [Pause("oslo"), Pause("tokyo")]
+    assert fail(machine, "oslo", SHORT) == [Order("oslo", Pause(epoch=1)), Order("tokyo", Pause(epoch=1))]
     assert held(machine, *ALL) == [MakePlan(ALL, waits=True)], "nobody is suspected"
     machine.handle(PlanMade(layout=layout(*ALL), epoch=machine.epoch))
     assert set(machine.devices) == set(ALL)
@@ -67,7 +68,9 @@ def test_it_may_be_short_before_the_first_step() -> None:
     held(machine, *ALL)
     machine.handle(PlanMade(layout=layout(*ALL), epoch=machine.epoch))
     assert machine.statistics().phase == "placing"
-    assert fail(machine, "tokyo", SHORT) == [Pause("oslo"), Pause("tokyo")], "another device's first loss"
+    assert fail(machine, "tokyo", SHORT) == [Order("oslo", Pause(epoch=2)), Order("tokyo", Pause(epoch=2))], (
+        "another device's first loss"
+    )
 
 
 def test_where_no_plan_fits_the_figures_are_told() -> None:

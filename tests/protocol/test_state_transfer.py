@@ -13,19 +13,16 @@ from isthmus.protocol.coordinator_events import (
     DeviceLost,
     DeviceOffered,
     DeviceReady,
-    FetchState,
     Inventory,
     ItemReported,
     MakePlan,
-    OpenItem,
-    Pause,
-    PlaceWeights,
+    Order,
     PlanMade,
     ReceiveState,
-    SendState,
     StateReceived,
     TransferEnded,
 )
+from isthmus.protocol.run_messages import FetchState, OpenItem, Pause, PlaceWeights, SendState
 from isthmus.protocol.state_transfer import CLOSE_STEPS, StateTransfer
 
 PARTS = frozenset({"w", "v"})
@@ -65,16 +62,17 @@ class Run:
 
     @property
     def held(self) -> bool:
-        return any(isinstance(i, Pause) for i in self.said)
+        return any(isinstance(i, Order) and isinstance(i.body, Pause) for i in self.said)
 
 
 def test_the_others_go_on_until_the_newcomer_is_close_and_wait_for_one_step() -> None:
     run = Run()
     run.work(3)
     donated = run.rome_is_wanted()
-    assert donated == [ReceiveState("rome", 1, 5, {"oslo": PARTS}), SendState("oslo", 1, 5, PARTS)], (
-        "all that is leased counts"
-    )
+    assert donated == [
+        ReceiveState("rome", 1, 5, {"oslo": PARTS}),
+        Order("oslo", SendState(number=1, step=5, parts=PARTS)),
+    ], "all that is leased counts"
     run.work(8)
     assert run.machine.statistics().phase == "running"
     run.tell(StateReceived(device="rome", number=1, of="oslo", step=5))
@@ -87,11 +85,14 @@ def test_the_others_go_on_until_the_newcomer_is_close_and_wait_for_one_step() ->
     assert run.machine.awaited == {"rome"}
     run.tell(StateReceived(device="rome", number=1, of="oslo", step=13))
     assert not run.held
-    assert run.tell(StateReceived(device="rome", number=1, of="oslo", step=14)) == [Pause("oslo"), Pause("rome")]
+    assert run.tell(StateReceived(device="rome", number=1, of="oslo", step=14)) == [
+        Order("oslo", Pause(epoch=1)),
+        Order("rome", Pause(epoch=1)),
+    ]
     for device in ("oslo", "rome"):
         run.tell(Inventory(device=device, holdings=(StateHolding(epoch=0, step=14, parts=PARTS),), epoch=1))
-    assert not any(isinstance(i, FetchState) for i in run.said), "nothing has to travel"
-    assert PlaceWeights("rome", PARTS) in run.said
+    assert not any(isinstance(i, Order) and isinstance(i.body, FetchState) for i in run.said), "nothing has to travel"
+    assert Order("rome", PlaceWeights(own=PARTS, epoch=1)) in run.said
 
 
 def test_where_updates_cannot_be_repeated_the_state_comes_while_all_wait() -> None:
@@ -105,7 +106,9 @@ def test_where_updates_cannot_be_repeated_the_state_comes_while_all_wait() -> No
 def test_a_lender_that_cannot_go_on_ends_it() -> None:
     run = Run()
     run.rome_is_wanted()
-    assert run.tell(TransferEnded(device="oslo", number=1)) == [SendState("oslo", 1, 2, frozenset())]
+    assert run.tell(TransferEnded(device="oslo", number=1)) == [
+        Order("oslo", SendState(number=1, step=2, parts=frozenset()))
+    ]
     run.finish_leased()
     assert run.held
 
@@ -121,9 +124,9 @@ def test_a_newcomer_that_is_lost_leaves_the_others_at_work(settling: bool) -> No
         run.finish_leased()
         assert run.machine.awaited == {"rome"}
     out = run.tell(DeviceLost(device="rome", reason="gone"))
-    assert SendState("oslo", 1, 2, frozenset()) in out
+    assert Order("oslo", SendState(number=1, step=2, parts=frozenset())) in out
     if settling:
-        assert out[-1] == Pause("oslo"), "the run goes on by another plan"
+        assert out[-1] == Order("oslo", Pause(epoch=1)), "the run goes on by another plan"
     else:
         assert out[-1] == MakePlan(("cairo", "oslo"), must=False), "what was not asked meanwhile is asked now"
         run.work(2)
@@ -137,8 +140,11 @@ def test_no_better_plan_is_looked_for_meanwhile_but_one_that_must_be() -> None:
     assert run.tell(DeviceOffered(device="cairo")) == []
     assert run.tell(DeviceLeaving(device="cairo")) == [MakePlan(("oslo", "rome"), must=True)]
     again = run.tell(PlanMade(layout=BOTH))
-    assert again[0] == SendState("oslo", 1, 2, frozenset())
-    assert again[1:] == [ReceiveState("rome", 2, 2, {"oslo": PARTS}), SendState("oslo", 2, 2, PARTS)]
+    assert again[0] == Order("oslo", SendState(number=1, step=2, parts=frozenset()))
+    assert again[1:] == [
+        ReceiveState("rome", 2, 2, {"oslo": PARTS}),
+        Order("oslo", SendState(number=2, step=2, parts=PARTS)),
+    ]
 
 
 def test_what_is_said_of_the_following_before_does_not_count() -> None:

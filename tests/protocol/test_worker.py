@@ -14,10 +14,8 @@ from isthmus.protocol.events import (
     Computed,
     Fill,
     Filled,
-    Halted,
     Leave,
     Merge,
-    Opened,
     PartsArrived,
     Report,
     Save,
@@ -32,6 +30,7 @@ from isthmus.protocol.events import (
     WorkerInstruction,
 )
 from isthmus.protocol.exchange import GroupView
+from isthmus.protocol.run_messages import Halt, OpenItem
 
 Journey = list[tuple[WorkerEvent, list[WorkerInstruction]]]
 
@@ -48,16 +47,16 @@ def alone(**fields: object) -> StageView:
     return middle(**{**none, **fields})
 
 
-def train(index: int = 0, micro_batches: int = 1) -> Opened:
-    return Opened(item=Item(index=index, kind="train", step=index, micro_batches=micro_batches))
+def train(index: int = 0, micro_batches: int = 1) -> OpenItem:
+    return OpenItem(item=Item(index=index, kind="train", step=index, micro_batches=micro_batches))
 
 
-def evaluate(index: int = 0, micro_batches: int = 1) -> Opened:
-    return Opened(item=Item(index=index, kind="eval", step=0, micro_batches=micro_batches))
+def evaluate(index: int = 0, micro_batches: int = 1) -> OpenItem:
+    return OpenItem(item=Item(index=index, kind="eval", step=0, micro_batches=micro_batches))
 
 
-def save() -> Opened:
-    return Opened(item=Item(index=0, kind="save", step=0))
+def save() -> OpenItem:
+    return OpenItem(item=Item(index=0, kind="save", step=0))
 
 
 def f(micro_batch: int, item: int = 0) -> Computed:
@@ -370,7 +369,7 @@ def test_a_stale_epoch_is_dropped_and_counted():
     opened = train()
     assert worker.handle(opened) == []
     assert worker.statistics().stale == 1
-    assert worker.handle(Opened(item=opened.item, epoch=1)) == [Compute("F", 0, 0)]
+    assert worker.handle(OpenItem(item=opened.item, epoch=1)) == [Compute("F", 0, 0)]
     assert worker.handle(Arrived(parcel="forward", source=0, item=0, micro_batch=0, epoch=0)) == []
     assert worker.statistics().stale == 2
     assert worker.statistics().phase == "tasklets"
@@ -381,8 +380,8 @@ def test_after_a_halt_nothing_more_is_asked_for(halfway: list[WorkerEvent]):
     worker = Worker(alone())
     for event in halfway:
         worker.handle(event)
-    assert worker.handle(Halted()) == [Leave()]
-    for late in (f(0), b(0), Collected(item=0), Updated(item=0), Saved(item=0), train(1), Halted()):
+    assert worker.handle(Halt()) == [Leave()]
+    for late in (f(0), b(0), Collected(item=0), Updated(item=0), Saved(item=0), train(1), Halt()):
         assert worker.handle(late) == []
 
 
@@ -425,7 +424,7 @@ def test_a_delayed_sum_goes_on_while_the_next_step_computes() -> None:
             (PartsArrived(group=7, round=0, source=3, item=0), [Merge(7, 0, 0), Take(1, (7,))]),
             (Taken(item=1), [Fill(1, (7,))]),
             (Filled(item=1), [SendParts(7, 0, 3, 1), Report(1)]),
-            (Opened(item=Item(index=2, kind="save", step=2)), []),
+            (OpenItem(item=Item(index=2, kind="save", step=2)), []),
             (PartsArrived(group=7, round=0, source=3, item=1), [Merge(7, 0, 1), Save(2)]),
         ],
     )

@@ -20,6 +20,7 @@ from isthmus.protocol.coordinator_events import BeginEpoch, MakePlan
 from isthmus.protocol.failure_detector import GRACE_S, FailureDetector
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_machine import RunMachine
+from isthmus.protocol.run_messages import Halt, OpenItem
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.coordinator.run_callbacks import Address, Outcome
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -27,13 +28,12 @@ from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.run import (
     Credit,
     Failed,
-    HaltMessage,
     Heartbeat,
     Hello,
     JoinRun,
-    OpenMessage,
     ReadyMessage,
     ReportMessage,
+    ToDevice,
 )
 from isthmus.runtime.transport.channel import PREFIX, SocketChannel, dial, frame
 from isthmus.runtime.transport.listener import Listener
@@ -125,12 +125,12 @@ class FakeDevice:
         self.timeout_s = timeout_s
         self.channel: SocketChannel = dial("127.0.0.1", port, "coordinator", 5.0)
         self.answer = answer or FakeDevice.report
-        self.ended: AnyMessage | Exception | None = None
+        self.ended: Halt | Exception | None = None
         self.send(JoinRun(run=RUN, device=name, host="127.0.0.1", port=1))
         self._thread = threading.Thread(target=self._live, daemon=True)
         self._thread.start()
 
-    def end(self) -> AnyMessage | Exception | None:
+    def end(self) -> Halt | Exception | None:
         """How the device ended, once it has: the run's own end may be known before a device has read of it."""
         self._thread.join(20)
         return self.ended
@@ -150,10 +150,10 @@ class FakeDevice:
                 message = received[0]
                 if received[1]:
                     self.send(ReadyMessage(run=RUN))
-                elif isinstance(message, OpenMessage):
-                    self.answer(self, message.item)
-                elif isinstance(message, HaltMessage):
-                    self.ended = message
+                elif isinstance(message, ToDevice) and isinstance(message.body, OpenItem):
+                    self.answer(self, message.body.item)
+                elif isinstance(message, ToDevice) and isinstance(message.body, Halt):
+                    self.ended = message.body
                     break
         except PeerError as e:
             self.ended = e
@@ -201,7 +201,7 @@ def test_a_run(conducted: Conducted) -> None:
     callbacks = conducted.callbacks
     assert callbacks.losses == [0.0, 1.0, 2.0]
     assert sorted(callbacks.saved_by) == [(2, "a"), (2, "b"), (3, "a"), (3, "b")] and callbacks.commits == [2, 3]
-    assert all(isinstance(device.end(), HaltMessage) for device in devices)
+    assert all(isinstance(device.end(), Halt) for device in devices)
     late = JoinRun(run=RUN, device="a", host="127.0.0.1", port=1)
     _unknown_peer(conducted.port, b"".join(frame(late, [])))
 
@@ -235,7 +235,7 @@ def test_unknown_peers_change_nothing(conducted: Conducted) -> None:
         _unknown_peer(conducted.port, draw.randbytes(size))
     FakeDevice(conducted.port, "b")
     assert conducted.outcome().outcome == "done"
-    assert isinstance(first.end(), HaltMessage), "its connection was not taken over"
+    assert isinstance(first.end(), Halt), "its connection was not taken over"
     silent.close()
 
 
@@ -331,7 +331,7 @@ def test_a_slow_hook_does_not_look_like_a_dead_coordinator() -> None:
     slow = Conducted(timeout_s=1.0, slow_s=1.5)
     devices = [_beat(FakeDevice(slow.port, name, timeout_s=1.0)) for name in "ab"]
     assert slow.outcome().outcome == "done"
-    assert all(isinstance(device.end(), HaltMessage) for device in devices)
+    assert all(isinstance(device.end(), Halt) for device in devices)
 
 
 class TestLosses:

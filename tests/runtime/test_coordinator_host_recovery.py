@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 import time
+from typing import TypeVar
 
 import pytest
 
@@ -14,18 +15,16 @@ from isthmus.protocol import Coordinator, RunSpec, StateHolding, StateLayout
 from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.coordinator_events import MakePlan
 from isthmus.protocol.run_machine import RunMachine
+from isthmus.protocol.run_messages import Body, DeviceOrder, FetchState, Halt, OpenItem, Pause, PlaceWeights, RunOrder
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.coordinator.run_callbacks import Outcome
-from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.recovery import FetchedMessage, FetchMessage, InventoryMessage, PauseMessage
+from isthmus.runtime.messages.recovery import FetchedMessage, InventoryMessage
 from isthmus.runtime.messages.run import (
-    HaltMessage,
     Heartbeat,
     JoinRun,
-    OpenMessage,
     ReadyMessage,
     ReportMessage,
-    WeightsMessage,
+    ToDevice,
 )
 from isthmus.runtime.transport.channel import dial
 from isthmus.runtime.transport.listener import Listener
@@ -48,6 +47,9 @@ def _layout(*devices: str) -> StateLayout:
     return StateLayout(parts={d: ALL if d == devices[-1] else frozenset() for d in devices})
 
 
+BodyT = TypeVar("BodyT", bound=Body)
+
+
 class Device:
     """Follows orders by hand: `said` is what the coordinator told it last, in order."""
 
@@ -55,7 +57,7 @@ class Device:
         """It reports no item of the step `stops_at`, or a later one."""
         self.name = name
         self.holdings = holdings
-        self.said: queue.SimpleQueue[AnyMessage] = queue.SimpleQueue()
+        self.said: queue.SimpleQueue[DeviceOrder | RunOrder] = queue.SimpleQueue()
         self.stops_at = stops_at
         self.channel = dial("127.0.0.1", port, "coordinator", 5.0)
         self.channel.send(JoinRun(run=RUN, device=name, host="127.0.0.1", port=1))
@@ -74,22 +76,24 @@ class Device:
 
     def _follow(self) -> None:
         while (received := self.channel.receive(idle_s=10)) is not None:
-            message = received[0]
+            if not isinstance(received[0], ToDevice):
+                continue
+            message = received[0].body
             self.said.put(message)
-            if isinstance(message, WeightsMessage):
+            if isinstance(message, PlaceWeights):
                 self.channel.send(ReadyMessage(run=RUN, epoch=message.epoch))
-            elif isinstance(message, OpenMessage):
+            elif isinstance(message, OpenItem):
                 self._work(message)
-            elif isinstance(message, PauseMessage):
+            elif isinstance(message, Pause):
                 self.channel.send(InventoryMessage(run=RUN, epoch=message.epoch, holdings=self.holdings))
-            elif isinstance(message, FetchMessage):
+            elif isinstance(message, FetchState):
                 headers = tuple(header_of(n, t) for n, t in STATE.items())
                 given = FetchedMessage(run=RUN, epoch=message.epoch, step=message.step, tensors=headers)
                 self.channel.send(given, [pack(t) for t in STATE.values()])
-            elif isinstance(message, HaltMessage):
+            elif isinstance(message, Halt):
                 return
 
-    def _work(self, message: OpenMessage) -> None:
+    def _work(self, message: OpenItem) -> None:
         item = message.item
         if item.step >= self.stops_at:
             return
@@ -98,7 +102,7 @@ class Device:
         done = ReportMessage(run=RUN, epoch=message.epoch, item=item.index, tensors=headers)
         self.channel.send(done, [pack(t) for t in state.values()])
 
-    def hears(self, kind: type[AnyMessage]) -> AnyMessage:
+    def hears(self, kind: type[BodyT]) -> BodyT:
         """The next message of this kind."""
         deadline_s = time.monotonic() + 10
         while True:
@@ -141,12 +145,12 @@ def test_those_left_are_stopped_and_give_what_the_newcomer_needs() -> None:
     c = Device(port, "c")
     a.stops_at = 99
     b.channel.close()
-    assert a.hears(PauseMessage).epoch == 1
-    fetch = a.hears(FetchMessage)
-    assert isinstance(fetch, FetchMessage) and (fetch.step, fetch.parts) == (3, ALL)
-    assert c.hears(WeightsMessage).epoch == 1
-    opened = c.hears(OpenMessage)
-    assert isinstance(opened, OpenMessage) and (opened.item.step, opened.epoch) == (3, 1)
+    assert a.hears(Pause).epoch == 1
+    fetch = a.hears(FetchState)
+    assert (fetch.step, fetch.parts) == (3, ALL)
+    assert c.hears(PlaceWeights).epoch == 1
+    opened = c.hears(OpenItem)
+    assert (opened.item.step, opened.epoch) == (3, 1)
     outcome = _ended(found)
     assert outcome.outcome == "done", outcome.reason
     (recovery,) = outcome.recoveries
@@ -160,13 +164,13 @@ def test_what_is_said_of_an_older_epoch_changes_nothing_and_who_was_lost_may_com
     a, b = Device(port, "a", stops_at=2), Device(port, "b", stops_at=2)
     _reached(host, 2)
     b.channel.close()
-    a.hears(PauseMessage)
+    a.hears(Pause)
     a.stops_at = 99
     a.channel.send(ReportMessage(run=RUN, epoch=0, item=2))
     a.channel.send(ReportMessage(run=RUN, epoch=0, item=77))
     a.channel.send(Heartbeat(run=RUN))
     again = Device(port, "b", holdings=(StateHolding(epoch=0, step=99, parts=ALL),))
-    a.hears(WeightsMessage)
+    a.hears(PlaceWeights)
     outcome = _ended(found)
     assert outcome.outcome == "done", outcome.reason
     assert outcome.recoveries[0].step == 0 and outcome.recoveries[0].from_checkpoint
@@ -178,7 +182,7 @@ def test_what_is_said_of_an_older_epoch_changes_nothing_and_who_was_lost_may_com
 def test_a_run_that_nobody_is_left_for_says_so() -> None:
     _, port, found = _conducted("a")
     a = Device(port, "a", stops_at=1)
-    a.hears(OpenMessage)
+    a.hears(OpenItem)
     a.channel.close()
     assert _ended(found).outcome == "lost"
     assert "no other device is left" in str(found[0].failure)

@@ -19,10 +19,11 @@ from isthmus.fleet import Fleet
 from isthmus.job import prepare
 from isthmus.plans import Plan
 from isthmus.protocol import Item, adaptation
+from isthmus.protocol.run_messages import SendState
 from isthmus.runtime.coordinator.run import RunController
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.device.state_transfer import STRETCH_BYTES, StateDonor, StateJoiner
-from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, SendStateMessage, StateMessage, StatePart
+from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.trace import Span
 from isthmus.training.catch_up import CatchUpState
 from isthmus.training.engine import EngineConfig
@@ -61,7 +62,8 @@ def _lent(steps: int, waiting: int = 0) -> tuple[list[Frame], Mapping[str, Tenso
     own.repeat(_given(draw, 4))  # there is optimizer state
     sent: list[Frame] = []
     donor = StateDonor(
-        SendStateMessage(run="r", number=1, step=5, parts=frozenset(SHAPES)),
+        SendState(number=1, step=5, parts=frozenset(SHAPES)),
+        "r",
         "oslo",
         lambda message, tensors, _: sent.append((message, [t.clone() for t in tensors])),
         lambda: waiting,

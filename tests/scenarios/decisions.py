@@ -16,8 +16,7 @@ from isthmus.protocol.coordinator_events import (
     FinishRun,
     ItemDone,
     MakePlan,
-    OpenItem,
-    RetireSnapshots,
+    Order,
 )
 from isthmus.protocol.run_events import (
     AcceptReport,
@@ -28,6 +27,7 @@ from isthmus.protocol.run_events import (
     RunInstruction,
     StepMeasured,
 )
+from isthmus.protocol.run_messages import OpenItem, RetireSnapshots
 
 Decision = tuple[str, tuple[str, ...], tuple[str, ...]]
 """Events, by whom, and what they led to."""
@@ -68,6 +68,8 @@ class Decisions:
                 return f"{name} {','.join(devices)} {must} {waits}"
             case FinishRun(outcome=outcome):
                 return f"{name} {outcome}"
+            case Order(body=body):
+                return f"{type(body).__name__} {device}"
             case RejectDevice(permanent=permanent):
                 return f"{name} {device} {permanent}"
             case _:

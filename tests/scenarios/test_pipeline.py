@@ -32,7 +32,7 @@ DeviceJoined d2: ReceiveState d2; SendState d1
 work goes on: Pause d0; Pause d1; Pause d2
 Inventory d0,d1,d2: BeginEpoch 1 from memory; AssignStage d0; PlaceWeights d0; AssignStage d2; PlaceWeights d2
 """
-THE_END = "work goes on: HaltDevices; FinishRun done"
+THE_END = "work goes on: Halt; FinishRun done"
 ALONE = """\
 Inventory d{0}: MakePlan d{0} True True
 PlanMade: BeginEpoch 1 step 4 from the checkpoint; AssignStage d{0}; PlaceWeights d{0}
@@ -52,7 +52,7 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
         Scenario(devices=1, stages=1, strikes=Fault(device="d0", time_s=0)),
         "DeviceJoined d0: BeginEpoch 0 step 0 from the checkpoint; AssignStage d0; PlaceWeights d0\n"
         "DeviceReady d0\n"
-        "Observation: RejectDevice d0 False; Disconnect d0; HaltDevices; FinishRun lost",
+        "Observation: RejectDevice d0 False; Disconnect d0; Halt; FinishRun lost",
     ),
     "a device is silent": (
         Scenario(spares=1, strikes=Fault(kind="silent", device="d1", time_s=0, lasts_s=1000)),

@@ -38,21 +38,16 @@ from isthmus.protocol.coordinator_events import (
     DeviceReady,
     Disconnect,
     Ending,
-    FetchState,
     FinishRun,
     FleetChanged,
-    HaltDevices,
     Inventory,
     ItemDone,
     ItemReported,
     MakePlan,
     NoPlan,
-    OpenItem,
-    Pause,
-    PlaceWeights,
+    Order,
     PlanMade,
     ReleaseDevice,
-    RetireSnapshots,
     SnapshotCopied,
     StateFetched,
     StateReceived,
@@ -68,6 +63,7 @@ from isthmus.protocol.phases import COORDINATOR, CoordinatorStatistics, Phase
 from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout, holders_at, recovery_step, state_donors
 from isthmus.protocol.reports import ItemReports, mean_loss, non_finite
 from isthmus.protocol.restarts import Restarts
+from isthmus.protocol.run_messages import FetchState, Halt, OpenItem, Pause, PlaceWeights, RetireSnapshots
 from isthmus.protocol.state_transfer import StateTransfer
 from isthmus.protocol.work import RunSpec
 
@@ -229,7 +225,8 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
             out.append(BeginEpoch(self._epoch, self._step, self._leases.leased, not from_memory))
         self._phase = "fetching"
         self._awaited = set(donated)
-        out += [FetchState(device, self._step, parts) for device, parts in sorted(donated.items())]
+        for device, parts in sorted(donated.items()):
+            out.append(Order(device, FetchState(step=self._step, parts=parts, epoch=self._epoch)))
         return out if donated else out + self._place()
 
     def _on_fetched(self, device: str) -> Out:
@@ -241,7 +238,8 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         self._awaited = set(self.devices)
         none = frozenset[str]()
         own = {d: self._own.get(d, none) & self.layout.parts.get(d, none) for d in self.devices}
-        return [step for d in self.devices for step in (AssignStage(d), PlaceWeights(d, own[d]))]
+        place = {d: Order(d, PlaceWeights(own=parts, epoch=self._epoch)) for d, parts in own.items()}
+        return [step for d in self.devices for step in (AssignStage(d), place[d])]
 
     def _on_ready(self, device: str) -> Out:
         self._awaited.discard(device)
@@ -290,7 +288,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
 
     def _acknowledged(self, step: int | None) -> Out:
         """A snapshot may be complete now."""
-        return [] if step is None else [RetireSnapshots(step), *self._release()]
+        return [] if step is None else [RetireSnapshots(step=step, epoch=self._epoch), *self._release()]
 
     def _release(self) -> Out:
         gone = self._members.released(self.devices)
@@ -298,7 +296,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         return [ReleaseDevice(device) for device in gone]
 
     def _lease(self) -> Out:
-        out: Out = [OpenItem(item) for item in self._leases.lease()]
+        out: Out = [OpenItem(item=item, epoch=self._epoch) for item in self._leases.lease()]
         return out or ([] if self._leases.open else self._end("done"))
 
     def _on_interrupted(self) -> Out:
@@ -316,7 +314,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         last = self._leases.last_step
         if self._leases.closing or last == self._saved:
             return [] if self._leases.open else self._end("interrupted")
-        return [OpenItem(self._leases.lease_save())]
+        return [OpenItem(item=self._leases.lease_save(), epoch=self._epoch)]
 
     # Another plan, or fewer devices
 
@@ -347,7 +345,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
             return self._settle()
         holds = {d: self.layout.parts.get(d, frozenset[str]()) for d in self.devices}
         self._transfers += 1
-        self._transfer = StateTransfer(self._transfers, self._leases.last_step, needs, holds)
+        self._transfer = StateTransfer(self._transfers, self._leases.last_step, needs, holds, self._epoch)
         return [*self._transfer.begins()]
 
     def _on_state_received(self, event: StateReceived | TransferEnded) -> Out:
@@ -447,7 +445,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         self._phase, self._restarted, self._transfer = "holding", False, None
         self._reports.clear()
         self._members.asked()
-        return [Pause(d) for d in sorted(self._members.here)] or self._on_held()
+        return [Order(d, Pause(epoch=self._epoch)) for d in sorted(self._members.here)] or self._on_held()
 
     def _on_held(self) -> Out:
         if self._phase != "holding" or self._members.silent:
@@ -491,4 +489,4 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         if self._phase == "done":
             return []
         self._phase = "done"
-        return [HaltDevices(), FinishRun(outcome, reason)]
+        return [Halt(epoch=self._epoch), FinishRun(outcome, reason)]

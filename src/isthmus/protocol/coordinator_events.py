@@ -13,6 +13,7 @@ from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.machine import Event
 from isthmus.protocol.recovery import StateHolding, StateLayout
+from isthmus.protocol.run_messages import DeviceOrder, RunOrder
 from isthmus.protocol.work import Item
 
 # To the coordinator
@@ -131,27 +132,20 @@ class FleetChanged(Event, frozen=True, kw_only=True):
     """Devices or links are not as the plan assumed."""
 
 
-# From the coordinator
+# From the coordinator, besides the orders to every device
+
+
+class Order(msgspec.Struct, frozen=True):
+    """Send this to one device."""
+
+    device: str
+    body: DeviceOrder
 
 
 class AssignStage(msgspec.Struct, frozen=True):
     """Give the device its stage."""
 
     device: str
-
-
-class PlaceWeights(msgspec.Struct, frozen=True):
-    """Give the device its weights."""
-
-    device: str
-    own: frozenset[str] = frozenset()
-    """Parts that it takes from its own memory."""
-
-
-class OpenItem(msgspec.Struct, frozen=True):
-    """Lease the item to every device."""
-
-    item: Item
 
 
 class ItemDone(msgspec.Struct, frozen=True):
@@ -169,12 +163,6 @@ class CommitCheckpoint(msgspec.Struct, frozen=True):
     item: Item
     finite: bool = True
     """Whether its weights are."""
-
-
-class Pause(msgspec.Struct, frozen=True):
-    """Tell the device to stop where it is, to forget its stage, and to say what it holds."""
-
-    device: str
 
 
 class Disconnect(msgspec.Struct, frozen=True):
@@ -222,14 +210,6 @@ class BeginEpoch(msgspec.Struct, frozen=True):
     """Nobody holds that state: it is the last checkpoint's."""
 
 
-class FetchState(msgspec.Struct, frozen=True):
-    """Have the device give these parts of its state after `step` steps."""
-
-    device: str
-    step: int
-    parts: frozenset[str]
-
-
 class ReceiveState(msgspec.Struct, frozen=True):
     """Have a joining device get the state of these devices' parts after `step` steps, and repeat what they do then."""
 
@@ -241,30 +221,10 @@ class ReceiveState(msgspec.Struct, frozen=True):
     """By device."""
 
 
-class SendState(msgspec.Struct, frozen=True):
-    """Have the device give these parts of its state after `step` steps, which it has not gone beyond, and each later
-    step's gradients, beside its work. No parts: give no more."""
-
-    device: str
-    number: int
-    step: int
-    parts: frozenset[str]
-
-
-class RetireSnapshots(msgspec.Struct, frozen=True):
-    """A snapshot is complete, with its copies: devices may forget those before."""
-
-    step: int
-
-
 class ReleaseDevice(msgspec.Struct, frozen=True):
     """The device may leave: nothing depends on it any more."""
 
     device: str
-
-
-class HaltDevices(msgspec.Struct, frozen=True):
-    """Tell every device that is still there to leave."""
 
 
 Ending = Literal["done", "interrupted", "lost", "diverged", "failed"]
@@ -299,21 +259,16 @@ CoordinatorEvent = (
 )
 CoordinatorInstruction = (
     AssignStage
-    | PlaceWeights
-    | OpenItem
+    | Order
+    | RunOrder
     | ItemDone
     | CommitCheckpoint
-    | Pause
     | Disconnect
     | MakePlan
     | CallDevice
     | RestartRun
     | BeginEpoch
-    | FetchState
     | ReceiveState
-    | SendState
-    | RetireSnapshots
     | ReleaseDevice
-    | HaltDevices
     | FinishRun
 )

@@ -16,44 +16,18 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from isthmus.protocol.machine import EpochMachine, Event, Transitions
+from isthmus.protocol.run_messages import FetchState, Halt, Pause, PlaceWeights, RetireSnapshots
 from isthmus.protocol.state_inventory import StateInventory
 
 Value = TypeVar("Value")
 
-# From the coordinator
-
-
-class Paused(Event, frozen=True, kw_only=True):
-    """Stop, in favour of this epoch, and say what is here."""
+# From the coordinator, besides the bodies in `run_messages`
 
 
 class StageAssigned(Event, frozen=True, kw_only=True):
     """A stage of this epoch, which begins from the state after `step` steps."""
 
     step: int
-
-
-class WeightsPlaced(Event, frozen=True, kw_only=True):
-    """The stage's weights, but for the parts that the device has itself."""
-
-    own: frozenset[str] = frozenset()
-
-
-class StateAsked(Event, frozen=True, kw_only=True):
-    """Another device needs these parts of the state after `step` steps."""
-
-    step: int
-    parts: frozenset[str]
-
-
-class SnapshotsRetired(Event, frozen=True, kw_only=True):
-    """A snapshot of this step is complete: forget those before."""
-
-    step: int
-
-
-class RunHalted(Event, frozen=True, kw_only=True):
-    pass
 
 
 # From the device itself
@@ -80,12 +54,12 @@ class StateKept(Event, Generic[Value], frozen=True, kw_only=True):
 
 
 SessionEvent = (
-    Paused
+    Pause
     | StageAssigned
-    | WeightsPlaced
-    | StateAsked
-    | SnapshotsRetired
-    | RunHalted
+    | PlaceWeights
+    | FetchState
+    | RetireSnapshots
+    | Halt
     | Connected
     | StageStarted
     | StageFailed
@@ -148,44 +122,44 @@ SESSION = Transitions(
     "over",
     {
         "idle": {
-            Paused: "idle",
+            Pause: "idle",
             StageAssigned: "connecting",
             Connected: "idle",
             StageStarted: "idle",
-            WeightsPlaced: "idle",
-            StateAsked: "idle",
-            SnapshotsRetired: "idle",
-            RunHalted: "over",
+            PlaceWeights: "idle",
+            FetchState: "idle",
+            RetireSnapshots: "idle",
+            Halt: "over",
             StageFailed: "idle",
             StateKept: "idle",
         },
         "connecting": {
-            Paused: "idle",
+            Pause: "idle",
             StageAssigned: "connecting",
             Connected: "connecting starting",
-            WeightsPlaced: "connecting starting",
-            StateAsked: "connecting",
-            SnapshotsRetired: "connecting",
-            RunHalted: "over",
+            PlaceWeights: "connecting starting",
+            FetchState: "connecting",
+            RetireSnapshots: "connecting",
+            Halt: "over",
             StageFailed: "idle",
             StateKept: "connecting",
         },
         "starting": {
-            Paused: "idle",
+            Pause: "idle",
             StageAssigned: "connecting",
             StageStarted: "working",
-            StateAsked: "starting",
-            SnapshotsRetired: "starting",
-            RunHalted: "over",
+            FetchState: "starting",
+            RetireSnapshots: "starting",
+            Halt: "over",
             StageFailed: "idle",
             StateKept: "starting",
         },
         "working": {
-            Paused: "idle",
+            Pause: "idle",
             StageAssigned: "connecting",
-            StateAsked: "working",
-            SnapshotsRetired: "working",
-            RunHalted: "over",
+            FetchState: "working",
+            RetireSnapshots: "working",
+            Halt: "over",
             StageFailed: "idle",
             StateKept: "working",
         },
@@ -203,17 +177,17 @@ class DeviceSession(EpochMachine[Phase, SessionEvent[Value], SessionInstruction[
         self.memory: StateInventory[Value] = StateInventory()
         self._step = 0
         self._connected = False
-        self._placed: WeightsPlaced | None = None
+        self._placed: PlaceWeights | None = None
 
     def _is_stale(self, event: SessionEvent[Value]) -> bool:
         """Orders begin epochs, and the own state of an epoch that is over may be what the next one begins from."""
-        if isinstance(event, Paused | StageAssigned | StateAsked | SnapshotsRetired | RunHalted):
+        if isinstance(event, Pause | StageAssigned | FetchState | RetireSnapshots | Halt):
             return False
         return event.epoch != self._epoch and not (isinstance(event, StateKept) and not event.of)
 
     def _take(self, event: SessionEvent[Value]) -> list[SessionInstruction[Value]]:
         match event:
-            case Paused(epoch=epoch):
+            case Pause(epoch=epoch):
                 out = self._close()
                 self._epoch = epoch
                 return [*out, TellInventory()]
@@ -225,7 +199,7 @@ class DeviceSession(EpochMachine[Phase, SessionEvent[Value], SessionInstruction[
             case Connected():
                 self._connected = True
                 return self._start() if self._phase == "connecting" else []
-            case WeightsPlaced():
+            case PlaceWeights():
                 self._placed = event
                 return self._start() if self._phase == "connecting" else []
             case StageStarted():
@@ -238,12 +212,12 @@ class DeviceSession(EpochMachine[Phase, SessionEvent[Value], SessionInstruction[
             case StateKept(epoch=epoch, step=step, values=values, of=of):
                 self.memory.keep(epoch, step, values)
                 return [TellCopied(of, step)] if of else []
-            case StateAsked(epoch=epoch, step=step, parts=parts):
+            case FetchState(epoch=epoch, step=step, parts=parts):
                 return [GiveState(epoch, step, self.memory.values(step, parts))]
-            case SnapshotsRetired(step=step):
+            case RetireSnapshots(step=step):
                 self.memory.retire(step)
                 return []
-            case RunHalted():
+            case Halt():
                 self._phase = "over"
                 return [LeaveRun()]
 

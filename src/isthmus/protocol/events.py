@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from isthmus.protocol.machine import Event
-from isthmus.protocol.work import Item
+from isthmus.protocol.run_messages import Halt, OpenItem
 
 Parcel = Literal["forward", "backward", "shared", "shared_gradient", "count", "norms"]
 """What one stage sends another: activations and gradients per micro-batch; per item the value of a shared parameter,
@@ -22,12 +22,6 @@ Work = Literal["F", "B", "E"]
 
 
 # To the worker
-
-
-class Opened(Event, frozen=True, kw_only=True):
-    """The coordinator leases an item."""
-
-    item: Item
 
 
 class Arrived(Event, frozen=True, kw_only=True):
@@ -92,10 +86,6 @@ class SnapshotKept(Event, frozen=True, kw_only=True):
     """A copy of the stage's state is in memory."""
 
     item: int
-
-
-class Halted(Event, frozen=True, kw_only=True):
-    """The coordinator ends the run."""
 
 
 # From the worker
@@ -182,7 +172,7 @@ class Leave(msgspec.Struct, frozen=True):
 
 
 WorkerEvent = (
-    Opened | Arrived | PartsArrived | Computed | Filled | Taken | Collected | Updated | Saved | SnapshotKept | Halted
+    OpenItem | Arrived | PartsArrived | Computed | Filled | Taken | Collected | Updated | Saved | SnapshotKept | Halt
 )
 WorkerInstruction = (
     Compute | Send | SendParts | Merge | Fill | Take | Collect | Update | Save | KeepSnapshot | Report | Leave

@@ -28,13 +28,11 @@ from isthmus.protocol.coordinator_events import (
     Disconnect,
     FinishRun,
     FleetChanged,
-    HaltDevices,
     ItemDone,
     ItemReported,
     MakePlan,
     NoPlan,
-    OpenItem,
-    Pause,
+    Order,
     PlanMade,
     ReleaseDevice,
     StepFailed,
@@ -57,6 +55,7 @@ from isthmus.protocol.run_events import (
     RunInstruction,
     StepMeasured,
 )
+from isthmus.protocol.run_messages import Halt, OpenItem, Pause
 
 Out = list[RunInstruction]
 Observe = Callable[[float, RunEvent, Sequence[RunInstruction]], None]
@@ -175,7 +174,7 @@ class RunMachine:
         self._verdict = str(failure)
         if isinstance(failure, UserError):  # the job's fault: every other device would say the same
             self._over = True
-            self._out += [HaltDevices(), FinishRun("failed", str(failure))]
+            self._out += [Halt(epoch=self.epoch), FinishRun("failed", str(failure))]
             return True
         permanent = self._failures.permanent  # one that cannot work is not asked again
         known = {*self._connected, *self.coordinator.devices, *self.coordinator.awaited} - {device}
@@ -276,7 +275,7 @@ class RunMachine:
                 if self._adaptation is not None:
                     self._adaptation.began(self.coordinator.layout.number, step, now_s)
                 return
-            case Pause():
+            case Order(body=Pause()):
                 self._interruptions.begin(self._verdict, now_s)
             case MakePlan(waits=waits):
                 if waits:

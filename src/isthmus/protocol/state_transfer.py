@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 
-from isthmus.protocol.coordinator_events import ReceiveState, SendState
+from isthmus.protocol.coordinator_events import Order, ReceiveState
 from isthmus.protocol.recovery import state_donors
+from isthmus.protocol.run_messages import SendState
 
 CLOSE_STEPS = 1
 """So far behind the others a joining device may be for them to stop and let it in."""
@@ -24,10 +25,13 @@ MOST_TIMES = 20
 class StateTransfer:
     """The joining devices of one change of plan, from the state after `step` steps on."""
 
-    def __init__(self, number: int, step: int, needs: Mapping[str, Set[str]], holds: Mapping[str, Set[str]]) -> None:
+    def __init__(
+        self, number: int, step: int, needs: Mapping[str, Set[str]], holds: Mapping[str, Set[str]], epoch: int = 0
+    ) -> None:
         """By device: the parts that joining devices need, and those that devices at work have. `number` counts the
         run's followings: what is still said of an earlier one is none of this one's."""
         self.number = number
+        self._epoch = epoch
         self.step = step
         self.donated = state_donors(needs, holds)
         """By device at work, the parts that it gives."""
@@ -41,17 +45,20 @@ class StateTransfer:
         """Steps that the first copies took."""
         self._first_lag = 0
 
-    def begins(self) -> Iterator[ReceiveState | SendState]:
+    def begins(self) -> Iterator[ReceiveState | Order]:
         """The state and the gradients of each step are given from now on."""
         for device, donors in self.donors.items():
             yield ReceiveState(device, self.number, self.step, {donor: self.donated[donor] for donor in donors})
         for device, parts in sorted(self.donated.items()):
-            yield SendState(device, self.number, self.step, parts)
+            yield self._send(device, parts)
 
-    def ends(self) -> Iterator[SendState]:
+    def ends(self) -> Iterator[Order]:
         """Nothing is given any more."""
         for device in sorted(self.donated):
-            yield SendState(device, self.number, self.step, frozenset())
+            yield self._send(device, frozenset())
+
+    def _send(self, device: str, parts: frozenset[str]) -> Order:
+        return Order(device, SendState(number=self.number, step=self.step, parts=parts, epoch=self._epoch))
 
     def state_received(self, device: str, of: str, step: int) -> None:
         """The joining device has the state of that device's parts after so many steps."""

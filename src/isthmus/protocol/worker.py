@@ -36,10 +36,8 @@ from isthmus.protocol.events import (
     Computed,
     Fill,
     Filled,
-    Halted,
     KeepSnapshot,
     Leave,
-    Opened,
     Parcel,
     PartsArrived,
     Report,
@@ -58,10 +56,11 @@ from isthmus.protocol.events import (
 from isthmus.protocol.exchange import Exchange, GroupView
 from isthmus.protocol.feeding import Feeding
 from isthmus.protocol.machine import EpochMachine
+from isthmus.protocol.run_messages import Halt, OpenItem
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker_phases import WORKER, Phase, WorkerStatistics
 
-_OF_OTHERS = (Opened, Arrived, PartsArrived)
+_OF_OTHERS = (OpenItem, Arrived, PartsArrived)
 """Events that other machines cause. The rest are ends of this worker's own instructions."""
 _NOBODY: frozenset[int] = frozenset()
 
@@ -172,7 +171,7 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
     def _take(self, event: WorkerEvent) -> list[WorkerInstruction]:
         out: list[WorkerInstruction] = []
         match event:
-            case Opened(item=item):
+            case OpenItem(item=item):
                 self._leases.append(item)
             case Arrived(parcel=parcel, source=source, item=item, micro_batch=micro_batch):
                 self._arrived.setdefault((parcel, item, micro_batch), set()).add(source)
@@ -206,7 +205,7 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
             case SnapshotKept(item=item):
                 self._expect("idle", item)
                 self._finish(item, out)
-            case Halted():
+            case Halt():
                 self._phase = "halted"
                 return [Leave()]
         if not self._busy:

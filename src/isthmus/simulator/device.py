@@ -36,11 +36,9 @@ from isthmus.protocol.events import (
     Computed,
     Fill,
     Filled,
-    Halted,
     KeepSnapshot,
     Leave,
     Merge,
-    Opened,
     PartsArrived,
     Report,
     Save,
@@ -55,6 +53,7 @@ from isthmus.protocol.events import (
     WorkerEvent,
     WorkerInstruction,
 )
+from isthmus.protocol.run_messages import Halt, OpenItem
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
 from isthmus.simulator.epoch import Epoch
@@ -143,10 +142,10 @@ class SimulatedWorker:
         machine = self.machine
         if machine is None:
             return
-        if isinstance(event, Opened) and event.epoch == machine.epoch:
+        if isinstance(event, OpenItem) and event.epoch == machine.epoch:
             assert self.epoch is not None, "a stage has an epoch"
             self._first_samples[event.item.index] = event.item.first_sample
-            event = Opened(item=self.epoch.shares[self.number].part(event.item), epoch=event.epoch)
+            event = OpenItem(item=self.epoch.shares[self.number].part(event.item), epoch=event.epoch)
             self._items[event.item.index] = event.item
         for instruction in machine.handle(event):
             self._carry_out(instruction, machine)
@@ -180,7 +179,7 @@ class SimulatedWorker:
                 self._around.give(self, asked, values)
             case LeaveRun():
                 if self.machine is not None:
-                    self.handle(Halted())
+                    self.handle(Halt())
                 self._around.left(self)
 
     def _start(self, step: int, own: frozenset[str], epoch: int) -> None:

@@ -28,34 +28,20 @@ from isthmus.protocol.coordinator_events import (
     CommitCheckpoint,
     DeviceReady,
     Disconnect,
-    FetchState,
     FinishRun,
-    HaltDevices,
     Inventory,
     ItemDone,
     ItemReported,
     MakePlan,
     NoPlan,
-    OpenItem,
-    Pause,
-    PlaceWeights,
+    Order,
     PlanMade,
     ReceiveState,
     ReleaseDevice,
-    RetireSnapshots,
-    SendState,
     SnapshotCopied,
     StateFetched,
 )
-from isthmus.protocol.device_session import (
-    Paused,
-    RunHalted,
-    SnapshotsRetired,
-    StageAssigned,
-    StateAsked,
-    WeightsPlaced,
-)
-from isthmus.protocol.events import Opened
+from isthmus.protocol.device_session import StageAssigned
 from isthmus.protocol.interruptions import Recovery
 from isthmus.protocol.phases import CoordinatorStatistics
 from isthmus.protocol.recovery import Lineage, StateLayout
@@ -70,6 +56,16 @@ from isthmus.protocol.run_events import (
     StepMeasured,
 )
 from isthmus.protocol.run_machine import TICK_S, Observe, RunMachine
+from isthmus.protocol.run_messages import (
+    DeviceOrder,
+    FetchState,
+    Halt,
+    OpenItem,
+    Pause,
+    PlaceWeights,
+    RetireSnapshots,
+    SendState,
+)
 from isthmus.protocol.work import Item, RunSpec
 from isthmus.protocol.worker_phases import WorkerStatistics
 from isthmus.simulator.connections import Connections
@@ -306,18 +302,14 @@ class RunSimulation:
             case AssignStage(device=device):
                 step = self._begun.step if self._begun is not None else self._spec.start_step
                 self.connections.down(device, partial(_assign, self._epoch, StageAssigned(step=step, epoch=epoch)))
-            case PlaceWeights(device=device, own=own):
-                parts = self._epoch.layout.parts.get(device, frozenset[str]()) - own
-                placed = {part: self._store[part] for part in parts}
-                self.connections.down(device, partial(_place, placed, WeightsPlaced(own=own, epoch=epoch)))
-            case OpenItem(item=item):
-                self._open(item, machine)
+            case Order(device=device, body=body):
+                self._order(device, body)
+            case OpenItem():
+                self._open(instruction, machine)
             case ItemDone(item=item):
                 self._item_done(item)
             case CommitCheckpoint(item=item):
                 self._commit(item)
-            case Pause(device=device):
-                self.connections.down(device, lambda worker: worker.order(Paused(epoch=epoch)))
             case Disconnect(device=device):
                 self.connections.hang_up(device)
             case MakePlan():
@@ -325,22 +317,14 @@ class RunSimulation:
             case CallDevice(device=device):
                 self.strikes.called(device_of(device))
                 self.world.later(times.process_s, ("call", device), partial(self.connections.join, device))
-            case FetchState(device=device, step=step, parts=parts):
-                asked = StateAsked(step=step, parts=parts, epoch=epoch)
-                self.connections.down(device, lambda worker: worker.order(asked), self._moving_s(device, parts))
             case ReceiveState():
                 self._donations.receive(instruction)
-            case SendState(device=device):
-                self.connections.down(device, partial(self._donations.send, instruction, epoch))
-            case RetireSnapshots(step=step):
+            case RetireSnapshots() | Halt():
                 for worker_id in list(self.connections.open):
-                    self.connections.down(worker_id, lambda worker: worker.order(SnapshotsRetired(step=step)))
+                    self.connections.down(worker_id, lambda worker: worker.order(instruction))
             case ReleaseDevice(device=device):
                 if (worker := self.connections.release(device)) is not None:
                     self.left(worker)
-            case HaltDevices():
-                for worker_id in list(self.connections.open):
-                    self.connections.down(worker_id, lambda worker: worker.order(RunHalted()))
             case _:
                 self._carry_out_further(instruction)
 
@@ -359,6 +343,19 @@ class RunSimulation:
                 self.world.later(1.0, "probe", partial(self.handle, probed))
             case _:  # what only a person hears of, and who is not to come back
                 pass
+
+    def _order(self, device: str, body: DeviceOrder) -> None:
+        match body:
+            case PlaceWeights(own=own):
+                parts = self._epoch.layout.parts.get(device, frozenset[str]()) - own
+                placed = {part: self._store[part] for part in parts}
+                self.connections.down(device, partial(_place, placed, body))
+            case FetchState(parts=parts):
+                self.connections.down(device, lambda worker: worker.order(body), self._moving_s(device, parts))
+            case SendState():
+                self.connections.down(device, partial(self._donations.send, body))
+            case Pause():
+                self.connections.down(device, lambda worker: worker.order(body))
 
     def _begin(self, begin: BeginEpoch, coordinator: Coordinator) -> None:
         lineage = Lineage(self._lineage)
@@ -382,7 +379,7 @@ class RunSimulation:
         self._saving.clear()
         self._donations.clear()
 
-    def _open(self, item: Item, machine: RunMachine) -> None:
+    def _open(self, opened: OpenItem, machine: RunMachine) -> None:
         if self._origin_s is None:
             self._origin_s = self.world.clock.now_s
             self.world.setting_up = True
@@ -392,7 +389,6 @@ class RunSimulation:
         if len(machine.recoveries) > self._known:
             self._known, now_s = len(machine.recoveries), self.world.clock.now_s
             self._recovered.append((now_s - machine.recoveries[-1].seconds, now_s))
-        opened = Opened(item=item, epoch=machine.epoch)
         for worker_id in machine.coordinator.devices:
             self.connections.down(worker_id, lambda worker: worker.handle(opened))
 
@@ -462,7 +458,7 @@ def _assign(epoch: Epoch, event: StageAssigned, worker: SimulatedWorker) -> None
     worker.order(event)
 
 
-def _place(placed: State, event: WeightsPlaced, worker: SimulatedWorker) -> None:
+def _place(placed: State, event: PlaceWeights, worker: SimulatedWorker) -> None:
     worker.placed = placed
     worker.order(event)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from isthmus.protocol.coordinator_events import ReceiveState, SendState, StateReceived, TransferEnded
+from isthmus.protocol.coordinator_events import ReceiveState, StateReceived, TransferEnded
 from isthmus.protocol.device_session import StateKept
+from isthmus.protocol.run_messages import SendState
 from isthmus.simulator.connections import Connections
 from isthmus.simulator.device import SimulatedWorker
 from isthmus.simulator.history import State
@@ -18,7 +19,6 @@ MOST_BACKLOG = 2.0
 
 class _Donation(NamedTuple):
     asked: SendState
-    epoch: int
     donor: SimulatedWorker
     copy_s: float
     """That the copy takes, and a third of it each step's gradients."""
@@ -45,16 +45,16 @@ class StateDonations:
         for donor in wanted.donated:
             self._receivers.setdefault(donor, []).append(wanted)
 
-    def send(self, asked: SendState, epoch: int, donor: SimulatedWorker) -> None:
+    def send(self, asked: SendState, donor: SimulatedWorker) -> None:
         """The donor hears of it."""
         if not asked.parts:
             self._donations.pop(donor.name, None)
             self._receivers.pop(donor.name, None)
             return
-        if donor.machine is None or donor.session.epoch != epoch:
+        if donor.machine is None or donor.session.epoch != asked.epoch:
             return
         copy_s = self._world.copy_s(donor)
-        self._donations[donor.name] = donation = _Donation(asked, epoch, donor, copy_s)
+        self._donations[donor.name] = donation = _Donation(asked, donor, copy_s)
         self._through_s[donor.name] = self._world.clock.now_s
         if donor.step == asked.step:
             self._give(donation, copy_s)
@@ -67,7 +67,7 @@ class StateDonations:
         first = donor.step == donation.asked.step
         if self._through_s[donor.name] - self._world.clock.now_s > MOST_BACKLOG * donation.copy_s > 0.0:
             del self._donations[donor.name]
-            ended = TransferEnded(device=donor.name, number=donation.asked.number, epoch=donation.epoch)
+            ended = TransferEnded(device=donor.name, number=donation.asked.number, epoch=donation.asked.epoch)
             self._connections.up(donor, ended)
             return
         self._give(donation, donation.copy_s if first else donation.copy_s / 3)
@@ -82,16 +82,16 @@ class StateDonations:
             self._world.later(self._through_s[donor.name] - now_s, ("follow", wanted.device, donor.name), arrive)
 
     def _arrive(self, donation: _Donation, wanted: ReceiveState, step: int, state: State) -> None:
-        asked, epoch = donation.asked, donation.epoch
+        asked, donor = donation.asked, donation.donor.name
         joiner = self._world.worker(wanted.device)
         if joiner is None:
             return
-        parts = wanted.donated[donation.donor.name]
+        parts = wanted.donated[donor]
         values = {part: value for part, value in state.items() if part in parts}
 
         def received() -> None:
-            joiner.order(StateKept(step=step, values=values, epoch=epoch))
-            told = StateReceived(device=joiner.name, of=asked.device, step=step, number=asked.number, epoch=epoch)
+            joiner.order(StateKept(step=step, values=values, epoch=asked.epoch))
+            told = StateReceived(device=joiner.name, of=donor, step=step, number=asked.number, epoch=asked.epoch)
             self._connections.up(joiner, told)
 
         self._world.on(joiner.device, received)

@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -22,23 +22,17 @@ from isthmus.protocol.coordinator_events import (
     DeviceJoined,
     DeviceReady,
     Disconnect,
-    FetchState,
     FinishRun,
-    HaltDevices,
     Inventory,
     ItemDone,
     ItemReported,
     MakePlan,
     NoPlan,
-    OpenItem,
-    Pause,
-    PlaceWeights,
+    Order,
     PlanMade,
     ReceiveState,
     ReleaseDevice,
     RestartRun,
-    RetireSnapshots,
-    SendState,
     SnapshotCopied,
     StateFetched,
     StateReceived,
@@ -59,6 +53,7 @@ from isthmus.protocol.run_events import (
     StepMeasured,
 )
 from isthmus.protocol.run_machine import TICK_S, RunMachine
+from isthmus.protocol.run_messages import Halt, OpenItem, PlaceWeights, RetireSnapshots, RunOrder, SendState
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import NoSession, Session, paths_of
 from isthmus.runtime.coordinator.joiners import Joiners
@@ -67,24 +62,18 @@ from isthmus.runtime.messages.all_messages import FROM_DEVICES, AnyMessage
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.recovery import (
     FetchedMessage,
-    FetchMessage,
     InventoryMessage,
-    PauseMessage,
-    RetireMessage,
     SnapshotCopiedMessage,
 )
 from isthmus.runtime.messages.run import (
     AssignMessage,
     Failed,
-    HaltMessage,
     JoinRun,
-    OpenMessage,
     ReadyMessage,
     ReportMessage,
-    WeightsMessage,
+    ToDevice,
 )
 from isthmus.runtime.messages.state_transfer import (
-    SendStateMessage,
     StateMessage,
     StatePart,
     StateReceivedMessage,
@@ -287,22 +276,23 @@ class CoordinatorHost:
                 if not self._assigned:
                     self._assigned = self._callbacks.assignments(self._addresses)
                 self._send(device, AssignMessage(run=run, epoch=epoch, assignment=self._assigned[device]))
-            case PlaceWeights(device=device, own=own):
+            case Order(device=device, body=PlaceWeights(own=own) as body):
                 weights = self._callbacks.weights(device, own)
                 headers = tuple(header_of(name, t) for name, t in weights.items())
-                self._send(
-                    device, WeightsMessage(run=run, epoch=epoch, own=own, tensors=headers), list(weights.values())
-                )
+                self._send(device, ToDevice(run=run, body=body, tensors=headers), list(weights.values()))
+            case Order(device=device, body=body):
+                if isinstance(body, SendState) and not body.parts:
+                    self._joiners.forget(device)
+                self._send(device, ToDevice(run=run, body=body))
             case OpenItem(item=item):
-                self._open(item, epoch)
+                self._open(item)
+                self._broadcast(self.machine.coordinator.devices, instruction)
             case ItemDone(item=item, loss=loss, note_=note_):
                 self._advance(item, loss)
                 if note_:
                     self._callbacks.note(note_)
             case CommitCheckpoint(item=item, finite=finite):
                 self._callbacks.commit(item, finite=finite)
-            case Pause(device=device):
-                self._send(device, PauseMessage(run=run, epoch=epoch))
             case Disconnect(device=device):
                 self._dismiss(device)
             case MakePlan():
@@ -313,26 +303,18 @@ class CoordinatorHost:
             case RestartRun(devices=devices, count=count, most=most, reasons=reasons):
                 again = f"calling {', '.join(devices)} again, attempt {count} of {most}"
                 self._callbacks.note(f"too few devices are left ({reasons}): {again}")
-            case FetchState(device=device, step=step, parts=parts):
-                self._send(device, FetchMessage(run=run, epoch=epoch, step=step, parts=parts))
             case ReceiveState():
                 self._joiners.follow(instruction, epoch)
-            case SendState(device=device, number=number, step=step, parts=parts):
-                if not parts:
-                    self._joiners.forget(device)
-                self._send(device, SendStateMessage(run=run, epoch=epoch, number=number, step=step, parts=parts))
             case RetireSnapshots(step=step):
                 self._callbacks.acknowledged(step)
-                for device in self._lanes:
-                    self._send(device, RetireMessage(run=run, epoch=epoch, step=step))
+                self._broadcast(self._lanes, instruction)
             case ReleaseDevice(device=device):
                 self._callbacks.note(f"{device} has left")
-                self._send(device, HaltMessage(run=run, epoch=epoch))
+                self._send(device, ToDevice(run=run, body=Halt(epoch=epoch)))
                 self._lanes[device].drain()
                 self._dismiss(device)
-            case HaltDevices():
-                for device in self._lanes:
-                    self._send(device, HaltMessage(run=run, epoch=epoch))
+            case Halt():
+                self._broadcast(self._lanes, instruction)
             case FinishRun():
                 return instruction
             case Note(text=text):
@@ -344,6 +326,10 @@ class CoordinatorHost:
             case ProbeLink(source=source, target=target):
                 threading.Thread(target=self._probe, args=(source, target), name="probe", daemon=True).start()
         return None
+
+    def _broadcast(self, devices: Iterable[str], body: RunOrder) -> None:
+        for device in devices:
+            self._send(device, ToDevice(run=self._run, body=body))
 
     def _send(self, device: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
         """To one who may have gone meanwhile."""
@@ -380,13 +366,11 @@ class CoordinatorHost:
         self._assigned = {}
         self._joiners.clear()
 
-    def _open(self, item: Item, epoch: int) -> None:
+    def _open(self, item: Item) -> None:
         self._origin_s = self._origin_s or time.monotonic()
         self._items[item.index] = item
         self._items.pop(item.index - LATE_ITEMS - self.machine.coordinator.spec.lease_ahead, None)
         self._callbacks.opened(item)
-        for device in self.machine.coordinator.devices:
-            self._send(device, OpenMessage(run=self._run, epoch=epoch, item=item))
 
     def _advance(self, item: Item, loss: float | None) -> None:
         fresh, self._fresh = self._fresh, []

@@ -16,14 +16,13 @@ import msgspec
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.protocol.events import Opened
 from isthmus.protocol.recovery import StateHolding
+from isthmus.protocol.run_messages import Halt, OpenItem
 from isthmus.runtime.device.events import CoordinatorMessage
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.recovery import FetchMessage, PauseMessage, RetireMessage
-from isthmus.runtime.messages.run import AssignMessage, HaltMessage, Heartbeat, JoinRun, OpenMessage, WeightsMessage
-from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, SendStateMessage, StateMessage, StatePart
+from isthmus.runtime.messages.run import AssignMessage, Heartbeat, JoinRun, ToDevice
+from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
 from isthmus.runtime.transport.connect_retries import WAITS_S, Unreached, until_reached
 from isthmus.runtime.transport.heartbeat import start_heartbeats
@@ -35,18 +34,7 @@ TELL_S = 3.0
 """After so long without word from it a device says so, then each time after twice as long."""
 AWAY_TIMEOUTS = 10
 """For so many times its timeout a device waits for a coordinator that went away."""
-ORDERS = (
-    AssignMessage
-    | WeightsMessage
-    | PauseMessage
-    | FetchMessage
-    | RetireMessage
-    | HaltMessage
-    | SendStateMessage
-    | ReceiveStateMessage
-    | StateMessage
-    | StatePart
-)
+ORDERS = ToDevice | AssignMessage | ReceiveStateMessage | StateMessage | StatePart
 
 
 class CoordinatorGone(PeerError):
@@ -152,11 +140,12 @@ class CoordinatorLink:
                 why = e
 
     def _on_message(self, message: AnyMessage, tensors: list[Tensor]) -> None:
-        if isinstance(message, OpenMessage):
-            self._inbox.put(Opened(item=message.item, epoch=message.epoch))
+        body = message.body if isinstance(message, ToDevice) else None
+        if isinstance(body, OpenItem):
+            self._inbox.put(body)
         elif isinstance(message, ORDERS):
-            self._newest_epoch = max(self._newest_epoch, message.epoch)
-            if isinstance(message, HaltMessage):
+            self._newest_epoch = max(self._newest_epoch, body.epoch if body is not None else -1)
+            if isinstance(body, Halt):
                 self._over.set()
             self._inbox.put(CoordinatorMessage(message, tensors))
         elif not isinstance(message, Heartbeat):

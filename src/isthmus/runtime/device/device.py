@@ -25,22 +25,19 @@ from isthmus.protocol.device_session import (
     DeviceSession,
     GiveState,
     LeaveRun,
-    Paused,
     SessionEvent,
     SessionInstruction,
-    SnapshotsRetired,
     StageAssigned,
     StageFailed,
     StageStarted,
     StartStage,
-    StateAsked,
     StateKept,
     TellCopied,
     TellInventory,
     TellReady,
-    WeightsPlaced,
 )
 from isthmus.protocol.memory_shortage import MemoryPeak
+from isthmus.protocol.run_messages import OpenItem, Pause, PlaceWeights, SendState
 from isthmus.runtime.device.batches import Batches
 from isthmus.runtime.device.compiling import compile_stage
 from isthmus.runtime.device.coordinator_link import CoordinatorGone, CoordinatorLink
@@ -60,23 +57,18 @@ from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.recovery import (
     FetchedMessage,
-    FetchMessage,
     InventoryMessage,
-    PauseMessage,
-    RetireMessage,
     SnapshotCopiedMessage,
 )
 from isthmus.runtime.messages.run import (
     AssignMessage,
-    HaltMessage,
     JoinRun,
     ReadyMessage,
     ReportMessage,
-    WeightsMessage,
+    ToDevice,
 )
 from isthmus.runtime.messages.state_transfer import (
     ReceiveStateMessage,
-    SendStateMessage,
     StateMessage,
     StatePart,
     StateReceivedMessage,
@@ -136,7 +128,8 @@ class DeviceWorker:
         try:
             # Only now: a missing accelerator is reported to the coordinator.
             self._accelerator = open_accelerator(self._site.accelerator, f"device {self._site.device}: accelerator")
-            while not isinstance((order := self._next()).message, HaltMessage):
+            while self._session.phase != "over":
+                order = self._next()
                 try:
                     self._follow(order)
                 except Exception as e:
@@ -219,22 +212,18 @@ class DeviceWorker:
     def _follow(self, order: CoordinatorMessage) -> None:
         message = order.message
         match message:
-            case PauseMessage(epoch=epoch):
-                self._end_following()
-                self._handle(Paused(epoch=epoch))
-            case FetchMessage(epoch=epoch, step=step, parts=parts):
-                self._handle(StateAsked(step=step, parts=parts, epoch=epoch))
+            case ToDevice(body=SendState() as asked):
+                self._send_state(asked)
+            case ToDevice(body=body) if not isinstance(body, OpenItem | SendState):
+                if isinstance(body, Pause):
+                    self._end_following()
+                elif isinstance(body, PlaceWeights):
+                    self._values = {h.name: t for h, t in zip(message.tensors, order.tensors, strict=True)}
+                self._handle(body)
             case AssignMessage(assignment=assignment):
                 self._end_following()
                 self._assignment = assignment
                 self._handle(StageAssigned(step=assignment.start_step, epoch=assignment.epoch))
-            case WeightsMessage(epoch=epoch, own=own):
-                self._values = {h.name: t for h, t in zip(message.tensors, order.tensors, strict=True)}
-                self._handle(WeightsPlaced(own=own, epoch=epoch))
-            case RetireMessage(step=step):
-                self._handle(SnapshotsRetired(step=step))
-            case SendStateMessage():
-                self._send_state(message)
             case ReceiveStateMessage():
                 self._joiner = StateJoiner(message)
             case StateMessage() | StatePart():
@@ -276,18 +265,18 @@ class DeviceWorker:
         """The stage, or what there is of it, cannot go on."""
         self._handle(StageFailed(epoch=self._epoch))
 
-    def _send_state(self, message: SendStateMessage) -> None:
-        if self._executor is None or message.epoch != self._epoch:
+    def _send_state(self, asked: SendState) -> None:
+        if self._executor is None or asked.epoch != self._epoch:
             return
-        if not message.parts:
+        if not asked.parts:
             self._executor.set_donor(None)
             self._control.forget_meanwhile()
             return
         control, executor = self._control, self._executor
         donor = StateDonor(
-            message, self._site.device, control.send_background, control.background_bytes, executor.copied
+            asked, self._run, self._site.device, control.send_background, control.background_bytes, executor.copied
         )
-        ended = TransferEndedMessage(run=self._run, epoch=message.epoch, number=message.number)
+        ended = TransferEndedMessage(run=self._run, epoch=asked.epoch, number=asked.number)
         self._executor.set_donor(donor, lambda: self._send(ended))
 
     def _receive_state(self, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> None:

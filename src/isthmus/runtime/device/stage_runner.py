@@ -28,7 +28,6 @@ from isthmus.protocol.events import (
     KeepSnapshot,
     Leave,
     Merge,
-    Opened,
     Parcel,
     PartsArrived,
     Report,
@@ -44,6 +43,7 @@ from isthmus.protocol.events import (
     WorkerEvent,
     WorkerInstruction,
 )
+from isthmus.protocol.run_messages import OpenItem
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
 from isthmus.runtime.device.batches import Batches
@@ -246,10 +246,10 @@ class StageRunner:
             if callable(found):
                 found()
                 continue
-            if isinstance(found, Opened) and found.epoch == self.assignment.epoch:
-                found = Opened(item=self.assignment.share.part(found.item), epoch=found.epoch)
+            if isinstance(found, OpenItem) and found.epoch == self.assignment.epoch:
+                found = OpenItem(item=self.assignment.share.part(found.item), epoch=found.epoch)
                 self._items[found.item.index] = found.item
-            if isinstance(found, Opened | Arrived | PartsArrived | CoordinatorMessage):
+            if isinstance(found, OpenItem | Arrived | PartsArrived | CoordinatorMessage):
                 return found
 
     def _carry_out(self, instruction: WorkerInstruction) -> WorkerEvent | None:

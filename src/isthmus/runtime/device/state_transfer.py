@@ -11,7 +11,8 @@ from typing import Literal
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, SendStateMessage, StateMessage, StatePart
+from isthmus.protocol.run_messages import SendState
+from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.training.catch_up import CatchUpState
 from isthmus.training.layout import TensorHeader, check_header
 from isthmus.training.snapshot import Part, Snapshot, by_part, check_state, part_of, snapshot
@@ -30,7 +31,8 @@ class StateDonor:
 
     def __init__(
         self,
-        asked: SendStateMessage,
+        asked: SendState,
+        run: str,
         of: str,
         put: Put,
         waiting: Callable[[], int],
@@ -39,6 +41,7 @@ class StateDonor:
         """`of` is this device; `put` hands a message to the connection, behind all others; `waiting` tells how many
         bytes wait there; `copied` copies tensors to host memory."""
         self._asked = asked
+        self._run = run
         self._of = of
         self.step = asked.step
         """From the state after so many steps on."""
@@ -67,7 +70,7 @@ class StateDonor:
         taken = self._copied({name: t for name, t in tensors.items() if part_of(name) in asked.parts})
         self._put(
             StateMessage(
-                run=asked.run,
+                run=self._run,
                 epoch=asked.epoch,
                 number=asked.number,
                 of=self._of,
@@ -81,7 +84,7 @@ class StateDonor:
         for offset, stretch, headers in stretches(taken.flat, STRETCH_BYTES):
             self._put(
                 StatePart(
-                    run=asked.run, epoch=asked.epoch, number=asked.number, of=self._of, offset=offset, tensors=headers
+                    run=self._run, epoch=asked.epoch, number=asked.number, of=self._of, offset=offset, tensors=headers
                 ),
                 [stretch],
                 taken,

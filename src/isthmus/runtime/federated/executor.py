@@ -33,6 +33,7 @@ from isthmus.protocol.federated_events import (
 )
 from isthmus.protocol.federated_events import ExecutorNotice as Said
 from isthmus.protocol.federated_executor import ExecutorMachine
+from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.federated.shared_memory import SharedMemory
 from isthmus.runtime.messages.federated import (
     DrainedMessage,
@@ -41,7 +42,7 @@ from isthmus.runtime.messages.federated import (
     ReturnedMessage,
     SumsMessage,
 )
-from isthmus.runtime.messages.run import Failed, HaltMessage, JoinRun, ReadyMessage
+from isthmus.runtime.messages.run import Failed, JoinRun, ReadyMessage, ToDevice
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.heartbeat import start_heartbeats
 from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of
@@ -136,7 +137,7 @@ class Executor:
                         self._on_notice(notice)
                         self._handle(notice)
                         self._act(brief=False)
-                    case HaltMessage():
+                    case ToDevice(body=Halt()):
                         self._handle(ExecutorHalted())
                         return
                     case _:

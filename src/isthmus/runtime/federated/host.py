@@ -37,11 +37,12 @@ from isthmus.protocol.federated_events import (
     Tick,
     UpdateServer,
 )
+from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.federated.shared_memory import SharedBroadcast
 from isthmus.runtime.federated.update_receiver import UpdateReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import NoticeMessage, PhaseMessage
-from isthmus.runtime.messages.run import Failed, HaltMessage, Heartbeat, JoinRun
+from isthmus.runtime.messages.run import Failed, Heartbeat, JoinRun, ToDevice
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import SocketChannel
@@ -395,7 +396,7 @@ class FederatedHost:
                         self._later.append(later)
                 case HaltExecutors():
                     for out in self._reachable():
-                        out.put(HaltMessage(run=self._run))
+                        out.put(ToDevice(run=self._run, body=Halt()))
                 case FinishRounds():
                     finish = instruction
         return finish

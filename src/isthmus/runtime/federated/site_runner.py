@@ -26,10 +26,11 @@ from isthmus.federated.state_form import StateForm
 from isthmus.federated.task_spec import SiteConfig, TaskSpec
 from isthmus.models import build_model
 from isthmus.protocol.federated_events import ExecutorNotice, PhaseDropped, SendSums, UpdateRefused
+from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.federated.executor import Executor, take_part
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.fleet import StartRun
-from isthmus.runtime.messages.run import HaltMessage, Heartbeat
+from isthmus.runtime.messages.run import Heartbeat, ToDevice
 from isthmus.runtime.messages.site import RegisteredMessage, TaskMessage, UpdateMessage
 from isthmus.runtime.processes.compute_threads import ComputeThreads
 from isthmus.runtime.transport.channel import SocketChannel, dial
@@ -231,7 +232,7 @@ def _task_spec(channel: SocketChannel, timeout_s: float) -> TaskSpec | None:
         match received[0]:
             case TaskMessage(task_spec=task_spec):
                 return task_spec
-            case HaltMessage():
+            case ToDevice(body=Halt()):
                 return None
             case Heartbeat():
                 pass

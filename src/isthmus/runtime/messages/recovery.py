@@ -32,26 +32,6 @@ class SnapshotPart(Message, frozen=True, kw_only=True):
     offset: NotNegative
 
 
-# Coordinator to device
-
-
-class PauseMessage(Message, frozen=True, kw_only=True):
-    """Stop, forget the stage, and say what you hold. The epoch is the new one."""
-
-
-class FetchMessage(Message, frozen=True, kw_only=True):
-    """Give these parts of your state after `step` steps."""
-
-    step: int
-    parts: frozenset[str]
-
-
-class RetireMessage(Message, frozen=True, kw_only=True):
-    """There is a complete snapshot of this step: those before may be forgotten."""
-
-    step: int
-
-
 # Device to coordinator
 
 
@@ -72,13 +52,4 @@ class SnapshotCopiedMessage(Message, frozen=True, kw_only=True):
     step: int
 
 
-RecoveryMessage = (
-    SnapshotMessage
-    | SnapshotPart
-    | PauseMessage
-    | FetchMessage
-    | RetireMessage
-    | InventoryMessage
-    | FetchedMessage
-    | SnapshotCopiedMessage
-)
+RecoveryMessage = SnapshotMessage | SnapshotPart | InventoryMessage | FetchedMessage | SnapshotCopiedMessage

@@ -11,7 +11,7 @@ from isthmus.protocol.events import Parcel
 from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.memory_shortage import MemoryPeak, MemoryShortage
 from isthmus.protocol.recovery import StateHolding
-from isthmus.protocol.work import Item
+from isthmus.protocol.run_messages import DeviceOrder, RunOrder
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.message import Message
 from isthmus.trace import Span
@@ -123,23 +123,14 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 # Coordinator to device
 
 
+class ToDevice(Message, frozen=True, kw_only=True):
+    """With `PlaceWeights` come values of the stage's variables and optimizer state, by the module's own names."""
+
+    body: DeviceOrder | RunOrder
+
+
 class AssignMessage(Message, frozen=True, kw_only=True):
     assignment: Assignment
-
-
-class WeightsMessage(Message, frozen=True, kw_only=True):
-    """Values of the stage's variables and optimizer state, by the module's own names."""
-
-    own: frozenset[str] = frozenset()
-    """Parts that the device takes from its own memory instead."""
-
-
-class OpenMessage(Message, frozen=True, kw_only=True):
-    item: Item
-
-
-class HaltMessage(Message, frozen=True, kw_only=True):
-    pass
 
 
 RunMessage = (
@@ -153,7 +144,5 @@ RunMessage = (
     | Failed
     | Heartbeat
     | AssignMessage
-    | WeightsMessage
-    | OpenMessage
-    | HaltMessage
+    | ToDevice
 )

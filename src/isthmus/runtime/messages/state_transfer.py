@@ -22,13 +22,6 @@ class OfTransfer(Message, frozen=True, kw_only=True):
 # Coordinator to device
 
 
-class SendStateMessage(OfTransfer, frozen=True, kw_only=True):
-    """Give these parts of your state after `step` steps, and the gradients of each later step; none: give no more."""
-
-    step: NotNegative
-    parts: frozenset[str]
-
-
 class ReceiveStateMessage(OfTransfer, frozen=True, kw_only=True):
     """Parts of these devices' states will come, and gradients to repeat their steps with."""
 
@@ -72,6 +65,4 @@ class TransferEndedMessage(OfTransfer, frozen=True, kw_only=True):
     """It cannot be followed, or cannot follow."""
 
 
-StateTransferMessage = (
-    SendStateMessage | ReceiveStateMessage | StateMessage | StatePart | StateReceivedMessage | TransferEndedMessage
-)
+StateTransferMessage = ReceiveStateMessage | StateMessage | StatePart | StateReceivedMessage | TransferEndedMessage
