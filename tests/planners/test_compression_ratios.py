@@ -23,8 +23,9 @@ from isthmus.fleet import Device, Fleet, Link, Links, Region
 from isthmus.graph import cuts
 from isthmus.planners import plan
 from isthmus.plans import Compression, Edge, Packing, Plan
+from isthmus.plans.packing import DENSE
 
-NAMES = ["adatopk", "adatopk-paper", "bf16", "int8", "just-enough", "uniform"]
+NAMES = sorted(["adatopk", "adatopk-paper", "just-enough", "uniform", *DENSE])
 CANDIDATES = (Packing(codec="bf16"), Packing(codec="topk", ratio=4.0), Packing(codec="topk", ratio=10.0))
 
 

@@ -6,20 +6,20 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isthmus.training.compression import Bf16, Codec, Int8, NoCodec, Sparse2Bit, TopK
+from isthmus.plans import Packing
+from isthmus.plans.packing import CODECS
+from isthmus.training.compression import codec_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-LOSSY: tuple[Codec, ...] = (
-    Bf16(),
-    Int8(),
-    TopK(1.0),
-    TopK(2.5),
-    TopK(10.0),
-    TopK(100.0),
-    Sparse2Bit(),
-    Sparse2Bit(4.0),
+RATIOS = (1.0, 2.5, 4.0, 32.0, 100.0)
+PACKINGS = tuple(
+    Packing(codec=name, ratio=ratio)
+    for name, entry in CODECS.items()
+    for ratio in (RATIOS if entry.is_sparse else (1,))
 )
-EVERY: tuple[Codec, ...] = (NoCodec(), *LOSSY)
+"""Every codec of the table, sparse ones at several ratios."""
+EVERY = tuple(map(codec_of, PACKINGS))
+LOSSY = tuple(codec for codec in EVERY if codec.name != "none")
 KINDS = ("normal", "zeros", "mostly zeros", "equal", "few levels", "spread", "tiny", "huge")
 
 shapes = st.one_of(

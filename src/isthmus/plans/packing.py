@@ -7,6 +7,8 @@ carry, a receiver knows what to allocate before anything arrives, and collective
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,9 +19,6 @@ INT8_BLOCK = 256
 """Elements that share a float32 scale."""
 SPARSE_CHUNK = 4096
 """Elements among which `sparse2bit` keeps the largest, and whose kept ones share two levels."""
-CODECS = ("none", "bf16", "int8", "topk", "sparse2bit")
-SPARSE = ("topk", "sparse2bit")
-"""Those whose ratio is more than 1."""
 PACKED_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 """What codecs take; all else travels as it is."""
 
@@ -38,25 +37,12 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
             raise unknown_name("codec", self.codec, CODECS)
         if not 1 <= self.ratio < math.inf:
             raise UserError(f"ratio: got {self.ratio}, expected a finite number of at least 1")
-        if self.codec not in SPARSE and self.ratio != 1:
+        if not CODECS[self.codec].is_sparse and self.ratio != 1:
             raise UserError(f"ratio: got {self.ratio} for {self.codec!r}, expected 1: it sends all elements")
 
     def wire_bytes(self, elements: int, element_bytes: int = 4) -> int:
         """Bytes of a packed tensor of so many elements; `element_bytes` of each matters to `none` only."""
-        match self.codec:
-            case "none":
-                return elements * element_bytes
-            case "bf16":
-                return 2 * elements
-            case "int8":
-                return elements + 4 * -(-elements // INT8_BLOCK)
-            case "topk":
-                count = kept(elements, self.ratio)
-                return 2 * count + position_bytes(elements, count)
-            case _:
-                count = kept_in_chunks(elements, self.ratio)
-                chunks = -(-elements // SPARSE_CHUNK)
-                return 4 * chunks + -(-2 * count // 8) + position_bytes(elements, count)
+        return CODECS[self.codec].wire_bytes(elements, self.ratio, element_bytes)
 
     def saves(self, elements: int, dtype: str) -> int:
         """Bytes by which packing makes a tensor shorter; 0 where it would not, and the tensor travels as it is."""
@@ -106,3 +92,49 @@ def position_bytes(elements: int, count: int) -> int:
 
 def _coded_bytes(elements: int, count: int) -> int:
     return -(-count * low_bits(elements, count) // 8) + -(-high_bits(elements, count) // 8)
+
+
+def _topk_bytes(elements: int, ratio: float, _element_bytes: int) -> int:
+    """Two bytes for each value, and the positions."""
+    count = kept(elements, ratio)
+    return 2 * count + position_bytes(elements, count)
+
+
+def _sparse2bit_bytes(elements: int, ratio: float, _element_bytes: int) -> int:
+    """Two levels of two bytes for each chunk, two bits for each kept element, and the positions."""
+    count = kept_in_chunks(elements, ratio)
+    return 4 * -(-elements // SPARSE_CHUNK) + -(-2 * count // 8) + position_bytes(elements, count)
+
+
+class CodecEntry(NamedTuple):
+    """What is known of a codec without PyTorch."""
+
+    maker: str
+    """`module:class`, by name since plans know no PyTorch. The class of a sparse codec takes the ratio."""
+    wire_bytes: Callable[[int, float, int], int]
+    """The size of a payload in bytes, from the elements, the ratio, and the bytes of an element before packing."""
+    summary: str
+    is_sparse: bool = False
+    """Whether it sends some elements only, so that its ratio may be more than 1."""
+
+
+_FOLDER = "isthmus.training.compression"
+CODECS: Mapping[str, CodecEntry] = {
+    "none": CodecEntry(f"{_FOLDER}.none:NoCodec", lambda d, _ratio, each: d * each, "Every element as it is."),
+    "bf16": CodecEntry(f"{_FOLDER}.bf16:Bf16", lambda d, _ratio, _each: 2 * d, "Two bytes for every element."),
+    "int8": CodecEntry(
+        f"{_FOLDER}.int8:Int8",
+        lambda d, _ratio, _each: d + 4 * -(-d // INT8_BLOCK),
+        f"One byte for every element, and a scale for each {INT8_BLOCK} of them.",
+    ),
+    "topk": CodecEntry(f"{_FOLDER}.topk:TopK", _topk_bytes, "The largest elements as bfloat16.", is_sparse=True),
+    "sparse2bit": CodecEntry(
+        f"{_FOLDER}.sparse2bit:Sparse2Bit",
+        _sparse2bit_bytes,
+        "The largest elements of each chunk, as one of two levels and a sign.",
+        is_sparse=True,
+    ),
+}
+"""The codecs by name: one entry each."""
+DENSE = tuple(name for name, codec in CODECS.items() if not codec.is_sparse and name != "none")
+"""Codecs that send every element in fewer bytes: `[compression]` takes each as a method."""

@@ -7,6 +7,7 @@ from functools import cache
 
 from isthmus.graph.opgraph import DTYPE_BYTES
 from isthmus.plans import CompressionConfig, Packing
+from isthmus.plans.packing import DENSE
 from isthmus.verification.cutting import CutGraph, Flowing
 from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphValue
@@ -23,8 +24,8 @@ def offers(asked: CompressionConfig | None) -> tuple[Packing, ...]:
     if asked is None:
         return ()
     match asked.method:
-        case "bf16" | "int8":
-            return (Packing(codec=asked.method),)
+        case method if method in DENSE:
+            return (Packing(codec=method),)
         case "uniform":
             return (Packing(codec="topk", ratio=asked.ratio),)
         case "just-enough":
@@ -46,7 +47,7 @@ def wire_bytes(question: Question, value: GraphValue) -> int:
 
 def is_exact(asked: CompressionConfig | None) -> bool:
     """Whether `as_requested` knows the bytes, rather than an upper bound on them."""
-    return asked is None or asked.method in ("bf16", "int8", "uniform")
+    return asked is None or asked.method in (*DENSE, "uniform")
 
 
 def as_requested(question: Question, graph: CutGraph, devices: Sequence[str], *, least: bool = False) -> CutGraph:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from isthmus.cost.compression.adatopk import PAPER_FACTOR, adatopk, adatopk_paper, harshest_ratio
 from isthmus.cost.compression.just_enough import just_enough, ladder
 from isthmus.cost.compression.messages import Packings, Sender
-from isthmus.cost.compression.uniform import bf16, int8, uniform
+from isthmus.cost.compression.uniform import dense, uniform
 from isthmus.cost.problem import Problem
 from isthmus.errors import unknown_name
 from isthmus.plans import Packing
+from isthmus.plans.packing import CODECS, DENSE
 
 
 class RatioPlanner(NamedTuple):
@@ -33,11 +35,14 @@ def _harshest(problem: Problem, ratio: float) -> tuple[Packing, ...]:
     return _topk(harshest_ratio(ratio, dtypes | {"float32"}))
 
 
+def _dense(codec: str) -> RatioPlanner:
+    return RatioPlanner(partial(dense, codec), lambda *_: (Packing(codec=codec),), alike=True)
+
+
 _PLANNERS: Mapping[str, RatioPlanner] = {
     "adatopk": RatioPlanner(adatopk, _harshest),
     "adatopk-paper": RatioPlanner(adatopk_paper, lambda _, ratio: _topk(PAPER_FACTOR * ratio)),
-    "bf16": RatioPlanner(bf16, lambda *_: (Packing(codec="bf16"),), alike=True),
-    "int8": RatioPlanner(int8, lambda *_: (Packing(codec="int8"),), alike=True),
+    **{name: _dense(name) for name in DENSE},
     "just-enough": RatioPlanner(just_enough, lambda _, ratio: ladder(ratio)),
     "uniform": RatioPlanner(uniform, lambda _, ratio: _topk(ratio), alike=True),
 }
@@ -50,6 +55,8 @@ def ratio_planner_names() -> list[str]:
 
 def describe_ratios(name: str) -> str:
     """One line on what a ratio planner does. Raises UserError for an unknown name."""
+    if name in DENSE:
+        return CODECS[name].summary
     return (inspect.getdoc(ratio_planner(name).choose) or "").partition("\n")[0]
 
 

@@ -16,11 +16,6 @@ def uniform(problem: Problem, sender: Sender, ratio: float) -> Packings:
     return dict.fromkeys(stage_messages_of(problem, sender), Packing(codec="topk", ratio=ratio))
 
 
-def bf16(problem: Problem, sender: Sender, ratio: float) -> Packings:
-    """Two bytes for every element of every message; the ratio does not matter."""
-    return dict.fromkeys(stage_messages_of(problem, sender), Packing(codec="bf16"))
-
-
-def int8(problem: Problem, sender: Sender, ratio: float) -> Packings:
-    """One byte for every element, and a scale for each 256 of them; the ratio does not matter."""
-    return dict.fromkeys(stage_messages_of(problem, sender), Packing(codec="int8"))
+def dense(codec: str, problem: Problem, sender: Sender, _ratio: float) -> Packings:
+    """Every element of every message, by one codec; the ratio does not matter."""
+    return dict.fromkeys(stage_messages_of(problem, sender), Packing(codec=codec))

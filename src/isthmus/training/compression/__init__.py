@@ -5,7 +5,7 @@ from isthmus.training.compression.codec import Codec, DeltaCodec
 from isthmus.training.compression.error_feedback import ErrorFeedback
 from isthmus.training.compression.int8 import Int8
 from isthmus.training.compression.none import NoCodec
-from isthmus.training.compression.registry import codec_names, codec_of
+from isthmus.training.compression.registry import codec_of
 from isthmus.training.compression.sample_feedback import SampleFeedback
 from isthmus.training.compression.sparse2bit import Sparse2Bit
 from isthmus.training.compression.topk import TopK
@@ -20,6 +20,5 @@ __all__ = [
     "SampleFeedback",
     "Sparse2Bit",
     "TopK",
-    "codec_names",
     "codec_of",
 ]

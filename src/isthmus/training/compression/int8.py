@@ -68,7 +68,7 @@ class Int8:
 
 def _halves(payload: Tensor, elements: int) -> tuple[Tensor, Tensor]:
     """Scales and steps."""
-    head = 4 * -(-elements // INT8_BLOCK)
+    head = payload.numel() - elements
     return payload[:head].view(torch.float32), payload[head:].view(torch.int8)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isthmus.plans import Packing
 from isthmus.training.compression.codec import as_bytes, checked_size
 
 
@@ -26,4 +27,4 @@ class NoCodec:
         return data.clone().view(dtype).view(tuple(shape))
 
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        return elements * dtype.itemsize
+        return Packing(codec=self.name).wire_bytes(elements, dtype.itemsize)

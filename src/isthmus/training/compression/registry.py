@@ -1,31 +1,18 @@
-"""The codecs by name."""
+"""The codec that a plan or a message names, from the one table of codecs (`plans.packing`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import cast
 
+from isthmus.extensions import import_object
 from isthmus.plans import Packing
-from isthmus.training.compression.bf16 import Bf16
+from isthmus.plans.packing import CODECS
 from isthmus.training.compression.codec import Codec
-from isthmus.training.compression.int8 import Int8
-from isthmus.training.compression.none import NoCodec
-from isthmus.training.compression.sparse2bit import Sparse2Bit
-from isthmus.training.compression.topk import TopK
-
-_MAKERS: Mapping[str, Callable[[float], Codec]] = {
-    "none": lambda _: NoCodec(),
-    "bf16": lambda _: Bf16(),
-    "int8": lambda _: Int8(),
-    "topk": TopK,
-    "sparse2bit": Sparse2Bit,
-}
-
-
-def codec_names() -> list[str]:
-    """Names of the codecs, sorted."""
-    return sorted(_MAKERS)
 
 
 def codec_of(packing: Packing) -> Codec:
     """The codec that a plan or a message names: which has been checked, as a `Packing` checks itself."""
-    return _MAKERS[packing.codec](packing.ratio)
+    entry = CODECS[packing.codec]
+    make = cast("Callable[..., Codec]", import_object("codec", entry.maker))
+    return make(packing.ratio) if entry.is_sparse else make()
