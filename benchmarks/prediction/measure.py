@@ -101,9 +101,11 @@ def boundaries(prepared: Prepared, fleet: Fleet, shares: Shares) -> list[int]:
 
 
 def plan_of(prepared: Prepared, fleet: Fleet, shares: Shares) -> Plan:
-    return build_plan(
-        prepared.problem(fleet), fleet.names, boundaries(prepared, fleet, shares), planner="shares of FLOPs"
-    )
+    """Of a job whose labels stay, the first device has the last stage too, beside its share."""
+    problem, names, inner = prepared.problem(fleet), fleet.names, boundaries(prepared, fleet, shares)
+    if problem.last_start is not None:
+        names, inner = (*names, names[0]), [*inner, problem.last_start]
+    return build_plan(problem, names, inner, planner="shares of FLOPs")
 
 
 def run_plan(job: Job, plan: Plan, fleet: Fleet, lab: Lab | None, settings: Settings) -> Measured:

@@ -10,7 +10,7 @@ import msgspec
 
 from isthmus.data import DataSpec
 from isthmus.fleet import Fleet, resolve_fleet
-from isthmus.job import Job, RuntimeConfig, TrainingConfig
+from isthmus.job import Job, PlanConfig, RuntimeConfig, TrainingConfig
 from isthmus.models import ModelSpec
 
 Kind = Literal["emulated", "network"]
@@ -35,10 +35,12 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     shares: Shares
     warmups: tuple[Shares, ...] = ()
     """Other cuts, run to calibrate the devices' speeds."""
+    u_shaped: bool = False
+    """Labels stay on the first device: it has the last stage too."""
 
     @property
     def name(self) -> str:
-        return f"{self.fleet_name} x {self.devices}, {self.model}"
+        return f"{self.fleet_name} x {self.devices}, {self.model}{', U-shaped' if self.u_shaped else ''}"
 
     @property
     def key(self) -> str:
@@ -59,6 +61,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
             training=TrainingConfig(
                 steps=steps, batch_size=self.micro_batch_size * self.micro_batches, micro_batches=self.micro_batches
             ),
+            plan=PlanConfig(data_holder=self.fleet.names[:1], labels_stay=True) if self.u_shaped else PlanConfig(),
             runtime=RuntimeConfig(timeout="120 s"),
         )
 
@@ -226,6 +229,42 @@ PAIRS: tuple[Pair, ...] = (
         sequence_length=128,
         shares=(1, 1, 1),
         warmups=((2, 2, 1), (1, 2, 2)),
+    ),
+    Pair(
+        kind="emulated",
+        fleet_name="three-sites",
+        devices=3,
+        model="gpt",
+        options=SMALL_GPT,
+        data="text",
+        sequence_length=64,
+        slow=8,
+        shares=(1, 2, 2),
+        u_shaped=True,
+    ),
+    Pair(
+        kind="emulated",
+        fleet_name="fluidstack",
+        devices=4,
+        model="hf-bert-classifier",
+        options=BERT,
+        data="sentence pairs",
+        sequence_length=64,
+        slow=149_700,
+        shares=(1, 1, 1, 1),
+        u_shaped=True,
+    ),
+    Pair(
+        kind="emulated",
+        fleet_name="dtfm-case4",
+        devices=5,
+        model="gpt",
+        options=SMALL_GPT,
+        data="text",
+        sequence_length=64,
+        slow=125_000,
+        shares=(1, 1, 1, 1, 1),
+        u_shaped=True,
     ),
 )
 

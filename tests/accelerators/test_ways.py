@@ -14,6 +14,7 @@ from isthmus.accelerators.copies import to_device, to_host
 from isthmus.accelerators.staging import AHEAD, CopyBatch, CopyLabel, CopyStream, HostBuffers
 from isthmus.graph.allowlist import ALLOWED
 from isthmus.plans import Packing
+from isthmus.runtime.device.compute_turns import NoTurns
 from isthmus.runtime.device.tasklets import Tasklets
 from isthmus.trace import Span
 from isthmus.training.compression import codec_of
@@ -138,7 +139,7 @@ def test_the_host_is_one_tasklet_ahead_of_the_accelerator(
 
     monkeypatch.setattr(Checked, "record", record)
     spans: list[Span] = []
-    tasklets = Tasklets("d", accelerator, None, spans.append)
+    tasklets = Tasklets("d", accelerator, None, spans.append, NoTurns())
     waited: list[list[int]] = []
     for number in range(3):
         with tasklets.tasklet("F", 0, number):

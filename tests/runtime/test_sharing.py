@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -42,11 +43,15 @@ def test_one_stage_computes_at_a_time() -> None:
     sharing, inside, most = ComputeTurns(), list[int](), list[int]()
 
     def compute(stage: int) -> None:
-        for _ in range(200):
-            with sharing.turn(stage, "F"):
+        turns = sharing.of(stage)
+        for number in range(200):
+            with turns.turn("F"):
                 inside.append(stage)
                 most.append(len(inside))
                 inside.remove(stage)
+            if number % 3 == 2:
+                turns.give()
+        turns.give()
 
     threads = [threading.Thread(target=compute, args=(stage,), daemon=True) for stage in range(3)]
     for thread in threads:
@@ -58,7 +63,36 @@ def test_one_stage_computes_at_a_time() -> None:
 
 def test_a_stage_that_fails_gives_the_device_back() -> None:
     sharing = ComputeTurns()
-    with pytest.raises(RuntimeError), sharing.turn(0, "F"):
+    failing = sharing.of(0)
+    with pytest.raises(RuntimeError), failing.turn("F"):
         raise RuntimeError
-    with sharing.turn(2, "F"):
+    failing.give()
+    with sharing.of(2).turn("F"):
         pass
+
+
+def test_the_next_work_of_a_stage_takes_part_in_the_choice() -> None:
+    """A backward that follows from a forward goes before a forward of another stage that waited for longer."""
+    sharing, begun = ComputeTurns(), list[str]()
+    last = sharing.of(2)
+    asked = threading.Event()
+
+    def first_stage() -> None:
+        first = sharing.of(0)
+        asked.set()
+        with first.turn("F"):
+            begun.append("F of stage 0")
+        first.give()
+
+    with last.turn("F"):
+        begun.append("F of stage 2")
+        waiting = threading.Thread(target=first_stage, daemon=True)
+        waiting.start()
+        asked.wait()
+        while not sharing.waiting:
+            time.sleep(0.001)
+    with last.turn("B"):
+        begun.append("B of stage 2")
+    last.give()
+    waiting.join(60)
+    assert begun == ["F of stage 2", "B of stage 2", "F of stage 0"]

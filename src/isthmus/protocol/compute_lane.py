@@ -17,6 +17,11 @@ class ComputeLane:
         self._waiting: list[tuple[bool, int, int, Begin]] = []
         self._count = 0
 
+    @property
+    def waiting(self) -> int:
+        """Pieces of work that wait."""
+        return len(self._waiting)
+
     def take(self, name: str, worker: int, begin: Begin) -> None:
         """Begin now, or when the lane is free and nothing of higher priority waits."""
         if not self._busy:

@@ -20,20 +20,50 @@ class ComputeTurns:
         self._lane = ComputeLane()
         self._choosing = threading.Lock()
 
+    @property
+    def waiting(self) -> int:
+        """How many stages wait for a turn."""
+        return self._lane.waiting
+
+    def of(self, stage: int) -> StageTurns:
+        return StageTurns(self._lane, self._choosing, stage)
+
+
+class StageTurns:
+    """The turns of one stage. It keeps its turn until it is known whether the stage has more to compute: so its next
+    work is among the candidates when the lane chooses, as in the simulator."""
+
+    def __init__(self, lane: ComputeLane, choosing: threading.Lock, stage: int) -> None:
+        self._lane = lane
+        self._choosing = choosing
+        self._stage = stage
+        self._held = False
+
     @contextlib.contextmanager
-    def turn(self, stage: int, work: Work) -> Generator[None]:
-        """Inside of it the device is this stage's. Nothing may be waited for there that another stage computes."""
+    def turn(self, work: Work) -> Generator[None]:
+        """Inside of it, and until `give`, the device is this stage's. Nothing may be waited for there that another
+        stage computes."""
         mine = threading.Event()
         with self._choosing:
-            self._lane.take(work, stage, mine.set)
+            self._lane.take(work, self._stage, mine.set)
+        self.give()
         mine.wait()
-        try:
-            yield
-        finally:
+        self._held = True
+        yield
+
+    def give(self) -> None:
+        """Let other stages compute, if this one has the turn."""
+        if self._held:
+            self._held = False
             with self._choosing:
                 self._lane.release()
 
 
-def no_turns(work: Work) -> AbstractContextManager[None]:
+class NoTurns:
     """Of a device that has one stage."""
-    return contextlib.nullcontext()
+
+    def turn(self, work: Work) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def give(self) -> None:
+        pass

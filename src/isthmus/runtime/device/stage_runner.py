@@ -6,7 +6,6 @@ import queue
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ from isthmus.protocol.run_messages import OpenItem
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
 from isthmus.runtime.device.batches import Batches
-from isthmus.runtime.device.compute_turns import ComputeTurns, no_turns
+from isthmus.runtime.device.compute_turns import ComputeTurns, NoTurns
 from isthmus.runtime.device.copy_streams import CopyStreams
 from isthmus.runtime.device.events import CoordinatorMessage, ItemReport
 from isthmus.runtime.device.finite_flags import watch_of
@@ -111,8 +110,8 @@ class StageRunner:
             CopyStreams(accelerator, clock, assignment.device, self.record) if accelerator.asynchronous else None
         )
         """Between the accelerator and the host; None on the CPU."""
-        turn = partial(sharing.turn, assignment.view.stage) if sharing is not None else no_turns
-        self._tasklets = Tasklets(assignment.device, accelerator, clock, self.record, turn)
+        self._turns = sharing.of(assignment.view.stage) if sharing is not None else NoTurns()
+        self._tasklets = Tasklets(assignment.device, accelerator, clock, self.record, self._turns)
         self._batches = Batches(assignment, data, self.copy_streams)
         self._snapshots = Snapshots(self.copy_streams, self._kept)
         self._steps = assignment.start_step
@@ -215,18 +214,24 @@ class StageRunner:
         """Until the coordinator says something that is nothing for this stage; it may go on after that. Raises what
         went wrong in any lane."""
         tune_process()
-        while True:
-            event = self._next()
-            if isinstance(event, CoordinatorMessage):
-                return event
-            for instruction in self._machine.handle(event):
-                try:
-                    result = self._carry_out(instruction)
-                except StepError as e:
-                    raise self._placed(e, instruction) from e
-                if result is not None:
-                    self._done.append(result)
-                self._snapshots.hand_on()
+        try:
+            while not isinstance(event := self._next(), CoordinatorMessage):
+                for instruction in self._machine.handle(event):
+                    self._follow(instruction)
+            return event
+        finally:
+            self._turns.give()
+
+    def _follow(self, instruction: WorkerInstruction) -> None:
+        if not isinstance(instruction, Compute | Send):  # they take long, or wait for what another stage computes
+            self._turns.give()
+        try:
+            result = self._carry_out(instruction)
+        except StepError as e:
+            raise self._placed(e, instruction) from e
+        if result is not None:
+            self._done.append(result)
+        self._snapshots.hand_on()
 
     def _placed(self, error: StepError, instruction: WorkerInstruction) -> StepError:
         assert not isinstance(instruction, Leave), "to stop computes nothing"
@@ -236,6 +241,8 @@ class StageRunner:
     def _next(self) -> WorkerEvent | CoordinatorMessage:
         """The next event. Arrivals go before the end of a tasklet, so that the next choice sees all of them."""
         while True:
+            if not self._done:  # the machine has heard of all that was computed
+                self._turns.give()
             try:
                 # No timeout here: when the coordinator stays away, its receiving thread puts an error into the inbox.
                 found = self._inbox.get(block=not self._done)

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +13,7 @@ import msgspec
 from isthmus.accelerators import Accelerator, DeviceEvent
 from isthmus.accelerators.clock import DeviceClock
 from isthmus.protocol.events import Work
-from isthmus.runtime.device.compute_turns import no_turns
+from isthmus.runtime.device.compute_turns import NoTurns, StageTurns
 from isthmus.trace import Span
 
 
@@ -39,15 +38,15 @@ class Tasklets:
         accelerator: Accelerator,
         clock: DeviceClock | None,
         record: Callable[[Span], None],
-        turn: Callable[[Work], AbstractContextManager[None]] = no_turns,
+        turns: StageTurns | NoTurns,
     ) -> None:
         """`clock` is that of an accelerator whose tasklets are timed; without one a span of an accelerator is when the
-        host was at it. Inside of a `turn` no other stage of the device computes."""
+        host was at it. Inside of one of the `turns` no other stage of the device computes."""
         self._device = device
         self._accelerator = accelerator
         self._clock = clock
         self._record = record
-        self._turn = turn
+        self._turns = turns
         self._queued: deque[_Queued] = deque()
         self._late_s = 0.0
 
@@ -59,7 +58,7 @@ class Tasklets:
     @contextlib.contextmanager
     def micro_batch(self, work: Work, item: int, micro_batch: int, least_s: float | None) -> Generator[None]:
         """As `tasklet`, for a forward or a backward: it has the device to itself."""
-        with self._turn(work), self.tasklet(work, item, micro_batch, least_s):
+        with self._turns.turn(work), self.tasklet(work, item, micro_batch, least_s):
             yield
 
     @contextlib.contextmanager
