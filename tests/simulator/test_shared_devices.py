@@ -91,6 +91,23 @@ def test_a_device_of_two_stages_takes_part_in_a_sum_once():
     assert len(sent) == 2 * 2 * 2 * 2  # steps, groups, reduce and hand out, directions
 
 
+def interleaved(devices: int, passes: int, micro_batches: int) -> Plan:
+    """Each device has `passes` stages. Together they take 8 ms forward, 16 ms backward."""
+    plan = make_plan([(8 // passes, 16 // passes)] * (devices * passes), micro_batches=micro_batches)
+    (replica,) = plan.replicas
+    stages = tuple(msgspec.structs.replace(s, device=f"d{k % devices}") for k, s in enumerate(replica.stages))
+    return msgspec.structs.replace(plan, replicas=(msgspec.structs.replace(replica, stages=stages),))
+
+
+@pytest.mark.parametrize("passes", [1, 2, 4, 8])
+def test_interleaved_stages_shorten_the_fill(passes: int):
+    """As in Megatron-LM's interleaved schedule: devices are idle for (p - 1) / v micro-batches."""
+    devices = micro_batches = 2
+    plan = interleaved(devices, passes, micro_batches)
+    step_s = step_times(simulate(plan, make_fleet(devices), spec(plan)))[1]
+    assert step_s == pytest.approx(0.024 * (micro_batches + (devices - 1) / passes))
+
+
 def test_losing_the_device_loses_both_stages():
     plan = there_and_back([(2, 4), (3, 5), (1, 2)])
     options = SimulationOptions(faults=(Fault(device="d0", time_s=0.01),))
