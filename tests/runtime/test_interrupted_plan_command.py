@@ -28,7 +28,7 @@ import sys
 from isthmus.planners import registry
 from isthmus.report import planning_progress
 planning_progress.QUIET_S = 0.0
-registry._OURS = {**registry._OURS, "endless": f"{sys.argv[1]}:endless"}
+registry._OURS = {**registry._OURS, "endless": registry.PlannerEntry(f"{sys.argv[1]}:endless")}
 sys.argv = ["isthmus", *sys.argv[2:]]
 from isthmus.cli import main
 main()

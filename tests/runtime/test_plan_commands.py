@@ -23,7 +23,8 @@ def refusing(problem: object) -> None:
 
 
 def test_planners_are_compared_and_refusals_have_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_OURS", {**registry._OURS, "refusing": f"{__name__}:refusing"})  # pyright: ignore[reportPrivateUsage]
+    entry = registry.PlannerEntry(f"{__name__}:refusing")
+    monkeypatch.setattr(registry, "_OURS", {**registry._OURS, "refusing": entry})  # pyright: ignore[reportPrivateUsage]
     job = write_job(tmp_path, fleet="three-sites")
     done = isthmus("plan", job, "--compare", "even, chain,refusing,even", "--json")
     assert done.code == 0, done.err

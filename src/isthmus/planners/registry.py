@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 
@@ -34,38 +34,45 @@ Planner = Callable[[Problem], Plan]
 
 ENTRY_POINTS = "isthmus.planners"
 
-_OURS: Mapping[str, str] = {
-    "auto": "isthmus.planners.auto:auto",
-    "certified": "isthmus.planners.allocation.on_fleet:certified",
-    "chain": "isthmus.planners.chain:chain",
-    "dtfm-genetic": "isthmus.planners.placement.on_fleet:dtfm_genetic",
-    "dtfm-genetic-code": "isthmus.planners.placement.on_fleet:dtfm_genetic_code",
-    "dtfm-kl": "isthmus.planners.placement.on_fleet:dtfm_kl",
-    "equal-compute": "isthmus.planners.allocation.on_fleet:equal_compute",
-    "even": "isthmus.planners.even:even",
-    "islands": "isthmus.planners.placement.on_fleet:islands",
-    "op-fence": "isthmus.planners.op_fence:op_fence",
-    "random": "isthmus.planners.placement.on_fleet:random",
-    "sky-heuristic": "isthmus.planners.allocation.on_fleet:sky_heuristic",
-    "sky-optimal": "isthmus.planners.allocation.on_fleet:sky_optimal",
+
+class PlannerEntry(NamedTuple):
+    """One of our planners."""
+
+    function: str
+    """`module:function`."""
+    pins: bool = False
+    """Whether it puts the first stage, and where labels stay the last, where the data are."""
+    prices: bool = False
+    """Whether it can minimise the price of a step."""
+    packs: bool = False
+    """Whether it looks at what is sent in each plan, or at none of it."""
+
+
+_OURS: Mapping[str, PlannerEntry] = {
+    "auto": PlannerEntry("isthmus.planners.auto:auto", pins=True, prices=True, packs=True),
+    "certified": PlannerEntry("isthmus.planners.allocation.on_fleet:certified"),
+    "chain": PlannerEntry("isthmus.planners.chain:chain", pins=True, prices=True, packs=True),
+    "dtfm-genetic": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_genetic"),
+    "dtfm-genetic-code": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_genetic_code"),
+    "dtfm-kl": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_kl"),
+    "equal-compute": PlannerEntry("isthmus.planners.allocation.on_fleet:equal_compute"),
+    "even": PlannerEntry("isthmus.planners.even:even", pins=True, packs=True),
+    "islands": PlannerEntry("isthmus.planners.placement.on_fleet:islands"),
+    "op-fence": PlannerEntry("isthmus.planners.op_fence:op_fence"),
+    "random": PlannerEntry("isthmus.planners.placement.on_fleet:random"),
+    "sky-heuristic": PlannerEntry("isthmus.planners.allocation.on_fleet:sky_heuristic"),
+    "sky-optimal": PlannerEntry("isthmus.planners.allocation.on_fleet:sky_optimal"),
 }
-"""Module and function."""
+_PINNING = tuple(name for name, planner in _OURS.items() if planner.pins)
+_PRICING = tuple(name for name, planner in _OURS.items() if planner.prices)
 
 _SCHEDULED: Mapping[str, SyncPlanner] = {"dream": dream, "dreamddp": dream_dfs}
 """Sync modes that leave open in which step of a period a parameter is averaged."""
 
-_PINNING = ("auto", "chain", "even")
-"""Those that put the first stage, and where labels stay the last, where the data are."""
-_PRICING = ("auto", "chain")
-"""Those that can minimise the price of a step."""
-
-_PACKING = ("auto", "chain", "even")
-"""Those that look at what is sent in each plan, or at none of it."""
-
 
 def can_price(name: str) -> bool:
     """True if the planner may minimise money. Built-in planners declare it; others always may."""
-    return name in _PRICING or name not in _OURS
+    return name not in _OURS or _OURS[name].prices
 
 
 def check_constraints(name: str, constraints: Constraints) -> None:
@@ -76,7 +83,7 @@ def check_constraints(name: str, constraints: Constraints) -> None:
         raise UserError(f"plan.objective: got 'cost', which planner {name!r} cannot minimise: choose {_or(_PRICING)}")
     if constraints.max_price is not None and not can_price(name):
         raise UserError(f"plan.max_price: planner {name!r} knows no prices: choose {_or(_PRICING)}")
-    if constraints.data_holders and name not in _PINNING:
+    if constraints.data_holders and not _OURS[name].pins:
         field = "labels_stay" if constraints.labels_stay else "data_holder"
         raise UserError(f"plan.{field}: planner {name!r} puts any part of the model anywhere: choose {_or(_PINNING)}")
 
@@ -131,7 +138,8 @@ def _made(name: str, problem: Problem, planner: Planner) -> Plan:
     if name in _OURS:  # of a third party's it is not known whether it looks up while it works
         looked_at(0)
     try:
-        made = cast(object, planner(problem) if name in _PACKING else over_surrogates(problem, planner))
+        packs = name in _OURS and _OURS[name].packs
+        made = cast(object, planner(problem) if packs else over_surrogates(problem, planner))
     except IsthmusError:
         raise
     except Exception as error:
@@ -182,7 +190,7 @@ def scheduled(problem: Problem, made: Plan) -> Plan:
 
 def _planner(name: str) -> Planner:
     if name in _OURS:
-        return cast("Planner", import_object("planner", _OURS[name]))
+        return cast("Planner", import_object("planner", _OURS[name].function))
     check_planner(name)
     loaded = import_object("planner", name) if ":" in name else load_third_party(third_party(ENTRY_POINTS)[name])
     if not callable(loaded):
