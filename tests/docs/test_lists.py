@@ -1,0 +1,34 @@
+"""Pages that list planners, algorithms and codecs list each of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from isthmus.cost.compression import ratio_planner_names
+from isthmus.federated.algorithms import algorithm_names
+from isthmus.planners import planner_names
+from isthmus.plans.packing import CODECS
+
+DOCS = Path(__file__).parents[2] / "docs"
+LISTS = {
+    "planners.md": [*planner_names(), *ratio_planner_names()],
+    "compression.md": [*CODECS, *ratio_planner_names()],
+    "federated.md": algorithm_names(),
+}
+
+
+@pytest.mark.parametrize("page", LISTS)
+def test_a_page_names_all(page: str) -> None:
+    quoted = re.findall(r"`([^`\n]+)`", (DOCS / page).read_text(encoding="utf-8"))
+    named = {word for text in quoted for word in text.split()}
+    assert not set(LISTS[page]) - named
+
+
+def test_every_page_of_a_planner_is_linked_and_in_the_menu() -> None:
+    listed, menu = (path.read_text(encoding="utf-8") for path in (DOCS / "planners.md", DOCS.parent / "mkdocs.yml"))
+    for page in sorted(path.name for path in (DOCS / "planners").glob("*.md")):
+        assert f"(planners/{page})" in listed
+        assert f"- planners/{page}\n" in menu
