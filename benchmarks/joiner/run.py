@@ -38,9 +38,9 @@ from isthmus.job import Job, Prepared, TrainingConfig, prepare
 from isthmus.models import ModelSpec
 from isthmus.plans import Plan
 from isthmus.protocol import Coordinator
+from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.coordinator.backend import RunRequest, Session
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
-from isthmus.runtime.messages.run import PeerPath
 from isthmus.runtime.processes.launcher import Launcher
 from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.listener import Listener

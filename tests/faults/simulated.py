@@ -30,8 +30,9 @@ from isthmus.protocol.coordinator_events import (
     ReleaseDevice,
     RestartRun,
 )
+from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import RunEvent, RunInstruction
-from isthmus.protocol.run_messages import RetireSnapshots
+from isthmus.protocol.run_messages import RetireSnapshots, StateReceived
 from isthmus.simulator import Fault, RecoveryTimes, SimulationOptions
 from isthmus.simulator.run import RunSimulation
 from tests.simulator.plans import make_fleet, make_plan
@@ -161,7 +162,7 @@ class Simulated:
         return found.finish
 
     def _observe(self, now_s: float, event: RunEvent, instructions: Sequence[RunInstruction]) -> None:
-        self.state_received += type(event).__name__ == "StateReceived"
+        self.state_received += isinstance(event, FromDevice) and isinstance(event.body, StateReceived)
         for instruction in instructions:
             match instruction:
                 case RetireSnapshots(step=step):

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from isthmus.errors import PeerError
+from isthmus.protocol.run_messages import ItemReported
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.fleet import DevicePresent, JoinRequest, NewDevice, Renew
-from isthmus.runtime.messages.run import Credit, Heartbeat, Hello, JoinRun, ReportMessage
+from isthmus.runtime.messages.run import Credit, Heartbeat, Hello, JoinRun, ToCoordinator
 from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.service.agent import join_fleet
 from isthmus.runtime.transport.channel import MAX_HEADER_BYTES, PREFIX, SocketChannel, dial, frame
@@ -87,7 +88,7 @@ def _honest() -> list[bytes]:
         Renew(run="", request=b"x" * 50),
         DevicePresent(run="", versions=versions_here()),
         JoinRun(run="r", device="d", host="h", port=1),
-        ReportMessage(run="r", item=3, loss=1.0),
+        ToCoordinator(run="r", body=ItemReported(item=3, loss=1.0)),
     ]
     return [b"".join(frame(m, [])) for m in messages] + [
         b"".join(frame(parcel(1, *tensors), [pack(t) for t in tensors]))

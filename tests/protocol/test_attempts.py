@@ -8,18 +8,15 @@ from isthmus.protocol.coordinator_events import (
     CoordinatorInstruction,
     DeviceJoined,
     DeviceLost,
-    DeviceReady,
     FinishRun,
     FleetChanged,
-    Inventory,
-    ItemReported,
     MakePlan,
     NoPlan,
     Order,
     PlanMade,
-    StepFailed,
 )
-from isthmus.protocol.run_messages import Halt, Pause
+from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_messages import DeviceFailed, DeviceReady, Halt, Inventory, ItemReported, Pause
 
 ALL = ("oslo", "tokyo")
 LABEL = StepFailure(step=0, what="aten.nll_loss", reason="Target 39 is out of bounds")
@@ -40,13 +37,13 @@ def running(**fields: int) -> Coordinator:
 
 def ready(machine: Coordinator) -> None:
     for device in machine.devices:
-        machine.handle(DeviceReady(device=device, epoch=machine.epoch))
+        machine.handle(FromDevice(device, DeviceReady(epoch=machine.epoch)))
     assert machine.statistics().phase == "running"
 
 
 def held(machine: Coordinator, *devices: str) -> list[CoordinatorInstruction]:
     """Those who are left say what they hold; what the last of them leads to."""
-    return [machine.handle(Inventory(device=d, holdings=(), epoch=machine.epoch)) for d in devices][-1]
+    return [machine.handle(FromDevice(d, Inventory(holdings=(), epoch=machine.epoch))) for d in devices][-1]
 
 
 def lose(machine: Coordinator, device: str) -> list[CoordinatorInstruction]:
@@ -64,11 +61,13 @@ def begin_again(machine: Coordinator, *lost: str) -> None:
 
 def step(machine: Coordinator, item: int) -> None:
     for device in machine.devices:
-        machine.handle(ItemReported(device=device, item=item, epoch=machine.epoch))
+        machine.handle(FromDevice(device, ItemReported(item=item, epoch=machine.epoch)))
 
 
 def fail(machine: Coordinator, device: str, failure: StepFailure = LABEL) -> list[CoordinatorInstruction]:
-    return machine.handle(StepFailed(device=device, failure=failure, epoch=machine.epoch))
+    return machine.handle(
+        FromDevice(device, DeviceFailed(reason=failure.reason, fault="user", failure=failure, epoch=machine.epoch))
+    )
 
 
 def test_attempts_that_do_no_step_come_to_an_end():

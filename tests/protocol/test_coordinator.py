@@ -7,14 +7,13 @@ from isthmus.protocol.coordinator_events import (
     CoordinatorInstruction,
     DeviceJoined,
     DeviceLost,
-    DeviceReady,
     FinishRun,
     ItemDone,
-    ItemReported,
     Order,
     StopRequested,
 )
-from isthmus.protocol.run_messages import Halt, OpenItem, PlaceWeights
+from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_messages import DeviceReady, Halt, ItemReported, OpenItem, PlaceWeights
 
 DEVICES = ("oslo", "tokyo")
 
@@ -25,15 +24,15 @@ def spec(**fields: int) -> RunSpec:
 
 def running(run: RunSpec) -> Coordinator:
     coordinator = Coordinator(DEVICES, run)
-    for event in (*(DeviceJoined(device=d) for d in DEVICES), *(DeviceReady(device=d) for d in DEVICES)):
+    for event in (*(DeviceJoined(device=d) for d in DEVICES), *(FromDevice(d, DeviceReady()) for d in DEVICES)):
         coordinator.handle(event)
     return coordinator
 
 
 def report(coordinator: Coordinator, item: int, loss: float | None = None) -> list[CoordinatorInstruction]:
     """Both devices finish an item; what the second report leads to."""
-    assert coordinator.handle(ItemReported(device="tokyo", item=item, loss=loss, count=loss and 2.0)) == []
-    return coordinator.handle(ItemReported(device="oslo", item=item))
+    assert coordinator.handle(FromDevice("tokyo", ItemReported(item=item, loss=loss, count=loss and 2.0))) == []
+    return coordinator.handle(FromDevice("oslo", ItemReported(item=item)))
 
 
 def test_nothing_is_placed_before_all_have_joined():
@@ -53,21 +52,21 @@ def test_items_are_leased_ahead_once_all_are_ready():
     coordinator = Coordinator(DEVICES, spec(lease_ahead=3))
     for device in DEVICES:
         coordinator.handle(DeviceJoined(device=device))
-    assert coordinator.handle(DeviceReady(device="oslo")) == []
+    assert coordinator.handle(FromDevice("oslo", DeviceReady())) == []
     first_three = [item for item, _ in zip(items(spec()), range(3), strict=False)]
-    assert coordinator.handle(DeviceReady(device="tokyo")) == [OpenItem(item=item) for item in first_three]
+    assert coordinator.handle(FromDevice("tokyo", DeviceReady())) == [OpenItem(item=item) for item in first_three]
 
 
 def test_the_slowest_device_sets_the_pace():
     coordinator = running(spec())
     t0, _, t2, t3, _ = items(spec())
-    assert coordinator.handle(ItemReported(device="oslo", item=0)) == []
-    assert coordinator.handle(ItemReported(device="oslo", item=1)) == []
-    assert coordinator.handle(ItemReported(device="tokyo", item=0, loss=6.0, count=4.0)) == [
+    assert coordinator.handle(FromDevice("oslo", ItemReported(item=0))) == []
+    assert coordinator.handle(FromDevice("oslo", ItemReported(item=1))) == []
+    assert coordinator.handle(FromDevice("tokyo", ItemReported(item=0, loss=6.0, count=4.0))) == [
         ItemDone(t0, 1.5),
         OpenItem(item=t2),
     ]
-    assert coordinator.handle(ItemReported(device="tokyo", item=1, loss=6.0, count=0.0))[1:] == [OpenItem(item=t3)]
+    assert coordinator.handle(FromDevice("tokyo", ItemReported(item=1, loss=6.0, count=0.0)))[1:] == [OpenItem(item=t3)]
     assert coordinator.statistics().finished == 2
 
 
@@ -91,7 +90,7 @@ def test_a_checkpoint_is_committed_when_all_parts_are_written_and_the_run_ends_w
 def test_a_run_without_steps_ends_at_once():
     coordinator = Coordinator(("oslo",), spec(steps=3, start_step=3))
     coordinator.handle(DeviceJoined(device="oslo"))
-    assert coordinator.handle(DeviceReady(device="oslo")) == [Halt(), FinishRun("done")]
+    assert coordinator.handle(FromDevice("oslo", DeviceReady())) == [Halt(), FinishRun("done")]
 
 
 def test_an_interrupted_run_finishes_what_is_leased_saves_and_leaves():
@@ -141,7 +140,7 @@ def test_a_lost_device_ends_the_run_in_any_phase(phase: str):
     lost = coordinator.handle(DeviceLost(device="tokyo", reason="no heartbeat for 5 s"))
     assert lost == [Halt(), FinishRun("lost", "device 'tokyo' was lost: no heartbeat for 5 s")]
     assert coordinator.handle(DeviceLost(device="oslo", reason="left")) == []
-    assert coordinator.handle(ItemReported(device="oslo", item=0)) == []
+    assert coordinator.handle(FromDevice("oslo", ItemReported(item=0))) == []
 
 
 def test_a_stale_epoch_is_dropped_and_counted():

@@ -17,12 +17,18 @@ from isthmus.protocol.device_session import (
     StageStarted,
     StartStage,
     StateKept,
-    TellCopied,
     TellInventory,
-    TellReady,
 )
 from isthmus.protocol.machine import OutOfPhase
-from isthmus.protocol.run_messages import FetchState, Halt, Pause, PlaceWeights, RetireSnapshots
+from isthmus.protocol.run_messages import (
+    DeviceReady,
+    FetchState,
+    Halt,
+    Pause,
+    PlaceWeights,
+    RetireSnapshots,
+    SnapshotCopied,
+)
 
 OWN = frozenset({"a"})
 
@@ -32,7 +38,7 @@ def at_work(epoch: int = 1, step: int = 0) -> DeviceSession[int]:
     assert session.handle(StageAssigned(epoch=epoch, step=step)) == [Connect()]
     assert session.handle(Connected(epoch=epoch)) == []
     assert session.handle(PlaceWeights(epoch=epoch, own=OWN)) == [StartStage(step, OWN)]
-    assert session.handle(StageStarted(epoch=epoch)) == [TellReady()]
+    assert session.handle(StageStarted(epoch=epoch)) == [DeviceReady(epoch=epoch)]
     assert session.phase == "working"
     return session
 
@@ -73,7 +79,9 @@ def test_what_comes_of_an_epoch_that_is_over_changes_nothing() -> None:
 
 def test_a_copy_of_a_snapshot_is_told_and_one_s_own_is_not() -> None:
     session = at_work()
-    assert session.handle(StateKept(epoch=1, step=4, values={"b": 2}, of="d1")) == [TellCopied("d1", 4)]
+    assert session.handle(StateKept(epoch=1, step=4, values={"b": 2}, of="d1")) == [
+        SnapshotCopied(of="d1", step=4, epoch=1)
+    ]
     assert session.handle(StateKept(epoch=1, step=4, values={"a": 1})) == []
     assert session.memory.holdings() == (StateHolding(epoch=1, step=4, parts=frozenset({"a", "b"})),)
     assert session.handle(RetireSnapshots(step=5)) == [] and session.memory.holdings() == ()
@@ -82,7 +90,7 @@ def test_a_copy_of_a_snapshot_is_told_and_one_s_own_is_not() -> None:
 def test_a_device_that_has_just_joined_gives_what_it_holds() -> None:
     session = at_work()
     session.handle(StateKept(epoch=1, step=4, values={"a": 1}))
-    assert session.handle(FetchState(epoch=9, step=4, parts=OWN)) == [GiveState(9, 4, {"a": 1})]
+    assert session.handle(FetchState(epoch=9, step=4, parts=OWN)) == [GiveState(9, {"a": 1})]
 
 
 def test_what_lies_beyond_the_beginning_of_an_epoch_is_forgotten() -> None:

@@ -9,14 +9,13 @@ from isthmus.protocol.coordinator_events import (
     CommitCheckpoint,
     CoordinatorInstruction,
     DeviceJoined,
-    DeviceReady,
     FinishRun,
     ItemDone,
-    ItemReported,
 )
 from isthmus.protocol.events import Arrived, Collected, Report, Send, Update, Updated
 from isthmus.protocol.finite import Divergence, NonFinite, earliest
-from isthmus.protocol.run_messages import Halt, OpenItem
+from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_messages import DeviceReady, Halt, ItemReported, OpenItem
 
 OUTPUT = NonFinite(where="output", stage=1, micro_batch=3, name="'x'")
 
@@ -57,15 +56,16 @@ def test_a_run_that_ignores_them_never_ends_for_them():
 def running(**fields: int) -> Coordinator:
     spec = RunSpec(**{"steps": 4, "micro_batches": 2, "micro_batch_size": 1, "lease_ahead": 2, **fields})
     coordinator = Coordinator(("oslo", "tokyo"), spec)
-    for event in (DeviceJoined, DeviceReady):
-        for device in coordinator.devices:
-            coordinator.handle(event(device=device))
+    for device in coordinator.devices:
+        coordinator.handle(DeviceJoined(device=device))
+    for device in coordinator.devices:
+        coordinator.handle(FromDevice(device, DeviceReady()))
     return coordinator
 
 
 def report(machine: Coordinator, item: int, non_finite: NonFinite | None = None) -> list[CoordinatorInstruction]:
-    machine.handle(ItemReported(device="oslo", item=item, non_finite=non_finite))
-    return machine.handle(ItemReported(device="tokyo", item=item, loss=1.0, count=1.0))
+    machine.handle(FromDevice("oslo", ItemReported(item=item, non_finite=non_finite)))
+    return machine.handle(FromDevice("tokyo", ItemReported(item=item, loss=1.0, count=1.0)))
 
 
 def test_a_step_that_is_not_finite_ends_the_run_and_says_where():

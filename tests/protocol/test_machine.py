@@ -19,22 +19,24 @@ from isthmus.protocol.coordinator_events import (
     DeviceLeaving,
     DeviceLost,
     DeviceOffered,
-    DeviceReady,
     FinishRun,
     FleetChanged,
-    Inventory,
-    ItemReported,
     NoPlan,
     PlanMade,
+    StopRequested,
+)
+from isthmus.protocol.machine import EpochMachine, Event, FromDevice, OutOfPhase, Transitions, kind_of
+from isthmus.protocol.phases import COORDINATOR
+from isthmus.protocol.run_messages import (
+    DeviceFailed,
+    DeviceReady,
+    Inventory,
+    ItemReported,
     SnapshotCopied,
     StateFetched,
     StateReceived,
-    StepFailed,
-    StopRequested,
     TransferEnded,
 )
-from isthmus.protocol.machine import EpochMachine, Event, OutOfPhase, Transitions
-from isthmus.protocol.phases import COORDINATOR
 
 
 class Opened(Event, frozen=True, kw_only=True):
@@ -124,30 +126,35 @@ def next_event(draw: random.Random, machine: Coordinator) -> CoordinatorEvent:
     held = holdings(draw, machine)
     events: list[CoordinatorEvent] = [
         DeviceJoined(device=device, holdings=held, epoch=epoch),
-        DeviceReady(device=at_work, epoch=epoch),
-        StepFailed(device=at_work, failure=StepFailure(step=step, what="matmul", reason="nan"), epoch=epoch),
+        FromDevice(at_work, DeviceReady(epoch=epoch)),
+        FromDevice(
+            at_work,
+            DeviceFailed(
+                reason="nan", fault="user", failure=StepFailure(step=step, what="matmul", reason="nan"), epoch=epoch
+            ),
+        ),
         DeviceLost(device=device, reason="gone", returns=draw.random() < 0.5, epoch=epoch),
-        Inventory(device=device, holdings=held, epoch=epoch),
+        FromDevice(device, Inventory(holdings=held, epoch=epoch)),
         PlanMade(layout=layout(draw, list(DEVICES)), worth_it=draw.random() < 0.5, epoch=epoch),
         NoPlan(reason="too small", epoch=epoch),
-        StateFetched(device=at_work, epoch=epoch),
-        SnapshotCopied(device=device, of=at_work, step=step, epoch=epoch),
-        StateReceived(device=device, of=other, step=step, number=draw.randint(1, 2), epoch=epoch),
-        TransferEnded(device=at_work, number=draw.randint(1, 2), epoch=epoch),
+        FromDevice(at_work, StateFetched(epoch=epoch)),
+        FromDevice(device, SnapshotCopied(of=at_work, step=step, epoch=epoch)),
+        FromDevice(device, StateReceived(of=other, step=step, number=draw.randint(1, 2), epoch=epoch)),
+        FromDevice(at_work, TransferEnded(number=draw.randint(1, 2), epoch=epoch)),
         DeviceOffered(device=device, epoch=epoch),
         DeviceLeaving(device=device, epoch=epoch),
         FleetChanged(epoch=epoch),
         StopRequested(epoch=epoch),
     ]
     expected: list[CoordinatorEvent] = [
-        ItemReported(device=at_work, item=item, loss=1.0, count=1.0, epoch=epoch) for item in machine.open_items
+        FromDevice(at_work, ItemReported(item=item, loss=1.0, count=1.0, epoch=epoch)) for item in machine.open_items
     ]
     for awaited in sorted(machine.awaited):
         expected += [
             DeviceJoined(device=awaited, holdings=held, epoch=epoch),
-            DeviceReady(device=awaited, epoch=epoch),
-            StateFetched(device=awaited, epoch=epoch),
-            Inventory(device=awaited, holdings=held, epoch=epoch),
+            FromDevice(awaited, DeviceReady(epoch=epoch)),
+            FromDevice(awaited, StateFetched(epoch=epoch)),
+            FromDevice(awaited, Inventory(holdings=held, epoch=epoch)),
         ]
     return draw.choice(expected if expected and draw.random() < 0.6 else events)
 
@@ -166,11 +173,11 @@ def test_a_coordinator_never_leaves_its_table(seed: int, survives: bool) -> None
         if before == COORDINATOR.over:
             assert machine.handle(event) == []
             break
-        fits = type(event) in COORDINATOR.table[before]
+        fits = kind_of(event) in COORDINATOR.table[before]
         try:
             out = machine.handle(event)
         except OutOfPhase:
             assert not fits and machine.phase == before
             continue
-        assert fits and machine.phase in COORDINATOR.table[before][type(event)].split()
+        assert fits and machine.phase in COORDINATOR.table[before][kind_of(event)].split()
         assert (machine.phase == COORDINATOR.over) == any(isinstance(i, FinishRun) for i in out)

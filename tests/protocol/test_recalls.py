@@ -11,11 +11,8 @@ from isthmus.protocol.coordinator_events import (
     DeviceJoined,
     DeviceLost,
     DeviceOffered,
-    DeviceReady,
     Disconnect,
     FinishRun,
-    Inventory,
-    ItemReported,
     MakePlan,
     NoPlan,
     Order,
@@ -23,8 +20,9 @@ from isthmus.protocol.coordinator_events import (
     RestartRun,
     StopRequested,
 )
+from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.restarts import MOST_RECALLS
-from isthmus.protocol.run_messages import Halt, Pause
+from isthmus.protocol.run_messages import DeviceReady, Halt, Inventory, ItemReported, Pause
 
 A, B = frozenset({"a"}), frozenset({"b"})
 DEVICES = ("oslo", "tokyo")
@@ -42,19 +40,22 @@ class Run:
         self.come(*DEVICES)
 
     def log(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
-        return self.machine.handle(msgspec.structs.replace(event, epoch=self.machine.epoch))
+        epoch = self.machine.epoch
+        if isinstance(event, FromDevice):
+            return self.machine.handle(FromDevice(event.device, msgspec.structs.replace(event.body, epoch=epoch)))
+        return self.machine.handle(msgspec.structs.replace(event, epoch=epoch))
 
     def come(self, *devices: str) -> list[CoordinatorInstruction]:
         """They join, and all are ready."""
         out = [told for device in devices for told in self.log(DeviceJoined(device=device))]
         for begin in (told for told in out if isinstance(told, BeginEpoch)):
             self.item = begin.first_item
-        return out + [told for device in DEVICES for told in self.log(DeviceReady(device=device))]
+        return out + [told for device in DEVICES for told in self.log(FromDevice(device, DeviceReady()))]
 
     def work(self, items: int) -> None:
         for _ in range(items):
             for device in DEVICES:
-                self.log(ItemReported(device=device, item=self.item))
+                self.log(FromDevice(device, ItemReported(item=self.item)))
             self.item += 1
 
     def lose(self, *devices: str, returns: bool = True) -> list[CoordinatorInstruction]:
@@ -110,7 +111,7 @@ def test_as_often_as_it_takes_where_each_time_more_is_saved() -> None:
 def test_whom_no_plan_can_do_without_is_waited_for() -> None:
     run = Run()
     run.lose("tokyo")
-    assert run.log(Inventory(device="oslo", holdings=())) == [MakePlan(("oslo",), waits=True)]
+    assert run.log(FromDevice("oslo", Inventory(holdings=()))) == [MakePlan(("oslo",), waits=True)]
     assert run.log(NoPlan(reason="oslo is too small")) == [] and run.machine.awaited == {"tokyo"}
     told, plan = run.log(DeviceOffered(device="tokyo"))
     assert isinstance(told, RestartRun) and told.reasons == f"tokyo: {KILLED}" and plan == MakePlan(DEVICES, waits=True)
@@ -119,7 +120,7 @@ def test_whom_no_plan_can_do_without_is_waited_for() -> None:
 def test_who_was_offered_while_there_was_no_plan_for_the_others() -> None:
     run = Run()
     run.lose("tokyo")
-    run.log(Inventory(device="oslo", holdings=()))
+    run.log(FromDevice("oslo", Inventory(holdings=())))
     run.log(DeviceOffered(device="tokyo"))
     assert run.log(NoPlan(reason="oslo is too small"))[-1] == MakePlan(DEVICES, waits=True)
     _, finish = run.log(NoPlan(reason="both are too small"))

@@ -13,21 +13,28 @@ from isthmus.protocol.coordinator_events import (
     DeviceLeaving,
     DeviceLost,
     DeviceOffered,
-    DeviceReady,
     Disconnect,
     FinishRun,
-    Inventory,
-    ItemReported,
     MakePlan,
     NoPlan,
     Order,
     PlanMade,
     ReleaseDevice,
+)
+from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.recovery import recovery_step, state_donors
+from isthmus.protocol.run_messages import (
+    DeviceReady,
+    FetchState,
+    Inventory,
+    ItemReported,
+    OpenItem,
+    Pause,
+    PlaceWeights,
+    RetireSnapshots,
     SnapshotCopied,
     StateFetched,
 )
-from isthmus.protocol.recovery import recovery_step, state_donors
-from isthmus.protocol.run_messages import FetchState, OpenItem, Pause, PlaceWeights, RetireSnapshots
 from isthmus.protocol.state_inventory import StateInventory
 
 A, B = frozenset({"a"}), frozenset({"b"})
@@ -86,7 +93,7 @@ def running(layout: StateLayout = TWO, **fields: int) -> Coordinator:
     for device in layout.parts:
         coordinator.handle(DeviceJoined(device=device))
     for device in layout.parts:
-        coordinator.handle(DeviceReady(device=device))
+        coordinator.handle(FromDevice(device, DeviceReady()))
     return coordinator
 
 
@@ -94,7 +101,7 @@ def report(coordinator: Coordinator, *items: int) -> list[CoordinatorInstruction
     out: list[CoordinatorInstruction] = []
     for item in items:
         for device in coordinator.devices:
-            out += coordinator.handle(ItemReported(device=device, item=item, epoch=coordinator.epoch))
+            out += coordinator.handle(FromDevice(device, ItemReported(item=item, epoch=coordinator.epoch)))
     return out
 
 
@@ -107,9 +114,9 @@ def test_a_snapshot_is_leased_and_acknowledged_when_all_copies_are_there():
     opened = [i.item.kind for i in report(coordinator, 0, 1) if isinstance(i, OpenItem)]
     assert opened == ["keep", "train"]
     report(coordinator, 2)
-    assert coordinator.handle(SnapshotCopied(device="tokyo", of="oslo", step=2)) == []
+    assert coordinator.handle(FromDevice("tokyo", SnapshotCopied(of="oslo", step=2))) == []
     assert coordinator.statistics().recovery_point == 0
-    assert coordinator.handle(SnapshotCopied(device="oslo", of="tokyo", step=2)) == [RetireSnapshots(step=2)]
+    assert coordinator.handle(FromDevice("oslo", SnapshotCopied(of="tokyo", step=2))) == [RetireSnapshots(step=2)]
     assert coordinator.statistics().recovery_point == 2
 
 
@@ -120,13 +127,15 @@ def test_a_loss_from_beginning_to_end():
         Disconnect("tokyo"),
         Order("oslo", Pause(epoch=1)),
     ]
-    assert coordinator.handle(ItemReported(device="oslo", item=3, epoch=0)) == [], "of an epoch that is over"
+    assert coordinator.handle(FromDevice("oslo", ItemReported(item=3, epoch=0))) == [], "of an epoch that is over"
     holdings = (held(0, 2, A | B), held(0, 3, A))
-    assert coordinator.handle(Inventory(device="oslo", holdings=holdings, epoch=1)) == [MakePlan(("oslo",), waits=True)]
+    assert coordinator.handle(FromDevice("oslo", Inventory(holdings=holdings, epoch=1))) == [
+        MakePlan(("oslo",), waits=True)
+    ]
     out = coordinator.handle(PlanMade(layout=StateLayout(parts={"oslo": A | B}), epoch=1))
     assert out[0] == BeginEpoch(1, 2, coordinator.statistics().leased, False)
     assert out[1:] == [AssignStage("oslo"), Order("oslo", PlaceWeights(own=A | B, epoch=1))]
-    (first, *_) = coordinator.handle(DeviceReady(device="oslo", epoch=1))
+    (first, *_) = coordinator.handle(FromDevice("oslo", DeviceReady(epoch=1)))
     assert isinstance(first, OpenItem) and (first.item.kind, first.item.step) == ("train", 2)
 
 
@@ -134,12 +143,14 @@ def test_what_a_device_lacks_is_fetched_before_it_is_placed():
     coordinator = running()
     coordinator.handle(DeviceLost(device="tokyo", reason="silent"))
     coordinator.handle(DeviceJoined(device="lima", epoch=1))
-    assert kinds(coordinator.handle(Inventory(device="oslo", holdings=(held(0, 0, A | B),), epoch=1))) == [MakePlan]
+    assert kinds(coordinator.handle(FromDevice("oslo", Inventory(holdings=(held(0, 0, A | B),), epoch=1)))) == [
+        MakePlan
+    ]
     layout = StateLayout(parts={"oslo": A, "lima": B})
     out = coordinator.handle(PlanMade(layout=layout, epoch=1))
     assert out[1:] == [Order("oslo", FetchState(step=0, parts=B, epoch=1))]
     assert coordinator.awaited == {"oslo"}
-    assert coordinator.handle(StateFetched(device="oslo", epoch=1)) == [
+    assert coordinator.handle(FromDevice("oslo", StateFetched(epoch=1))) == [
         AssignStage("oslo"),
         Order("oslo", PlaceWeights(own=A, epoch=1)),
         AssignStage("lima"),
@@ -150,13 +161,13 @@ def test_what_a_device_lacks_is_fetched_before_it_is_placed():
 def test_a_loss_in_the_middle_of_a_recovery_begins_it_again():
     coordinator = running(StateLayout(parts={"oslo": A, "tokyo": B, "lima": frozenset({"c"})}))
     coordinator.handle(DeviceLost(device="tokyo", reason="silent"))
-    coordinator.handle(Inventory(device="oslo", holdings=(), epoch=1))
+    coordinator.handle(FromDevice("oslo", Inventory(holdings=(), epoch=1)))
     assert coordinator.handle(DeviceLost(device="lima", reason="silent", epoch=1)) == [
         Disconnect("lima"),
         Order("oslo", Pause(epoch=2)),
     ]
-    assert coordinator.handle(Inventory(device="oslo", holdings=(), epoch=1)) == []
-    assert coordinator.handle(Inventory(device="oslo", holdings=(), epoch=2)) == [MakePlan(("oslo",), waits=True)]
+    assert coordinator.handle(FromDevice("oslo", Inventory(holdings=(), epoch=1))) == []
+    assert coordinator.handle(FromDevice("oslo", Inventory(holdings=(), epoch=2))) == [MakePlan(("oslo",), waits=True)]
     told = coordinator.handle(NoPlan(reason="it does not fit", epoch=2))[-1]
     assert told == FinishRun("lost", "device 'lima' was lost: silent; no plan for what is left: it does not fit")
 
@@ -167,11 +178,11 @@ def test_who_leaves_waits_until_the_others_hold_its_part():
     assert coordinator.handle(PlanMade(layout=StateLayout(parts={"oslo": A | B}))) == []
     assert not [i for i in report(coordinator, 0) if isinstance(i, OpenItem)], "nothing more is leased"
     assert report(coordinator, 1)[1:] == [Order("oslo", Pause(epoch=1)), Order("tokyo", Pause(epoch=1))]
-    coordinator.handle(Inventory(device="oslo", holdings=(held(0, 2, A),), epoch=1))
-    out = coordinator.handle(Inventory(device="tokyo", holdings=(held(0, 2, B),), epoch=1))
+    coordinator.handle(FromDevice("oslo", Inventory(holdings=(held(0, 2, A),), epoch=1)))
+    out = coordinator.handle(FromDevice("tokyo", Inventory(holdings=(held(0, 2, B),), epoch=1)))
     assert out == [BeginEpoch(1, 2, 2, False), Order("tokyo", FetchState(step=2, parts=B, epoch=1))]
-    coordinator.handle(StateFetched(device="tokyo", epoch=1))
-    assert coordinator.handle(DeviceReady(device="oslo", epoch=1))[-1] == ReleaseDevice("tokyo")
+    coordinator.handle(FromDevice("tokyo", StateFetched(epoch=1)))
+    assert coordinator.handle(FromDevice("oslo", DeviceReady(epoch=1)))[-1] == ReleaseDevice("tokyo")
 
 
 def test_the_work_goes_on_while_a_device_starts_that_a_better_plan_wants():
@@ -197,8 +208,8 @@ def test_who_could_work_and_does_not_is_thought_of_when_a_plan_is_in_force():
     coordinator = running()
     coordinator.handle(DeviceOffered(device="lima"))
     coordinator.handle(DeviceLost(device="tokyo", reason="silent"))
-    assert coordinator.handle(Inventory(device="oslo", holdings=(held(0, 0, A | B),), epoch=1)) == [
+    assert coordinator.handle(FromDevice("oslo", Inventory(holdings=(held(0, 0, A | B),), epoch=1))) == [
         MakePlan(("lima", "oslo"), waits=True)
     ]
     coordinator.handle(PlanMade(layout=StateLayout(parts={"oslo": A | B}), epoch=1))
-    assert coordinator.handle(DeviceReady(device="oslo", epoch=1))[-1] == MakePlan(("lima", "oslo"), must=False)
+    assert coordinator.handle(FromDevice("oslo", DeviceReady(epoch=1)))[-1] == MakePlan(("lima", "oslo"), must=False)

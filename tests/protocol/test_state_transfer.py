@@ -12,17 +12,24 @@ from isthmus.protocol.coordinator_events import (
     DeviceLeaving,
     DeviceLost,
     DeviceOffered,
-    DeviceReady,
-    Inventory,
-    ItemReported,
     MakePlan,
     Order,
     PlanMade,
     ReceiveState,
+)
+from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_messages import (
+    DeviceReady,
+    FetchState,
+    Inventory,
+    ItemReported,
+    OpenItem,
+    Pause,
+    PlaceWeights,
+    SendState,
     StateReceived,
     TransferEnded,
 )
-from isthmus.protocol.run_messages import FetchState, OpenItem, Pause, PlaceWeights, SendState
 from isthmus.protocol.state_transfer import CLOSE_STEPS, StateTransfer
 
 PARTS = frozenset({"w", "v"})
@@ -38,7 +45,7 @@ class Run:
         self.machine = Coordinator(("oslo",), SPEC, layout=layout)
         self.said: list[CoordinatorInstruction] = []
         self.tell(DeviceJoined(device="oslo"))
-        self.tell(DeviceReady(device="oslo"))
+        self.tell(FromDevice("oslo", DeviceReady()))
         self.reported = 0
 
     def tell(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
@@ -48,7 +55,7 @@ class Run:
 
     def work(self, items: int = 1) -> None:
         for _ in range(items):
-            self.tell(ItemReported(device="oslo", item=self.reported))
+            self.tell(FromDevice("oslo", ItemReported(item=self.reported)))
             self.reported += 1
 
     def finish_leased(self) -> None:
@@ -75,22 +82,22 @@ def test_the_others_go_on_until_the_newcomer_is_close_and_wait_for_one_step() ->
     ], "all that is leased counts"
     run.work(8)
     assert run.machine.statistics().phase == "running"
-    run.tell(StateReceived(device="rome", number=1, of="oslo", step=5))
+    run.tell(FromDevice("rome", StateReceived(number=1, of="oslo", step=5)))
     run.work()
     assert run.machine.statistics().phase == "running", "it is behind"
-    run.tell(StateReceived(device="rome", number=1, of="oslo", step=12 - CLOSE_STEPS))
+    run.tell(FromDevice("rome", StateReceived(number=1, of="oslo", step=12 - CLOSE_STEPS)))
     assert run.machine.statistics().phase == "settling"
     run.finish_leased()
     assert not run.held, "the joining device lacks the last steps"
     assert run.machine.awaited == {"rome"}
-    run.tell(StateReceived(device="rome", number=1, of="oslo", step=13))
+    run.tell(FromDevice("rome", StateReceived(number=1, of="oslo", step=13)))
     assert not run.held
-    assert run.tell(StateReceived(device="rome", number=1, of="oslo", step=14)) == [
+    assert run.tell(FromDevice("rome", StateReceived(number=1, of="oslo", step=14))) == [
         Order("oslo", Pause(epoch=1)),
         Order("rome", Pause(epoch=1)),
     ]
     for device in ("oslo", "rome"):
-        run.tell(Inventory(device=device, holdings=(StateHolding(epoch=0, step=14, parts=PARTS),), epoch=1))
+        run.tell(FromDevice(device, Inventory(holdings=(StateHolding(epoch=0, step=14, parts=PARTS),), epoch=1)))
     assert not any(isinstance(i, Order) and isinstance(i.body, FetchState) for i in run.said), "nothing has to travel"
     assert Order("rome", PlaceWeights(own=PARTS, epoch=1)) in run.said
 
@@ -106,7 +113,7 @@ def test_where_updates_cannot_be_repeated_the_state_comes_while_all_wait() -> No
 def test_a_lender_that_cannot_go_on_ends_it() -> None:
     run = Run()
     run.rome_is_wanted()
-    assert run.tell(TransferEnded(device="oslo", number=1)) == [
+    assert run.tell(FromDevice("oslo", TransferEnded(number=1))) == [
         Order("oslo", SendState(number=1, step=2, parts=frozenset()))
     ]
     run.finish_leased()
@@ -120,7 +127,7 @@ def test_a_newcomer_that_is_lost_leaves_the_others_at_work(settling: bool) -> No
     assert run.tell(DeviceOffered(device="cairo")) == []
     if settling:
         run.work(3)
-        run.tell(StateReceived(device="rome", number=1, of="oslo", step=2))
+        run.tell(FromDevice("rome", StateReceived(number=1, of="oslo", step=2)))
         run.finish_leased()
         assert run.machine.awaited == {"rome"}
     out = run.tell(DeviceLost(device="rome", reason="gone"))
@@ -154,10 +161,10 @@ def test_what_is_said_of_the_following_before_does_not_count() -> None:
     run.tell(DeviceLeaving(device="cairo"))
     run.tell(PlanMade(layout=BOTH))
     run.work(2)
-    assert run.tell(StateReceived(device="rome", number=1, of="oslo", step=2)) == []
-    assert run.tell(TransferEnded(device="oslo", number=1)) == []
+    assert run.tell(FromDevice("rome", StateReceived(number=1, of="oslo", step=2))) == []
+    assert run.tell(FromDevice("oslo", TransferEnded(number=1))) == []
     assert run.machine.statistics().phase == "running"
-    run.tell(StateReceived(device="rome", number=2, of="oslo", step=2))
+    run.tell(FromDevice("rome", StateReceived(number=2, of="oslo", step=2)))
     assert run.machine.statistics().phase == "settling"
 
 

@@ -20,19 +20,17 @@ from isthmus.protocol.coordinator_events import BeginEpoch, MakePlan
 from isthmus.protocol.failure_detector import GRACE_S, FailureDetector
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_machine import RunMachine
-from isthmus.protocol.run_messages import Halt, OpenItem
+from isthmus.protocol.run_messages import DeviceFailed, DeviceReady, DeviceReport, Halt, ItemReported, OpenItem
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.coordinator.run_callbacks import Address, Outcome
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.run import (
     Credit,
-    Failed,
     Heartbeat,
     Hello,
     JoinRun,
-    ReadyMessage,
-    ReportMessage,
+    ToCoordinator,
     ToDevice,
 )
 from isthmus.runtime.transport.channel import PREFIX, SocketChannel, dial, frame
@@ -138,18 +136,21 @@ class FakeDevice:
     def send(self, message: AnyMessage, tensors: Mapping[str, Tensor] = {}) -> None:
         self.channel.send(message, [pack(t) for t in tensors.values()])
 
+    def say(self, body: DeviceReport, tensors: Mapping[str, Tensor] = {}) -> None:
+        headers = tuple(header_of(name, t) for name, t in tensors.items())
+        self.send(ToCoordinator(run=RUN, body=body, tensors=headers), tensors)
+
     def report(self, item: Item) -> None:
         state = STATE if item.kind == "save" else {}
-        headers = tuple(header_of(name, t) for name, t in state.items())
         loss = (2.0 * item.step, 2.0) if item.kind == "train" and self.name == "b" else (None, None)
-        self.send(ReportMessage(run=RUN, item=item.index, loss=loss[0], count=loss[1], tensors=headers), state)
+        self.say(ItemReported(item=item.index, loss=loss[0], count=loss[1]), state)
 
     def _live(self) -> None:
         try:
             while (received := self.channel.receive(idle_s=self.timeout_s)) is not None:
                 message = received[0]
                 if received[1]:
-                    self.send(ReadyMessage(run=RUN))
+                    self.say(DeviceReady())
                 elif isinstance(message, ToDevice) and isinstance(message.body, OpenItem):
                     self.answer(self, message.body.item)
                 elif isinstance(message, ToDevice) and isinstance(message.body, Halt):
@@ -249,20 +250,20 @@ def _misbehaves(device: FakeDevice, item: Item, how: str) -> None:
         case "not for a coordinator":
             device.send(Credit(run=RUN, size_bytes=1))
         case "an item that is not open":
-            device.send(ReportMessage(run=RUN, item=99))
+            device.say(ItemReported(item=99))
         case "an item twice":
             device.report(item)
             device.report(item)
         case "tensors with a step":
-            device.send(ReportMessage(run=RUN, item=item.index, tensors=(header_of("w", STATE["w"]),)), STATE)
+            device.say(ItemReported(item=item.index), STATE)
         case "garbage":
             device.channel.send_chunk(memoryview(b"no frame, surely not: " * 3))
         case "it closes":
             device.channel.close()
         case "user":
-            device.send(Failed(run=RUN, reason="data: no file there", fault="user"))
+            device.say(DeviceFailed(reason="data: no file there", fault="user"))
         case _:
-            device.send(Failed(run=RUN, reason="RuntimeError: out of memory", fault="device"))
+            device.say(DeviceFailed(reason="RuntimeError: out of memory", fault="device"))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +273,7 @@ def _misbehaves(device: FakeDevice, item: Item, how: str) -> None:
         ("not for a coordinator", "sent Credit to the coordinator"),
         ("an item that is not open", "reported item 99"),
         ("an item twice", "reported item"),
-        ("tensors with a step", "sent ReportMessage with tensors"),
+        ("tensors with a step", "sent ItemReported with tensors"),
         ("garbage", "expected a frame that starts with"),
         ("it closes", "was lost: its connection closed"),
         ("user", "data: no file there"),
@@ -297,7 +298,7 @@ def test_a_checkpoint_of_another_shape_is_refused(conducted: Conducted) -> None:
             device.report(item)
             return
         wrong = {"w": torch.zeros(200, 300)}
-        device.send(ReportMessage(run=RUN, item=item.index, tensors=(header_of("w", wrong["w"]),)), wrong)
+        device.say(ItemReported(item=item.index), wrong)
 
     FakeDevice(conducted.port, "a")
     FakeDevice(conducted.port, "b", answer)

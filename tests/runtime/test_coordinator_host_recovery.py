@@ -6,24 +6,38 @@ import contextlib
 import queue
 import threading
 import time
+from collections.abc import Mapping
 from typing import TypeVar
 
 import pytest
+from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.protocol import Coordinator, RunSpec, StateHolding, StateLayout
 from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.coordinator_events import MakePlan
 from isthmus.protocol.run_machine import RunMachine
-from isthmus.protocol.run_messages import Body, DeviceOrder, FetchState, Halt, OpenItem, Pause, PlaceWeights, RunOrder
+from isthmus.protocol.run_messages import (
+    Body,
+    DeviceOrder,
+    DeviceReady,
+    DeviceReport,
+    FetchState,
+    Halt,
+    Inventory,
+    ItemReported,
+    OpenItem,
+    Pause,
+    PlaceWeights,
+    RunOrder,
+    StateFetched,
+)
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.coordinator.run_callbacks import Outcome
-from isthmus.runtime.messages.recovery import FetchedMessage, InventoryMessage
 from isthmus.runtime.messages.run import (
     Heartbeat,
     JoinRun,
-    ReadyMessage,
-    ReportMessage,
+    ToCoordinator,
     ToDevice,
 )
 from isthmus.runtime.transport.channel import dial
@@ -81,15 +95,13 @@ class Device:
             message = received[0].body
             self.said.put(message)
             if isinstance(message, PlaceWeights):
-                self.channel.send(ReadyMessage(run=RUN, epoch=message.epoch))
+                self.say(DeviceReady(epoch=message.epoch))
             elif isinstance(message, OpenItem):
                 self._work(message)
             elif isinstance(message, Pause):
-                self.channel.send(InventoryMessage(run=RUN, epoch=message.epoch, holdings=self.holdings))
+                self.say(Inventory(epoch=message.epoch, holdings=self.holdings))
             elif isinstance(message, FetchState):
-                headers = tuple(header_of(n, t) for n, t in STATE.items())
-                given = FetchedMessage(run=RUN, epoch=message.epoch, step=message.step, tensors=headers)
-                self.channel.send(given, [pack(t) for t in STATE.values()])
+                self.say(StateFetched(epoch=message.epoch), STATE)
             elif isinstance(message, Halt):
                 return
 
@@ -97,10 +109,11 @@ class Device:
         item = message.item
         if item.step >= self.stops_at:
             return
-        state = STATE if item.kind == "save" else {}
-        headers = tuple(header_of(n, t) for n, t in state.items())
-        done = ReportMessage(run=RUN, epoch=message.epoch, item=item.index, tensors=headers)
-        self.channel.send(done, [pack(t) for t in state.values()])
+        self.say(ItemReported(epoch=message.epoch, item=item.index), STATE if item.kind == "save" else {})
+
+    def say(self, body: DeviceReport, tensors: Mapping[str, Tensor] = {}) -> None:
+        headers = tuple(header_of(n, t) for n, t in tensors.items())
+        self.channel.send(ToCoordinator(run=RUN, body=body, tensors=headers), [pack(t) for t in tensors.values()])
 
     def hears(self, kind: type[BodyT]) -> BodyT:
         """The next message of this kind."""
@@ -166,8 +179,8 @@ def test_what_is_said_of_an_older_epoch_changes_nothing_and_who_was_lost_may_com
     b.channel.close()
     a.hears(Pause)
     a.stops_at = 99
-    a.channel.send(ReportMessage(run=RUN, epoch=0, item=2))
-    a.channel.send(ReportMessage(run=RUN, epoch=0, item=77))
+    a.say(ItemReported(epoch=0, item=2))
+    a.say(ItemReported(epoch=0, item=77))
     a.channel.send(Heartbeat(run=RUN))
     again = Device(port, "b", holdings=(StateHolding(epoch=0, step=99, parts=ALL),))
     a.hears(PlaceWeights)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from isthmus.errors import PeerError
-from isthmus.protocol.coordinator_events import ReceiveState, TransferEnded
+from isthmus.protocol.coordinator_events import ReceiveState
+from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_messages import TransferEnded
 from isthmus.runtime.coordinator.joiners import MOST_STRETCH_BYTES, MOST_WAITING, Joiners
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
@@ -58,7 +60,7 @@ def test_a_newcomer_whose_line_is_slow_does_not_fill_the_memory() -> None:
     while not (ended := joiners.pass_on("oslo", message, [flat])):
         passed += 1
         assert passed < 100, "there is no end"
-    assert ended == [TransferEnded(device="rome", number=1)]
+    assert ended == [FromDevice("rome", TransferEnded(number=1))]
     most = MOST_WAITING * SHAPE[0] * SHAPE[1]
     assert most < lane.waiting_bytes <= most + 10_000
     joiners.forget("oslo")

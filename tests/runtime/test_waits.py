@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from isthmus.protocol import Coordinator, RunSpec, StateLayout
-from isthmus.protocol.coordinator_events import DeviceJoined, DeviceReady, ItemReported
+from isthmus.protocol.coordinator_events import DeviceJoined
 from isthmus.protocol.deadlines import Deadlines, Waits
+from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_messages import DeviceReady, ItemReported
 
 
 def test_a_wait_is_told_after_three_seconds_and_less_and_less_often() -> None:
@@ -71,7 +73,7 @@ def test_the_machine_knows_who_is_behind() -> None:
     for device in machine.devices:
         machine.handle(DeviceJoined(device=device))
     for device in machine.devices:
-        machine.handle(DeviceReady(device=device))
+        machine.handle(FromDevice(device, DeviceReady()))
     assert machine.behind == (0, frozenset())
-    machine.handle(ItemReported(device="oslo", item=0))
+    machine.handle(FromDevice("oslo", ItemReported(item=0)))
     assert machine.behind == (0, {"rome"})

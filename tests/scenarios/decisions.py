@@ -18,6 +18,7 @@ from isthmus.protocol.coordinator_events import (
     MakePlan,
     Order,
 )
+from isthmus.protocol.machine import kind_of
 from isthmus.protocol.run_events import (
     AcceptReport,
     Note,
@@ -54,7 +55,7 @@ class Decisions:
 
     def observe(self, now_s: float, event: RunEvent, instructions: Sequence[RunInstruction]) -> None:
         told = tuple(self._words(i) for i in instructions if not isinstance(i, _LEFT_OUT))
-        name = type(event).__name__
+        name = kind_of(event).__name__
         if told or not isinstance(event, Observation | StepMeasured):
             self._found.append((_KINDS.get(name, name), getattr(event, "device", ""), told))
 

@@ -21,13 +21,14 @@ from isthmus.models import ModelSpec
 from isthmus.protocol.federated_events import LinearFit, PhaseId
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.run_messages import DeviceReady
 from isthmus.runtime.federated.executor import Executor, take_part
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost
 from isthmus.runtime.federated.site_acceptor import SiteAcceptor, SiteConnection
 from isthmus.runtime.federated.site_runner import SiteExecutor
 from isthmus.runtime.federated.site_update_receiver import SiteUpdateReceiver
 from isthmus.runtime.federated.update_receiver import SumsReceiver
-from isthmus.runtime.messages.run import Heartbeat, ReadyMessage
+from isthmus.runtime.messages.run import Heartbeat, ToCoordinator
 from isthmus.runtime.messages.site import RegisteredMessage, TaskMessage
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.listener import Listener
@@ -207,7 +208,7 @@ class _Run:
 
     def _as_executor(self, name: str, channel: SocketChannel, sender: MessageSender) -> None:
         trainer = ClientTrainer(self._task, module(), self._data, None, lasts=self._lasts(name))
-        sender.put(ReadyMessage(run=RUN))
+        sender.put(ToCoordinator(run=RUN, body=DeviceReady()))
         Executor(trainer, channel, sender, RUN, TIMEOUT_S, 1).run()
 
     def _as_site(self, name: str, channel: SocketChannel, sender: MessageSender) -> None:

@@ -10,12 +10,11 @@ device has reported its part.
 
 A lost device is fenced: a new plan epoch begins, and messages of older epochs are dropped. The remaining devices
 stop, report what they hold (`recovery`), get a new plan, and go on from the latest step whose state is
-whole, in memory or in the last checkpoint. A plan that is changed for a better one, for one who leaves or for one who
-came goes the same way, but that all finish what is leased first: then nothing is lost. What a joining device needs it
-gets
-before that, while the others train (`transfer`). A device may be lost at any point; all is then begun again, in one
-more epoch. Where nobody is left, or too few for any plan, those are waited for whose process was lost and whose machine
-is there (`recalls`).
+whole, in memory or in the last checkpoint. A change to a better plan, for a device that leaves or for one that came,
+goes the same way, but all devices finish their leased items first: then nothing is lost. A joining device gets its
+state before that, while the others train (`state_transfer`). A device may be lost at any point: then one more epoch
+begins. Where no device is left, or too few for any plan, the coordinator waits for lost devices whose machines are
+there (`restarts`).
 """
 
 from __future__ import annotations
@@ -35,35 +34,43 @@ from isthmus.protocol.coordinator_events import (
     DeviceLeaving,
     DeviceLost,
     DeviceOffered,
-    DeviceReady,
     Disconnect,
     Ending,
     FinishRun,
     FleetChanged,
-    Inventory,
     ItemDone,
-    ItemReported,
     MakePlan,
     NoPlan,
     Order,
     PlanMade,
     ReleaseDevice,
-    SnapshotCopied,
-    StateFetched,
-    StateReceived,
-    StepFailed,
     StopRequested,
-    TransferEnded,
 )
 from isthmus.protocol.finite import Divergence
 from isthmus.protocol.leases import Leases
-from isthmus.protocol.machine import EpochMachine
+from isthmus.protocol.machine import EpochMachine, FromDevice
 from isthmus.protocol.members import Members
 from isthmus.protocol.phases import COORDINATOR, CoordinatorStatistics, Phase
 from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout, holders_at, recovery_step, state_donors
 from isthmus.protocol.reports import ItemReports, mean_loss, non_finite
 from isthmus.protocol.restarts import Restarts
-from isthmus.protocol.run_messages import FetchState, Halt, OpenItem, Pause, PlaceWeights, RetireSnapshots
+from isthmus.protocol.run_messages import (
+    DeviceFailed,
+    DeviceReady,
+    DeviceReport,
+    FetchState,
+    Halt,
+    Inventory,
+    ItemReported,
+    OpenItem,
+    Pause,
+    PlaceWeights,
+    RetireSnapshots,
+    SnapshotCopied,
+    StateFetched,
+    StateReceived,
+    TransferEnded,
+)
 from isthmus.protocol.state_transfer import StateTransfer
 from isthmus.protocol.work import RunSpec
 
@@ -149,29 +156,16 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         match event:
             case DeviceJoined(device=device, holdings=holdings):
                 return self._on_joined(device, holdings)
-            case DeviceReady(device=device):
-                return self._on_ready(device)
-            case ItemReported():
-                return self._on_reported(event)
-            case StepFailed(device=device, failure=failure):
-                return self._on_step_failed(device, failure)
+            case FromDevice(device=device, body=body):
+                return self._on_report(device, body)
             case DeviceLost():
                 return self._on_lost(event)
             case StopRequested():
                 return self._on_interrupted()
-            case Inventory(device=device, holdings=holdings):
-                self._members.holds(device, holdings)
-                return self._on_held()
             case PlanMade(layout=layout, worth_it=worth_it):
                 return self._on_planned(layout, worth_it=worth_it)
             case NoPlan(reason=reason):
                 return self._on_no_plan(reason)
-            case StateFetched(device=device):
-                return self._on_fetched(device)
-            case SnapshotCopied(of=of, step=step):
-                return self._acknowledged(self._leases.snapshot_sources(of, step))
-            case StateReceived() | TransferEnded():
-                return self._on_state_received(event)
             case DeviceOffered(device=device):
                 self._members.offered(device)
                 self._recalls.back(device)
@@ -185,6 +179,25 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
                 return self._reconsider(must=True)
             case FleetChanged():
                 return self._reconsider()
+
+    def _on_report(self, device: str, report: DeviceReport) -> Out:
+        match report:
+            case DeviceReady():
+                return self._on_ready(device)
+            case ItemReported():
+                return self._on_item_reported(device, report)
+            case DeviceFailed(failure=failure):
+                return [] if failure is None else self._on_step_failed(device, failure)
+            case Inventory(holdings=holdings):
+                self._members.holds(device, holdings)
+                return self._on_held()
+            case StateFetched():
+                self._awaited.discard(device)
+                return self._place() if self._phase == "fetching" and not self._awaited else []
+            case SnapshotCopied(of=of, step=step):
+                return self._acknowledged(self._leases.snapshot_sources(of, step))
+            case StateReceived() | TransferEnded():
+                return self._on_state_received(device, report)
 
     # Joining, fetching, placing
 
@@ -225,13 +238,8 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
             out.append(BeginEpoch(self._epoch, self._step, self._leases.leased, not from_memory))
         self._phase = "fetching"
         self._awaited = set(donated)
-        for device, parts in sorted(donated.items()):
-            out.append(Order(device, FetchState(step=self._step, parts=parts, epoch=self._epoch)))
-        return out if donated else out + self._place()
-
-    def _on_fetched(self, device: str) -> Out:
-        self._awaited.discard(device)
-        return self._place() if self._phase == "fetching" and not self._awaited else []
+        asks = {d: FetchState(step=self._step, parts=parts, epoch=self._epoch) for d, parts in sorted(donated.items())}
+        return out + ([Order(d, ask) for d, ask in asks.items()] or self._place())
 
     def _place(self) -> Out:
         self._phase = "placing"
@@ -257,8 +265,8 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
 
     # Running
 
-    def _on_reported(self, report: ItemReported) -> Out:
-        reports = self._reports.add(report, self.devices)
+    def _on_item_reported(self, device: str, report: ItemReported) -> Out:
+        reports = self._reports.add(device, report, self.devices)
         if reports is None:
             return []
         item = self._leases.finish(report.item)
@@ -348,13 +356,13 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         self._transfer = StateTransfer(self._transfers, self._leases.last_step, needs, holds, self._epoch)
         return [*self._transfer.begins()]
 
-    def _on_state_received(self, event: StateReceived | TransferEnded) -> Out:
+    def _on_state_received(self, device: str, event: StateReceived | TransferEnded) -> Out:
         transfer = self._transfer
         if transfer is None or event.number != transfer.number:
             return []
         if isinstance(event, TransferEnded):
             return self._stop_receiving_state()
-        transfer.state_received(event.device, event.of, event.step)
+        transfer.state_received(device, event.of, event.step)
         if self._phase == "settling":
             return [] if self._leases.open else self._move()
         if self._phase != "running":

@@ -9,44 +9,18 @@ import msgspec
 
 from isthmus.fleet import Fleet
 from isthmus.protocol.adaptation import PlanFigures
-from isthmus.protocol.attempts import StepFailure
-from isthmus.protocol.finite import NonFinite
-from isthmus.protocol.machine import Event
+from isthmus.protocol.machine import Event, FromDevice
 from isthmus.protocol.recovery import StateHolding, StateLayout
-from isthmus.protocol.run_messages import DeviceOrder, RunOrder
+from isthmus.protocol.run_messages import DeviceOrder, DeviceReport, RunOrder
 from isthmus.protocol.work import Item
 
-# To the coordinator
+# To the coordinator, besides the reports of devices
 
 
 class DeviceJoined(Event, frozen=True, kw_only=True):
     device: str
     holdings: tuple[StateHolding, ...] = ()
     """Of one that was here before: what it still has in memory."""
-
-
-class DeviceReady(Event, frozen=True, kw_only=True):
-    """The device holds its stage, its weights and its links."""
-
-    device: str
-
-
-class ItemReported(Event, frozen=True, kw_only=True):
-    """A device finished an item. `loss` and `count` are sums over the item's micro-batches, from the loss's stage."""
-
-    device: str
-    item: int
-    loss: float | None = None
-    count: float | None = None
-    non_finite: NonFinite | None = None
-    """The first place on this device where the item's numbers were not finite."""
-
-
-class StepFailed(Event, frozen=True, kw_only=True):
-    """The job's model or data raised on the device, or memory was short; it is there still and holds what it held."""
-
-    device: str
-    failure: StepFailure
 
 
 class DeviceLost(Event, frozen=True, kw_only=True):
@@ -60,13 +34,6 @@ class DeviceLost(Event, frozen=True, kw_only=True):
 
 class StopRequested(Event, frozen=True, kw_only=True):
     """The user wants to stop: finish what is leased, save, leave."""
-
-
-class Inventory(Event, frozen=True, kw_only=True):
-    """The device has stopped, and says what it holds."""
-
-    device: str
-    holdings: tuple[StateHolding, ...]
 
 
 class PlanMade(Event, frozen=True, kw_only=True):
@@ -83,37 +50,6 @@ class NoPlan(Event, frozen=True, kw_only=True):
     """There is none for these devices."""
 
     reason: str
-
-
-class StateFetched(Event, frozen=True, kw_only=True):
-    """What the device was to give is here."""
-
-    device: str
-
-
-class SnapshotCopied(Event, frozen=True, kw_only=True):
-    """The device holds a copy of another one's part of a snapshot."""
-
-    device: str
-    of: str
-    step: int
-
-
-class StateReceived(Event, frozen=True, kw_only=True):
-    """A joining device has what another device sends it, as it is after `step` steps."""
-
-    device: str
-    of: str
-    step: int
-    number: int
-    """Of the following."""
-
-
-class TransferEnded(Event, frozen=True, kw_only=True):
-    """The device sends no more: its steps are quicker than what it sends of them."""
-
-    device: str
-    number: int
 
 
 class DeviceOffered(Event, frozen=True, kw_only=True):
@@ -240,19 +176,12 @@ class FinishRun(msgspec.Struct, frozen=True):
 
 
 CoordinatorEvent = (
-    DeviceJoined
-    | DeviceReady
-    | ItemReported
-    | StepFailed
+    FromDevice[DeviceReport]
+    | DeviceJoined
     | DeviceLost
     | StopRequested
-    | Inventory
     | PlanMade
     | NoPlan
-    | StateFetched
-    | SnapshotCopied
-    | StateReceived
-    | TransferEnded
     | DeviceOffered
     | DeviceLeaving
     | FleetChanged

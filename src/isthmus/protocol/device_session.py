@@ -16,7 +16,15 @@ from typing import Generic, Literal, TypeVar
 import msgspec
 
 from isthmus.protocol.machine import EpochMachine, Event, Transitions
-from isthmus.protocol.run_messages import FetchState, Halt, Pause, PlaceWeights, RetireSnapshots
+from isthmus.protocol.run_messages import (
+    DeviceReady,
+    FetchState,
+    Halt,
+    Pause,
+    PlaceWeights,
+    RetireSnapshots,
+    SnapshotCopied,
+)
 from isthmus.protocol.state_inventory import StateInventory
 
 Value = TypeVar("Value")
@@ -67,7 +75,7 @@ SessionEvent = (
 )
 
 
-# What the device is to do
+# What the device is to do. `DeviceReady` and `SnapshotCopied` go to the coordinator
 
 
 class CloseStage(msgspec.Struct, frozen=True):
@@ -89,21 +97,9 @@ class TellInventory(msgspec.Struct, frozen=True):
     """Say what is in the session's memory, once the stage is closed."""
 
 
-class TellReady(msgspec.Struct, frozen=True):
-    pass
-
-
-class TellCopied(msgspec.Struct, frozen=True):
-    """A copy of another device's snapshot is here."""
-
-    of: str
-    step: int
-
-
 class GiveState(msgspec.Struct, Generic[Value], frozen=True):
     epoch: int
     """Of who asked: of a device that has just joined, another one than its own."""
-    step: int
     values: Mapping[str, Value]
 
 
@@ -112,7 +108,7 @@ class LeaveRun(msgspec.Struct, frozen=True):
 
 
 SessionInstruction = (
-    CloseStage | Connect | StartStage | TellInventory | TellReady | TellCopied | GiveState[Value] | LeaveRun
+    CloseStage | Connect | StartStage | TellInventory | DeviceReady | SnapshotCopied | GiveState[Value] | LeaveRun
 )
 
 Phase = Literal["idle", "connecting", "starting", "working", "over"]
@@ -206,14 +202,14 @@ class DeviceSession(EpochMachine[Phase, SessionEvent[Value], SessionInstruction[
                 if self._phase != "starting":  # it was closed meanwhile
                     return []
                 self._phase = "working"
-                return [TellReady()]
+                return [DeviceReady(epoch=self._epoch)]
             case StageFailed():
                 return self._close()
             case StateKept(epoch=epoch, step=step, values=values, of=of):
                 self.memory.keep(epoch, step, values)
-                return [TellCopied(of, step)] if of else []
+                return [SnapshotCopied(of=of, step=step, epoch=self._epoch)] if of else []
             case FetchState(epoch=epoch, step=step, parts=parts):
-                return [GiveState(epoch, step, self.memory.values(step, parts))]
+                return [GiveState(epoch, self.memory.values(step, parts))]
             case RetireSnapshots(step=step):
                 self.memory.retire(step)
                 return []

@@ -27,9 +27,28 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """The plan epoch under which it arose."""
 
 
+BodyT_co = TypeVar("BodyT_co", bound=Event, covariant=True)
+
+
+class FromDevice(msgspec.Struct, Generic[BodyT_co], frozen=True):
+    """An event that a device sent. The host knows the device from its connection: the body does not name it."""
+
+    device: str
+    body: BodyT_co
+
+    @property
+    def epoch(self) -> int:
+        return self.body.epoch
+
+
+def kind_of(event: msgspec.Struct) -> type[msgspec.Struct]:
+    """The type by which a table knows the event: of a device's event, that of its body."""
+    return type(event.body if isinstance(event, FromDevice) else event)
+
+
 PhaseT = TypeVar("PhaseT", bound=str)
 EventT = TypeVar("EventT", bound=msgspec.Struct)
-EpochEventT = TypeVar("EpochEventT", bound=Event)
+EpochEventT = TypeVar("EpochEventT", bound=Event | FromDevice[Event])
 InstructionT = TypeVar("InstructionT")
 
 Table = Mapping[str, Mapping[type[msgspec.Struct], str]]
@@ -56,12 +75,12 @@ class Transitions:
         if unknown:
             raise InternalError(f"phases without a row: {', '.join(sorted(unknown))}")
 
-    def following(self, phase: str, event: msgspec.Struct) -> frozenset[str]:
+    def following(self, phase: str, event: type[msgspec.Struct]) -> frozenset[str]:
         """Raises OutOfPhase where the table has none."""
         try:
-            return self._following[phase, type(event)]
+            return self._following[phase, event]
         except KeyError:
-            raise OutOfPhase(f"{type(event).__name__} came in phase {phase!r}") from None
+            raise OutOfPhase(f"{event.__name__} came in phase {phase!r}") from None
 
     @property
     def changes(self) -> dict[tuple[str, str], tuple[str, ...]]:
@@ -99,11 +118,12 @@ class Machine(Generic[PhaseT, EventT, InstructionT]):
         before, transitions = self._phase, self.transitions
         if before == transitions.over:
             return []
-        following = transitions.following(before, event)
+        kind = kind_of(event)
+        following = transitions.following(before, kind)
         out = self._take(event)
         if self._phase not in following:
             raise InternalError(
-                f"{type(self).__name__}: {type(event).__name__} led from {before!r} to {self._phase!r}, "
+                f"{type(self).__name__}: {kind.__name__} led from {before!r} to {self._phase!r}, "
                 f"expected {' or '.join(sorted(following))}"
             )
         return out

@@ -11,20 +11,22 @@ from isthmus.protocol.coordinator_events import (
     DeviceLeaving,
     DeviceLost,
     DeviceOffered,
-    DeviceReady,
     FleetChanged,
-    Inventory,
-    ItemReported,
     NoPlan,
     PlanMade,
+    StopRequested,
+)
+from isthmus.protocol.machine import Transitions
+from isthmus.protocol.run_messages import (
+    DeviceFailed,
+    DeviceReady,
+    Inventory,
+    ItemReported,
     SnapshotCopied,
     StateFetched,
     StateReceived,
-    StepFailed,
-    StopRequested,
     TransferEnded,
 )
-from isthmus.protocol.machine import Transitions
 
 Phase = Literal[
     "joining", "holding", "recalling", "planning", "fetching", "placing", "running", "settling", "closing", "done"
@@ -53,7 +55,7 @@ COORDINATOR = Transitions(
     {
         "joining": {
             DeviceJoined: _BEGIN,
-            StepFailed: "joining",
+            DeviceFailed: "joining",
             DeviceLost: _PLAN_AGAIN,
             StopRequested: "joining done",
             PlanMade: "joining",
@@ -65,7 +67,7 @@ COORDINATOR = Transitions(
         "fetching": {
             DeviceJoined: "fetching",
             StateFetched: "fetching placing",
-            StepFailed: "fetching",
+            DeviceFailed: "fetching",
             DeviceLost: f"fetching {_PLAN_AGAIN}",
             StopRequested: "fetching done",
             PlanMade: "fetching",
@@ -77,7 +79,7 @@ COORDINATOR = Transitions(
         "placing": {
             DeviceJoined: "placing",
             DeviceReady: "placing running closing done",
-            StepFailed: "holding done",
+            DeviceFailed: "holding done",
             DeviceLost: f"placing {_PLAN_AGAIN}",
             StopRequested: "placing done",
             PlanMade: "placing",
@@ -89,7 +91,7 @@ COORDINATOR = Transitions(
         "running": {
             DeviceJoined: "running settling holding done",
             ItemReported: "running done",
-            StepFailed: "holding done",
+            DeviceFailed: "holding done",
             DeviceLost: f"running {_PLAN_AGAIN}",
             StopRequested: "running closing done",
             PlanMade: "running settling holding done",
@@ -104,7 +106,7 @@ COORDINATOR = Transitions(
         "settling": {
             DeviceJoined: "settling",
             ItemReported: "settling holding done",
-            StepFailed: "holding done",
+            DeviceFailed: "holding done",
             DeviceLost: f"settling {_PLAN_AGAIN}",
             StopRequested: "settling closing done",
             PlanMade: "settling",
@@ -119,7 +121,7 @@ COORDINATOR = Transitions(
         "closing": {
             DeviceJoined: "closing",
             ItemReported: "closing done",
-            StepFailed: "holding done",
+            DeviceFailed: "holding done",
             DeviceLost: f"closing {_PLAN_AGAIN}",
             StopRequested: "closing",
             PlanMade: "closing",
@@ -134,7 +136,7 @@ COORDINATOR = Transitions(
         "holding": {
             DeviceJoined: f"{_BEGIN} planning recalling done",
             Inventory: f"{_BEGIN} planning recalling done",
-            StepFailed: "holding",
+            DeviceFailed: "holding",
             DeviceLost: _PLAN_AGAIN,
             StopRequested: "holding",
             DeviceOffered: "holding",
@@ -143,7 +145,7 @@ COORDINATOR = Transitions(
         },
         "planning": {
             DeviceJoined: "planning",
-            StepFailed: "planning",
+            DeviceFailed: "planning",
             DeviceLost: _PLAN_AGAIN,
             StopRequested: "planning",
             PlanMade: _BEGIN,
@@ -154,7 +156,7 @@ COORDINATOR = Transitions(
         },
         "recalling": {
             DeviceJoined: "planning recalling done",
-            StepFailed: "recalling",
+            DeviceFailed: "recalling",
             DeviceLost: _PLAN_AGAIN,
             StopRequested: "recalling done",
             PlanMade: "recalling",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from isthmus.protocol.coordinator_events import ItemReported
 from isthmus.protocol.finite import Divergence
+from isthmus.protocol.run_messages import ItemReported
 from isthmus.protocol.work import Item
 
 Reports = Mapping[str, ItemReported]
@@ -18,10 +18,10 @@ class ItemReports:
     def __init__(self) -> None:
         self._reports: dict[int, dict[str, ItemReported]] = {}
 
-    def add(self, report: ItemReported, devices: Collection[str]) -> Reports | None:
+    def add(self, device: str, report: ItemReported, devices: Collection[str]) -> Reports | None:
         """All reports of the item once every device's is here, which are then forgotten; None before."""
         found = self._reports.setdefault(report.item, {})
-        found[report.device] = report
+        found[device] = report
         return self._reports.pop(report.item) if found.keys() >= set(devices) else None
 
     def missing(self, item: int, devices: Collection[str]) -> frozenset[str]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 
-from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.coordinator_events import CoordinatorEvent, CoordinatorInstruction
 from isthmus.protocol.machine import Event
-from isthmus.protocol.memory_shortage import MemoryShortage
 from isthmus.trace import Span
 
 # To the machine
@@ -38,20 +35,6 @@ class Disconnected(Event, frozen=True, kw_only=True):
     reason: str
 
 
-class DeviceFailed(Event, frozen=True, kw_only=True):
-    """A device cannot go on with its stage, and says why."""
-
-    device: str
-    reason: str
-    fault: Literal["user", "device", "other"]
-    """Whose: the job's, this device's, or another device's, which fell silent or sent what is wrong."""
-    failure: StepFailure | None = None
-    """Of a step: the device can go on with another stage, or try again."""
-    shortage: MemoryShortage | None = None
-    starts_again: bool = False
-    """Whether a new process of the device may do better."""
-
-
 class StepMeasured(Event, frozen=True, kw_only=True):
     """All devices have done a step, and reported these spans since the one before."""
 
@@ -66,7 +49,7 @@ class LinkProbed(Event, frozen=True, kw_only=True):
     """None where nobody could say."""
 
 
-RunEvent = CoordinatorEvent | Observation | Disconnected | DeviceFailed | StepMeasured | LinkProbed
+RunEvent = CoordinatorEvent | Observation | Disconnected | StepMeasured | LinkProbed
 
 
 # From the machine

@@ -29,22 +29,19 @@ from isthmus.protocol.coordinator_events import (
     FinishRun,
     FleetChanged,
     ItemDone,
-    ItemReported,
     MakePlan,
     NoPlan,
     Order,
     PlanMade,
     ReleaseDevice,
-    StepFailed,
     StopRequested,
 )
 from isthmus.protocol.deadlines import Deadlines
 from isthmus.protocol.failure_detector import FailureDetector, without_name
 from isthmus.protocol.interruptions import Interruptions, Recovery
-from isthmus.protocol.machine import OutOfPhase
+from isthmus.protocol.machine import FromDevice, OutOfPhase
 from isthmus.protocol.run_events import (
     AcceptReport,
-    DeviceFailed,
     Disconnected,
     LinkProbed,
     Note,
@@ -55,7 +52,7 @@ from isthmus.protocol.run_events import (
     RunInstruction,
     StepMeasured,
 )
-from isthmus.protocol.run_messages import Halt, OpenItem, Pause
+from isthmus.protocol.run_messages import DeviceFailed, Halt, ItemReported, OpenItem, Pause
 
 Out = list[RunInstruction]
 Observe = Callable[[float, RunEvent, Sequence[RunInstruction]], None]
@@ -118,16 +115,16 @@ class RunMachine:
                 self._on_observation(event, now_s)
             case Disconnected(device=device, reason=reason):
                 self._failures.disconnected(device_of(device), reason)
-            case DeviceFailed():
-                self._on_failed(event, now_s)
+            case FromDevice(device=device, body=DeviceFailed() as failed):
+                self._on_failed(device, failed, now_s)
             case StepMeasured(step=step, spans=spans):
                 if self._adaptation is not None:
                     self._believe(self._adaptation.measured(step, spans), now_s)
             case LinkProbed(source=source, target=target, bandwidth_bytes_per_s=found):
                 if self._adaptation is not None:
                     self._believe(self._adaptation.probed((source, target), found, now_s), now_s)
-            case ItemReported():
-                self._on_reported(event, now_s)
+            case FromDevice(device=device, body=ItemReported() as report):
+                self._on_reported(device, report, now_s)
             case _:
                 self._from_peer(event, now_s)
         out, self._out = self._out, []
@@ -189,38 +186,38 @@ class RunMachine:
 
     # What devices say
 
-    def _on_failed(self, event: DeviceFailed, now_s: float) -> None:
-        owner = device_of(event.device)
-        if event.fault == "other":
-            if event.epoch == self.epoch:
-                self._failures.accused(owner, event.reason)
-        elif event.failure is not None:
-            if event.epoch == self.epoch:
+    def _on_failed(self, device: str, failed: DeviceFailed, now_s: float) -> None:
+        owner = device_of(device)
+        if failed.fault == "other":
+            if failed.epoch == self.epoch:
+                self._failures.accused(owner, failed.reason)
+        elif failed.failure is not None:
+            if failed.epoch == self.epoch:
                 self._failures.cleared(owner)  # its neighbours accuse it now
-                if event.shortage is not None:
+                if failed.shortage is not None:
                     self._short = True
                     if self._adaptation is not None:
-                        self._note(self._adaptation.short(event.device, event.shortage))
-                self._verdict = f"device {event.device!r}: {event.failure.reason}"
-                self._coordinate(StepFailed(device=event.device, failure=event.failure), now_s)
-        elif event.starts_again:
-            self._failures.failed(owner, event.reason)
+                        self._note(self._adaptation.short(device, failed.shortage))
+                self._verdict = f"device {device!r}: {failed.failure.reason}"
+                self._coordinate(FromDevice(device, failed), now_s)
+        elif failed.starts_again:
+            self._failures.failed(owner, failed.reason)
         else:
-            family = UserError if event.fault == "user" else PeerError
-            self._failures.reported(owner, family(f"device {owner!r}: {event.reason}"))
+            family = UserError if failed.fault == "user" else PeerError
+            self._failures.reported(owner, family(f"device {owner!r}: {failed.reason}"))
 
-    def _on_reported(self, event: ItemReported, now_s: float) -> None:
-        if event.epoch != self.epoch:
-            self._from_peer(event, now_s)
+    def _on_reported(self, device: str, report: ItemReported, now_s: float) -> None:
+        if report.epoch != self.epoch:
+            self._from_peer(FromDevice(device, report), now_s)
             return
-        due = self._due.get(event.device)
-        if event.item != due or event.item not in self.coordinator.open_items:
-            refused = PeerError(f"device {event.device!r}: reported item {event.item}, not {due}")
-            self._failures.reported(device_of(event.device), refused)
+        due = self._due.get(device)
+        if report.item != due or report.item not in self.coordinator.open_items:
+            refused = PeerError(f"device {device!r}: reported item {report.item}, not {due}")
+            self._failures.reported(device_of(device), refused)
             return
-        self._due[event.device] = event.item + 1
-        self._out.append(AcceptReport(event.device, event.item))
-        self._from_peer(event, now_s)
+        self._due[device] = report.item + 1
+        self._out.append(AcceptReport(device, report.item))
+        self._from_peer(FromDevice(device, report), now_s)
 
     def _from_peer(self, event: CoordinatorEvent, now_s: float) -> None:
         """Who says what does not fit is lost to the run."""
@@ -261,7 +258,7 @@ class RunMachine:
 
     def _coordinate(self, event: CoordinatorEvent, now_s: float, *, now: bool = True) -> None:
         """`now`: what is of this process is of the epoch that it is."""
-        if now:
+        if now and not isinstance(event, FromDevice):
             event = msgspec.structs.replace(event, epoch=self.epoch)
         for instruction in self.coordinator.handle(event):
             self._follow(instruction, now_s)

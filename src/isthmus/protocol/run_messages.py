@@ -5,12 +5,17 @@ A body names its plan epoch. A body does not name its sender: the receiver knows
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
+from isthmus.protocol.attempts import StepFailure
+from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.machine import Event
+from isthmus.protocol.memory_shortage import MemoryPeak, MemoryShortage
+from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.work import Item
+from isthmus.trace import Span
 
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -69,3 +74,101 @@ DeviceOrder = Pause | PlaceWeights | FetchState | SendState
 """To one device."""
 RunOrder = OpenItem | RetireSnapshots | Halt
 """To every device of the run."""
+
+
+# Device to coordinator
+
+
+class PeerPath(msgspec.Struct, frozen=True, kw_only=True):
+    """How a device got to another one."""
+
+    device: str
+    relayed: bool
+    latency_s: float | None
+    """One way, as the kernel sees it; of a relayed one, as far as the coordinator."""
+    streams: int = 1
+    bbr: bool = False
+    """Whether this end sends by it."""
+
+
+class DeviceReady(Body, frozen=True, kw_only=True):
+    """The stage, its weights and its links are in place. `paths`: to those devices that this one has dialled."""
+
+    paths: tuple[PeerPath, ...] = ()
+    notes: tuple[Annotated[str, msgspec.Meta(max_length=400)], ...] = ()
+    """For people: how the stage computes."""
+
+
+class ItemReported(Body, frozen=True, kw_only=True):
+    """The device finished an item. `loss` and `count` are sums over the item's micro-batches, from the loss's stage.
+    With a save comes the stage's part of the checkpoint."""
+
+    item: int
+    loss: float | None = None
+    count: float | None = None
+    spans: tuple[Span, ...] = ()
+    late_s: float = 0.0
+    """Emulation only: by how much this item's tasklets overran their emulated durations, in sum."""
+    non_finite: NonFinite | None = None
+    """The first place on this device where the item's numbers were not finite."""
+    peak: MemoryPeak | None = None
+    """With a save: of the stage so far."""
+
+
+class DeviceFailed(Body, frozen=True, kw_only=True):
+    """The device cannot go on with its stage."""
+
+    reason: str
+    fault: Literal["user", "device", "other"]
+    """Whose: the job's, this device's, or another device's, which fell silent or sent what is wrong."""
+    failure: StepFailure | None = None
+    """Of a step, by the job's model or data, or for want of memory: the device can go on with another stage, or try
+    again."""
+    shortage: MemoryShortage | None = None
+    """What the device lacked, if that was memory."""
+    starts_again: bool = False
+    """Whether a new process of the device may do better: as after an error of a driver."""
+
+
+class Inventory(Body, frozen=True, kw_only=True):
+    """The device has closed its stage, and holds these states in memory."""
+
+    holdings: tuple[StateHolding, ...]
+
+
+class StateFetched(Body, frozen=True, kw_only=True):
+    """The parts of the state follow that the coordinator fetches."""
+
+
+class SnapshotCopied(Body, frozen=True, kw_only=True):
+    """The device holds a copy of another one's part of a snapshot."""
+
+    of: str
+    step: int
+
+
+class StateReceived(Body, frozen=True, kw_only=True):
+    """A joining device has the state of another device's parts, as it is after `step` steps."""
+
+    number: NotNegative
+    """Of the state transfer, in the run."""
+    of: str
+    step: NotNegative
+
+
+class TransferEnded(Body, frozen=True, kw_only=True):
+    """The device sends no more, as its steps are quicker than what it sends of them; or it takes no more."""
+
+    number: NotNegative
+
+
+DeviceReport = (
+    DeviceReady
+    | ItemReported
+    | DeviceFailed
+    | Inventory
+    | StateFetched
+    | SnapshotCopied
+    | StateReceived
+    | TransferEnded
+)

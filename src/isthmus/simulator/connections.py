@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from isthmus.plans.worker_ids import device_of
 from isthmus.protocol.coordinator_events import DeviceJoined
+from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Disconnected, RunEvent
+from isthmus.protocol.run_messages import DeviceReport
 from isthmus.simulator.device import SimulatedDevice, SimulatedWorker
 from isthmus.simulator.jitter import Jitter
 from isthmus.simulator.options import SimulationOptions
@@ -44,9 +46,9 @@ class Connections:
         """Of a message; what comes before the first item takes no time."""
         return self._options.control_latency_s if self._world.setting_up else 0.0
 
-    def up(self, worker: SimulatedWorker, event: RunEvent) -> None:
+    def up(self, worker: SimulatedWorker, body: DeviceReport) -> None:
         """A message to the coordinator; it is lost with the connection that it travels on."""
-        self.act_up(worker, lambda: self._handle(event))
+        self.act_up(worker, lambda: self._handle(FromDevice(worker.name, body)))
 
     def act_up(self, worker: SimulatedWorker, act: Callable[[], None]) -> None:
         session = self.open.get(worker.name)

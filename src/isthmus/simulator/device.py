@@ -24,9 +24,7 @@ from isthmus.protocol.device_session import (
     StageStarted,
     StartStage,
     StateKept,
-    TellCopied,
     TellInventory,
-    TellReady,
 )
 from isthmus.protocol.events import (
     Arrived,
@@ -53,7 +51,7 @@ from isthmus.protocol.events import (
     WorkerEvent,
     WorkerInstruction,
 )
-from isthmus.protocol.run_messages import Halt, OpenItem
+from isthmus.protocol.run_messages import DeviceReady, DeviceReport, Halt, Inventory, OpenItem, SnapshotCopied
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
 from isthmus.simulator.epoch import Epoch
@@ -80,11 +78,9 @@ class Surroundings(Protocol):
 
     def start(self, worker: SimulatedWorker, own: frozenset[str], started: Act) -> None: ...
 
-    def inventory(self, worker: SimulatedWorker) -> None: ...
-
-    def ready(self, worker: SimulatedWorker) -> None: ...
-
-    def copied(self, worker: SimulatedWorker, of: str, step: int) -> None: ...
+    def say(self, worker: SimulatedWorker, body: DeviceReport) -> None:
+        """To the coordinator."""
+        ...
 
     def give(self, worker: SimulatedWorker, epoch: int, values: State) -> None: ...
 
@@ -170,11 +166,9 @@ class SimulatedWorker:
             case StartStage(step=step, own=own):
                 self._around.start(self, own, partial(self._start, step, own, epoch))
             case TellInventory():
-                self._around.inventory(self)
-            case TellReady():
-                self._around.ready(self)
-            case TellCopied(of=of, step=step):
-                self._around.copied(self, of, step)
+                self._around.say(self, Inventory(holdings=self.session.memory.holdings(), epoch=epoch))
+            case DeviceReady() | SnapshotCopied():
+                self._around.say(self, instruction)
             case GiveState(epoch=asked, values=values):
                 self._around.give(self, asked, values)
             case LeaveRun():

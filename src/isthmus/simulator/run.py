@@ -26,28 +26,23 @@ from isthmus.protocol.coordinator_events import (
     BeginEpoch,
     CallDevice,
     CommitCheckpoint,
-    DeviceReady,
     Disconnect,
     FinishRun,
-    Inventory,
     ItemDone,
-    ItemReported,
     MakePlan,
     NoPlan,
     Order,
     PlanMade,
     ReceiveState,
     ReleaseDevice,
-    SnapshotCopied,
-    StateFetched,
 )
 from isthmus.protocol.device_session import StageAssigned
 from isthmus.protocol.interruptions import Recovery
+from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.phases import CoordinatorStatistics
 from isthmus.protocol.recovery import Lineage, StateLayout
 from isthmus.protocol.run_events import (
     AcceptReport,
-    DeviceFailed,
     LinkProbed,
     Note,
     ProbeLink,
@@ -58,13 +53,16 @@ from isthmus.protocol.run_events import (
 from isthmus.protocol.run_machine import TICK_S, Observe, RunMachine
 from isthmus.protocol.run_messages import (
     DeviceOrder,
+    DeviceReport,
     FetchState,
     Halt,
+    ItemReported,
     OpenItem,
     Pause,
     PlaceWeights,
     RetireSnapshots,
     SendState,
+    StateFetched,
 )
 from isthmus.protocol.work import Item, RunSpec
 from isthmus.protocol.worker_phases import WorkerStatistics
@@ -255,23 +253,16 @@ class RunSimulation:
 
     # What workers say
 
-    def inventory(self, worker: SimulatedWorker) -> None:
-        holdings, epoch = worker.session.memory.holdings(), worker.session.epoch
-        self.connections.up(worker, Inventory(device=worker.name, holdings=holdings, epoch=epoch))
-
-    def ready(self, worker: SimulatedWorker) -> None:
-        self.connections.up(worker, DeviceReady(device=worker.name, epoch=worker.session.epoch))
-
-    def copied(self, worker: SimulatedWorker, of: str, step: int) -> None:
-        self.connections.up(worker, SnapshotCopied(device=worker.name, of=of, step=step, epoch=worker.session.epoch))
+    def say(self, worker: SimulatedWorker, body: DeviceReport) -> None:
+        self.connections.up(worker, body)
 
     def give(self, worker: SimulatedWorker, epoch: int, values: State) -> None:
         if self.connections.answered and self.machine.epoch == epoch:
             self._store = {**self._store, **values}
-        self.connections.up(worker, StateFetched(device=worker.name, epoch=epoch))
+        self.connections.up(worker, StateFetched(epoch=epoch))
 
     def report(self, worker: SimulatedWorker, item: Item, saved: State) -> None:
-        event = ItemReported(device=worker.name, item=item.index, epoch=worker.session.epoch)
+        event = FromDevice(worker.name, ItemReported(item=item.index, epoch=worker.session.epoch))
 
         def arrive() -> None:
             self._at_hand = worker.name, item, saved
@@ -288,9 +279,6 @@ class RunSimulation:
         worker.device.workers.pop(worker.name, None)
         if not worker.device.workers:
             self.world.devices.pop(worker.device.name, None)
-
-    def accuse(self, worker: SimulatedWorker, reason: str, epoch: int) -> None:
-        self.connections.up(worker, DeviceFailed(device=worker.name, reason=reason, fault="other", epoch=epoch))
 
     # The coordinator's instructions
 

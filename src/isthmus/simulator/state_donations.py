@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from isthmus.protocol.coordinator_events import ReceiveState, StateReceived, TransferEnded
+from isthmus.protocol.coordinator_events import ReceiveState
 from isthmus.protocol.device_session import StateKept
-from isthmus.protocol.run_messages import SendState
+from isthmus.protocol.run_messages import SendState, StateReceived, TransferEnded
 from isthmus.simulator.connections import Connections
 from isthmus.simulator.device import SimulatedWorker
 from isthmus.simulator.history import State
@@ -67,7 +67,7 @@ class StateDonations:
         first = donor.step == donation.asked.step
         if self._through_s[donor.name] - self._world.clock.now_s > MOST_BACKLOG * donation.copy_s > 0.0:
             del self._donations[donor.name]
-            ended = TransferEnded(device=donor.name, number=donation.asked.number, epoch=donation.asked.epoch)
+            ended = TransferEnded(number=donation.asked.number, epoch=donation.asked.epoch)
             self._connections.up(donor, ended)
             return
         self._give(donation, donation.copy_s if first else donation.copy_s / 3)
@@ -91,7 +91,7 @@ class StateDonations:
 
         def received() -> None:
             joiner.order(StateKept(step=step, values=values, epoch=asked.epoch))
-            told = StateReceived(device=joiner.name, of=donor, step=step, number=asked.number, epoch=asked.epoch)
+            told = StateReceived(of=donor, step=step, number=asked.number, epoch=asked.epoch)
             self._connections.up(joiner, told)
 
         self._world.on(joiner.device, received)

@@ -12,6 +12,7 @@ from isthmus.fleet import Fleet
 from isthmus.plans.worker_ids import device_of
 from isthmus.protocol.device_session import StageFailed, StateKept
 from isthmus.protocol.events import Computed, Saved, Send, SendParts, Updated, WorkerEvent
+from isthmus.protocol.run_messages import DeviceFailed, DeviceReport
 from isthmus.protocol.work import Item
 from isthmus.simulator.clock import VirtualClock
 from isthmus.simulator.device import Act, SimulatedDevice, SimulatedWorker
@@ -29,11 +30,7 @@ _TAKING_TIME = (Computed, Updated, Saved)
 class Coordination(Protocol):
     """What devices tell their coordinator; messages travel on its connections."""
 
-    def inventory(self, worker: SimulatedWorker) -> None: ...
-
-    def ready(self, worker: SimulatedWorker) -> None: ...
-
-    def copied(self, worker: SimulatedWorker, of: str, step: int) -> None: ...
+    def say(self, worker: SimulatedWorker, body: DeviceReport) -> None: ...
 
     def give(self, worker: SimulatedWorker, epoch: int, values: State) -> None: ...
 
@@ -42,8 +39,6 @@ class Coordination(Protocol):
     def stepped(self, worker: SimulatedWorker) -> None: ...
 
     def left(self, worker: SimulatedWorker) -> None: ...
-
-    def accuse(self, worker: SimulatedWorker, reason: str, epoch: int) -> None: ...
 
 
 class World:
@@ -64,9 +59,7 @@ class World:
         """By pair of devices, until when nothing passes."""
         self.setting_up = False
         """Whether connecting and starting take time: before a run's first item they take none."""
-        self.inventory = coordination.inventory
-        self.ready = coordination.ready
-        self.copied = coordination.copied
+        self.say = coordination.say
         self.give = coordination.give
         self.report = coordination.report
         self.stepped = coordination.stepped
@@ -155,7 +148,7 @@ class World:
         """A worker cannot go on because of another one."""
         if worker.session.epoch == epoch and worker.session.phase in ("connecting", "starting", "working"):
             worker.order(StageFailed(epoch=epoch))
-            self._coordination.accuse(worker, reason, epoch)
+            self._coordination.say(worker, DeviceFailed(reason=reason, fault="other", epoch=epoch))
 
     # Links
 

@@ -15,8 +15,8 @@ from isthmus.data import DataSpec
 from isthmus.data.description import DataDescription, check_description
 from isthmus.errors import IsthmusError
 from isthmus.plans.worker_ids import device_of
+from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.coordinator.data_holders import DataQueries
-from isthmus.runtime.messages.run import PeerPath
 from isthmus.runtime.processes.data_description import described_at
 from isthmus.runtime.processes.launcher import Launcher, ProcessPlace
 from isthmus.runtime.processes.signals import Stop

@@ -20,12 +20,9 @@ from isthmus.protocol.coordinator_events import (
     CallDevice,
     CommitCheckpoint,
     DeviceJoined,
-    DeviceReady,
     Disconnect,
     FinishRun,
-    Inventory,
     ItemDone,
-    ItemReported,
     MakePlan,
     NoPlan,
     Order,
@@ -33,15 +30,11 @@ from isthmus.protocol.coordinator_events import (
     ReceiveState,
     ReleaseDevice,
     RestartRun,
-    SnapshotCopied,
-    StateFetched,
-    StateReceived,
     StopRequested,
-    TransferEnded,
 )
+from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import (
     AcceptReport,
-    DeviceFailed,
     Disconnected,
     LinkProbed,
     Note,
@@ -53,31 +46,33 @@ from isthmus.protocol.run_events import (
     StepMeasured,
 )
 from isthmus.protocol.run_machine import TICK_S, RunMachine
-from isthmus.protocol.run_messages import Halt, OpenItem, PlaceWeights, RetireSnapshots, RunOrder, SendState
+from isthmus.protocol.run_messages import (
+    DeviceReady,
+    Halt,
+    ItemReported,
+    OpenItem,
+    PlaceWeights,
+    RetireSnapshots,
+    RunOrder,
+    SendState,
+    StateFetched,
+)
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import NoSession, Session, paths_of
 from isthmus.runtime.coordinator.joiners import Joiners
 from isthmus.runtime.coordinator.run_callbacks import Address, Outcome, RunCallbacks
 from isthmus.runtime.messages.all_messages import FROM_DEVICES, AnyMessage
 from isthmus.runtime.messages.assignment import Assignment
-from isthmus.runtime.messages.recovery import (
-    FetchedMessage,
-    InventoryMessage,
-    SnapshotCopiedMessage,
-)
 from isthmus.runtime.messages.run import (
     AssignMessage,
-    Failed,
     JoinRun,
-    ReadyMessage,
-    ReportMessage,
+    ToCoordinator,
     ToDevice,
+    content,
 )
 from isthmus.runtime.messages.state_transfer import (
     StateMessage,
     StatePart,
-    StateReceivedMessage,
-    TransferEndedMessage,
 )
 from isthmus.runtime.processes.compute_threads import ComputeThreads
 from isthmus.runtime.processes.signals import Stop
@@ -120,7 +115,7 @@ class CoordinatorHost:
         self._assigned: Mapping[str, Assignment] = {}
         self._joiners = Joiners(run, callbacks, self._lanes)
         self._session: Session = NoSession()
-        self._at_hand: tuple[ReportMessage, list[Tensor]] | None = None
+        self._at_hand: tuple[ItemReported, Mapping[str, Tensor]] | None = None
         """The report that the machine is asked about."""
         devices = {*machine.coordinator.devices, *others}
         self.acceptor = Acceptor(run, devices, on_message=self._inbox.put, guard=self._guard, timeout_s=timeout_s)
@@ -198,13 +193,15 @@ class CoordinatorHost:
         if isinstance(message, StateMessage | StatePart):
             self._joiners.check(device, message, self.machine.epoch)
             return
-        item = self._items.get(message.item) if isinstance(message, ReportMessage) else None
-        if isinstance(message, FetchedMessage) or (item is not None and message.epoch != self.machine.epoch):
+        body = content(message)
+        item = self._items.get(body.item) if isinstance(body, ItemReported) else None
+        late = isinstance(body, ItemReported) and item is not None and body.epoch != self.machine.epoch
+        if isinstance(body, StateFetched) or late:
             self._callbacks.check_parts(message.tensors)
         elif item is not None and item.kind == "save":
             self._callbacks.check_state(device, message.tensors)
         elif message.tensors:
-            raise PeerError(f"sent {type(message).__name__} with tensors")
+            raise PeerError(f"sent {type(body).__name__} with tensors")
 
     def _translate(self, received: ReceivedMessage | RunEvent) -> list[RunEvent]:
         """What a device sent, as events for the machine."""
@@ -219,22 +216,25 @@ class CoordinatorHost:
             return [Disconnected(device=device, reason="its connection closed")]
         if isinstance(message, Exception):
             return [Disconnected(device=device, reason=str(message).removeprefix(f"device {device!r}: "))]
-        current = message.epoch == self.machine.epoch
-        match message:
-            case ReadyMessage(paths=paths, notes=notes):
+        if isinstance(message, StateMessage | StatePart):
+            current = message.epoch == self.machine.epoch
+            return [*self._joiners.pass_on(device, message, tensors)] if current else []
+        if not isinstance(message, ToCoordinator):
+            return []  # a heartbeat
+        named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+        match message.body:
+            case DeviceReady(paths=paths, notes=notes):
                 for note in notes:
                     self._callbacks.note(f"{device}: {note}")
                 if is_first(device):
                     self._session.linked(device, paths_of(device, paths, self.machine.coordinator.devices))
-            case StateMessage() | StatePart():
-                return [*self._joiners.pass_on(device, message, tensors)] if current else []
-            case FetchedMessage() if current:
-                self._callbacks.give({h.name: t for h, t in zip(message.tensors, tensors, strict=True)})
-            case ReportMessage():
-                self._at_hand = message, tensors
+            case StateFetched(epoch=epoch) if epoch == self.machine.epoch:
+                self._callbacks.give(named)
+            case ItemReported() as report:
+                self._at_hand = report, named
             case _:
                 pass
-        return [event] if (event := _event(device, message)) is not None else []
+        return [FromDevice(device, message.body)]
 
     def _joined(self, device: str, message: JoinRun) -> DeviceJoined:
         channel = self.acceptor.channel(device)
@@ -245,15 +245,14 @@ class CoordinatorHost:
 
     def _accept_report(self, device: str) -> None:
         assert self._at_hand is not None, "only a report at hand is accepted"
-        (message, tensors), self._at_hand = self._at_hand, None
-        reported_spans = map(self._localise, message.spans)
+        (report, state), self._at_hand = self._at_hand, None
+        reported_spans = map(self._localise, report.spans)
         self._fresh += [s for s in reported_spans if s.other != s.device]  # what stays in a device is on no link
         owner = device_of(device)
-        self._late_s[owner] = self._late_s.get(owner, 0.0) + message.late_s
-        item = self._items[message.item]
+        self._late_s[owner] = self._late_s.get(owner, 0.0) + report.late_s
+        item = self._items[report.item]
         if item.kind == "save":
-            state = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
-            self._callbacks.saved(item, device, state, message.peak)
+            self._callbacks.saved(item, device, state, report.peak)
 
     def _localise(self, span: Span) -> Span:
         """A device speaks of items and of the machine's clock; a trace of steps and of the run's."""
@@ -379,35 +378,3 @@ class CoordinatorHost:
         self._callbacks.advanced(item, loss, tuple(fresh))
         if item.kind == "train":
             self._inbox.put(StepMeasured(step=item.step, spans=tuple(fresh)))
-
-
-def _event(device: str, message: AnyMessage) -> RunEvent | None:
-    """What a message says, for the machine; None for one that says nothing."""
-    epoch = message.epoch
-    match message:
-        case ReadyMessage():
-            return DeviceReady(device=device, epoch=epoch)
-        case InventoryMessage(holdings=holdings):
-            return Inventory(device=device, holdings=holdings, epoch=epoch)
-        case SnapshotCopiedMessage(of=of, step=step):
-            return SnapshotCopied(device=device, of=of, step=step, epoch=epoch)
-        case StateReceivedMessage(of=of, step=step, number=number):
-            return StateReceived(device=device, of=of, step=step, number=number, epoch=epoch)
-        case TransferEndedMessage(number=number):
-            return TransferEnded(device=device, number=number, epoch=epoch)
-        case FetchedMessage():
-            return StateFetched(device=device, epoch=epoch)
-        case ReportMessage(item=item, loss=loss, count=count, non_finite=non_finite):
-            return ItemReported(device=device, item=item, loss=loss, count=count, non_finite=non_finite, epoch=epoch)
-        case Failed(reason=reason, fault=fault, failure=failure, shortage=shortage, starts_again=starts_again):
-            return DeviceFailed(
-                device=device,
-                reason=reason,
-                fault=fault,
-                failure=failure,
-                shortage=shortage,
-                starts_again=starts_again,
-                epoch=epoch,
-            )
-        case _:
-            return None

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.protocol.coordinator_events import ReceiveState, TransferEnded
+from isthmus.protocol.coordinator_events import ReceiveState
+from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_messages import TransferEnded
 from isthmus.runtime.coordinator.run_callbacks import RunCallbacks
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.runtime.transport.lanes import SendLane
@@ -78,13 +80,15 @@ class Joiners:
         if isinstance(message, StateMessage) and message.epoch == epoch:
             self._callbacks.check_parts(message.headers)
 
-    def pass_on(self, device: str, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> list[TransferEnded]:
+    def pass_on(
+        self, device: str, message: StateMessage | StatePart, tensors: Sequence[Tensor]
+    ) -> list[FromDevice[TransferEnded]]:
         """To those who follow the device. One whose line is slower than the device's would fill our memory."""
         if message.number != self._number:
             return []
         for joiner in self._receivers.get(device, ()):
             if (lane := self._lanes.get(joiner)) is not None:
                 if lane.background_bytes() > self._most_waiting_bytes[joiner]:
-                    return [TransferEnded(device=joiner, number=message.number, epoch=message.epoch)]
+                    return [FromDevice(joiner, TransferEnded(number=message.number, epoch=message.epoch))]
                 lane.put(message, tensors, background=True)
         return []

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -32,17 +33,28 @@ from isthmus.protocol.device_session import (
     StageStarted,
     StartStage,
     StateKept,
-    TellCopied,
     TellInventory,
-    TellReady,
 )
 from isthmus.protocol.memory_shortage import MemoryPeak
-from isthmus.protocol.run_messages import OpenItem, Pause, PlaceWeights, SendState
+from isthmus.protocol.run_messages import (
+    DeviceReady,
+    DeviceReport,
+    Inventory,
+    ItemReported,
+    OpenItem,
+    Pause,
+    PlaceWeights,
+    SendState,
+    SnapshotCopied,
+    StateFetched,
+    StateReceived,
+    TransferEnded,
+)
 from isthmus.runtime.device.batches import Batches
 from isthmus.runtime.device.compiling import compile_stage
 from isthmus.runtime.device.coordinator_link import CoordinatorGone, CoordinatorLink
 from isthmus.runtime.device.endpoint import Endpoint
-from isthmus.runtime.device.events import CoordinatorMessage, ItemReport
+from isthmus.runtime.device.events import CoordinatorMessage
 from isthmus.runtime.device.failures import failed, in_one_line
 from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.runtime.device.links import StageLinks
@@ -53,26 +65,17 @@ from isthmus.runtime.device.snapshot_replicas import SnapshotReceiver
 from isthmus.runtime.device.stage_data import stage_data
 from isthmus.runtime.device.stage_runner import StageRunner
 from isthmus.runtime.device.state_transfer import StateDonor, StateJoiner
-from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Assignment
-from isthmus.runtime.messages.recovery import (
-    FetchedMessage,
-    InventoryMessage,
-    SnapshotCopiedMessage,
-)
 from isthmus.runtime.messages.run import (
     AssignMessage,
     JoinRun,
-    ReadyMessage,
-    ReportMessage,
+    ToCoordinator,
     ToDevice,
 )
 from isthmus.runtime.messages.state_transfer import (
     ReceiveStateMessage,
     StateMessage,
     StatePart,
-    StateReceivedMessage,
-    TransferEndedMessage,
 )
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
@@ -193,7 +196,7 @@ class DeviceWorker:
         reason = f"out of memory on {self._accelerator.device}{self._on_stage_message()}: {short.description}"
         print(f"device {self._site.device}: {reason}", file=sys.stderr, flush=True)
         failure = StepFailure(step=-1, what="memory", reason=reason, memory=True)
-        self._send(failed(self._run, self._epoch, error, failure, short))
+        self._send(failed(self._epoch, error, failure, short))
         self._fail()
 
     def _on_stage_message(self) -> str:
@@ -245,19 +248,15 @@ class DeviceWorker:
                 kept = joined(self._session.memory.values(step, own).values())
                 placed, self._values = self._values, {}
                 self._start(self._assignment, {**placed, **kept})
-            case TellReady():
-                ways, notes = self._peers.paths(), self._notes
-                self._send(ReadyMessage(run=self._run, epoch=self._epoch, paths=ways, notes=notes))
+            case DeviceReady():
+                self._send(msgspec.structs.replace(instruction, paths=self._peers.paths(), notes=self._notes))
             case TellInventory():
                 self._accelerator.release_cached()  # others may compute on it too
-                holdings = self._session.memory.holdings()
-                self._send(InventoryMessage(run=self._run, epoch=self._epoch, holdings=holdings))
-            case TellCopied(of=of, step=step):
-                self._send(SnapshotCopiedMessage(run=self._run, epoch=self._epoch, of=of, step=step))
-            case GiveState(epoch=epoch, step=step, values=values):
-                found = joined(values.values())
-                headers = tuple(header_of(name, t) for name, t in found.items())
-                self._send(FetchedMessage(run=self._run, epoch=epoch, step=step, tensors=headers), list(found.values()))
+                self._send(Inventory(holdings=self._session.memory.holdings(), epoch=self._epoch))
+            case SnapshotCopied():
+                self._send(instruction)
+            case GiveState(epoch=epoch, values=values):
+                self._send(StateFetched(epoch=epoch), joined(values.values()))
             case LeaveRun():
                 pass
 
@@ -276,7 +275,7 @@ class DeviceWorker:
         donor = StateDonor(
             asked, self._run, self._site.device, control.send_background, control.background_bytes, executor.copied
         )
-        ended = TransferEndedMessage(run=self._run, epoch=asked.epoch, number=asked.number)
+        ended = TransferEnded(number=asked.number, epoch=asked.epoch)
         self._executor.set_donor(donor, lambda: self._send(ended))
 
     def _receive_state(self, message: StateMessage | StatePart, tensors: Sequence[Tensor]) -> None:
@@ -288,10 +287,10 @@ class DeviceWorker:
         except Exception as e:  # of any kind: the device can still join, and gets its state while all wait
             print(f"device {self._site.device}: stops its live state transfer: {e}", file=sys.stderr)
             self._joiner = None
-            self._send(TransferEndedMessage(run=self._run, epoch=joiner.epoch, number=number))
+            self._send(TransferEnded(number=number, epoch=joiner.epoch))
             return
         if step is not None:
-            self._send(StateReceivedMessage(run=self._run, epoch=joiner.epoch, number=number, of=message.of, step=step))
+            self._send(StateReceived(number=number, of=message.of, step=step, epoch=joiner.epoch))
 
     def _end_following(self) -> None:
         """What a joining device has got of the run counts from now on."""
@@ -447,28 +446,15 @@ class DeviceWorker:
             resident=not self._accelerator.asynchronous,
         )
 
-    def _report(self, done: ItemReport) -> None:
-        state = done.state.tensors() if done.state is not None else {}
-        headers = tuple(header_of(name, t) for name, t in state.items())
-        self._control.send(
-            ReportMessage(
-                run=self._run,
-                epoch=self._epoch,
-                item=done.item,
-                loss=done.loss,
-                count=done.count,
-                spans=done.spans,
-                late_s=done.late_s,
-                tensors=headers,
-                non_finite=done.non_finite,
-                peak=self._peak() if done.state else None,
-            ),
-            list(state.values()),
-            done.state,
-        )
+    def _report(self, done: ItemReported, saved: Snapshot | None) -> None:
+        if saved is None:
+            self._send(done)
+        else:
+            self._send(msgspec.structs.replace(done, peak=self._peak()), saved.tensors(), saved)
 
-    def _send(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
-        self._control.send(message, tensors)
+    def _send(self, body: DeviceReport, tensors: Mapping[str, Tensor] = {}, of: Snapshot | None = None) -> None:
+        headers = tuple(header_of(name, t) for name, t in tensors.items())
+        self._control.send(ToCoordinator(run=self._run, body=body, tensors=headers), list(tensors.values()), of)
 
     def _send_failed(self, error: Exception) -> None:
-        self._send(failed(self._run, self._epoch, error))
+        self._send(failed(self._epoch, error))

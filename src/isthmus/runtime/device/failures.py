@@ -7,22 +7,20 @@ from typing import Literal
 from isthmus.errors import IsthmusError, PeerError, StepError, UserError
 from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.memory_shortage import MemoryShortage
-from isthmus.runtime.messages.run import Failed
+from isthmus.protocol.run_messages import DeviceFailed
 from isthmus.training.faults import is_drivers
 
 
 def failed(
-    run: str,
     epoch: int,
     error: Exception,
     failure: StepFailure | None = None,
     shortage: MemoryShortage | None = None,
-) -> Failed:
+) -> DeviceFailed:
     """`failure` and `shortage` of an error that was for want of memory."""
     if isinstance(error, StepError) and failure is None:
         failure = StepFailure(step=error.step, what=error.what, reason=_reason(error))
-    return Failed(
-        run=run,
+    return DeviceFailed(
         epoch=epoch,
         reason=failure.reason if shortage is not None and failure is not None else _reason(error),
         fault="device" if shortage is not None else _fault(error),

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Mapping
 
 from isthmus.errors import PeerError
+from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.identity import Party
 from isthmus.runtime.messages.assignment import Assignment, Neighbour
 from isthmus.runtime.messages.relay import StreamHello
-from isthmus.runtime.messages.run import Hello, PeerPath
+from isthmus.runtime.messages.run import Hello
 from isthmus.runtime.transport.acceptor import first_message
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener

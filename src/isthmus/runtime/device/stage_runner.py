@@ -42,13 +42,13 @@ from isthmus.protocol.events import (
     WorkerEvent,
     WorkerInstruction,
 )
-from isthmus.protocol.run_messages import OpenItem
+from isthmus.protocol.run_messages import ItemReported, OpenItem
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
 from isthmus.runtime.device.batches import Batches
 from isthmus.runtime.device.compute_turns import ComputeTurns, NoTurns
 from isthmus.runtime.device.copy_streams import CopyStreams
-from isthmus.runtime.device.events import CoordinatorMessage, ItemReport
+from isthmus.runtime.device.events import CoordinatorMessage
 from isthmus.runtime.device.finite_flags import watch_of
 from isthmus.runtime.device.links import StageLinks
 from isthmus.runtime.device.parcel_checks import label, sent_packings
@@ -89,7 +89,7 @@ class StageRunner:
         engine: Engine,
         data: Mapping[str, Dataset],
         inbox: queue.SimpleQueue[object],
-        report: Callable[[ItemReport], None],
+        report: Callable[[ItemReported, Snapshot | None], None],
         saved: Mapping[str, Tensor],
         private: Privatizer | None = None,
         sharing: ComputeTurns | None = None,
@@ -261,12 +261,9 @@ class StageRunner:
 
     def _carry_out(self, instruction: WorkerInstruction) -> WorkerEvent | None:
         match instruction:
-            case Compute(work="B"):
-                self._backward(instruction)
-                return Computed(work="B", item=instruction.item, micro_batch=instruction.micro_batch)
-            case Compute():
-                self._forward(instruction)
-                return Computed(work=instruction.work, item=instruction.item, micro_batch=instruction.micro_batch)
+            case Compute(work=work, item=item, micro_batch=micro_batch):
+                (self._backward if work == "B" else self._forward)(instruction)
+                return Computed(work=work, item=item, micro_batch=micro_batch)
             case Send():
                 self._send(instruction)
             case SendParts():
@@ -478,15 +475,19 @@ class StageRunner:
             self._tasklets.finish()
             self.links.drain()
             self._snapshots.tell()
-        known: tuple[float, float] | None = None
-        if kind == "train":
-            known = self.engine.take_loss()
-        elif kind == "eval":
-            known = self.engine.take_evaluation_loss()
-        spans = tuple(self._spans.popleft() for _ in range(len(self._spans)))
+        take_loss = {"train": self.engine.take_loss, "eval": self.engine.take_evaluation_loss}.get(kind, lambda: None)
+        loss, count = take_loss() or (None, None)
         state, self._state = self._state, None
-        loss, count = known or (None, None)
-        self._report(ItemReport(item, loss, count, spans, self._tasklets.take_late_s(), state, self._finite.take()))
+        done = ItemReported(
+            item=item,
+            loss=loss,
+            count=count,
+            spans=tuple(self._spans.popleft() for _ in range(len(self._spans))),
+            late_s=self._tasklets.take_late_s(),
+            non_finite=self._finite.take(),
+            epoch=self.assignment.epoch,
+        )
+        self._report(done, state)
         if self._snapshot_copy is not None:
             self._snapshot_copy.go_on()
 

@@ -33,7 +33,7 @@ from isthmus.protocol.federated_events import (
 )
 from isthmus.protocol.federated_events import ExecutorNotice as Said
 from isthmus.protocol.federated_executor import ExecutorMachine
-from isthmus.protocol.run_messages import Halt
+from isthmus.protocol.run_messages import DeviceFailed, DeviceReady, Halt
 from isthmus.runtime.federated.shared_memory import SharedMemory
 from isthmus.runtime.messages.federated import (
     DrainedMessage,
@@ -42,7 +42,7 @@ from isthmus.runtime.messages.federated import (
     ReturnedMessage,
     SumsMessage,
 )
-from isthmus.runtime.messages.run import Failed, JoinRun, ReadyMessage, ToDevice
+from isthmus.runtime.messages.run import JoinRun, ToCoordinator, ToDevice
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.heartbeat import start_heartbeats
 from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of
@@ -208,7 +208,7 @@ def serve(
 
     def act(sender: MessageSender) -> None:
         site = prepare()
-        sender.put(ReadyMessage(run=run))
+        sender.put(ToCoordinator(run=run, body=DeviceReady()))
         Executor(site, channel, sender, run, timeout_s, clients_per_vmap, shared).run()
 
     take_part(channel, name, run, timeout_s, act)
@@ -229,7 +229,8 @@ def take_part(
         jobs = isinstance(e, UserError | StepError)
         fault = "user" if jobs else "other" if isinstance(e, PeerError) else "device"
         reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
-        sender.put(Failed(run=run, reason=" ".join(reason.split())[:500], fault=fault))
+        failed = DeviceFailed(reason=" ".join(reason.split())[:500], fault=fault)
+        sender.put(ToCoordinator(run=run, body=failed))
         raise
     finally:
         over.set()

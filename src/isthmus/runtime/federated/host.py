@@ -37,12 +37,12 @@ from isthmus.protocol.federated_events import (
     Tick,
     UpdateServer,
 )
-from isthmus.protocol.run_messages import Halt
+from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.runtime.federated.shared_memory import SharedBroadcast
 from isthmus.runtime.federated.update_receiver import UpdateReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import NoticeMessage, PhaseMessage
-from isthmus.runtime.messages.run import Failed, Heartbeat, JoinRun, ToDevice
+from isthmus.runtime.messages.run import Heartbeat, JoinRun, ToCoordinator, ToDevice
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import SocketChannel
@@ -295,9 +295,9 @@ class FederatedHost:
                 return self._ends(executor, reason.removeprefix(f"device {executor!r}: "))
             case JoinRun():
                 self._welcome(executor)
-            case Failed(fault="user", reason=reason) if not self._policy.may_reconnect:
+            case ToCoordinator(body=DeviceFailed(fault="user", reason=reason)) if not self._policy.may_reconnect:
                 self._failure = UserError(reason)
-            case Failed(reason=reason):
+            case ToCoordinator(body=DeviceFailed(reason=reason)):
                 return self._ends(executor, reason)
             case Heartbeat():
                 pass

@@ -21,9 +21,10 @@ from isthmus.protocol.federated_events import (
     PhaseId,
     SumsSent,
 )
+from isthmus.protocol.run_messages import DeviceFailed
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import DrainedMessage
-from isthmus.runtime.messages.run import Failed, Heartbeat
+from isthmus.runtime.messages.run import Heartbeat, content
 from isthmus.runtime.messages.site import RegisteredMessage, TaskMessage, UpdateMessage
 
 SLACK = 2
@@ -61,8 +62,9 @@ class SiteUpdateReceiver:
         self._most_bytes = SLACK * most + SLACK_BYTES
 
     def guard(self, executor: str, message: AnyMessage) -> None:
-        if not isinstance(message, RegisteredMessage | UpdateMessage | DrainedMessage | Failed | Heartbeat):
-            raise PeerError(f"sent {type(message).__name__} to the coordinator")
+        said = content(message)
+        if not isinstance(said, RegisteredMessage | UpdateMessage | DrainedMessage | DeviceFailed | Heartbeat):
+            raise PeerError(f"sent {type(said).__name__} to the coordinator")
         size_bytes = sum(h.nbytes for h in message.tensors)
         allowed = self._most_bytes if isinstance(message, UpdateMessage) else 0
         if size_bytes > allowed:

@@ -11,10 +11,11 @@ from isthmus.errors import PeerError
 from isthmus.federated.partial import AggregationWeights
 from isthmus.federated.server import Server
 from isthmus.protocol.federated_events import CoordinatorEvent, ExecutorDrained, ExecutorJoined, SumsSent, TasksReturned
+from isthmus.protocol.run_messages import DeviceFailed, DeviceReady
 from isthmus.runtime.federated.shared_memory import SharedAccumulator
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import DrainedMessage, ReturnedMessage, SumsMessage
-from isthmus.runtime.messages.run import Failed, Heartbeat, ReadyMessage
+from isthmus.runtime.messages.run import Heartbeat, ToCoordinator, content
 
 
 class UpdateReceiver(Protocol):
@@ -75,8 +76,11 @@ class SumsReceiver:
         """Whose rooms are to be given back."""
 
     def guard(self, executor: str, message: AnyMessage) -> None:
-        if not isinstance(message, ReadyMessage | DrainedMessage | ReturnedMessage | SumsMessage | Failed | Heartbeat):
-            raise PeerError(f"sent {type(message).__name__} to the coordinator")
+        said = content(message)
+        if not isinstance(
+            said, DeviceReady | DrainedMessage | ReturnedMessage | SumsMessage | DeviceFailed | Heartbeat
+        ):
+            raise PeerError(f"sent {type(said).__name__} to the coordinator")
         if message.tensors and not isinstance(message, SumsMessage):
             raise PeerError(f"sent {type(message).__name__} with tensors")
 
@@ -85,7 +89,7 @@ class SumsReceiver:
 
     def on_message(self, executor: str, message: AnyMessage, tensors: list[Tensor]) -> CoordinatorEvent | None:
         match message:
-            case ReadyMessage():
+            case ToCoordinator(body=DeviceReady()):
                 return ExecutorJoined(executor=executor, client=self._pinned.get(executor))
             case DrainedMessage(phase=phase):
                 return ExecutorDrained(executor=executor, phase=phase)

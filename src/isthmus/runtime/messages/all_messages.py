@@ -6,16 +6,14 @@ from isthmus.runtime.messages.data import DataMessage
 from isthmus.runtime.messages.federated import FederatedMessage
 from isthmus.runtime.messages.fleet import FleetMessage
 from isthmus.runtime.messages.probe import ProbeMessage
-from isthmus.runtime.messages.recovery import FetchedMessage, InventoryMessage, RecoveryMessage, SnapshotCopiedMessage
+from isthmus.runtime.messages.recovery import RecoveryMessage
 from isthmus.runtime.messages.relay import RelayMessage
-from isthmus.runtime.messages.run import Failed, Heartbeat, ReadyMessage, ReportMessage, RunMessage
+from isthmus.runtime.messages.run import Heartbeat, RunMessage, ToCoordinator
 from isthmus.runtime.messages.site import SiteMessage
 from isthmus.runtime.messages.state_transfer import (
     StateMessage,
     StatePart,
-    StateReceivedMessage,
     StateTransferMessage,
-    TransferEndedMessage,
 )
 
 AnyMessage = (
@@ -30,17 +28,5 @@ AnyMessage = (
     | DataMessage
 )
 
-FROM_DEVICES = (
-    ReadyMessage
-    | ReportMessage
-    | Failed
-    | Heartbeat
-    | InventoryMessage
-    | FetchedMessage
-    | SnapshotCopiedMessage
-    | StateMessage
-    | StatePart
-    | StateReceivedMessage
-    | TransferEndedMessage
-)
+FROM_DEVICES = ToCoordinator | Heartbeat | StateMessage | StatePart
 """What devices tell the coordinator of a run."""

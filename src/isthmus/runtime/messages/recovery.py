@@ -6,7 +6,6 @@ from typing import Annotated
 
 import msgspec
 
-from isthmus.protocol.recovery import StateHolding
 from isthmus.runtime.messages.message import Message
 from isthmus.training.layout import TensorHeader
 
@@ -32,24 +31,4 @@ class SnapshotPart(Message, frozen=True, kw_only=True):
     offset: NotNegative
 
 
-# Device to coordinator
-
-
-class InventoryMessage(Message, frozen=True, kw_only=True):
-    holdings: tuple[StateHolding, ...]
-
-
-class FetchedMessage(Message, frozen=True, kw_only=True):
-    """The tensors that were fetched."""
-
-    step: int
-
-
-class SnapshotCopiedMessage(Message, frozen=True, kw_only=True):
-    """The device holds a copy of another one's part of a snapshot."""
-
-    of: str
-    step: int
-
-
-RecoveryMessage = SnapshotMessage | SnapshotPart | InventoryMessage | FetchedMessage | SnapshotCopiedMessage
+RecoveryMessage = SnapshotMessage | SnapshotPart

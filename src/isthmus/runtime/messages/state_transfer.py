@@ -51,18 +51,4 @@ class StatePart(OfTransfer, frozen=True, kw_only=True):
     offset: NotNegative
 
 
-# Device to coordinator
-
-
-class StateReceivedMessage(OfTransfer, frozen=True, kw_only=True):
-    """The state of that device's parts after so many steps is here."""
-
-    of: str
-    step: NotNegative
-
-
-class TransferEndedMessage(OfTransfer, frozen=True, kw_only=True):
-    """It cannot be followed, or cannot follow."""
-
-
-StateTransferMessage = ReceiveStateMessage | StateMessage | StatePart | StateReceivedMessage | TransferEndedMessage
+StateTransferMessage = ReceiveStateMessage | StateMessage | StatePart

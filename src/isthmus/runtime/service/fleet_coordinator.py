@@ -17,6 +17,7 @@ from typing import TypeVar
 from isthmus.errors import PeerError, UserError
 from isthmus.plans.worker_ids import device_of
 from isthmus.protocol.deadlines import MOST_NAMES
+from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.coordinator.backend import RunRequest, Session
 from isthmus.runtime.identity import Party
 from isthmus.runtime.identity.authority import requested_key
@@ -38,7 +39,7 @@ from isthmus.runtime.messages.fleet import ProcessEnded as EndedMessage
 from isthmus.runtime.messages.message import Message
 from isthmus.runtime.messages.probe import ExpectingDial, LinkTimes, MeasuredSpeed
 from isthmus.runtime.messages.relay import RelayConnect, RelayWait
-from isthmus.runtime.messages.run import Heartbeat, JoinRun, PeerPath
+from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.messages.versions import mismatch, versions_here
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.data_queries import FleetDataQueries

@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.identity.roster import Roster
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.fleet import MOST_HARDWARE, DevicePresent
-from isthmus.runtime.messages.run import PeerPath
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.status_file import DeviceStatus, LinkStatus
 from isthmus.runtime.transport.lanes import SendLane
