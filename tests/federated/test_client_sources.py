@@ -156,6 +156,7 @@ def test_a_federated_job_is_simulated(tmp_path: Path) -> None:
         write_job(tmp_path, ("a", "b", "c", "d"), "scaffold"),
         ("[execution]", "[execution]\nexecutors = 2\nslow_down = [0.0, 3.0]"),
     )
+    job.write_text(job.read_text().partition("[deployment]")[0])  # whose sites would be simulated
     done = isthmus("simulate", job, "--json")
     assert done.code == 0, done.err
     broadcast = msgspec.json.decode(done.out)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.federated.sites import write_job
 from tests.federated.test_run_folders import JOB
-from tests.runtime.commands import isthmus
+from tests.runtime.commands import isthmus, refused
 
 
 class Noting(nn.Linear):
@@ -43,3 +44,48 @@ def test_clients_are_measured_with_the_runs_threads_and_scheme(scheme: str, tmp_
     assert broadcast["overhead_s"] > 0 and broadcast["fixed_s"] + broadcast["seconds_per_sample"] > 0
     assert set((tmp_path / "threads").read_text().split()) == {"1"}
     assert not (tmp_path / "runs").exists(), "nothing is left behind"
+
+
+def deployed(folder: Path) -> Path:
+    job = write_job(folder, ("north", "south", "east"), rounds=6)
+    job.write_text(job.read_text() + '\n[participation]\nclients = 3\ndeadline = "1000 s"\n')
+    return job
+
+
+@pytest.mark.parametrize(
+    ("options", "closed_by", "missing", "late"),
+    [
+        ((), {"all": 6}, 0, 0),
+        (("--slow", "east@0s:1e9"), {"deadline": 1, "all": 5}, 6, 0),
+        (("--slow", "east@0s:1e9", "--set", "participation.quorum=0.6"), {"quorum": 6}, None, 0),
+        (("--fault", "south@0s"), {"all": 6}, 1, 0),
+    ],
+)
+def test_the_sites_of_a_deployment_are_simulated(
+    options: tuple[str, ...], closed_by: dict[str, int], missing: int | None, late: int, tmp_path: Path
+) -> None:
+    done = isthmus("simulate", deployed(tmp_path), "--json", *options)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["executors"] == 3 and found["closed_by"] == closed_by and found["late_updates"] == late
+    assert missing is None or found["clients_missing"] == missing
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--fault", "west@2s"), ["unknown executor in the faults 'west'"]),
+        (("--join", "east@2s"), ["faults: got 'join' for a federated job", "--slow"]),
+        (("--set", 'deployment.sites=["north", "south"]'), ["deployment.sites: got 2 sites for data of 3 clients"]),
+    ],
+)
+def test_faults_that_no_site_can_have(options: tuple[str, ...], words: list[str], tmp_path: Path) -> None:
+    refused(isthmus("simulate", deployed(tmp_path), *options), 2, *words)
+
+
+def test_an_executor_that_is_lost_stays_lost(tmp_path: Path) -> None:
+    job = deployed(tmp_path)
+    job.write_text(job.read_text().partition("[deployment]")[0].replace("[execution]", "[execution]\nexecutors = 2"))
+    refused(
+        isthmus("simulate", job, "--set", "participation.clients=3", "--fault", "executor-1@2s+3s"), 2, "stays lost"
+    )

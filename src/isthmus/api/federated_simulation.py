@@ -7,6 +7,7 @@ job's emulation. All other rounds are not trained, so a population of a million 
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import tempfile
 import time
@@ -18,14 +19,16 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from isthmus.errors import UserError
+from isthmus.errors import UserError, unknown_name
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.history import RoundLine
-from isthmus.federated.job import FederatedJob, check_simulation, client_data, emulation, executors
+from isthmus.federated.job import Deployment, FederatedJob, check_simulation, client_data, emulation, executors
 from isthmus.protocol.federated_events import LinearFit
 from isthmus.protocol.federated_participation import Participation
 from isthmus.runtime.federated.run import FederatedRun, coordinator_of
+from isthmus.runtime.federated.site_run import site_coordinator
 from isthmus.runtime.federated.sizing import with_executors
+from isthmus.simulator.faults import Fault
 from isthmus.simulator.federated import FederatedCosts, SimulatedRound, simulate_federated
 
 MOST_ROUNDS, FEWEST_ROUNDS = 30, 3
@@ -59,27 +62,66 @@ class SimulatedRounds(NamedTuple):
         }
 
 
-def simulate_rounds(job: FederatedJob) -> SimulatedRounds:
-    """Measure a few rounds here, and simulate the run."""
+def simulate_rounds(job: FederatedJob, faults: Sequence[Fault] = ()) -> SimulatedRounds:
+    """Measure a few rounds here, and simulate the run: over the sites of the job's deployment, if it has one, else over
+    executors. UserError for faults that no executor or site can have, PeerError where the run cannot go on."""
     if job.scheme.per == "population":
         raise UserError(f"execution.scheme: got {job.execution.scheme!r}, expected one with executors for many clients")
     check_simulation(job)
     data = client_data(job)
-    job = with_executors(job, data)
+    if job.deployment is None:
+        job = with_executors(job, data)
+        machine = coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, None)
+        emulated = [emulation(job, k) for k in range(len(machine.executors))]
+    else:
+        _check_sites(job.deployment, len(data.sizes))
+        machine = site_coordinator(job, job.deployment, data.sizes.copy(), 0, None)
+        emulated = []
+    struck = _struck(faults, machine.executors, may_return=job.deployment is not None)
     found = measured(job)
-    line = found.line
-    machine = coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, None)
-    count = len(machine.executors)
-    emulated = [emulation(job, k) for k in range(count)]
-    costs = FederatedCosts(
-        lines=(line,) * count,
+    costs = msgspec.structs.replace(
+        struck,
+        lines=(found.line,) * len(machine.executors),
         sums_s=found.overhead_s,
         noise=job.execution.noise,
         clients_per_vmap=found.clients_per_vmap,
-        factor=lambda k, phase: emulated[k].factor(phase.round),
+        factor=lambda k, phase: emulated[k].factor(phase.round) if emulated else 1.0,
+        sites=() if job.deployment is None else tuple(data.sizes.tolist()),
     )
     rounds = simulate_federated(machine, costs, job.federated.seed)
-    return SimulatedRounds(list(rounds), count, line, found.overhead_s)
+    return SimulatedRounds(list(rounds), len(machine.executors), found.line, found.overhead_s)
+
+
+def _check_sites(deployment: Deployment, clients: int) -> None:
+    if len(deployment.sites) != clients:
+        raise UserError(
+            f"deployment.sites: got {len(deployment.sites)} sites for data of {clients} clients, expected as many: "
+            "each site is simulated with one client's samples"
+        )
+
+
+def _struck(faults: Sequence[Fault], executors: Sequence[str], *, may_return: bool) -> FederatedCosts:
+    """Costs with these losses and slow executors. UserError for other faults."""
+    numbers = {name: number for number, name in enumerate(executors)}
+    for fault in faults:
+        if fault.kind not in ("lost", "slow"):
+            raise UserError(
+                f"faults: got {fault.kind!r} for a federated job, expected --fault NAME@12s or --slow NAME@12s:4"
+            )
+        if fault.device not in numbers:
+            raise unknown_name("executor in the faults", fault.device, executors)
+        if not may_return and math.isfinite(fault.lasts_s):
+            raise UserError(
+                f"--fault: got {fault.device!r} with a time after which it is back, expected none: an executor that is "
+                "lost stays lost, a site may return"
+            )
+    lost = [fault for fault in faults if fault.kind == "lost"]
+    return FederatedCosts(
+        lines=(),
+        losses=tuple((numbers[f.device], f.time_s) for f in lost),
+        returns=tuple((numbers[f.device], f.time_s + f.lasts_s) for f in lost if math.isfinite(f.lasts_s)),
+        slows=tuple((numbers[f.device], f.time_s, f.factor) for f in faults if f.kind == "slow"),
+    )
 
 
 class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):

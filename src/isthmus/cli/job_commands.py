@@ -79,14 +79,14 @@ def simulate(
     """Run the plan on a virtual clock: the same machines as a real run, with modelled durations.
 
     Without --steps it simulates 4; with faults the whole run: when each is detected, how the run recovers, its new
-    plans. Of a job with a table [federated]: its rounds, with clients' times as measured on this machine.
+    plans. Of a job with a table [federated]: its rounds, with clients' times as measured on this machine; faults are
+    of its sites or of executor-0, executor-1, ...
     """
     api.files.check_folder("--picture", picture)
     faults = api.fault_simulation.read_faults(struck.given)
-    others = {"plan": plan_file, "trace": trace_file, "picture": picture, **struck.given}
-    job = asked.any_job(job_file, None, **others)
+    job = asked.any_job(job_file, None, plan=plan_file, trace=trace_file, picture=picture)
     if isinstance(job, isthmus.FederatedJob):
-        _simulate_rounds(job, json=json)
+        _simulate_rounds(api.federated_simulation.simulate_rounds(job, faults), json=json)
         return
     if faults:
         found = api.fault_simulation.simulate_faults(job, faults, _terminal(), isthmus.Stop(), plan_file)
@@ -155,7 +155,8 @@ def train(
     job, stop = asked.any_job(job_file, changes, plan=plan_file), isthmus.Stop()
     if isinstance(job, isthmus.FederatedJob):
         if dry_run:
-            return _simulate_rounds(job, json=json)
+            job = msgspec.structs.replace(job, deployment=None)  # it would train here
+            return _simulate_rounds(api.federated_simulation.simulate_rounds(job), json=json)
         how = api.federated_run.FederatedChoices(resume=resume, run=run)
         raise typer.Exit(
             show_run(lambda terminal: api.federated_run.run_simulated(job, how, terminal, stop), json=json)
@@ -212,8 +213,7 @@ def _verify(job: isthmus.Job, document: Path, *, bound_unchecked: bool, json: bo
     return 0 if holds else 1
 
 
-def _simulate_rounds(job: isthmus.FederatedJob, *, json: bool) -> None:
-    found = api.federated_simulation.simulate_rounds(job)
+def _simulate_rounds(found: api.federated_simulation.SimulatedRounds, *, json: bool) -> None:
     if json:
         print_json(found.summary())
     else:

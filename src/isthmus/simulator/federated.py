@@ -65,6 +65,8 @@ class FederatedCosts(msgspec.Struct, frozen=True, kw_only=True):
     """(executor, second) that it is lost."""
     returns: tuple[tuple[int, float], ...] = ()
     """(executor, second) that a lost one connects again."""
+    slows: tuple[tuple[int, float, float], ...] = ()
+    """(executor, second, factor): clients that begin later take so many times as long, until its next entry."""
 
 
 class SimulatedRound(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,10 +113,10 @@ class _RoundsSimulation:
     def run(self) -> tuple[SimulatedRound, ...]:
         for name in self._numbers:
             self._clock.at(0.0, name, partial(self._join, name))
-        for number, time_s in self._costs.losses:
-            self._clock.at(time_s, "losses", partial(self._lose, self._machine.executors[number]))
-        for number, time_s in self._costs.returns:
-            self._clock.at(time_s, "losses", partial(self._join, self._machine.executors[number]))
+        for act, times in ((self._lose, self._costs.losses), (self._join, self._costs.returns)):
+            for number, time_s in times:
+                name = self._machine.executors[number]
+                self._clock.at(time_s, name, partial(act, name))
         self._clock.run()
         if self._finish is None:
             raise InternalError("federated simulation: nobody has anything to do, and the run is not over")
@@ -224,6 +226,8 @@ class _RoundsSimulation:
 
     def _train(self, number: int, phase: PhaseId, tasks: Sequence[ClientTask]) -> tuple[ClientTime, ...]:
         line, factor = self._costs.lines[number], self._costs.factor(number, phase)
+        slow = [slow for who, since_s, slow in self._costs.slows if who == number and since_s <= self._clock.now_s]
+        factor *= slow[-1] if slow else 1.0
         return tuple(ClientTime(t.client, t.samples, line.seconds(t.samples) * factor * self._jitter()) for t in tasks)
 
     def _jitter(self) -> float:

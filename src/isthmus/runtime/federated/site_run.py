@@ -48,6 +48,31 @@ from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 _RUN = "run"
 
 
+def site_coordinator(
+    job: FederatedJob,
+    deployment: Deployment,
+    sizes: NDArray[np.int64],
+    first_round: int,
+    states: NDArray[np.int32] | None,
+) -> FederatedCoordinator:
+    """The machine of a job's run over sites. `sizes` (sites,) in samples are filled in as sites say them."""
+    population = len(deployment.sites)
+    rules = msgspec.structs.replace(
+        round_rules(job, population, first_round),
+        staleness=job.participation.staleness,
+        gathering=ExecutorChurn(start=deployment.start or population, wait_s=deployment.wait_s),
+    )
+    machine = FederatedCoordinator(
+        deployment.sites,
+        rules,
+        sizes,
+        lambda round_: members(job, sizes, round_, machine.here),
+        ThroughputModel(population, window_rounds=job.execution.window_rounds),
+        states=states,
+    )
+    return machine
+
+
 class SiteRun:
     """Everything of a run but its sites."""
 
@@ -68,19 +93,8 @@ class SiteRun:
         self.store = RoundStore(job, folder, self.server, site_identity(job, resident.size), resume=resume)
         check_staleness(job, self.server)
         self.store.evaluator = site_evaluator(job)
-        self._sizes = np.zeros(population, dtype=np.int64)
-        gathering = ExecutorChurn(start=self.deployment.start or population, wait_s=self.deployment.wait_s)
-        rules = msgspec.structs.replace(
-            round_rules(job, population, self.first_round), staleness=job.participation.staleness
-        )
-        self.machine = FederatedCoordinator(
-            self.deployment.sites,
-            msgspec.structs.replace(rules, gathering=gathering),
-            self._sizes,
-            self._members,
-            ThroughputModel(population, window_rounds=job.execution.window_rounds),
-            states=self.store.states,
-        )
+        sizes = np.zeros(population, dtype=np.int64)
+        self.machine = site_coordinator(job, self.deployment, sizes, self.first_round, self.store.states)
 
     @property
     def first_round(self) -> int:
@@ -89,10 +103,6 @@ class SiteRun:
     @property
     def history(self) -> RoundHistory:
         return self.store.history
-
-    def _members(self, round_: int) -> NDArray[np.int64]:
-        """Of the sites that are here."""
-        return members(self.job, self._sizes, round_, self.machine.here)
 
     def run(
         self, service: FleetCoordinator, note: Callable[[str], None] = lambda _: None, stop: Stop | None = None
