@@ -40,7 +40,7 @@ class PlannerEntry(NamedTuple):
 
     function: str
     """`module:function`."""
-    pins: bool = False
+    holders: bool = False
     """Whether it puts the first stage, and where labels stay the last, where the data are."""
     prices: bool = False
     """Whether it can minimise the price of a step."""
@@ -49,21 +49,21 @@ class PlannerEntry(NamedTuple):
 
 
 _OURS: Mapping[str, PlannerEntry] = {
-    "auto": PlannerEntry("isthmus.planners.auto:auto", pins=True, prices=True, packs=True),
+    "auto": PlannerEntry("isthmus.planners.auto:auto", holders=True, prices=True, packs=True),
     "certified": PlannerEntry("isthmus.planners.allocation.on_fleet:certified"),
-    "chain": PlannerEntry("isthmus.planners.chain:chain", pins=True, prices=True, packs=True),
+    "chain": PlannerEntry("isthmus.planners.chain:chain", holders=True, prices=True, packs=True),
     "dtfm-genetic": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_genetic"),
     "dtfm-genetic-code": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_genetic_code"),
     "dtfm-kl": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_kl"),
     "equal-compute": PlannerEntry("isthmus.planners.allocation.on_fleet:equal_compute"),
-    "even": PlannerEntry("isthmus.planners.even:even", pins=True, packs=True),
+    "even": PlannerEntry("isthmus.planners.even:even", holders=True, packs=True),
     "islands": PlannerEntry("isthmus.planners.placement.on_fleet:islands"),
     "op-fence": PlannerEntry("isthmus.planners.op_fence:op_fence"),
     "random": PlannerEntry("isthmus.planners.placement.on_fleet:random"),
     "sky-heuristic": PlannerEntry("isthmus.planners.allocation.on_fleet:sky_heuristic"),
     "sky-optimal": PlannerEntry("isthmus.planners.allocation.on_fleet:sky_optimal"),
 }
-_PINNING = tuple(name for name, planner in _OURS.items() if planner.pins)
+_WITH_HOLDERS = tuple(name for name, planner in _OURS.items() if planner.holders)
 _PRICING = tuple(name for name, planner in _OURS.items() if planner.prices)
 
 _SCHEDULED: Mapping[str, SyncPlanner] = {"dream": dream, "dreamddp": dream_dfs}
@@ -83,9 +83,11 @@ def check_constraints(name: str, constraints: Constraints) -> None:
         raise UserError(f"plan.objective: got 'cost', which planner {name!r} cannot minimise: choose {_or(_PRICING)}")
     if constraints.max_price is not None and not can_price(name):
         raise UserError(f"plan.max_price: planner {name!r} knows no prices: choose {_or(_PRICING)}")
-    if constraints.data_holders and not _OURS[name].pins:
+    if constraints.data_holders and not _OURS[name].holders:
         field = "labels_stay" if constraints.labels_stay else "data_holder"
-        raise UserError(f"plan.{field}: planner {name!r} puts any part of the model anywhere: choose {_or(_PINNING)}")
+        raise UserError(
+            f"plan.{field}: planner {name!r} puts any part of the model anywhere: choose {_or(_WITH_HOLDERS)}"
+        )
 
 
 def _or(names: Sequence[str]) -> str:

@@ -132,7 +132,7 @@ class Machine(Generic[PhaseT, EventT, InstructionT]):
         raise NotImplementedError
 
     def _answer_stale(self, event: EventT) -> list[InstructionT]:
-        """What the sender of a late event is told, if it waits for an answer."""
+        """The answer to a late event whose sender waits for one."""
         return []
 
     def _take(self, event: EventT) -> list[InstructionT]:

@@ -150,7 +150,7 @@ class FederatedHost:
         """Of them, those that are lost."""
         self._channels: list[SocketChannel] = []
         self._ending: dict[str, tuple[str, float]] = {}
-        """Executors whose connection closed: why, and until when their process's exit is waited for."""
+        """Executors whose connection closed: why, and how long to wait for their process's exit."""
         self._dismissed: set[str] = set()
         """Whom we have hung up on, until their connection is seen to end."""
         self._phase_id: PhaseId | None = None
