@@ -21,6 +21,6 @@ class LossPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def losses_in(run: Path, note: Callable[[str], None] = lambda _: None) -> list[LossPoint]:
-    """The losses so far, in their order; none where there is no such file. `note` is notified of lines that cannot be
+    """The losses so far, in their order; none where there is no such file. `note` receives lines that cannot be
     read."""
     return read_lines(run / LOSSES, LossPoint, note)

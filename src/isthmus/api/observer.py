@@ -107,7 +107,7 @@ class Observer(Protocol):
         """A checkpoint is complete."""
 
     def went_back(self, step: int) -> None:
-        """A device was lost: the run goes on after this step, and what was notified of later ones is void."""
+        """A device was lost: the run goes on after this step, and reports of later steps are void."""
 
     def ended(self) -> None:
         """Devices work no more, for whatever reason."""

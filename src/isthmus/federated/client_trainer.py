@@ -77,9 +77,9 @@ class ClientTrainer:
         self._scale = (1, 1)
         self._phase_id: PhaseId | None = None
         self._renewed: set[int] = set()
-        """Clients of this turn whose state of before is lost."""
+        """Clients of this phase whose state of before is lost."""
         self._written: list[tuple[int, int]] = []
-        """(client, state) of this turn."""
+        """(client, state) of this phase."""
         self._replaced: list[tuple[int, int, int]] = []
         """(state, the one in its place, the round that is to be on disk before it can go)."""
 
@@ -276,7 +276,7 @@ class ClientTrainer:
             self._states.expect(task.state for task in tasks if task.state != NONE)
 
     def hand_over(self) -> None:
-        """What was kept is where other executors read it. To be called before anybody is notified of it."""
+        """What was kept is where other executors read it. Call it before anybody learns of it."""
         if self._states is not None:
             self._states.flush()
 

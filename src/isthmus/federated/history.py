@@ -94,5 +94,5 @@ class RoundHistory:
             raise UserError(f"history {self._path}: cannot be written: {e.strerror or e}") from None
 
     def lines(self, note: Callable[[str], None] = lambda _: None) -> list[RoundLine]:
-        """Those that can be read; `note` is notified of others."""
+        """Lines that can be read; `note` receives a message about each other line."""
         return read_lines(self._path, RoundLine, note)

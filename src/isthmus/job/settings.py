@@ -147,7 +147,7 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     timeout: str = "60 s"
     """Silence after which a party counts as lost."""
     lease_ahead: Positive = 3
-    """Steps that a device is notified of before it needs them."""
+    """Steps that a device receives before it needs them."""
     recovery_attempts: Positive = 3
     """Attempts to go on after losses, with no step done in between, after which the run ends. The first loss of each
     device since the last step ends none."""

@@ -37,7 +37,7 @@ FILES: Mapping[str, type[msgspec.Struct]] = {
 
 
 def tables_of(struct: type[msgspec.Struct], path: str = "", heading: str = "") -> Iterator[TableDoc]:
-    """The tables of a file, outer ones first. A table that is named in several places is notified of at each."""
+    """The tables of a file, outer ones first. A table that several places name is listed at each."""
     options = option_docs(struct)
     yield TableDoc(heading=heading, summary=_summary(struct), options=options)
     for option in options:

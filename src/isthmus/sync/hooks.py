@@ -16,7 +16,7 @@ class GradientHooks:
     """Post-accumulate-grad hooks on every parameter.
 
     `ready(number)` is called inside backward, as soon as the last gradient of a layer is complete, and `ended()` at
-    the end of each backward pass. While `accumulating`, nobody is notified.
+    the end of each backward pass. While `accumulating`, neither is called.
     """
 
     def __init__(self, layers: Sequence[Layer], ready: Callable[[int], None], ended: Callable[[], None]) -> None:

@@ -37,7 +37,7 @@ class SyncStatistics(msgspec.Struct, frozen=True, kw_only=True):
     last_period: PeriodReport | None
     """The newest that all workers have reported: one period late."""
     slowest: str | None
-    """The worker that the others wait for, and what it costs them per step; None until a period was notified of."""
+    """The worker that the others wait for, and what it costs them per step; None until a period was measured."""
     behind_s: float
     plan: SyncPlan | None
     plans: int

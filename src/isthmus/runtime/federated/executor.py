@@ -100,7 +100,7 @@ class Executor:
                 case (TrainTasks(phase=phase), _) if not self.machine.works_for(phase):
                     self._handle(
                         TasksTrained(phase=phase, timed=())
-                    )  # dropped while a client of an earlier turn was trained
+                    )  # dropped while a client of an earlier phase was trained
                 case (TrainTasks(phase=phase, tasks=tasks), upcoming):
                     self.site.expect((*tasks, *upcoming))
                     if self._shared is not None:
@@ -201,7 +201,7 @@ def serve(
     clients_per_vmap: int,
     shared: SharedMemory | None = None,
 ) -> None:
-    """Join the coordinator at HOST:PORT, train until halted. What goes wrong is asked to it before it is raised."""
+    """Join the coordinator at HOST:PORT, train until halted. The coordinator receives an error before it is raised."""
     sys.setswitchinterval(SWITCH_S)
     host, _, port = address.rpartition(":")
     channel = dial(host, int(port), "coordinator", timeout_s)

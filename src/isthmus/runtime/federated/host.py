@@ -231,7 +231,7 @@ class FederatedHost:
         """Until the run is over: look at the clock, and at who is missing."""
         looked_s = time.monotonic()
         join_by_s = looked_s + self._timeout_s
-        self._machine.handle(Tick(now_s=looked_s))  # before any turn: deadlines count from its opening
+        self._machine.handle(Tick(now_s=looked_s))  # before any phase: deadlines count from its opening
         self._begun.set()
         while self._finish is None:
             events: list[CoordinatorEvent] = []
