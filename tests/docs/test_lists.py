@@ -24,7 +24,8 @@ LISTS = {
 def test_a_page_names_all(page: str) -> None:
     quoted = re.findall(r"`([^`\n]+)`", (DOCS / page).read_text(encoding="utf-8"))
     named = {word for text in quoted for word in text.split()}
-    assert not set(LISTS[page]) - named
+    missing = sorted(set(LISTS[page]) - named)
+    assert not missing, f"docs/{page} does not name {missing}"
 
 
 def test_every_page_of_a_planner_is_linked_and_in_the_menu() -> None:

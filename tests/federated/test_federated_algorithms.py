@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from isthmus.federated.algorithms import algorithm_names
 from isthmus.federated.resident import Resident
 from isthmus.federated.stacked import HOT, Stacked, best_clients_per_vmap
 from isthmus.protocol.federated_events import ClientTask, PhaseId, PhaseSetup
@@ -23,6 +24,10 @@ SCHEMES = {
     "ours": {"executors": 3},
     "one result at a time": {"executors": 2, "single": True},
 }
+
+
+def test_every_algorithm_has_a_twin() -> None:
+    assert {algorithm for _, algorithm, _ in TWINS.values()} == set(algorithm_names())
 
 
 @pytest.mark.parametrize("name", TWINS)

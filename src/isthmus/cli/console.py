@@ -44,9 +44,9 @@ def print_json(value: object) -> None:
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
 
 
-def print_json_line(value: object) -> None:
-    """On standard output, as one line."""
-    typer.echo(msgspec.json.encode(value).decode())
+def show(value: object, table: Callable[[], object], *, json: bool) -> None:
+    """On standard output, as JSON or as a table."""
+    print_json(value) if json else out().print(table())
 
 
 def show_run(act: Callable[[api.terminal.Terminal], isthmus.Run | isthmus.FederatedResult], *, json: bool) -> int:

@@ -10,7 +10,7 @@ import typer
 
 from isthmus import api
 from isthmus.cli.console import log
-from isthmus.cli.options import TimeoutOption, local_path
+from isthmus.cli.options import DeviceStateOption, TimeoutOption
 from isthmus.errors import UserError
 
 app = typer.Typer()
@@ -59,15 +59,7 @@ def join(
         Path | None, typer.Option("--site", help="Federated: a TOML with this site's data and what may run on them.")
     ] = None,
     timeout: TimeoutOption = "60 s",
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            "--state",
-            parser=local_path,
-            metavar="DIR",
-            help="Folder of the key; default ~/.local/state/isthmus/device.",
-        ),
-    ] = None,
+    state: DeviceStateOption = None,
 ) -> None:
     """Join a fleet and stay, ready to work. The first time it needs a ticket."""
     if data is not None and not data.is_dir():

@@ -9,16 +9,14 @@ import typer
 
 from isthmus import api
 from isthmus.cli.console import out, print_json
-from isthmus.cli.options import JsonOption
+from isthmus.cli.options import DeviceStateOption, JsonOption
 
 app = typer.Typer()
 
 
 @app.command()
 def doctor(
-    state: Annotated[
-        Path | None, typer.Option("--state", help="Folder of the key; default ~/.local/state/isthmus/device.")
-    ] = None,
+    state: DeviceStateOption = None,
     ticket_file: Annotated[
         Path | None, typer.Option("--ticket-file", help="Look with this ticket, before joining. It is not used up.")
     ] = None,

@@ -10,7 +10,7 @@ import typer
 from rich.live import Live
 
 from isthmus import api
-from isthmus.cli.console import log, out, print_json
+from isthmus.cli.console import log, out, print_json, show
 from isthmus.cli.options import JsonOption, StateOption
 
 app = typer.Typer()
@@ -26,10 +26,8 @@ WantedArgument = Annotated[
 def jobs(state: StateOption = None, json: JsonOption = False) -> None:
     """List the jobs that were submitted: what runs, waits, and how the others ended."""
     found = api.jobs.submitted_jobs(state)
-    if json:
-        print_json([{k: v for k, v in msgspec.to_builtins(job).items() if k != "document"} for job in found])
-    else:
-        out().print(api.status_tables.jobs_table(found))
+    rows = [{k: v for k, v in msgspec.to_builtins(job).items() if k != "document"} for job in found]
+    show(rows, lambda: api.status_tables.jobs_table(found), json=json)
 
 
 @app.command()
@@ -108,10 +106,7 @@ def devices(
         member = api.jobs.revoke_device(revoke, state)
         log(f"revoked {member.name} ({member.id})")
     members = api.jobs.fleet_members(state)
-    if json:
-        print_json(members)
-    else:
-        out().print(api.status_tables.members_table(members))
+    show(members, lambda: api.status_tables.members_table(members), json=json)
 
 
 @app.command()

@@ -10,7 +10,7 @@ import typer
 
 import isthmus
 from isthmus import api
-from isthmus.cli.console import log, notes, out, print_json, show_run
+from isthmus.cli.console import log, notes, out, print_json, show, show_run
 from isthmus.cli.options import (
     FaultOptions,
     JobFile,
@@ -110,7 +110,7 @@ def graph(
 ) -> None:
     """Show what each layer of a job's model computes and keeps. With --json: every operator too."""
     weights = api.job_plans.weigh_model(api.job_overrides.job_of(job_file))
-    print_json(weights) if json else out().print(api.output.graph_table(weights, operators=operators))
+    show(weights, lambda: api.output.graph_table(weights, operators=operators), json=json)
 
 
 @app.command()
@@ -193,10 +193,7 @@ def _plan(job: isthmus.Job, *, explain: bool, picture: Path | None, json: bool) 
 def _compare(job: isthmus.Job, planners: str, *, json: bool) -> int:
     """The exit code: 0, or where every planner refused that of the first refusal."""
     found, refusals = api.job_plans.compare_planners(job, planners, _terminal(), isthmus.Stop())
-    if json:
-        print_json(found)
-    else:
-        out().print(api.output.compared_table(found))
+    show(found, lambda: api.output.compared_table(found), json=json)
     return 0 if len(refusals) < len(found.rows) else refusals[0].exit_code
 
 
@@ -206,15 +203,10 @@ def _verify(job: isthmus.Job, document: Path, *, bound_unchecked: bool, json: bo
     plan = api.output.load_plan(document)
     verdict = api.job_plans.verify_plan(job, plan)
     holds = verdict.holds(bound_unchecked=bound_unchecked)
-    if json:
-        print_json({"holds": holds, **msgspec.to_builtins(verdict)})
-    else:
-        out().print(api.output.verdict_table(verdict, plan, str(document)))
+    stated = {"holds": holds, **msgspec.to_builtins(verdict)}
+    show(stated, lambda: api.output.verdict_table(verdict, plan, str(document)), json=json)
     return 0 if holds else 1
 
 
 def _simulate_rounds(found: api.federated_simulation.SimulatedRounds, *, json: bool) -> None:
-    if json:
-        print_json(found.summary())
-    else:
-        out().print(api.output.simulated_table(found.rounds, found.line))
+    show(found.summary(), lambda: api.output.simulated_table(found.rounds, found.line), json=json)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from isthmus import api
-from isthmus.cli.console import out, print_json, print_json_line
+from isthmus.cli.console import out, print_json, show
 from isthmus.cli.options import JsonOption
 
 app = typer.Typer()
@@ -17,10 +17,7 @@ app = typer.Typer()
 def fleets(json: JsonOption = False) -> None:
     """List the built-in fleets."""
     found = api.names.fleets()
-    if json:
-        print_json_line(found)
-    else:
-        out().print(api.names.fleets_table(list(found.items())))
+    show(found, lambda: api.names.fleets_table(list(found.items())), json=json)
 
 
 @app.command()
@@ -28,7 +25,7 @@ def planners(json: JsonOption = False) -> None:
     """List the planners."""
     found = api.names.planners()
     if json:
-        print_json_line({kind: one.described for kind, one in found.items()})
+        print_json({kind: one.described for kind, one in found.items()})
         return
     for one in found.values():
         out().print(api.names.planners_table(one.where, one.described.items()))
@@ -69,7 +66,7 @@ def describe(
 def _list(kind: str, *, json: bool) -> None:
     found = api.descriptions.summaries(kind)
     if json:
-        print_json_line(found)
+        print_json(found)
         return
     where = api.descriptions.KINDS[kind][0]
     out().print(api.names.names_table(f"{kind.capitalize()}s: {where}", kind, found.items()))

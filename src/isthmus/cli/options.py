@@ -50,6 +50,15 @@ StateOption = Annotated[
         help="Folder with the fleet's keys; default ~/.local/state/isthmus/fleet.",
     ),
 ]
+DeviceStateOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--state",
+        parser=local_path,
+        metavar="DIR",
+        help="Folder of the key; default ~/.local/state/isthmus/device.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 

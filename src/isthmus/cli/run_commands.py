@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from isthmus import api
-from isthmus.cli.console import log, out, print_json, print_json_line
+from isthmus.cli.console import log, out, print_json
 from isthmus.cli.options import FleetFileOption, JsonOption, RunFolder, local_path
 
 app = typer.Typer()
@@ -61,7 +61,7 @@ def export(
     found, notes = api.export.export_model(run, directory)
     _warn(notes)
     if json:
-        print_json_line({"directory": str(directory), found.unit.removesuffix("s"): found.done})
+        print_json({"directory": str(directory), found.unit.removesuffix("s"): found.done})
     else:
         typer.echo(f"{directory}: the model after {found.done} {found.unit}")
 
