@@ -31,8 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.fleet import Link
+from isthmus.protocol.run_messages import Arrived
 from isthmus.runtime.identity import Authority, Identity, Party, Role
-from isthmus.runtime.messages.run import ParcelMessage
+from isthmus.runtime.messages.run import ToPeer
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.secure import secure_accepted, secure_dialled
@@ -97,8 +98,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: tuple[Accuracy, ...]
 
 
-def parcel(tensor: torch.Tensor) -> ParcelMessage:
-    return ParcelMessage(run="r", parcel="forward", source=0, item=0, tensors=(header_of("x", tensor),))
+def parcel(tensor: torch.Tensor) -> ToPeer:
+    return ToPeer(run="r", body=Arrived(parcel="forward", source=0, item=0), tensors=(header_of("x", tensor),))
 
 
 def certified(authority: Authority, folder: Path, role: Role) -> Identity:

@@ -193,7 +193,7 @@ def _length(channel: SocketChannel) -> None:
 
 @pytest.mark.parametrize(
     ("attack", "words"),
-    [(_flood, "messages a second"), (_tensors, "sent ParcelMessage"), (_length, "not a known message")],
+    [(_flood, "messages a second"), (_tensors, "sent ToPeer"), (_length, "not a known message")],
 )
 def test_one_who_has_joined_is_shut_out_and_named_once(
     fleet: Fleet, tmp_path: Path, attack: Callable[[SocketChannel], None], words: str

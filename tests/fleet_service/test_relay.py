@@ -16,7 +16,7 @@ import torch
 from isthmus.errors import PeerError
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.messages.relay import StreamHello
-from isthmus.runtime.messages.run import ParcelMessage
+from isthmus.runtime.messages.run import ToPeer
 from isthmus.runtime.service.agent import join_fleet
 from isthmus.runtime.service.status_file import read_status
 from isthmus.runtime.transport import relay
@@ -108,7 +108,7 @@ def test_frames_cross_the_coordinator_and_it_cannot_read_them(fleet: Fleet, tmp_
         for sender, receiver in ((ours, theirs), (theirs, ours)):
             sender.send(parcel(7, tensor), [pack(tensor)])
             came = receiver.receive(idle_s=5)
-            assert came is not None and isinstance(came[0], ParcelMessage) and torch.equal(came[1][0], tensor)
+            assert came is not None and isinstance(came[0], ToPeer) and torch.equal(came[1][0], tensor)
         assert len(tap.seen) > 6_000_000 and RUN.encode() not in tap.seen and bytes(tensor[:64]) not in tap.seen
         found: list[RelayedLink] = []
 

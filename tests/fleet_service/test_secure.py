@@ -16,7 +16,7 @@ import torch
 
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity import Authority, Identity, Party
-from isthmus.runtime.messages.run import ParcelMessage
+from isthmus.runtime.messages.run import ToPeer
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.secure import (
@@ -138,7 +138,7 @@ def test_two_threads_at_each_end(ends: Ends, pool: ThreadPoolExecutor) -> None:
     def receive(channel: SocketChannel) -> None:
         for number, expected in enumerate(frames):
             found = channel.receive(idle_s=10)
-            assert found is not None and isinstance(found[0], ParcelMessage) and found[0].item == number
+            assert found is not None and isinstance(found[0], ToPeer) and found[0].body.item == number
             assert all(torch.equal(a, b) for a, b in zip(found[1], expected, strict=True))
 
     for done in [pool.submit(act, channel) for channel in (alice, bob) for act in (send, receive)]:

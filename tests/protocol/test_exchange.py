@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from isthmus.errors import UserError
 from isthmus.plans import Collective
 from isthmus.plans.collective import CollectiveMessage, Round, rounds
-from isthmus.protocol.events import Merge, PartsArrived, SendParts
+from isthmus.protocol.events import Merge, SendParts
 from isthmus.protocol.exchange import Exchange, GroupView
+from isthmus.protocol.run_messages import PartsArrived
 
 
 @st.composite

@@ -12,10 +12,10 @@ from isthmus.protocol.coordinator_events import (
     FinishRun,
     ItemDone,
 )
-from isthmus.protocol.events import Arrived, Collected, Report, Send, Update, Updated
+from isthmus.protocol.events import Collected, Report, Send, Update, Updated
 from isthmus.protocol.finite import Divergence, NonFinite, earliest
 from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_messages import DeviceReady, Halt, ItemReported, OpenItem
+from isthmus.protocol.run_messages import Arrived, DeviceReady, Halt, ItemReported, OpenItem
 
 OUTPUT = NonFinite(where="output", stage=1, micro_batch=3, name="'x'")
 

@@ -7,7 +7,6 @@ from isthmus.errors import InternalError
 from isthmus.plans.collective import CollectiveMessage, Parts, Round
 from isthmus.protocol import Item, StageView, Worker
 from isthmus.protocol.events import (
-    Arrived,
     Collect,
     Collected,
     Compute,
@@ -16,7 +15,6 @@ from isthmus.protocol.events import (
     Filled,
     Leave,
     Merge,
-    PartsArrived,
     Report,
     Save,
     Saved,
@@ -30,7 +28,7 @@ from isthmus.protocol.events import (
     WorkerInstruction,
 )
 from isthmus.protocol.exchange import GroupView
-from isthmus.protocol.run_messages import Halt, OpenItem
+from isthmus.protocol.run_messages import Arrived, Halt, OpenItem, PartsArrived
 
 Journey = list[tuple[WorkerEvent, list[WorkerInstruction]]]
 

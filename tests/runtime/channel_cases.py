@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import pytest
 from torch import Tensor
 
+from isthmus.protocol.run_messages import Arrived
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.run import ParcelMessage
+from isthmus.runtime.messages.run import ToPeer
 from isthmus.runtime.transport.channel import (
     Channel,
     Received,
@@ -65,9 +66,9 @@ IMPLEMENTATIONS = {
 every = pytest.mark.parametrize("kind", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())
 
 
-def parcel(number: int = 0, *tensors: Tensor) -> ParcelMessage:
+def parcel(number: int = 0, *tensors: Tensor) -> ToPeer:
     headers = tuple(header_of(f"t{i}", t) for i, t in enumerate(tensors))
-    return ParcelMessage(run="r", parcel="forward", source=0, item=number, tensors=headers)
+    return ToPeer(run="r", body=Arrived(parcel="forward", source=0, item=number), tensors=headers)
 
 
 def wire(message: AnyMessage, tensors: Sequence[Tensor] = ()) -> bytes:

@@ -7,8 +7,9 @@ import time
 import torch
 from torch import Tensor
 
+from isthmus.protocol.run_messages import Arrived
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.run import ParcelMessage
+from isthmus.runtime.messages.run import ToPeer
 from isthmus.runtime.transport.channel import Channel, SocketChannel, frame
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.training.layout import header_of, pack
@@ -18,8 +19,8 @@ MBIT = 1e6 / 8
 Pair = tuple[SocketChannel, SocketChannel]
 
 
-def parcel(number: int, tensor: Tensor) -> ParcelMessage:
-    return ParcelMessage(run="r", parcel="forward", source=0, item=number, tensors=(header_of("x", tensor),))
+def parcel(number: int, tensor: Tensor) -> ToPeer:
+    return ToPeer(run="r", body=Arrived(parcel="forward", source=0, item=number), tensors=(header_of("x", tensor),))
 
 
 def put(lane: SendLane, number: int, size_bytes: int) -> int:
@@ -38,5 +39,5 @@ def take(channel: Channel, idle_s: float = 5.0) -> tuple[float, AnyMessage]:
 
 
 def item(message: AnyMessage) -> int:
-    assert isinstance(message, ParcelMessage)
-    return message.item
+    assert isinstance(message, ToPeer) and isinstance(message.body, Arrived)
+    return message.body.item

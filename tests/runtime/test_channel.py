@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.graph.opgraph import DTYPE_BYTES
-from isthmus.runtime.messages.run import Credit, Heartbeat, ParcelMessage
+from isthmus.runtime.messages.run import Credit, Heartbeat, ToPeer
 from isthmus.runtime.transport.channel import (
     PREFIX,
     Channel,
@@ -107,9 +107,9 @@ def test_order_is_kept_both_ways_at_once(kind: Implementation, pool: ThreadPoolE
         found: list[int] = []
         for number in range(100):
             got = end.receive()
-            assert got is not None and isinstance(got[0], ParcelMessage)
+            assert got is not None and isinstance(got[0], ToPeer)
             assert bool((got[1][0] == number).all())
-            found.append(got[0].item)
+            found.append(got[0].body.item)
         return found
 
     with kind.pair() as (alice, bob):

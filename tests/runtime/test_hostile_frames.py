@@ -41,8 +41,13 @@ def raw_frame(header: object, payload_bytes: int = 0) -> bytes:
 
 def raw_parcel(payload_bytes: int, **tensor: object) -> bytes:
     whole = {"name": "x", "dtype": "int8", "shape": [4], "stride": [1], **tensor}
-    fields = {"type": "ParcelMessage", "run": "r", "parcel": "forward", "source": 0, "item": 0, "tensors": [whole]}
+    body = {"type": "Arrived", "parcel": "forward", "source": 0, "item": 0}
+    fields = {"type": "ToPeer", "run": "r", "body": body, "tensors": [whole]}
     return raw_frame(fields, payload_bytes)
+
+
+def raw_report(kind: str, **fields: object) -> bytes:
+    return raw_frame({"type": "ToCoordinator", "run": "r", "body": {"type": kind, **fields}})
 
 
 CREDIT = {"type": "Credit", "run": "r", "size_bytes": 1}
@@ -72,6 +77,11 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "unknown field": (raw_frame(CREDIT | {"extra": 1}), "unknown field `extra`"),
     "wrong type": (raw_frame(CREDIT | {"size_bytes": "many"}), "Expected `int`, got `str`"),
     "negative credit": (raw_frame(CREDIT | {"size_bytes": -1}), "Expected `int` >= 0"),
+    "a sender in the body": (raw_report("DeviceReady", device="oslo"), r"unknown field `device` - at `\$.body`"),
+    "a body of another direction": (raw_report("Pause"), r"Invalid value 'Pause' - at `\$.body.type`"),
+    "a negative step": (raw_report("StateReceived", number=1, of="d", step=-1), "Expected `int` >= 0"),
+    "a negative transfer": (raw_report("TransferEnded", number=-1), "Expected `int` >= 0"),
+    "a long note": (raw_report("DeviceReady", notes=["x" * 401]), "Expected `str` of length <= 400"),
     "too deep": (raw_frame(nested(100_000)), "maximum recursion depth"),
     "field that refuses itself": (
         raw_frame(
@@ -155,7 +165,7 @@ def test_a_guard_refuses_before_memory_is_spent(kind: Implementation, monkeypatc
     with kind.against_raw() as (channel, mallory):
         mallory.sendall(wire(Heartbeat(run="r")) + raw_parcel(4))
         assert channel.receive(guard) == (Heartbeat(run="r"), [])
-        with pytest.raises(PeerError, match=r"^mallory: ParcelMessage is not expected$"):
+        with pytest.raises(PeerError, match=r"^mallory: ToPeer is not expected$"):
             channel.receive(guard)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from isthmus.errors import PeerError
 from isthmus.fleet import Link
-from isthmus.runtime.messages.run import Credit, Heartbeat, ParcelMessage
+from isthmus.runtime.messages.run import Credit, Heartbeat, ToPeer
 from isthmus.runtime.transport.channel import Channel, SocketChannel
 from isthmus.runtime.transport.lanes import Credits, QueuedSend, SendLane
 
@@ -131,10 +131,10 @@ def test_what_has_not_begun_to_leave_can_be_withdrawn(connect: Callable[[], Pair
     put(lane, 1, 1000)
     lane.put(Credit(run="r", size_bytes=1))
     put(lane, 2, 1000)
-    lane.withdraw(ParcelMessage)
+    lane.withdraw(ToPeer)
     put(lane, 3, 1000)
     came = [take(bob, 30.0)[1] for _ in range(3)]
-    assert [m.item for m in came if isinstance(m, ParcelMessage)] == [0, 3]
+    assert [m.body.item for m in came if isinstance(m, ToPeer)] == [0, 3]
     lane.close()
 
 
@@ -156,7 +156,7 @@ def test_a_receiver_that_takes_nothing_is_an_error(connect: Callable[[], Pair]) 
     assert isinstance(error, PeerError) and str(error) == "bob: accepted none of 999 bytes for 1 s"
     put(lane, 5, 10)
     lane.close()
-    assert isinstance(take(bob)[1], ParcelMessage) and isinstance(take(bob)[1], Credit)
+    assert isinstance(take(bob)[1], ToPeer) and isinstance(take(bob)[1], Credit)
     assert silent(bob)
 
 

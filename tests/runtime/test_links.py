@@ -13,12 +13,13 @@ from torch import Tensor
 
 from isthmus.errors import PeerError, UserError
 from isthmus.plans import Packing
-from isthmus.protocol.events import Arrived, Parcel, Send
+from isthmus.protocol.events import Send
+from isthmus.protocol.run_messages import Arrived, Parcel
 from isthmus.runtime.device.links import Signature, StageLinks
 from isthmus.runtime.device.peer_connections import PeerConnections
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Neighbour
-from isthmus.runtime.messages.run import Credit, Heartbeat, Hello, ParcelMessage
+from isthmus.runtime.messages.run import Credit, Heartbeat, Hello, ToPeer
 from isthmus.runtime.transport.channel import SocketChannel, dial, frame
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.rendezvous import PeerDialer
@@ -106,8 +107,10 @@ class Ends:
 
     def send(self, tensors: Mapping[str, Tensor], **changes: object) -> None:
         headers = tuple(header_of(name, t) for name, t in tensors.items())
-        fields: dict[str, object] = {"run": RUN, "parcel": "forward", "source": 0, "item": 0, "micro_batch": 0}
-        self.other.send(ParcelMessage(**{**fields, **changes}, tensors=headers), [pack(t) for t in tensors.values()])  # type: ignore[arg-type]
+        fields: dict[str, object] = {"parcel": "forward", "source": 0, "item": 0, "micro_batch": 0}
+        run = changes.pop("run", RUN)
+        message = ToPeer(run=run, body=Arrived(**{**fields, **changes}), tensors=headers)  # type: ignore[arg-type]
+        self.other.send(message, [pack(t) for t in tensors.values()])
 
 
 def test_a_link_that_was_alive_and_is_silent_is_lost() -> None:
@@ -174,7 +177,7 @@ PACKED = Packing(codec="topk", ratio=4.0)
 def test_what_is_packed_otherwise_than_planned_is_refused(packing: Packing | None) -> None:
     ends = Ends(expected={("forward", 0): frozenset({(("x:0", "float32", (3, 4), PACKED),)})})
     header = header_of("x:0", X, packing)
-    message = ParcelMessage(run=RUN, parcel="forward", source=0, item=0, micro_batch=0, tensors=(header,))
+    message = ToPeer(run=RUN, body=Arrived(parcel="forward", source=0, item=0, micro_batch=0), tensors=(header,))
     ends.other.send(message, [memoryview(bytearray(header.nbytes))])
     error = ends.inbox.get(timeout=20)
     assert isinstance(error, PeerError) and "not in the plan" in str(error)
@@ -190,7 +193,7 @@ def test_a_packed_parcel_is_sent_and_arrives_unpacked() -> None:
     assert [h.packing for h in message.tensors] == [PACKED, None]
     assert torch.equal(tensors[0], torch.where(X > 8, X, 0.0)) and torch.equal(tensors[1], X[0])
     header = header_of("x:0", X, PACKED)
-    parcel = ParcelMessage(run=RUN, parcel="forward", source=0, item=0, micro_batch=0, tensors=(header,))
+    parcel = ToPeer(run=RUN, body=Arrived(parcel="forward", source=0, item=0, micro_batch=0), tensors=(header,))
     ends.other.send(parcel, [bytes_of(codec_of(PACKED).encode(X))])
     assert ends.inbox.get(timeout=20) == Arrived(parcel="forward", source=0, item=0, micro_batch=0)
     (taken,) = ends.links.take("forward", 0, 0, 0)
@@ -203,7 +206,7 @@ def test_a_packed_parcel_is_sent_and_arrives_unpacked() -> None:
 def test_only_parcels_that_somebody_expects_may_come_packed() -> None:
     header = header_of("x:0", X, PACKED)
     beat = Heartbeat(run=RUN, tensors=(header,))
-    parcel = ParcelMessage(run=RUN, parcel="forward", source=0, item=0, tensors=(header,))
+    parcel = ToPeer(run=RUN, body=Arrived(parcel="forward", source=0, item=0), tensors=(header,))
     for message, guard in ((beat, lambda message: None), (parcel, None)):
         a, b = socket.socketpair()
         sender, receiver = SocketChannel(a, "device 'd1'", 5.0), SocketChannel(b, "device 'd0'", 5.0)
@@ -249,8 +252,8 @@ def test_what_is_sent_leaves_through_the_lane() -> None:
     received = ends.other.receive(idle_s=5)
     assert received is not None
     message, (tensor,) = received
-    assert isinstance(message, ParcelMessage)
-    assert (message.parcel, message.source, message.item, message.micro_batch) == ("backward", 1, 3, 1)
+    assert isinstance(message, ToPeer)
+    assert message.body == Arrived(parcel="backward", source=1, item=3, micro_batch=1)
     assert torch.equal(tensor, X)
     ends.links.close()
 

@@ -11,11 +11,7 @@ from typing import Literal
 import msgspec
 
 from isthmus.protocol.machine import Event
-from isthmus.protocol.run_messages import Halt, OpenItem
-
-Parcel = Literal["forward", "backward", "shared", "shared_gradient", "count", "norms"]
-"""What one stage sends another: activations and gradients per micro-batch; per item the value of a shared parameter,
-its gradient, the number of items that a summed loss counts, and the gradient norms for clipping."""
+from isthmus.protocol.run_messages import Arrived, Halt, OpenItem, Parcel, PartsArrived
 
 Work = Literal["F", "B", "E"]
 """Forward, backward, and the evaluation's forward."""
@@ -24,32 +20,12 @@ Work = Literal["F", "B", "E"]
 # To the worker
 
 
-class Arrived(Event, frozen=True, kw_only=True):
-    """A parcel from stage `source` is here, whole."""
-
-    parcel: Parcel
-    source: int
-    item: int
-    micro_batch: int = -1
-    finite: bool = True
-    """Of norms: whether the sender's loss and gradients are."""
-
-
 class Computed(Event, frozen=True, kw_only=True):
     """The tasklet that the compute lane ran is done."""
 
     work: Work
     item: int
     micro_batch: int
-
-
-class PartsArrived(Event, frozen=True, kw_only=True):
-    """What worker `source` sends in a round of a group's sum is here, whole."""
-
-    group: int
-    round: int
-    source: int
-    item: int
 
 
 class Filled(Event, frozen=True, kw_only=True):

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from isthmus.plans.collective import Round
-from isthmus.protocol.events import Merge, PartsArrived, SendParts
+from isthmus.protocol.events import Merge, SendParts
+from isthmus.protocol.run_messages import PartsArrived
 
 
 class GroupView(msgspec.Struct, frozen=True, kw_only=True):

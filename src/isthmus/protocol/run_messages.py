@@ -17,11 +17,39 @@ from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.work import Item
 from isthmus.trace import Span
 
+Parcel = Literal["forward", "backward", "shared", "shared_gradient", "count", "norms"]
+"""What one stage sends another: activations and gradients per micro-batch; per item the value of a shared parameter,
+its gradient, the number of items that a summed loss counts, and the gradient norms for clipping."""
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Body(Event, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """What one frame says."""
+
+
+# Between two stages
+
+
+class Arrived(Body, frozen=True, kw_only=True):
+    """A parcel from stage `source`: FusionLLM's OP-Data, the tensors of one edge, one direction, one micro-batch."""
+
+    parcel: Parcel
+    source: int
+    item: int
+    micro_batch: int = -1
+    number: float = 0.0
+    """The value of a `count` parcel."""
+    finite: bool = True
+    """Of `norms`: whether the sender's loss and gradients are."""
+
+
+class PartsArrived(Body, frozen=True, kw_only=True):
+    """What worker `source` sends in a round of a group's sum: a stretch of the buffer, as one tensor."""
+
+    group: int
+    round: int
+    source: int
+    item: int
 
 
 # Coordinator to device

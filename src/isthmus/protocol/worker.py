@@ -29,7 +29,6 @@ import msgspec
 from isthmus.errors import InternalError
 from isthmus.plans import Averages
 from isthmus.protocol.events import (
-    Arrived,
     Collect,
     Collected,
     Compute,
@@ -38,8 +37,6 @@ from isthmus.protocol.events import (
     Filled,
     KeepSnapshot,
     Leave,
-    Parcel,
-    PartsArrived,
     Report,
     Save,
     Saved,
@@ -56,7 +53,7 @@ from isthmus.protocol.events import (
 from isthmus.protocol.exchange import Exchange, GroupView
 from isthmus.protocol.feeding import Feeding
 from isthmus.protocol.machine import EpochMachine
-from isthmus.protocol.run_messages import Halt, OpenItem
+from isthmus.protocol.run_messages import Arrived, Halt, OpenItem, Parcel, PartsArrived
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker_phases import WORKER, Phase, WorkerStatistics
 

@@ -7,18 +7,16 @@ from typing import Literal
 import msgspec
 
 from isthmus.protocol.events import (
-    Arrived,
     Collected,
     Computed,
     Filled,
-    PartsArrived,
     Saved,
     SnapshotKept,
     Taken,
     Updated,
 )
 from isthmus.protocol.machine import Transitions
-from isthmus.protocol.run_messages import Halt, OpenItem
+from isthmus.protocol.run_messages import Arrived, Halt, OpenItem, PartsArrived
 
 Phase = Literal[
     "idle",

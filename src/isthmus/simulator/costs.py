@@ -7,7 +7,8 @@ from collections import defaultdict
 from isthmus.cost.sync import messages
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan
-from isthmus.protocol.events import Parcel, Send, SendParts, Work
+from isthmus.protocol.events import Send, SendParts, Work
+from isthmus.protocol.run_messages import Parcel
 from isthmus.simulator.options import SimulationOptions
 
 COUNT_BYTES = 16

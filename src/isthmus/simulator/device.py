@@ -27,7 +27,6 @@ from isthmus.protocol.device_session import (
     TellInventory,
 )
 from isthmus.protocol.events import (
-    Arrived,
     Collect,
     Collected,
     Compute,
@@ -37,7 +36,6 @@ from isthmus.protocol.events import (
     KeepSnapshot,
     Leave,
     Merge,
-    PartsArrived,
     Report,
     Save,
     Saved,
@@ -51,7 +49,16 @@ from isthmus.protocol.events import (
     WorkerEvent,
     WorkerInstruction,
 )
-from isthmus.protocol.run_messages import DeviceReady, DeviceReport, Halt, Inventory, OpenItem, SnapshotCopied
+from isthmus.protocol.run_messages import (
+    Arrived,
+    DeviceReady,
+    DeviceReport,
+    Halt,
+    Inventory,
+    OpenItem,
+    PartsArrived,
+    SnapshotCopied,
+)
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
 from isthmus.simulator.epoch import Epoch

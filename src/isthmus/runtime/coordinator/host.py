@@ -274,7 +274,7 @@ class CoordinatorHost:
             case AssignStage(device=device):
                 if not self._assigned:
                     self._assigned = self._callbacks.assignments(self._addresses)
-                self._send(device, AssignMessage(run=run, epoch=epoch, assignment=self._assigned[device]))
+                self._send(device, AssignMessage(run=run, assignment=self._assigned[device]))
             case Order(device=device, body=PlaceWeights(own=own) as body):
                 weights = self._callbacks.weights(device, own)
                 headers = tuple(header_of(name, t) for name, t in weights.items())

@@ -15,13 +15,14 @@ from isthmus.accelerators import HOST, DeviceEvent
 from isthmus.accelerators.staging import CopyLabel, Fill
 from isthmus.errors import PeerError
 from isthmus.plans import Packing
-from isthmus.protocol.events import Arrived, Parcel, PartsArrived, Send, SendParts
+from isthmus.protocol.events import Send, SendParts
+from isthmus.protocol.run_messages import Arrived, Parcel, PartsArrived
 from isthmus.runtime.device.copy_streams import CopyStreams, Encode, LinkCopyStreams
 from isthmus.runtime.device.snapshot_replicas import SnapshotReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Assignment, Neighbour
 from isthmus.runtime.messages.recovery import SnapshotMessage, SnapshotPart
-from isthmus.runtime.messages.run import Credit, Heartbeat, ParcelMessage, PartsMessage
+from isthmus.runtime.messages.run import Credit, Heartbeat, ToPeer, content
 from isthmus.runtime.transport.channel import SocketChannel, in_host_memory
 from isthmus.runtime.transport.heartbeat import start_heartbeats
 from isthmus.runtime.transport.lanes import Credits, PackedMessage, QueuedSend, SendLane
@@ -93,8 +94,8 @@ class StageLinks:
     def _lane(self, neighbour: Neighbour) -> SendLane:
         def departed(departure: QueuedSend) -> None:
             message = departure.message
-            if isinstance(message, ParcelMessage | PartsMessage):
-                name, micro_batch = _called(message)
+            if isinstance(message, ToPeer):
+                name, micro_batch = _called(message.body)
                 self._spans(
                     Span(
                         device=self._assignment.device,
@@ -102,7 +103,7 @@ class StageLinks:
                         name=name,
                         start_s=departure.start_s,
                         end_s=departure.end_s,
-                        step=message.item,
+                        step=message.body.item,
                         micro_batch=micro_batch,
                         size_bytes=departure.size_bytes,
                         wire_bytes=departure.wire_bytes,
@@ -144,18 +145,19 @@ class StageLinks:
         """
         feedback = self._feedback.setdefault(what.target, SampleFeedback())
 
-        def message(packed: Mapping[str, Packing]) -> ParcelMessage:
-            return ParcelMessage(
-                run=self._run,
-                epoch=self._epoch,
-                parcel=what.parcel,
-                source=self._stage,
-                item=what.item,
-                micro_batch=what.micro_batch,
-                number=number,
-                finite=finite,
-                tensors=tuple(header_of(name, t, packed.get(name)) for name, t in tensors.items()),
-            )
+        body = Arrived(
+            parcel=what.parcel,
+            source=self._stage,
+            item=what.item,
+            micro_batch=what.micro_batch,
+            number=number,
+            finite=finite,
+            epoch=self._epoch,
+        )
+
+        def message(packed: Mapping[str, Packing]) -> ToPeer:
+            headers = tuple(header_of(name, t, packed.get(name)) for name, t in tensors.items())
+            return ToPeer(run=self._run, body=body, tensors=headers)
 
         def encode() -> tuple[AnyMessage, list[Tensor]]:
             packs = all(map(is_finite, tensors.values())) if packings else False
@@ -169,7 +171,7 @@ class StageLinks:
     def _put(
         self,
         target: int,
-        message: ParcelMessage | PartsMessage,
+        message: ToPeer,
         tensors: Sequence[Tensor],
         encode: Encode,
         *,
@@ -178,22 +180,15 @@ class StageLinks:
         """`message` is as it would be if nothing were packed."""
         packer = None
         if tensors and target in self._ways:
-            packer = self._ways[target].lowering(_cargo(message), tensors, encode)
+            packer = self._ways[target].lowering(_cargo(message.body), tensors, encode)
         elif packs:
             packer = partial(_packed, encode)
         self._lanes[target].put(message, tensors, packer)
 
     def send_parts(self, what: SendParts, stretch: Tensor) -> None:
         """Hand a stretch of a sum's buffer to the link's send lane."""
-        message = PartsMessage(
-            run=self._run,
-            epoch=self._epoch,
-            group=what.group,
-            round=what.round,
-            source=self._stage,
-            item=what.item,
-            tensors=(header_of(AVERAGE, stretch),),
-        )
+        body = PartsArrived(group=what.group, round=what.round, source=self._stage, item=what.item, epoch=self._epoch)
+        message = ToPeer(run=self._run, body=body, tensors=(header_of(AVERAGE, stretch),))
         self._put(what.target, message, [stretch], lambda: (message, [in_a_row(stretch)]))
 
     def snapshot_copy(self, target: int, message: SnapshotMessage | SnapshotPart, tensors: Sequence[Tensor]) -> None:
@@ -219,7 +214,7 @@ class StageLinks:
                 self._accelerator.used_here(tensor)
         owed = self._owed.get(source, 0) + sum(t.numel() * t.element_size() for t in tensors)
         if 4 * owed >= self._names[source].window_bytes:
-            self._lanes[source].put(Credit(run=self._run, epoch=self._epoch, size_bytes=owed))
+            self._lanes[source].put(Credit(run=self._run, size_bytes=owed))
             owed = 0
         self._owed[source] = owed
         return tensors
@@ -241,9 +236,9 @@ class StageLinks:
             self._failed(e)
 
     def _land(self, stage: int, message: AnyMessage, fill: Fill) -> list[Tensor]:
-        if stage not in self._ways or not message.tensors or not isinstance(message, ParcelMessage | PartsMessage):
+        if stage not in self._ways or not message.tensors or not isinstance(message, ToPeer):
             return in_host_memory(message, fill)
-        return self._ways[stage].land(_cargo(message), message.tensors, fill)
+        return self._ways[stage].land(_cargo(message.body), message.tensors, fill)
 
     def _accept(self, stage: int, channel: SocketChannel, message: AnyMessage, tensors: Sequence[Tensor]) -> None:
         if isinstance(message, Credit):
@@ -251,16 +246,17 @@ class StageLinks:
             return
         if isinstance(message, Heartbeat):
             return
-        known = isinstance(message, ParcelMessage | PartsMessage | SnapshotMessage | SnapshotPart)
-        if not known or message.source != stage:
-            raise PeerError(f"{channel.other}: sent {type(message).__name__} on the link of stage {stage}")
-        if message.epoch != self._epoch:
+        body = content(message)
+        known = isinstance(body, Arrived | PartsArrived | SnapshotMessage | SnapshotPart)
+        if not known or body.source != stage:
+            raise PeerError(f"{channel.other}: sent {type(body).__name__} on the link of stage {stage}")
+        if body.epoch != self._epoch:
             return
-        if isinstance(message, SnapshotMessage | SnapshotPart):
-            self._snapshot_copies.accept(message, tensors)
+        if isinstance(body, SnapshotMessage | SnapshotPart):
+            self._snapshot_copies.accept(body, tensors)
             return
-        self._keep(message, tensors)
-        name, micro_batch = _called(message)
+        self._keep(body, tensors)
+        name, micro_batch = _called(body)
         self._spans(
             Span(
                 device=self._assignment.device,
@@ -268,58 +264,43 @@ class StageLinks:
                 name=name,
                 start_s=channel.began_s,
                 end_s=time.monotonic(),
-                step=message.item,
+                step=body.item,
                 micro_batch=micro_batch,
                 size_bytes=sum(h.nbytes for h in message.tensors),
                 other=self._names[stage].device,
             )
         )
-        if isinstance(message, PartsMessage):
-            self._inbox.put(
-                PartsArrived(
-                    group=message.group, round=message.round, source=stage, item=message.item, epoch=message.epoch
-                )
-            )
-        else:
-            self._inbox.put(
-                Arrived(
-                    parcel=message.parcel,
-                    source=stage,
-                    item=message.item,
-                    micro_batch=message.micro_batch,
-                    epoch=message.epoch,
-                    finite=message.finite,
-                )
-            )
+        self._inbox.put(body)
 
-    def _keep(self, message: ParcelMessage | PartsMessage, tensors: Sequence[Tensor]) -> None:
-        landed = self._ways[message.source].landed if tensors and message.source in self._ways else None
+    def _keep(self, body: Arrived | PartsArrived, tensors: Sequence[Tensor]) -> None:
+        landed = self._ways[body.source].landed if tensors and body.source in self._ways else None
         here = _Here(list(tensors), landed)
-        if isinstance(message, PartsMessage):
-            self._tensors[AVERAGE, message.source, message.item, message.group, message.round] = here
+        if isinstance(body, PartsArrived):
+            self._tensors[AVERAGE, body.source, body.item, body.group, body.round] = here
         else:
-            key = (message.parcel, message.source, message.item, message.micro_batch, -1)
+            key = (body.parcel, body.source, body.item, body.micro_batch, -1)
             self._tensors[key] = here
-            self._numbers[key] = message.number
+            self._numbers[key] = body.number
 
     def _guard(self, message: AnyMessage) -> None:
         if message.run != self._run:
             raise PeerError(f"a frame of run {message.run!r} arrived, expected {self._run!r}")
-        if isinstance(message, ParcelMessage):
+        body = content(message)
+        if isinstance(body, Arrived):
             signature = tuple((h.name, h.dtype, h.shape, h.packing) for h in message.tensors)
-            if signature not in self._expected.get((message.parcel, message.source), frozenset()):
-                raise PeerError(f"stage {message.source} sent {message.parcel} {signature}, not in the plan")
-        elif isinstance(message, PartsMessage):
-            where = (message.group, message.round, message.source)
+            if signature not in self._expected.get((body.parcel, body.source), frozenset()):
+                raise PeerError(f"stage {body.source} sent {body.parcel} {signature}, not in the plan")
+        elif isinstance(body, PartsArrived):
+            where = (body.group, body.round, body.source)
             stated = [(h.dtype, h.shape) for h in message.tensors]
             if stated != [("float32", (self._parts.get(where, -1),))]:
-                raise PeerError(f"stage {message.source} sent parts {where} as {stated}, not in the plan")
+                raise PeerError(f"stage {body.source} sent parts {where} as {stated}, not in the plan")
         elif isinstance(message, SnapshotMessage | SnapshotPart):
             if message.epoch != self._epoch:
                 raise PeerError(f"stage {message.source} sent a snapshot of plan epoch {message.epoch}")
             self._snapshot_copies.guard(message)
         elif message.tensors:
-            raise PeerError(f"{type(message).__name__} with tensors on a link between stages")
+            raise PeerError(f"{type(body).__name__} with tensors on a link between stages")
 
     def reshape(self, step: int) -> None:
         """Emulation: links are from now on as they are in this step."""
@@ -359,18 +340,18 @@ class StageLinks:
             channel.close()
 
 
-def _called(message: ParcelMessage | PartsMessage) -> tuple[str, int]:
+def _called(body: Arrived | PartsArrived) -> tuple[str, int]:
     """Name and micro-batch of a span."""
-    return (AVERAGE, -1) if isinstance(message, PartsMessage) else (message.parcel, message.micro_batch)
+    return (AVERAGE, -1) if isinstance(body, PartsArrived) else (body.parcel, body.micro_batch)
 
 
 class _WithFeedback(Protocol):
     def __call__(self, codec: Codec, *, gradient: Tensor, name: str) -> Tensor: ...
 
 
-def _cargo(message: ParcelMessage | PartsMessage) -> CopyLabel:
-    name, micro_batch = _called(message)
-    return CopyLabel(name, message.item, micro_batch)
+def _cargo(body: Arrived | PartsArrived) -> CopyLabel:
+    name, micro_batch = _called(body)
+    return CopyLabel(name, body.item, micro_batch)
 
 
 def _packed(encode: Encode) -> PackedMessage:

@@ -11,7 +11,7 @@ from isthmus.graph import Ref
 from isthmus.graph.opgraph import TensorSpec
 from isthmus.graph.partition import Crossing
 from isthmus.plans import Packing
-from isthmus.protocol.events import Parcel
+from isthmus.protocol.run_messages import Parcel
 from isthmus.runtime.device.links import Signature
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.training.engine import gradient_dtype

@@ -17,7 +17,6 @@ from isthmus.errors import InternalError, StepError
 from isthmus.graph import Ref
 from isthmus.plans import Packing
 from isthmus.protocol.events import (
-    Arrived,
     Collect,
     Collected,
     Compute,
@@ -27,8 +26,6 @@ from isthmus.protocol.events import (
     KeepSnapshot,
     Leave,
     Merge,
-    Parcel,
-    PartsArrived,
     Report,
     Save,
     Saved,
@@ -42,7 +39,7 @@ from isthmus.protocol.events import (
     WorkerEvent,
     WorkerInstruction,
 )
-from isthmus.protocol.run_messages import ItemReported, OpenItem
+from isthmus.protocol.run_messages import Arrived, ItemReported, OpenItem, Parcel, PartsArrived
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
 from isthmus.runtime.device.batches import Batches

@@ -8,8 +8,7 @@ from isthmus.training.layout import TensorHeader
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Every message names its run and plan epoch: one of another run is refused, one of another epoch dropped."""
+    """Every message names its run: one of another run is refused. One that belongs to a plan epoch names that too."""
 
     run: str
-    epoch: int = 0
     tensors: tuple[TensorHeader, ...] = ()

@@ -18,6 +18,7 @@ class SnapshotMessage(Message, frozen=True, kw_only=True):
     """A snapshot of the sender's stage begins; its bytes follow in stretches."""
 
     source: int
+    epoch: int = 0
     step: NotNegative
     headers: tuple[TensorHeader, ...]
     """Of what the buffer holds."""
@@ -27,6 +28,7 @@ class SnapshotPart(Message, frozen=True, kw_only=True):
     """The next stretch of the buffer, as one tensor of bytes."""
 
     source: int
+    epoch: int = 0
     step: NotNegative
     offset: NotNegative
 

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import msgspec
 
-from isthmus.protocol.events import Parcel
 from isthmus.protocol.recovery import StateHolding
-from isthmus.protocol.run_messages import DeviceOrder, DeviceReport, RunOrder
+from isthmus.protocol.run_messages import Arrived, DeviceOrder, DeviceReport, PartsArrived, RunOrder
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.message import Message
 
@@ -19,28 +18,11 @@ class Hello(Message, frozen=True, kw_only=True):
     """First on a new link: which stage dials, in which epoch."""
 
     stage: int
+    epoch: int = 0
 
 
-class ParcelMessage(Message, frozen=True, kw_only=True):
-    """FusionLLM's OP-Data: the tensors of one edge, one direction, one micro-batch."""
-
-    parcel: Parcel
-    source: int
-    item: int
-    micro_batch: int = -1
-    number: float = 0.0
-    """The value of a `count` parcel."""
-    finite: bool = True
-    """Of `norms`: whether the sender's loss and gradients are."""
-
-
-class PartsMessage(Message, frozen=True, kw_only=True):
-    """In one round of a group's sum: a stretch of the buffer, as one tensor."""
-
-    group: int
-    round: int
-    source: int
-    item: int
+class ToPeer(Message, frozen=True, kw_only=True):
+    body: Arrived | PartsArrived
 
 
 class Credit(Message, frozen=True, kw_only=True):
@@ -85,11 +67,9 @@ class AssignMessage(Message, frozen=True, kw_only=True):
     assignment: Assignment
 
 
-RunMessage = (
-    Hello | ParcelMessage | PartsMessage | Credit | JoinRun | ToCoordinator | Heartbeat | AssignMessage | ToDevice
-)
+RunMessage = Hello | ToPeer | Credit | JoinRun | ToCoordinator | Heartbeat | AssignMessage | ToDevice
 
 
 def content(message: msgspec.Struct) -> msgspec.Struct:
     """The body of a frame that has one; else the message itself."""
-    return message.body if isinstance(message, ToDevice | ToCoordinator) else message
+    return message.body if isinstance(message, ToDevice | ToCoordinator | ToPeer) else message

@@ -16,6 +16,7 @@ NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 class OfTransfer(Message, frozen=True, kw_only=True):
     """Of one following among the run's: what another one still has under way is dropped."""
 
+    epoch: int = 0
     number: NotNegative
 
 

@@ -28,9 +28,10 @@ from torch import Tensor
 
 from isthmus.accelerators.staging import Fill
 from isthmus.errors import PeerError
+from isthmus.protocol.run_messages import Arrived
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.run import ParcelMessage
+from isthmus.runtime.messages.run import content
 from isthmus.runtime.transport.connect_retries import Unreached
 from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_dialled
 from isthmus.runtime.transport.tcp_congestion import round_trip_s, uses_bbr
@@ -297,7 +298,7 @@ def _check(message: AnyMessage, payload_bytes: int, guard: Guard | None) -> None
     for header in message.tensors:
         check_header(header)
         # A few bytes may unpack to any number of elements: only what a guard compares with a plan may come packed.
-        if header.packing is not None and (guard is None or not isinstance(message, ParcelMessage)):
+        if header.packing is not None and (guard is None or not isinstance(content(message), Arrived)):
             raise PeerError(f"tensor {header.name!r}: packed as {header.packing.codec!r}, which is not expected here")
     announced = sum(h.nbytes for h in message.tensors)
     if announced != payload_bytes:

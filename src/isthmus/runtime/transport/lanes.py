@@ -24,7 +24,7 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.fleet import Link
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.run import Credit, Heartbeat, ParcelMessage, PartsMessage
+from isthmus.runtime.messages.run import Credit, Heartbeat, ToPeer
 from isthmus.runtime.transport.channel import Channel, frame
 from isthmus.runtime.transport.shaping import ShapedLink
 from isthmus.training.layout import pack
@@ -233,7 +233,7 @@ class SendLane:
         return None
 
     def _admit(self, entry: _Entry) -> bool:
-        if self._credits is None or not isinstance(entry.message, ParcelMessage | PartsMessage):
+        if self._credits is None or not isinstance(entry.message, ToPeer):
             return True
         if not self._credits.take(entry.size_bytes):
             entry.blocked_s = entry.blocked_s or time.monotonic()
