@@ -78,7 +78,7 @@ def torn(seed: int, folder: Path) -> Found:
     named = checkpoint.name in done.err or (file.name == "manifest.json" and how == "lost")  # then it was never saved
     before = f"after step {newest - SAVE_EVERY}" in done.err
     wrong = resumed(done, run, expected) if named and before else f"not noticed, or not told: {done.err}"
-    return Found(wrong=wrong and f"{where}: {wrong}", note_="the one before", seconds=(seconds,), redone=SAVE_EVERY)
+    return Found(wrong=wrong and f"{where}: {wrong}", note="the one before", seconds=(seconds,), redone=SAVE_EVERY)
 
 
 def full_disk(seed: int, folder: Path) -> Found:
@@ -91,7 +91,7 @@ def full_disk(seed: int, folder: Path) -> Found:
         ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", home], capture_output=True, text=True
     )
     if mounted.returncode:
-        return Found(note_=f"not tried: {mounted.stderr.strip()}")
+        return Found(note=f"not tried: {mounted.stderr.strip()}")
     filler, run, over = home / "filler", RunFolder(home / "run"), threading.Event()
 
     def fill() -> None:
@@ -113,7 +113,7 @@ def full_disk(seed: int, folder: Path) -> Found:
         filling.join(10)
         if done.code == 0 and left_bytes:
             wrong = differing(final_weights(run.path), expected, bitwise=True)
-            return Found(wrong=wrong, note_="there was room enough")
+            return Found(wrong=wrong, note="there was room enough")
         said = done.code == 2 and "No space left" in done.err and "Traceback" not in done.err
         if not said:
             return Found(wrong=f"exit code {done.code}, {left_bytes} bytes left at step {step}: {done.err}")

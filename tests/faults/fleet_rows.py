@@ -118,7 +118,7 @@ def wrong_clock(seed: int, folder: Path) -> Found:
         wrong = "" if serve.wait(LONGEST_S) == 0 else machines.description()
         hour = "ahead" if seconds > 0 else "behind"
         who = "coordinator" if whose == "serve" else whose
-        return Found(wrong=wrong or judged(machines, STEPS, folder), note_=f"{who} an hour {hour}")
+        return Found(wrong=wrong or judged(machines, STEPS, folder), note=f"{who} an hour {hour}")
     finally:
         machines.end()
 

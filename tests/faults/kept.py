@@ -38,7 +38,7 @@ class RowSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that were done again, of each moment."""
     lengths: dict[str, int]
     """How many moments had a fault of this length."""
-    log_limiter: dict[str, int]
+    notes: dict[str, int]
     load: float
     """Median."""
 
@@ -67,7 +67,7 @@ def summed_up(row: Row, moments: Sequence[Moment]) -> RowSummary:
         longest_s=max(seconds, default=None),
         redone=statistics.mean(m.found.redone for m in moments) if moments else 0.0,
         lengths=_counted(f"{m.found.length_s:g} s" for m in moments if m.found.length_s),
-        log_limiter=_counted(m.found.note_ for m in moments if m.found.note_),
+        notes=_counted(m.found.note for m in moments if m.found.note),
         load=statistics.median(m.load for m in moments) if moments else 0.0,
     )
 
@@ -84,7 +84,7 @@ def table(summaries: Iterable[RowSummary]) -> Table:
     for one in summaries:
         median, longest = ("-" if s is None else f"{s:.1f} s" for s in (one.median_s, one.longest_s))
         lengths = [f"{count} of {length}" for length, count in one.lengths.items()]
-        log_limiter = [f"{word} ({count})" for word, count in one.log_limiter.items()]
+        notes = [f"{word} ({count})" for word, count in one.notes.items()]
         failed = ", ".join(map(str, one.failed)) or "none"
         made.add_row(
             one.description,
@@ -94,6 +94,6 @@ def table(summaries: Iterable[RowSummary]) -> Table:
             longest,
             f"{one.redone:.1f}",
             f"{one.load:.1f}",
-            "; ".join((*lengths, *log_limiter)),
+            "; ".join((*lengths, *notes)),
         )
     return made

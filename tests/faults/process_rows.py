@@ -131,12 +131,12 @@ def stopped(seed: int, folder: Path) -> Found:
     told = judged(found, folder, steps, bitwise=bool(spares), recoveries=1 if spares else 2)
     if not told.wrong and "silent for 4 s" not in found.outcome.recoveries[0].reason:
         told = _but(told, f"recovered because {found.outcome.recoveries[0].reason}")
-    note_ = "" if spares else "used again when it was awake"
+    note = "" if spares else "used again when it was awake"
     return Found(
         seconds=told.seconds[:1],
         redone=told.redone,
         wrong=told.wrong,
-        note_=note_,
+        note=note,
         faults=told.faults,
         length_s=STOP_S,
     )
@@ -211,13 +211,13 @@ def again_and_again(seed: int, folder: Path) -> Found:
     told = judged(found, folder, steps, bitwise=False, losses=2)
     elapsed_s, idle_s = found.outcome.elapsed_s, sum(r.seconds for r in found.outcome.recoveries)
     useful = steps / (steps + told.redone) * (1 - idle_s / max(elapsed_s, 1e-9))
-    note_ = (
+    note = (
         f"{told.faults} kills of {len(names)} devices in {elapsed_s:.0f} s, longest pause "
         f"{max(found.history.pauses_s()):.0f} s, goodput {useful:.0%}"
     )
     length_s = round(min(AGAIN_S, elapsed_s))
     return Found(
-        seconds=told.seconds, redone=told.redone, wrong=told.wrong, note_=note_, faults=told.faults, length_s=length_s
+        seconds=told.seconds, redone=told.redone, wrong=told.wrong, note=note, faults=told.faults, length_s=length_s
     )
 
 

@@ -29,7 +29,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that were done again."""
     wrong: str = ""
     """What is not as it should be."""
-    note_: str = ""
+    note: str = ""
     faults: int = 1
     """That were made."""
     length_s: float = 0.0

@@ -106,7 +106,7 @@ def _do(due: list[tuple[Row, int]], at_once: int, until_s: float, kept: Path) ->
             moment = ended.result()
             append(kept, moment)
             seconds = ", ".join(f"{s:.1f} s" for s in moment.found.seconds)
-            told = f"{moment.row} --seed {moment.seed}: {moment.found.wrong or 'ok'} [{seconds}] {moment.found.note_}"
+            told = f"{moment.row} --seed {moment.seed}: {moment.found.wrong or 'ok'} [{seconds}] {moment.found.note}"
             print(f"{told} in {moment.wall_s:.0f} s", file=sys.stderr, flush=True)
             if time.monotonic() < until_s:
                 for row, seed in _first(left, 1):
