@@ -9,9 +9,6 @@ real, over emulated processes: the same in one run, with the change in its middl
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -32,6 +29,9 @@ from isthmus.plans import Plan
 from isthmus.protocol.drift import LAG_STEPS, STEPS, Drift
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, steady_step_s, step_times
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 LIMIT = 1.10
@@ -184,9 +184,7 @@ def cases(prepared: Prepared, *, quick: bool) -> Sequence[Case]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three devices, on the virtual clock only")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, "three devices, on the virtual clock only")
     options = parser.parse_args()
     prepared = prepared_for(STEPS_REAL)
     chosen = cases(prepared, quick=options.quick)
@@ -196,11 +194,11 @@ def main() -> int:
         rows.append(over_processes(prepared, case))
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         worst=max(r.ratio for r in rows),
         rows=tuple(rows),
     )
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    write_figures(options.json, found)
     Console(width=150).print(table(found))
     quick_enough = all(r.noticed_steps <= STEPS + LAG_STEPS + 3 for r in rows)
     return 0 if found.worst <= LIMIT and quick_enough else 1

@@ -8,10 +8,7 @@ of the other planners. Every plan of `auto` is verified with code that no planne
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
-import platform
 import statistics
 import sys
 import time
@@ -31,6 +28,9 @@ from isthmus.planners import plan as make_plan
 from isthmus.planners import planner_names
 from isthmus.plans import Plan
 from isthmus.verification import verify
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 CASES, QUICK_CASES = 200, 12
@@ -180,9 +180,7 @@ def _add(drawn: Table, name: str, rows: Sequence[Row]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_CASES} problems of each kind")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, f"{QUICK_CASES} problems of each kind")
     options = parser.parse_args()
     cases = QUICK_CASES if options.quick else CASES
     small, large = list[Row](), list[Row]()
@@ -192,11 +190,11 @@ def main() -> int:
         print(f"{seed + 1} of {cases}: {small[-1].ratio} {large[-1].ratio}", file=sys.stderr)
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         small=tuple(small),
         large=tuple(large),
     )
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    write_figures(options.json, found)
     Console(width=170).print(table(found))
     return 0 if found.good else 1
 

@@ -8,9 +8,6 @@ true distance to the best schedule is at most that.
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import statistics
 import sys
 import time
@@ -25,6 +22,9 @@ from rich.table import Table
 
 from isthmus.planners.cohort import CohortProblem, certified, fractional, parrot, uniform
 from isthmus.planners.cohort.problem import Floats
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 Sizes = Literal["uniform", "lognormal", "pareto"]
@@ -174,9 +174,7 @@ def table(found: Report, seeds: int) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed, at most 1,000 clients")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, "one seed, at most 1,000 clients")
     options = parser.parse_args()
     seeds = 1 if options.quick else SEEDS
     results: list[Result] = []
@@ -189,13 +187,12 @@ def main() -> int:
     demanded = [r for r in results if (r.clients, r.executors) == DEMANDED]
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         demanded_gap=max(max(r.certified_gaps) for r in demanded),
         demanded_s=max(r.slowest_certified_s for r in demanded),
         results=tuple(results),
     )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    write_figures(options.json, found)
     Console(width=150).print(table(found, seeds))
     return 0 if found.good else 1
 

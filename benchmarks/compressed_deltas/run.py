@@ -9,9 +9,7 @@ method sends a hundredth of the bytes at a loss at most 1 % higher.
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,6 +23,9 @@ from methods import COMPARED, STEPS, Compared
 from replica import Method, Outcome, Setting
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 HERE = Path(__file__).parent
 LATEST = HERE / "results" / "latest.json"
@@ -107,12 +108,11 @@ class Runs:
     def write(self, rows: list[Row]) -> None:
         report = Report(
             when=datetime.now(UTC).isoformat(timespec="seconds"),
-            host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+            host=machine(),
             outcomes=list(self._known.values()),
             rows=rows,
         )
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+        write_figures(self._path, report)
 
 
 def told(setting: Setting) -> str:
@@ -194,11 +194,9 @@ def table(rows: Sequence[Row], steps: int) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="first rates only, one seed, a fifth of the steps")
+    parser = options_of(__doc__, LATEST, "first rates only, one seed, a fifth of the steps")
     parser.add_argument("--fresh", action="store_true", help="make all runs again")
     parser.add_argument("--again", type=int, default=0, metavar="ROWS", help="run the first rows anew")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     seeds, steps = (SEEDS[:1], STEPS // 5) if options.quick else (SEEDS, STEPS)
     runs = Runs(options.json, fresh=options.fresh)

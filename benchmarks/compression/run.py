@@ -9,9 +9,6 @@ elements, or where a payload is not of the size that a plan states.
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +24,9 @@ from torch import Tensor
 from isthmus.plans import Packing
 from isthmus.training.compression import Bf16, Codec, Int8, NoCodec, Sparse2Bit, TopK
 from isthmus.training.compression.selection import largest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 SIZES = (10**5, 10**6, 10**7, 10**8)
@@ -139,7 +139,7 @@ def measure(sizes: tuple[int, ...], device: str) -> Report:
     name = torch.cuda.get_device_name() if device != "cpu" else "CPU, one thread"
     return Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         device=name,
         torch=str(torch.__version__),
         copy_s=copies,
@@ -187,14 +187,12 @@ def selection_table(found: Report) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="up to a million elements only")
+    parser = options_of(__doc__, LATEST, "up to a million elements only")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = measure(QUICK_SIZES if options.quick else SIZES, options.device)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    write_figures(options.json, found)
     console = Console(width=120)
     console.print(table(found))
     console.print(selection_table(found))

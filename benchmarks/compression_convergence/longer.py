@@ -9,10 +9,7 @@ point: a run that is stopped leaves equally long curves.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import os
-import platform
 import statistics
 import sys
 import time
@@ -31,6 +28,9 @@ from isthmus.experiments import LearningRate
 from isthmus.job import Prepared, prepare
 from isthmus.plans import Plan
 from models import CASES, Case
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LONGER = Path(__file__).parent / "results" / "longer.json"
 METHODS = ("dense", "adatopk", "uniform")
@@ -133,12 +133,11 @@ def table(found: Curves) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, LONGER)
     names = tuple(case.name for case in CASES[:2])
     parser.add_argument("--only", nargs="*", choices=names, default=names, help="these models; both")
     parser.add_argument("--steps", type=int, default=POINTS[-1], help="the longest curve (default 3000)")
     parser.add_argument("--ratio", type=float, default=RATIO, help="what top-K leaves out (default 100)")
-    parser.add_argument("--json", type=Path, default=LONGER, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     torch.set_num_threads(1)
     models = [t for case in CASES if case.name in options.only for t in trainings(case, options.steps, options.ratio)]
@@ -148,11 +147,11 @@ def main() -> int:
             training.advance(steps)
         found = Curves(
             when=datetime.now(UTC).isoformat(timespec="seconds"),
-            host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+            host=machine(),
             ratio=options.ratio,
             curves=tuple(t.curve() for t in models),
         )
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+        write_figures(options.json, found)
         print(f"{steps:,} steps", file=sys.stderr)
     assert found is not None
     Console(width=150).print(table(found))

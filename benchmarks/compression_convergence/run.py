@@ -9,10 +9,7 @@ of a step is the simulator's. Held-out losses are of the model as it is, and wit
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
-import platform
 import statistics
 import sys
 import time
@@ -34,6 +31,9 @@ from isthmus.plans import Plan
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
 from models import CASES, Case
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 RATIO = 100.0
@@ -185,10 +185,8 @@ def table(found: Report) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed, a tenth of the steps")
+    parser = options_of(__doc__, LATEST, "one seed, a tenth of the steps")
     parser.add_argument("--missing", action="store_true", help="train only what has no figures yet")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     torch.set_num_threads(1)
     known: dict[tuple[str, str, int], Trained] = {}
@@ -208,13 +206,13 @@ def main() -> int:
         methods += summed_up(case, prepare(case.job(seeds[0], steps[case.name])), runs)
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         seeds=len(seeds),
         steps=steps,
         methods=tuple(methods),
         runs=tuple(runs),
     )
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    write_figures(options.json, found)
     Console(width=150).print(table(found))
     return 0
 

@@ -10,10 +10,7 @@ is better than the exact one, or the exact one takes more than 5 ms at 70 layers
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
-import platform
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +26,9 @@ from isthmus.planners.sync import SyncProblem, plan_sync
 from isthmus.planners.sync.dream_dfs import search
 from isthmus.planners.sync.timeline import iteration_s, timeline
 from isthmus.plans import SyncPlan
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 BRUTE_LAYERS, BRUTE_SCHEDULES = 30, 100_000
@@ -211,20 +211,18 @@ def _ms(seconds: float | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two bandwidths, random layers up to 70")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, "two bandwidths, random layers up to 70")
     options = parser.parse_args()
     results = tuple(measure(case) for case in cases(quick=options.quick))
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         plan_70_layers_s=next(
             r.plan_s["dream"] for r in results if (r.layers, r.iterations) == (PLAN_LAYERS, PLAN_ITERATIONS)
         ),
         results=results,
     )
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    write_figures(options.json, found)
     Console(width=240).print(table(found))
     return 0 if found.good else 1
 

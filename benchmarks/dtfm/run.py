@@ -12,9 +12,6 @@ end-to-end runs, to a file beside it.
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -38,6 +35,9 @@ from isthmus.planners.placement import (
     lower_bound_s,
     random_groups,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 LEAST_S = 2.0
@@ -191,7 +191,7 @@ def end_to_end(path: Path, question: Question, console: Console) -> bool:
 
 def _write(path: Path, found: Report | EndToEnd) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    write_figures(path, found)
 
 
 def _now() -> str:
@@ -199,12 +199,11 @@ def _now() -> str:
 
 
 def _host() -> str:
-    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    return machine()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="five networks; two workloads on case 5 and FluidStack")
+    parser = options_of(__doc__, LATEST, "five networks; two workloads on case 5 and FluidStack")
     parser.add_argument("--only", choices=("placement", "end-to-end"), help="one of the two parts")
     parser.add_argument("--fleets", nargs="*", choices=FLEETS, metavar="FLEET", help="of the end-to-end part; all")
     parser.add_argument(
@@ -213,7 +212,6 @@ def main() -> int:
     parser.add_argument(
         "--utilisation", type=float, default=UTILISATION, help="of the devices' peak while they compute"
     )
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     console, good = Console(width=160), True
     if options.only != "end-to-end":

@@ -11,7 +11,6 @@ after each run, and runs that it holds are not made again.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -33,6 +32,9 @@ from isthmus.planners.placement.dtfm_kl import gain_of as kernighan_lin_of
 from isthmus.planners.placement.grouping import kinds_of, landscape_of
 from isthmus.planners.placement.hybrid_genetic import CODE, PAPER, search
 from isthmus.planners.placement.random_groups import shuffled
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import options_of, write_figures
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -145,15 +147,14 @@ def measured(cases: Sequence[int], candidates: int, path: Path) -> Curves:
             print(*key, f"{known[key].improved[-1][2]:.3f}", file=sys.stderr)
             ordered = sorted(known.values(), key=lambda c: (c.case, [*SEARCHES].index(c.search), c.seed))
             found = Curves(candidates=candidates, curves=tuple(ordered))
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+            write_figures(path, found)
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, RESULTS / "search-curves.json")
     parser.add_argument("--cases", nargs="*", type=int, choices=[*OPTIMUM_S], default=[*OPTIMUM_S], metavar="N")
     parser.add_argument("--candidates", type=int, default=CANDIDATES, metavar="N")
-    parser.add_argument("--json", type=Path, default=RESULTS / "search-curves.json", metavar="PATH")
     parser.add_argument("--picture", type=Path, default=RESULTS / "search-curves.png", metavar="PATH")
     options = parser.parse_args()
     found = measured(options.cases, options.candidates, options.json)

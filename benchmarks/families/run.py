@@ -9,9 +9,7 @@ with 1 if a family that was tried now differs, or fails without a line of ours t
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import re
 import select
 import signal
@@ -45,6 +43,9 @@ from in_process import (  # pyright: ignore[reportMissingImports]
     module_of,
     weights_of,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 CONFIG = EngineConfig(micro_batches=2, micro_batch_size=2)
@@ -198,7 +199,7 @@ def measured(chosen: list[Family], seconds: float) -> Iterator[Row]:
 
 def begun(path: Path) -> Report:
     """What the file has of the same versions on the same host, else nothing."""
-    host = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    host = machine()
     empty = Report(host=host, torch=str(torch.__version__), transformers=transformers.__version__)
     if not path.exists():
         return empty
@@ -217,11 +218,10 @@ def table(report: Report) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, LATEST)
     parser.add_argument("--only", default=".*", metavar="REGEX", help="families whose whole name matches")
     parser.add_argument("--tasks", default=",".join(TASKS), metavar="LIST", help=f"of {', '.join(TASKS)}")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="what each family may take")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     tasks = options.tasks.split(",")
     if unknown := set(tasks) - set(TASKS):
@@ -232,7 +232,7 @@ def main() -> int:
     for row in measured(chosen, options.seconds):
         report = report.with_row(row)
         good &= row.found.outcome not in ("different", "crash")
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+        write_figures(options.json, report)
     Console(width=120).print(table(report))
     return 0 if good else 1
 

@@ -11,9 +11,7 @@ again stay in the results file.
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -28,6 +26,9 @@ from rich.table import Table
 from sides import SIDES, Ran, Side, run
 from task import DEVICE
 from workloads import WORKLOADS, Workload, write
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 QUICK = ("bare loop", "ours, 1 executor", "pool of 2", "ours, 2 executors", "ours, 2, vectorised")
@@ -70,9 +71,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="without the peers, the MLP with 100 clients only")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, "without the peers, the MLP with 100 clients only")
     parser.add_argument("--only", choices=sorted(WORKLOADS), action="append", help="workloads, one or more")
     parser.add_argument("--sides", help="names, with semicolons between them")
     parser.add_argument("--repeats", type=int, default=0)
@@ -98,11 +97,10 @@ def main() -> int:
             rows[name, row.side] = row
     order = [(w, s.name) for w in WORKLOADS for s in SIDES]
     found = Report(
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         rows=tuple(rows[key] for key in order if key in rows),
     )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    write_figures(options.json, found)
     Console(width=130).print(table(found))
     return 0
 

@@ -8,9 +8,6 @@ for it on three seeds, then three others count.
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -26,6 +23,9 @@ from rich.table import Table
 
 from isthmus import FederatedJob
 from isthmus.experiments import FederatedRun, RoundLine
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
@@ -170,9 +170,7 @@ def write_page(curves: Sequence[Curve]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="20 rounds, one rate; the page stays as it is")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, "20 rounds, one rate; the page stays as it is")
     options = parser.parse_args()
     rounds = 20 if options.quick else ROUNDS
     rates = {a: 0.1 if options.quick else best_rate(a, rounds) for a in ALGORITHMS}
@@ -183,12 +181,11 @@ def main() -> int:
             print(f"{algorithm}, rate {rate:g}, seed {seed}: {curves[-1].late:.1%}", file=sys.stderr)
     found = Report(
         when=datetime.now(UTC).date().isoformat(),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         rates=rates,
         curves=curves,
     )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    write_figures(options.json, found)
     Console(width=120).print(table(curves))
     if not options.quick:
         draw(curves)

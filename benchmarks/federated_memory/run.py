@@ -9,10 +9,8 @@ once, in slices of time: all processes of one are stopped while the other's run.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
-import platform
 import secrets
 import signal
 import statistics
@@ -28,6 +26,9 @@ import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "federated"))
@@ -264,9 +265,7 @@ def large(disk: Path, quick: bool) -> list[States]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer clients and rounds")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, "fewer clients and rounds")
     parser.add_argument("--only", choices=("schemes", "tiny", "large"))
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="where states are written")
     options = parser.parse_args()
@@ -282,12 +281,11 @@ def main() -> int:
         kept |= {s.setting: s for s in large(options.disk, options.quick)}
     report = Report(
         when=datetime.now(UTC).date().isoformat(),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         schemes=tuple(found),
         states=tuple(kept.values()),
     )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    write_figures(options.json, report)
     console = Console(width=120)
     console.print(scheme_table(report.schemes))
     console.print(state_table(report.states))

@@ -9,9 +9,6 @@ Crossed: stealing in every other round; what rounds with it take is foretold fro
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -34,6 +31,9 @@ from isthmus.experiments import FederatedRun, RoundLine
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.job import emulation, members
 from isthmus.protocol.federated_throughput import ThroughputModel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "real.json"
 CLIENTS, PER_ROUND, ROUNDS, SKIPPED = 3400, 1000, 10, 2
@@ -189,9 +189,7 @@ def compared(setting: str, simulated_s: list[float], lines: list[RoundLine]) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, without the uniform schedule")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, "fewer rounds, without the uniform schedule")
     parser.add_argument("--only", choices=("schedules", "clocks", "crossed"))
     options = parser.parse_args()
     rounds = 5 if options.quick else ROUNDS
@@ -223,12 +221,12 @@ def main() -> int:
             ]
     report = Report(
         when=datetime.now(UTC).date().isoformat(),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         outcomes=tuple(outcomes),
         clocks=tuple(found),
         crossed=tuple(cross),
     )
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    write_figures(options.json, report)
     show(report)
     return 0
 

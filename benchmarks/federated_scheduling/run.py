@@ -9,11 +9,11 @@ simulate a round of a million clients on 10,000 executors.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -31,6 +31,9 @@ from isthmus.protocol.federated_events import LinearFit
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.simulator.federated import FederatedCosts, SimulatedRound, simulate_federated
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 CLIENTS, PER_ROUND, ROUNDS, SKIPPED = 3400, 1000, 40, 5
@@ -81,9 +84,7 @@ class Large(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="no noise, and a large round of 100,000 clients")
-    parser.add_argument("--json", type=Path, default=LATEST)
+    parser = options_of(__doc__, LATEST, "no noise, and a large round of 100,000 clients")
     options = parser.parse_args()
     sizes = leaf_sizes(CLIENTS)
     outcomes = [
@@ -101,8 +102,7 @@ def main() -> None:
         "outcomes": msgspec.to_builtins(outcomes),
         "large": msgspec.to_builtins(large),
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    write_figures(options.json, document)
 
 
 def leaf_sizes(clients: int) -> NDArray[np.int64]:

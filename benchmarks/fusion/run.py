@@ -9,9 +9,6 @@ if op-fence with AdaTopK is not faster than the dense equal-number plan.
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +30,9 @@ from isthmus.planners.op_fence import op_fence
 from isthmus.plans import Compression, Plan
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 PAPER = "1.45-9.39"
@@ -189,9 +189,7 @@ def table(found: Report) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="ResNet-18 on testbed 1 only")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, "ResNet-18 on testbed 1 only")
     options = parser.parse_args()
     results: list[Result] = []
     for case in CASES[:1] if options.quick else CASES:
@@ -202,12 +200,12 @@ def main() -> int:
             results += [measure(problem, case.name, testbed, scheduler) for scheduler in SCHEDULERS]
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         paper_speedup=PAPER,
         speedups=tuple(speedups(results)),
         results=tuple(results),
     )
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    write_figures(options.json, found)
     Console(width=150).print(table(found))
     return 0 if found.good else 1
 

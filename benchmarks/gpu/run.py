@@ -8,9 +8,7 @@ with --quick, small sizes show that the benchmark works, and full rows that no m
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import subprocess
 import sys
 import traceback
@@ -30,6 +28,9 @@ from rounds import Round
 from tables import pipelines_table, recoveries_table, rounds_table
 
 from isthmus.accelerators import accelerator_names, resolve_accelerator
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 PARTS = ("pipelines", "recovery", "federated")
@@ -90,19 +91,16 @@ def hardware_of(device: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, LATEST, "small sizes, on an accelerator too")
     parser.add_argument("--device", default="auto", help="cuda:0, cpu, checked; default: the first accelerator, if any")
-    parser.add_argument("--quick", action="store_true", help="small sizes, on an accelerator too")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, metavar="PART", help="these parts only")
     parser.add_argument("--peers", action="store_true", help="Flower too: makes its environment, about 3 GB, once")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     device = resolve_accelerator(options.device, "--device")
     size = "full" if device in accelerator_names() and not options.quick else "small"
     hardware = hardware_of(device)
-    host = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+    host = machine()
     found = msgspec.json.decode(options.json.read_bytes(), type=Report) if options.json.is_file() else Report(host=host)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     failed = 0
     for measure in measurements(device, hardware, size, options.only, peers=options.peers):
         try:
@@ -113,7 +111,7 @@ def main() -> int:
             continue
         for row in rows:
             found = found.having(host, row)
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        write_figures(options.json, found)
     console = Console(width=130)
     for table in (pipelines_table(found.pipelines), recoveries_table(found.recoveries), rounds_table(found.rounds)):
         console.print(table)

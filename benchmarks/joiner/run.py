@@ -10,11 +10,9 @@ ends of two steps, less the usual one.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import os
-import platform
 import socket
 import statistics
 import sys
@@ -45,6 +43,9 @@ from isthmus.runtime.processes.launcher import Launcher
 from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.listener import Listener
 from isthmus.trace import Span
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 LINE_BYTES_PER_S, LINE_S = 100e6 / 8, 0.005
@@ -219,9 +220,7 @@ def one_run(prepared: Prepared, fleet: Fleet, *, follows: bool, before: int) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps before the device joins")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, "fewer steps before the device joins")
     options = parser.parse_args()
     training = TrainingConfig(steps=120, batch_size=16, micro_batches=4)
     prepared = prepare(Job(name="joiner", model=MODEL, data=DATA, training=training))
@@ -234,11 +233,10 @@ def main() -> int:
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         state_bytes=state_bytes,
         gradient_bytes=state_bytes // 3,
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         runs=tuple(found),
     )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    write_figures(options.json, report)
     table = Table(
         "state travels",
         "step before",

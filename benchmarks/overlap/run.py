@@ -9,9 +9,6 @@ is longer, and latency does not change it.
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -33,6 +30,9 @@ from isthmus.plans import Plan
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, period_s, steady_step_s
 from isthmus.units import parse_duration
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 MICRO_BATCHES = 16
@@ -179,9 +179,7 @@ def table(found: Report) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two stages only, fewer steps, one try")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, "two stages only, fewer steps, one try")
     options = parser.parse_args()
     training = TrainingConfig(
         steps=3 if options.quick else 5, batch_size=4 * MICRO_BATCHES, micro_batches=MICRO_BATCHES
@@ -195,13 +193,13 @@ def main() -> int:
     results = compared(results)
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         micro_batches=MICRO_BATCHES,
         worst_ratio=max(r.ratio for r in results),
         worst_change=max(abs(r.change) for r in results),
         results=tuple(results),
     )
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    write_figures(options.json, found)
     Console(width=130).print(table(found))
     return 0 if found.good else 1
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import signal
 import statistics
@@ -22,6 +21,9 @@ from sides import Start, paired_ratio, run_alone, run_by_turns, start_ours, star
 from workload import LINKS, Figures, Workload
 
 from isthmus.experiments import Lab, LabStatistics, lab_unavailable
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import options_of, write_figures
 
 SKIPPED_STEPS = 2
 TURN_S_PER_MICRO_BATCH = 0.25
@@ -239,9 +241,7 @@ def _judged(value: float, target: float, form: str = "{:.3f}") -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two cases, one round: does it work?")
-    parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="where the figures go")
+    parser = options_of(__doc__, DEFAULT_JSON, "two cases, one round: does it work?")
     parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="wait for a quiet host so long")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no side stays behind
@@ -250,12 +250,11 @@ def main() -> int:
     if (reason := lab_unavailable()) is not None:
         console.print(f"without the wan cases: {reason}", markup=False)
         wanted = [(workload, rounds) for workload, rounds in wanted if workload.network != "wan"]
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     found: list[Case] = []
     for workload, rounds in wanted:
         console.print(f"{workload.network}, {workload.stages} stages, {workload.micro_batches} micro-batches ...")
         found.append(measure(workload, rounds, options.timeout))
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+        write_figures(options.json, found)
     console.print(table_of(found))
     console.print(f"figures: {options.json}", markup=False)
     agree = all(case.payload_equal and case.loss_difference <= LOSS_TOLERANCE for case in found)

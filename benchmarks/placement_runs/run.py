@@ -8,9 +8,6 @@ the plain loop to 1e-6 and its steady step is within 10 % of what plan and simul
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -37,6 +34,9 @@ from isthmus.job import Prepared, prepare
 from isthmus.planners import plan as plan_by
 from isthmus.simulator import simulate
 from isthmus.trace import Span, Trace, steady_step_s
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 PLANNERS = ("random", "dtfm-kl", "dtfm-genetic", "islands", "op-fence", "chain", "auto")
@@ -134,17 +134,15 @@ def table(results: Sequence[Result]) -> Table:
 def report(steps: int, results: Sequence[Result]) -> Report:
     return Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         steps=steps,
         results=tuple(results),
     )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps in place of {STEPS}")
+    parser = options_of(__doc__, LATEST, f"{QUICK_STEPS} steps in place of {STEPS}")
     parser.add_argument("--only", nargs="*", choices=PLANNERS, default=PLANNERS, metavar="PLANNER", help="these only")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     steps = QUICK_STEPS if options.quick else STEPS
     prepared, devices = prepare(job(steps)), fleet()
@@ -154,7 +152,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             results.append(measure(planner, prepared, devices, expected, Path(folder)))
         options.json.parent.mkdir(exist_ok=True)
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report(steps, results)), indent=1))
+        write_figures(options.json, report(steps, results))
     Console(width=120).print(table(results))
     return 0 if all(r.good for r in results) else 1
 

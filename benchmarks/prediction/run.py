@@ -8,9 +8,6 @@ the host's other work disturbed.
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -24,6 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.experiments import lab_unavailable
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 MEDIAN_LIMIT, WORST_LIMIT = 0.05, 0.10
@@ -54,7 +54,7 @@ def report(rows: Mapping[str, Result], quick: bool, skipped: Sequence[str]) -> R
     closed = [abs(r.closed_form_error) for r in results]
     eq3 = [abs(r.eq3_error) for r in results]
     return Report(
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         quick=quick,
         median_error=statistics.median(simulated),
         worst_error=max(simulated),
@@ -120,9 +120,7 @@ def table(found: Report) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two pairs of each kind, fewer steps")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, "two pairs of each kind, fewer steps")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="wait for a quiet host so long")
     parser.add_argument("--tries", type=int, default=3, help="runs of a plan until one was undisturbed")
     parser.add_argument("--only", type=int, nargs="*", metavar="N", help="pairs by their number, from 0")
@@ -130,7 +128,6 @@ def main() -> int:
     rows = kept_rows(options.json) if options.only is not None else {}
     skipped: list[str] = []
     chosen = options.only if options.only is not None else QUICK if options.quick else range(len(PAIRS))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(
             steps=5 if options.quick else 10,
@@ -147,7 +144,7 @@ def main() -> int:
             notes.print(f"  measured {result.measured_s:.3f} s, simulated {result.error:+.1%}", highlight=False)
             rows[pair.key] = result
             found = report(rows, options.quick, skipped)
-            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+            write_figures(options.json, found)
     for why in skipped:
         print(f"skipped {why}", file=sys.stderr)
     if not rows:

@@ -32,6 +32,9 @@ from isthmus.job import Prepared
 from isthmus.plans import ActivationNoise, Plan
 from isthmus.training.accounting import epsilon_of, squared_mu
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import write_figures
+
 LATEST = Path(__file__).parent / "results" / "latest.json"
 DELTA = 1e-5
 MULTIPLIERS = (0.02, 0.05, 0.2, 1.0)
@@ -181,7 +184,7 @@ def main() -> None:
     Console(width=None if sys.stdout.isatty() else 170).print(table(results))
     path = given.json or (None if given.quick else LATEST)
     if path is not None:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+        write_figures(path, results)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ against the even allocation.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -43,6 +42,9 @@ from isthmus.planners.allocation import (
 from isthmus.planners.network import Floats
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import options_of, write_figures
 
 RESULTS = Path(__file__).parent / "results" / "iteration.json"
 NETWORK = Link(LATENCY_S, 10e9 / 8)
@@ -269,9 +271,7 @@ def settings(quick: bool) -> list[Setting]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="16 nodes with 80 encoders only")
-    parser.add_argument("--json", type=Path, default=RESULTS, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, RESULTS, "16 nodes with 80 encoders only")
     options = parser.parse_args()
     rows: list[Row] = []
     wanted = settings(options.quick)
@@ -284,7 +284,7 @@ def main() -> int:
         limits=tuple(limits(s) for s in wanted if s.memory and s.encoders == 80),
         draws=tuple(draws(n) for n in dict.fromkeys(s.nodes for s in wanted)),
     )
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    write_figures(options.json, found)
     console = Console(width=130)
     for kind in SCALING:
         console.print(scaling_table(kind, found))

@@ -8,9 +8,6 @@ gives percentages of training time saved against even allocation; ours are of th
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import statistics
 import sys
 import time
@@ -34,6 +31,9 @@ from isthmus.planners.allocation import (
     sky_heuristic_layers,
     sky_optimal_layers,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 NODES, ENCODERS, SEEDS = (16, 32, 64), (40, 80, 160), (0, 1, 2)
@@ -206,9 +206,7 @@ def scaling_table(kind: str, results: Iterable[Result]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="16 nodes only, one seed, 40 and 80 encoders")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, "16 nodes only, one seed, 40 and 80 encoders")
     options = parser.parse_args()
     grid = (NODES[:1], ENCODERS[:2], SEEDS[:1]) if options.quick else (NODES, ENCODERS, SEEDS)
     results: list[Result] = []
@@ -218,11 +216,11 @@ def main() -> int:
             results += [measure(nodes, encoders, seed, planner) for planner in PLANNERS for seed in grid[2]]
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         counted_ms=counted_ms(),
         results=tuple(results),
     )
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    write_figures(options.json, found)
     console = Console(width=120)
     console.print(cases_table(results))
     for kind in SCALING:

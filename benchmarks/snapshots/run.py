@@ -10,9 +10,6 @@ runs, and their mean; without, the median of all steps.
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -34,6 +31,9 @@ from isthmus.models import ModelSpec
 from isthmus.plans import Plan
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.trace import Span, Trace, step_times
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 LIMIT = 0.03
@@ -127,9 +127,7 @@ def one_run(prepared: Prepared, plan: Plan, fleet: Fleet) -> Steps:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps, one run of each kind")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, "fewer steps, one run of each kind")
     options = parser.parse_args()
     steps, turns = (13, 1) if options.quick else (19, 3)
     kinds = {snapshots: prepared_for(steps, snapshots=snapshots) for snapshots in (False, True)}
@@ -151,7 +149,7 @@ def main() -> int:
                 snapshot_sources[phase] = (*snapshot_sources.get(phase, ()), *times)
     report = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         steps=steps,
         state_bytes=sum(deployment.state_bytes(name) for name in plan.devices),
         every=every,
@@ -159,7 +157,7 @@ def main() -> int:
         with_s=dict(sorted(snapshot_sources.items())),
         late_share=late,
     )
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    write_figures(options.json, report)
     state, per_step = report.state_bytes / 1e6, report.state_bytes / report.every / 1e6
     table = Table("state", "snapshot every", "sent per step", "step without", "with", "cost", "late", title="Snapshots")
     table.add_row(

@@ -6,7 +6,6 @@ processes of its own. Plain training is what each worker would do alone.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import resource
 import subprocess
@@ -14,7 +13,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -22,6 +20,9 @@ from rich.table import Table
 from torch import nn
 
 import isthmus.sync
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "memory.json"
 WORKERS, STEPS, WIDTH, LAYERS = 2, 12, 1024, 32
@@ -75,12 +76,10 @@ def main() -> int:
     if sys.argv[1:2] == ["--worker"]:
         worker(sys.argv[2], int(sys.argv[3]), sys.argv[4])
         return 0
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST)
     options = parser.parse_args()
     found = {kind: peak_bytes(kind) for kind in KINDS}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    write_figures(options.json, found)
     drawn = Table("training", "peak MB", "over plain")
     for kind, size in found.items():
         drawn.add_row(kind, f"{size / 1e6:.0f}", f"{size / found['plain'] - 1:+.1%}")

@@ -10,7 +10,6 @@ helps where communication is more than a period of computation.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,9 @@ from shapes import MODELS, model_times, problem_of, published  # pyright: ignore
 
 from isthmus.experiments import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 from isthmus.planners.sync import plan_sync
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "published.json"
 PERIOD = 5
@@ -145,12 +147,10 @@ def _ms(seconds: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST)
     options = parser.parse_args()
     results = [measure(*case) for case in cases()]
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+    write_figures(options.json, results)
     console = Console(width=240)
     console.print(table(results))
     console.print(hard_table(results))

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,6 +20,9 @@ from workload import PERIOD, Case, Kind, Place, Told
 
 from isthmus.experiments import Lab, lab_unavailable
 from isthmus.fleet import Device, Fleet, Link, Links
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 HERE = Path(__file__).parent
 LATEST = HERE / "results" / "latest.json"
@@ -162,11 +163,9 @@ def _ms(seconds: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one model, two links, one period")
+    parser = options_of(__doc__, LATEST, "one model, two links, one period")
     parser.add_argument("--model", choices=("gpt", "resnet"), help="this model only; the others' figures are kept")
     parser.add_argument("--mbit", type=float, help="this link only; the others' figures are kept")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     if (reason := lab_unavailable()) is not None:
         print(f"cannot emulate links here: {reason}", file=sys.stderr)
@@ -187,11 +186,10 @@ def main() -> int:
     results.sort(key=lambda r: (r.case.kind, r.case.bandwidth_bit_per_s))
     report = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         results=results,
     )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    write_figures(options.json, report)
     Console(width=200).print(table(results))
     return 0
 

@@ -30,6 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "sync"))
 
 from workload import ResNet  # pyright: ignore[reportMissingImports]
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import options_of, write_figures
+
 LATEST = Path(__file__).parent / "results" / "balance.json"
 WORKERS, PERIOD, BATCH, SEEDS, PERIODS = 4, 6, 16, 3, 24
 STEP_S = (0.06, 0.06, 0.06, 0.12)
@@ -127,17 +130,14 @@ def table(runs: list[Run]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one seed, a quarter of the periods")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, "one seed, a quarter of the periods")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         worker(int(options.worker[0]), options.worker[1], options.quick)
         return 0
     runs = measure(options.quick)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(runs), indent=1))
+    write_figures(options.json, runs)
     Console(width=120).print(table(runs))
     return 0
 

@@ -10,7 +10,6 @@ SGD) on samples of their own, averaged layer by layer as each plan says.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -35,6 +34,9 @@ from shapes import problem_of  # pyright: ignore[reportMissingImports]
 
 from isthmus.experiments import SyncChoices, simulate_sync
 from isthmus.planners.sync import plan_sync
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "frequency.json"
 PERIODS = (3, 5, 10)
@@ -265,18 +267,16 @@ def trained_table(rows: Sequence[Trained]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of(__doc__, LATEST)
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     torch.set_num_threads(1)
     steps = simulated()
     rows = [row for workers in options.workers for row in trained(workers, options.seeds, options.steps)]
     report = Report(when=datetime.now(UTC).isoformat(timespec="seconds"), steps=steps, trained=rows)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    write_figures(options.json, report)
     console = Console(width=230)
     console.print(step_table(steps))
     console.print(trained_table(rows))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import statistics
@@ -23,6 +22,9 @@ from rich.table import Table
 
 from isthmus.plans import SyncPlan
 from training import PERIOD, Curve, Kind, Setting
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import options_of, write_figures
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt
@@ -214,11 +216,9 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one seed, a fifth of the steps; no picture")
+    parser = options_of(__doc__, LATEST, "one seed, a fifth of the steps; no picture")
     parser.add_argument("--model", choices=("gpt", "resnet"), help="this model only; the other's curves are kept")
     parser.add_argument("--tell", action="store_true", help="run nothing: tell of the curves with the newest times")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     times = msgspec.json.decode(TIMES.read_bytes(), type=_Times)
     kinds: list[Kind] = [options.model] if options.model else ["gpt", "resnet"]
@@ -246,8 +246,7 @@ def main() -> int:
     report = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"), mbit=MBIT, curves=curves, rows=rows, targets=targets
     )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    write_figures(options.json, report)
     if not options.quick:
         draw(curves, PICTURE)
     Console(width=130).print(table(rows))

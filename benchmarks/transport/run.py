@@ -11,10 +11,8 @@ An emulated link carries messages one at a time; its error is the time a message
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
-import platform
 import socket
 import statistics
 import sys
@@ -39,6 +37,9 @@ from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.secure import secure_accepted, secure_dialled
 from isthmus.training.layout import header_of, pack
 from isthmus.units import format_bandwidth, format_size, parse_bandwidth, parse_duration
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 MESSAGE_BYTES = (64 << 10, 1 << 20, 16 << 20)
@@ -293,9 +294,7 @@ def _compare(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller rounds")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser = options_of(__doc__, LATEST, "fewer and smaller rounds")
     options = parser.parse_args()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
@@ -314,12 +313,11 @@ def main() -> int:
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         load=load,
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        host=machine(),
         throughput=tuple(speeds),
         accuracy=tuple(errors),
     )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    write_figures(options.json, found)
     Console(width=130).print(table(found))
     return 0
 
