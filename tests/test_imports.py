@@ -47,7 +47,7 @@ COMPONENTS = {
     "sky": ("isthmus.planners.network",),
     "snapshots": ("isthmus.runtime.coordinator.stage_assignments",),  # bytes of states
     "sync": ("isthmus.sync",),
-    "transport": ("isthmus.runtime", "isthmus.training.layout"),  # a channel alone
+    "transport": ("isthmus.protocol.run_messages", "isthmus.runtime", "isthmus.training.layout"),  # a channel alone
 }
 """Benchmarks that measure a part below the API, and where that part is. All others use public packages alone."""
 
