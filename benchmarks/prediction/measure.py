@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import subprocess
 import sys
+from collections import defaultdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -27,6 +29,8 @@ QUIET_CORES = 0.15
 LATE_SHARE = 0.02
 """An emulated run whose tasklets overran by more than this is repeated."""
 PROBE_S = 2.0
+SEEDS = range(9)
+"""Of the simulations whose median is the prediction, where durations scatter."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,8 +150,9 @@ def _conduct(run: Run, lab: Lab | None) -> Ran:
 
 
 class Emulation:
-    """Predicts and measures emulated pairs. What the fleet does not say of this host, the lanes' own delays and the
-    updates, comes from one run of another plan."""
+    """Predicts and measures emulated pairs. What the fleet does not say of this host comes from one run of another
+    plan: the lanes' own delays, the updates, and how much equal tasklets scatter. In a plan of equal stages the scatter
+    decides which of two tasklets is ready first."""
 
     def __init__(self, pair: Pair, shares: Shares, settings: Settings) -> None:
         prepared = prepare(pair.job(settings.warmup_steps, settings.folder))
@@ -157,6 +162,7 @@ class Emulation:
         durations = self._calibration.durations(plan)
         updates = [seconds for (_, work), seconds in durations.items() if work == "update"]
         self._update_s = sum(updates) / len(updates)
+        self._scatter = scatter(measured.trace)
         self._settings = settings
 
     def result(self, pair: Pair) -> Result:
@@ -166,10 +172,23 @@ class Emulation:
             overheads=_overheads(self._calibration),
             header_bytes=self._calibration.header_bytes,
             update_s=self._update_s,
+            jitter=self._scatter,
         )
-        simulated = simulate(plan, fleet, run_spec(prepared), options)
+        each = (msgspec.structs.replace(options, seed=seed) for seed in SEEDS)
+        simulated_s = statistics.median(steady_step_s(simulate(plan, fleet, run_spec(prepared), o)) for o in each)
         measured = run_plan(prepared.job, plan, fleet, None, self._settings)
-        return _result(pair, plan, simulated, measured, measured.others_cores)
+        return _result(pair, plan, simulated_s, measured, measured.others_cores)
+
+
+def scatter(trace: Trace) -> float:
+    """Relative standard deviation of equal tasklets, read off their quartiles: the median over devices and kinds.
+    The first step is left out, as in the calibration."""
+    seconds: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for span in trace.spans:
+        if span.name in ("F", "B") and span.step > 0:
+            seconds[span.device, span.name].append(span.end_s - span.start_s)
+    quartiles = (statistics.quantiles(each, n=4) for each in seconds.values())
+    return statistics.median((high - low) / (1.349 * middle) for low, middle, high in quartiles)
 
 
 def network_result(pair: Pair, settings: Settings) -> Result:
@@ -192,12 +211,12 @@ def network_result(pair: Pair, settings: Settings) -> Result:
             header_bytes=calibration.header_bytes,
             durations=calibration.durations(plan),
         )
-        simulated = simulate(plan, probed, run_spec(prepared), options)
+        simulated_s = steady_step_s(simulate(plan, probed, run_spec(prepared), options))
         measured = run_plan(prepared.job, plan, fleet, lab, settings)
     # The closed form and Eq. 3 get the same links and, as FusionLLM has it, one factor per device.
     problem = prepared.problem(corrected(probed, calibration.flops_per_s(plan), {}))
     scaled = build_plan(problem, fleet.names, plan.boundaries(), planner=plan.planner)
-    return _result(pair, scaled, simulated, measured, max(others_cores, measured.others_cores))
+    return _result(pair, scaled, simulated_s, measured, max(others_cores, measured.others_cores))
 
 
 def probe(lab: Lab, fleet: Fleet) -> Fleet:
@@ -215,7 +234,7 @@ def _overheads(calibration: Calibration) -> Overheads:
     return Overheads(tasklet_s=calibration.tasklet_s, handover_s=calibration.handover_s)
 
 
-def _result(pair: Pair, plan: Plan, simulated: Trace, measured: Measured, others_cores: float) -> Result:
+def _result(pair: Pair, plan: Plan, simulated_s: float, measured: Measured, others_cores: float) -> Result:
     return Result(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         kind=pair.kind,
@@ -224,7 +243,7 @@ def _result(pair: Pair, plan: Plan, simulated: Trace, measured: Measured, others
         stages=len(plan.stages),
         measured_s=steady_step_s(measured.trace),
         steps_s=tuple(s for _, s in sorted(step_times(measured.trace).items())),
-        simulated_s=steady_step_s(simulated),
+        simulated_s=simulated_s,
         closed_form_s=plan.predicted.step_s,
         eq3_s=plan.predicted.eq3_step_s,
         bottleneck=plan.predicted.bottleneck,

@@ -250,7 +250,7 @@ PAIRS: tuple[Pair, ...] = (
         options=BERT,
         data="sentence pairs",
         sequence_length=64,
-        slow=149_700,
+        slow=8 * 149_700,
         shares=(1, 1, 1, 1),
         u_shaped=True,
     ),
