@@ -242,7 +242,8 @@ class Commits:
         self._identity = identity
 
     def save(self, round_: int, values: Mapping[str, Tensor], states: NDArray[np.int32] | None) -> Path:
-        """Make a round durable. UserError when it cannot be written."""
+        """Make a round durable: a killed process does not lose it, a machine without power may. UserError when it
+        cannot be written."""
         tensors = {_SERVER + name: value for name, value in _apart(values).items()}
         if states is not None:
             tensors[STATES] = torch.from_numpy(states)
@@ -252,7 +253,7 @@ class Commits:
         path = self._folder / f"round-{round_:06d}.safetensors"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with atomic_path(path) as new:
+            with atomic_path(path, durable=False) as new:
                 save_file(tensors, new, metadata=metadata)
             for old in self._files()[:-KEPT]:
                 old.unlink()

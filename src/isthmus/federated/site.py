@@ -109,7 +109,8 @@ class SiteStates:
         self._form.sign(memory, clients, round_)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(self._path(round_), memory[0, : self._form.size_bytes].data)
+            # Every round waits for this file, so it is not forced to disk; `read` recognises a damaged one.
+            atomic_write(self._path(round_), memory[0, : self._form.size_bytes].data, durable=False)
         except OSError as e:
             raise UserError(f"state {self._path(round_)}: cannot be written: {e.strerror or e}") from None
         return [round_]
