@@ -43,7 +43,9 @@ class FromDevice(msgspec.Struct, Generic[BodyT_co], frozen=True):
 
 def kind_of(event: msgspec.Struct) -> type[msgspec.Struct]:
     """The type by which a table knows the event: of a device's event, that of its body."""
-    return type(event.body if isinstance(event, FromDevice) else event)
+    if type(event) is FromDevice:  # isinstance takes twice as long, and each event of a simulation comes by here
+        return type(event.body)
+    return type(event)
 
 
 PhaseT = TypeVar("PhaseT", bound=str)
