@@ -202,7 +202,11 @@ class World:
 
     def _deliver(self, worker_id: str, device: str, event: WorkerEvent) -> None:
         there = self.devices.get(device)
-        if there is not None and (worker := there.workers.get(worker_id)) is not None:
+        if there is None or (worker := there.workers.get(worker_id)) is None:
+            return
+        if there.waiting is None:
+            worker.handle(event)
+        else:
             self.on(there, partial(worker.handle, event))
 
     def kept(self, worker: SimulatedWorker, step: int, values: State) -> None:
