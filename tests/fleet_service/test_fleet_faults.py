@@ -28,7 +28,7 @@ from .doors import family_of
 from .parties import Fleet
 from .test_fleet_runs import Devices
 
-STEPS = 120
+STEPS = 80
 FLEET = """
 name = "two"
 
@@ -211,7 +211,7 @@ def test_the_coordinator_is_killed_and_comes_back(machines: Machines) -> None:
     assert serve.stdout is not None
     for name in ("d0", "d1"):
         machines.join(name, serve.stdout.readline().strip())
-    wait_until(lambda: machines.steps() >= 40, serve, within_s=200)  # on a machine with ten times as much to do
+    wait_until(lambda: machines.steps() >= 30, serve, within_s=200)  # on a machine with ten times as much to do
     os.kill(serve.pid, signal.SIGKILL)
     serve.wait(10)
     reached = machines.steps()

@@ -34,7 +34,7 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
     "too few at the deadline, twice": (
         Scenario(
             sites=True,
-            rules=RoundRules(rounds=2, deadline_s=DEADLINE_S, minimum=3, attempts=2),
+            rules=RoundRules(rounds=2, deadline_s=DEADLINE_S / 2, minimum=3, attempts=2),
             slow={("c", 0): NEVER},
         ),
         "ExecutorJoined a,b,c: StartPhase 0.0 a 0; StartPhase 0.0 b 1; StartPhase 0.0 c 2\n"
