@@ -102,10 +102,16 @@ class Machines:
 
 
 def _line(process: subprocess.Popen[str]) -> str:
+    """Byte by byte: a buffer would swallow the next line too, which `select` then does not see."""
     assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], LIMIT_S)
-    assert ready, "it printed nothing"
-    return process.stdout.readline()
+    found = b""
+    while not found.endswith(b"\n"):
+        ready, _, _ = select.select([process.stdout], [], [], LIMIT_S)
+        assert ready, "it printed nothing"
+        byte = os.read(process.stdout.fileno(), 1)
+        assert byte, f"it ended after {found!r}"
+        found += byte
+    return found.decode()
 
 
 def test_the_steps(place: Place, tmp_path: Path) -> None:
