@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import isthmus
-from isthmus.runtime.processes import launcher
+from isthmus.runtime.processes import device_processes
 from tests.fork_servers import end_all, kept_fork_server
 
 from . import examples
@@ -59,7 +59,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _fork_servers_are_kept() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "ForkServer", kept_fork_server)
+        patch.setattr(device_processes, "ForkServer", kept_fork_server)
         patch.setattr(gc, "unfreeze", lambda: None)  # as it ends a fork of executors, which would undo the freeze
         yield
     end_all()

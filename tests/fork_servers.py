@@ -1,8 +1,8 @@
 """Processes that device processes are forked from, kept from test to test: each imports torch for three seconds.
 
 A run's launcher gets one for itself, as new: it has computed nothing. Only how such a process ends with its launcher is
-not seen this way: tests of that in `tests/runtime/test_launcher.py` do without, and all of commands in processes of
-their own.
+not seen this way: tests of that in `tests/runtime/test_device_processes.py` do without, and all of commands in
+processes of their own.
 """
 
 from __future__ import annotations

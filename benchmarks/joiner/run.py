@@ -39,7 +39,7 @@ from isthmus.protocol import Coordinator
 from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.coordinator.backend import RunRequest, Session
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
-from isthmus.runtime.processes.launcher import Launcher
+from isthmus.runtime.processes.device_processes import DeviceProcesses
 from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.listener import Listener
 from isthmus.trace import Span
@@ -116,7 +116,7 @@ class Line:
 class _Work:
     """The second device is offered when it is time."""
 
-    def __init__(self, call: RunRequest, launcher: Launcher, comes: threading.Event) -> None:
+    def __init__(self, call: RunRequest, launcher: DeviceProcesses, comes: threading.Event) -> None:
         self._call, self._launcher, self._comes = call, launcher, comes
 
     def ended(self) -> dict[str, str]:
@@ -153,7 +153,7 @@ class FarBackend(LocalBackend, frozen=True, kw_only=True):
         line = Line(listener.port)
         try:
             address = f"{self.host}:{line.port}"
-            with Launcher(
+            with DeviceProcesses(
                 address, call.run, timeout_s=call.timeout_s, threads=call.threads, logs=call.logs
             ) as launcher:
                 work = _Work(call, launcher, self.comes)

@@ -22,7 +22,7 @@ from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, 
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.federated.run import FederatedRun
 from isthmus.runtime.lab.lab import COORDINATOR, Lab, LabStatistics, lab_unavailable, measure
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.simulator.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_tensors
 from isthmus.training.optim import LearningRate, OptimizerConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from isthmus.fleet import Link
 from isthmus.runtime.coordinator.backend import LocalBackend
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from tests.faults.forwarder import ADDRESS, Forwarder, free_port
 from tests.faults.history import History
 from tests.faults.real import FLOPS_PER_S, Run, job, pid_of, run

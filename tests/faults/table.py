@@ -32,7 +32,7 @@ import msgspec
 import torch
 from rich.console import Console
 
-from isthmus.runtime.processes import launcher
+from isthmus.runtime.processes import device_processes
 from tests.fork_servers import kept_fork_server
 
 from . import disk_rows, fleet_rows, process_rows
@@ -134,7 +134,7 @@ def _once(name: str, seed: int) -> Moment:
         with (
             contextlib.nullcontext()
             if row.starts_afresh
-            else mock.patch.object(launcher, "ForkServer", kept_fork_server)
+            else mock.patch.object(device_processes, "ForkServer", kept_fork_server)
         ):
             found = row.once(seed, folder)
     except Exception as e:  # a moment that fails is a finding, and the other moments are still of interest

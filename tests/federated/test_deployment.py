@@ -26,8 +26,8 @@ from isthmus.federated.task_spec import load_site
 from isthmus.protocol.federated_events import ClientTask, PhaseId, PhaseSetup
 from isthmus.runtime.federated.site_run import SiteRun
 from isthmus.runtime.federated.site_runner import RETRIES_S, SiteRunner
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.forked import Forked
-from isthmus.runtime.processes.launcher import ProcessPlace
 from isthmus.runtime.service.agent import Agent, membership_in
 from tests.federated.sites import attend, free_port, listens, model, samples, write_job, write_tickets
 from tests.fleet_service.parties import Fleet, in_background, serving, soon

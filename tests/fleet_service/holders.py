@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from isthmus.data import DataSpec
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service.agent import Agent, join_fleet
 
 from .parties import Fleet, outcomes, soon

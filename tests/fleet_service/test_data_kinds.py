@@ -19,7 +19,7 @@ from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.job import prepare
 from isthmus.runtime.device.stage_data import stage_data
 from isthmus.runtime.identity.blinded_digests import ONE_OWNER
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service.agent import Agent, join_fleet
 from tests.federated.sites import write_job
 from tests.runtime.commands import isthmus, refused

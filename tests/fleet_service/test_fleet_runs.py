@@ -21,7 +21,7 @@ from isthmus.job import Job, prepare
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.device.stage_data import stage_data
 from isthmus.runtime.identity.blinded_digests import ONE_OWNER, blinded
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service.agent import Agent, join_fleet
 from isthmus.runtime.service.status_file import LinkStatus
 from isthmus.training.optim import OptimizerConfig

@@ -15,7 +15,7 @@ from isthmus.errors import UserError
 from isthmus.job import prepare
 from isthmus.runtime.device.island_ranks import Island, island_here
 from isthmus.runtime.messages.probe import MeasureSpeed
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service import device_probe
 from isthmus.runtime.service.speed import TimedWork
 from tests.runtime.jobs import DIGITS, final_weights, job_of, plain_run

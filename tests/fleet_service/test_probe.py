@@ -16,7 +16,7 @@ from isthmus.fleet import parse_fleet
 from isthmus.fleet.toml import dump_fleet
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.messages.probe import ExpectDial, MeasuredSpeed, MeasureLink, MeasureSpeed, SpeedSample
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service import agent as agents
 from isthmus.runtime.service import device_probe, fleet_probe
 from isthmus.runtime.service.agent import Agent, join_fleet

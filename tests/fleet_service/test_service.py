@@ -20,7 +20,7 @@ from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.fleet import DevicePresent, JoinRequest, NewDevice, Rejected, Renew, Renewed, Welcome
 from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.messages.versions import mismatch, versions_here
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service import enrollment
 from isthmus.runtime.service.agent import Agent, Membership, join_fleet, membership_in
 from isthmus.runtime.service.enrollment import Dismissal

@@ -24,7 +24,7 @@ from isthmus.runtime.messages.probe import (
     MeasureSpeed,
     SpeedSample,
 )
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service import agent as agents
 from isthmus.runtime.service import speed
 from isthmus.runtime.service.agent import Agent, Membership

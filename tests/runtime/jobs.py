@@ -22,7 +22,7 @@ from isthmus.models import ModelSpec
 from isthmus.plans import Plan
 from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.run_callbacks import Outcome
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.training.checkpoint import latest_checkpoint, read_tensors
 from isthmus.training.optim import Optimizers
 from isthmus.training.reference import reference_step, reference_update

@@ -14,7 +14,7 @@ from isthmus.errors import FleetTooSmall, PeerError, UserError
 from isthmus.experiments import check_outcome
 from isthmus.graph.opgraph import Arg, ArgList, Ref
 from isthmus.job import Prepared, prepare
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 
 from .commands import isthmus
 from .jobs import job_of, random_cut, run

@@ -27,7 +27,7 @@ from isthmus.protocol.run_events import RejectDevice, RunEvent, RunInstruction
 from isthmus.runtime.coordinator.backend import LocalBackend, RunRequest, Session
 from isthmus.runtime.coordinator.plans import Plans
 from isthmus.runtime.coordinator.recovery_record import read_record
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.simulator import Fault, RecoveryTimes, SimulationOptions
 from isthmus.simulator.run import RunSimulation

@@ -16,7 +16,7 @@ from isthmus.errors import UserError
 from isthmus.federated.job import is_federated
 from isthmus.fleet import Fleet
 from isthmus.job import Job, load_job, prepare
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service.fleet_probe import NO_JOB, probe_fleet
 from isthmus.runtime.service.hardware import hardware_of
 from isthmus.runtime.service.layer_questions import speed_question

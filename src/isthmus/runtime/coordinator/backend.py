@@ -18,7 +18,7 @@ from isthmus.plans.worker_ids import device_of
 from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.coordinator.data_holders import DataQueries
 from isthmus.runtime.processes.data_description import described_at
-from isthmus.runtime.processes.launcher import Launcher, ProcessPlace
+from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.listener import Listener
@@ -163,7 +163,7 @@ class LocalBackend(msgspec.Struct, frozen=True, kw_only=True):
         listener.start(acceptor.on_connection)
         address = f"{self.host}:{listener.port}"
         try:
-            with Launcher(
+            with DeviceProcesses(
                 address, call.run, timeout_s=call.timeout_s, threads=call.threads, logs=call.logs
             ) as launcher:
                 work = _LocalSession(self, call, launcher)
@@ -212,7 +212,7 @@ class _LocalDataQueries:
 
 
 class _LocalSession:
-    def __init__(self, backend: LocalBackend, call: RunRequest, launcher: Launcher) -> None:
+    def __init__(self, backend: LocalBackend, call: RunRequest, launcher: DeviceProcesses) -> None:
         self._backend = backend
         self._call = call
         self._launcher = launcher

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from isthmus.accelerators import AUTO, accelerator_names, resolve_accelerator
 from isthmus.errors import UserError, unknown_name
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 
 FIELD = "runtime.device"
 

@@ -21,7 +21,7 @@ from isthmus.data.description import DataDescription, describe
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.identity.blinded_digests import ONE_OWNER, blinded
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.memory_limit import limit_memory
 
 MOST_REASON = 500

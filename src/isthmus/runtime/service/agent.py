@@ -34,7 +34,7 @@ from isthmus.runtime.messages.fleet import (
 from isthmus.runtime.messages.probe import ExpectDial, MeasureLink, MeasureSpeed
 from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.messages.versions import versions_here
-from isthmus.runtime.processes.launcher import Launcher, ProcessPlace
+from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace
 from isthmus.runtime.service.data_answers import DataAnswers
 from isthmus.runtime.service.device_probe import compute_speed, expect_probe, measure_link
 from isthmus.runtime.service.enrollment import Dismissal, join
@@ -125,7 +125,7 @@ class Agent:
         self._log = log
         self._run_starter = run_starter
         self._retries_s = retries_s
-        self._work: tuple[str, Launcher] | None = None
+        self._work: tuple[str, DeviceProcesses] | None = None
         self._close_door: Callable[[], None] = lambda: None
         """Stops waiting for the device that was to measure the link to this one last."""
         self._failed = 0
@@ -223,7 +223,7 @@ class Agent:
     def _watch(self, channel: SocketChannel, lane: SendLane, gone: threading.Event) -> None:
         """Renew the certificate, and report a process that ended."""
         asked_s = 0.0
-        reported: tuple[Launcher | None, dict[str, str]] = (None, {})
+        reported: tuple[DeviceProcesses | None, dict[str, str]] = (None, {})
         while not gone.wait(TICK_S):
             now_s = time.monotonic()
             if self._over.is_set():
@@ -301,7 +301,7 @@ class Agent:
     def _begin_work(self, call: StartRun, coordinator: tuple[str, int]) -> None:
         place = self._placed(coordinator)
         host, port = coordinator
-        launcher = Launcher(
+        launcher = DeviceProcesses(
             f"{host}:{port}", call.run, timeout_s=call.timeout_s, threads=call.threads, logs=self._folder / "logs"
         )
         launcher.start(self._membership.name, place, call.stages)

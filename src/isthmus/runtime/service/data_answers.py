@@ -9,7 +9,7 @@ from isthmus.errors import IsthmusError, PeerError
 from isthmus.runtime.identity.blinded_digests import proof, proves
 from isthmus.runtime.messages.data import CompareData, DataCompared, DataDescribed, DescribeData
 from isthmus.runtime.processes.data_description import MOST_REASON, described_at
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.sanitize import MOST_SHOWN, sanitize
 
 MOST_UNPROVED = 16

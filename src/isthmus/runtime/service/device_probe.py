@@ -28,7 +28,7 @@ from isthmus.runtime.messages.probe import (
     MeasureSpeed,
 )
 from isthmus.runtime.messages.relay import StreamHello
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service.layer_speed import share_of
 from isthmus.runtime.service.probe_results import combined_speed
 from isthmus.runtime.service.speed import TimedWork as Speed

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.fleet.fitting import fit_link
 from isthmus.runtime.messages.probe import MeasureSpeed
-from isthmus.runtime.processes.launcher import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service.device_probe import answer_loads, compute_speed, time_loads
 from isthmus.runtime.service.fleet_probe import NO_JOB, measured_device, measured_link
 from isthmus.runtime.transport.listener import Listener

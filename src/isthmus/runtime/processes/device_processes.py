@@ -72,7 +72,7 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
         return ["-P"] if self.identity is not None else []
 
 
-class Launcher:
+class DeviceProcesses:
     """Device processes, by device name. A context manager: on leaving, whatever still runs is ended.
 
     They are forked from one process per place that has imported what they need (`fork_server`). They hold the other
@@ -146,7 +146,7 @@ class Launcher:
         codes = {device: child.poll() for device, child in self._children.items()}
         return {d: how_it_ended(code, self._logs and self._log(d)) for d, code in codes.items() if code}
 
-    def __enter__(self) -> Launcher:
+    def __enter__(self) -> DeviceProcesses:
         return self
 
     def __exit__(

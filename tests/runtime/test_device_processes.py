@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.runtime.processes import fork_server, launcher
-from isthmus.runtime.processes.launcher import Launcher, ProcessPlace
+from isthmus.runtime.processes import device_processes, fork_server
+from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace
 from isthmus.runtime.transport.listener import Listener
 
 from .commands import devices_of, is_running, wait_until
@@ -22,7 +22,7 @@ from .commands import devices_of, is_running, wait_until
 @pytest.fixture
 def own_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that forks devices of the test alone, which it may kill."""
-    monkeypatch.setattr(launcher, "ForkServer", fork_server.ForkServer)
+    monkeypatch.setattr(device_processes, "ForkServer", fork_server.ForkServer)
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def address() -> Generator[str]:
     listener.close()
 
 
-def started(address: str, tmp_path: Path, *devices: str) -> tuple[Launcher, dict[str, int]]:
-    launcher = Launcher(address, "run", logs=tmp_path / "logs")
+def started(address: str, tmp_path: Path, *devices: str) -> tuple[DeviceProcesses, dict[str, int]]:
+    launcher = DeviceProcesses(address, "run", logs=tmp_path / "logs")
     for device in devices:
         launcher.start(device, ProcessPlace())
     wait_until(lambda: len(devices_of(os.getpid())) == len(devices))
@@ -64,7 +64,7 @@ def test_how_they_ended_is_told_and_they_can_be_started_again(address: str, tmp_
 
 
 def test_an_error_is_in_its_log(tmp_path: Path) -> None:
-    with Launcher("127.0.0.1:9", "run", timeout_s=0.2, logs=tmp_path / "logs") as launcher:
+    with DeviceProcesses("127.0.0.1:9", "run", timeout_s=0.2, logs=tmp_path / "logs") as launcher:
         launcher.start("oslo", ProcessPlace())
         wait_until(launcher.ended)
         log = tmp_path / "logs" / "oslo.log"
@@ -73,7 +73,7 @@ def test_an_error_is_in_its_log(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_entered(tmp_path: Path) -> None:
-    with Launcher("127.0.0.1:9", "run", logs=tmp_path / "logs") as launcher:
+    with DeviceProcesses("127.0.0.1:9", "run", logs=tmp_path / "logs") as launcher:
         launcher.start("oslo", ProcessPlace(prefix=("sh", "-c", "echo no such place >&2; exit 3", "sh")))
         wait_until(launcher.ended)
         assert launcher.ended()["oslo"].startswith("its process ended with code 3")
@@ -97,8 +97,8 @@ def test_when_the_forking_process_is_killed_its_devices_end(
 def test_they_end_with_a_launcher_that_is_killed(address: str, tmp_path: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from isthmus.runtime.processes.launcher import Launcher, ProcessPlace\n"
-        f"Launcher({address!r}, 'run', logs=Path(sys.argv[1])).start('oslo', ProcessPlace()); time.sleep(60)"
+        "from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace\n"
+        f"DeviceProcesses({address!r}, 'run', logs=Path(sys.argv[1])).start('oslo', ProcessPlace()); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as parent:
         wait_until(lambda: devices_of(parent.pid))

@@ -1,0 +1,75 @@
+"""What an engine does for a fleet: start one agent per node, watch the agents, start one again, and end them all.
+
+An agent is `isthmus join` on a node. The engine carries nothing else: data of a run stay on the links between devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+
+
+class AgentState(Enum):
+    """How an agent is, as far as its engine knows."""
+
+    STARTING = "starting"
+    """The engine has not placed it yet."""
+    RUNNING = "running"
+    ENDED = "ended"
+    """With exit code 0: it was dismissed."""
+    LOST = "lost"
+    """By an error, or with its node."""
+
+
+class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One agent to start."""
+
+    name: str
+    """Its name in the fleet."""
+    arguments: tuple[str, ...] = ()
+    """Of `isthmus join`, besides name, ticket and state folder."""
+    ticket: str
+    """A secret. It travels in files of mode 600, on standard input, or as a secret of the engine; never in a command
+    line or a log."""
+
+    def __repr__(self) -> str:
+        return f"AgentSpec(name={self.name!r}, arguments={self.arguments!r})"
+
+
+class Launcher(Protocol):
+    """An engine. One thread calls it. PeerError where the engine refuses or fails."""
+
+    @property
+    def restarts(self) -> bool:
+        """Whether `restart` can bring a lost agent back."""
+        ...
+
+    def check(self) -> None:
+        """UserError, in one line that says what to install or start, where the engine is missing, too old or
+        unreachable. Nothing is started."""
+        ...
+
+    def nodes(self) -> int | None:
+        """How many nodes the engine has; None where it starts as many as it is asked for."""
+        ...
+
+    def start(self, agents: Sequence[AgentSpec], log: Callable[[str, str], None]) -> None:
+        """One agent per node. Returns once the engine has accepted them. `log(name, line)` is given what an agent
+        prints, from any thread, until `stop`."""
+        ...
+
+    def states(self) -> Mapping[str, AgentState]:
+        """Of every agent, by name, now."""
+        ...
+
+    def restart(self, agent: AgentSpec) -> None:
+        """In place of the lost agent of this name, on any free node, with a new ticket."""
+        ...
+
+    def stop(self) -> None:
+        """End all agents and give back everything that the engine holds for them: processes, allocations, groups,
+        secrets, files. Again is no error."""
+        ...
