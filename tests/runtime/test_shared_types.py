@@ -65,7 +65,9 @@ def test_a_shared_parameter_trains_in_its_own_type(tied: tuple[str, DataSpec], t
         if dtype == "bfloat16":
             assert (saved[name].double() - value.double()).abs().max() < 0.02  # the plain loop has no wider copy
         else:
-            torch.testing.assert_close(saved[name], value.detach(), rtol=1e-6, atol=1e-7)
+            # tanh has poles among complex numbers: near one, the plain loop itself is up to 7e-5 off one in complex128.
+            rtol, atol = (1e-4, 1e-5) if dtype == "complex64" else (1e-6, 1e-7)
+            torch.testing.assert_close(saved[name], value.detach(), rtol=rtol, atol=atol)
 
 
 def test_a_type_that_no_checkpoint_holds_is_refused_before_the_run(tied: tuple[str, DataSpec]) -> None:
