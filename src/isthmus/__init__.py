@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from isthmus.api.run import Run
     from isthmus.api.serve import serve
     from isthmus.api.training import train
+    from isthmus.api.up import up
     from isthmus.federated.job import FederatedJob
     from isthmus.fleet import Device, Fleet, Link
     from isthmus.job import Job
@@ -55,6 +56,7 @@ _WHERE = {
     "simulate": "isthmus.api.plan",
     "sync": "isthmus.sync",
     "train": "isthmus.api.training",
+    "up": "isthmus.api.up",
     "verify": "isthmus.api.plan",
 }
 """By name: the module that has it, or that it is."""
@@ -82,6 +84,7 @@ __all__ = [
     "simulate",
     "sync",
     "train",
+    "up",
     "verify",
 ]
 

@@ -15,7 +15,9 @@ from isthmus.errors import UserError
 Config = TypeVar("Config", bound=msgspec.Struct)
 
 
-def read_overrides(texts: Sequence[str]) -> dict[str, object]:
+def read_overrides(
+    texts: Sequence[str], option: str = "--set", example: str = "training.steps=50"
+) -> dict[str, object]:
     """Of `KEY=VALUE`, with values as in TOML; what is no value there is text. UserError for one that is no such pair.
 
     >>> read_overrides(["training.steps=50", "fleet=laptop", "plan.micro_batches=[2, 4]"])
@@ -25,7 +27,7 @@ def read_overrides(texts: Sequence[str]) -> dict[str, object]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not all(key.strip().split(".")):
-            raise UserError(f"--set: got {text!r}, expected KEY=VALUE, as training.steps=50")
+            raise UserError(f"{option}: got {text!r}, expected KEY=VALUE, as {example}")
         try:
             found[key.strip()] = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import status as status
     from isthmus.api import status_tables as status_tables
     from isthmus.api import terminal as terminal
+    from isthmus.api import up as up
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -12,6 +12,8 @@ runs/NAME/
   plan.png  timeline.png  loss.png  summary.json
   given/                                          of Python objects: the samples as arrays, and the fleet
   logs/DEVICE.log                                 what each device's process wrote to standard error
+  agents.log  probed.toml                         of `isthmus up`: what agents printed, and the fleet as it was measured
+  coordinator/                                    of `isthmus up`, while it runs: keys, removed at the end
   checkpoints/
   sessions/1/                                     of a resumed run: plan, losses and traces of the sessions before
 """
@@ -45,6 +47,9 @@ JOB, FLEET, PLAN = "job.json", "fleet.json", "plan.json"
 MEASURED, PREDICTED, PERIODS = "trace.jsonl", "predicted.jsonl", "plans.json"
 FITTED = "fitted.json"
 GIVEN = "given"
+AGENTS_LOG, COORDINATOR, PROBED = "agents.log", "coordinator", "probed.toml"
+BESIDE = frozenset({GIVEN, AGENTS_LOG, COORDINATOR, PROBED})
+"""What may be in a folder before a run begins there."""
 
 
 class RunFolder:
@@ -84,7 +89,7 @@ class RunFolder:
         """A folder of the user's choice; UserError when something is in it."""
         if cls(path).begun:
             raise UserError(f"--run {path}: holds a run already; add --resume to continue it")
-        if path.exists() and (not path.is_dir() or any(found.name != GIVEN for found in path.iterdir())):
+        if path.exists() and (not path.is_dir() or any(found.name not in BESIDE for found in path.iterdir())):
             raise UserError(f"--run {path}: exists and is not an empty directory")
         return cls(path)
 
@@ -115,9 +120,13 @@ class RunFolder:
             yield
         finally:
             os.close(handle)
-            for made in reversed(self._made):
-                with contextlib.suppress(OSError):  # only an empty directory can be removed like this
-                    made.rmdir()
+            self.leave()
+
+    def leave(self) -> None:
+        """Remove what was made for a run that wrote nothing."""
+        for made in reversed(self._made):
+            with contextlib.suppress(OSError):  # only an empty directory can be removed like this
+                made.rmdir()
 
     def begin(
         self, job: Job, fleet: Fleet, plan: Plan, start_step: int, note: Callable[[str], None] = lambda _: None

@@ -22,6 +22,7 @@ from isthmus.federated.task_spec import SiteConfig, load_site
 from isthmus.runtime.device.island_ranks import Island, attend, island_here
 from isthmus.runtime.federated.site_runner import RETRIES_S, SiteRunner
 from isthmus.runtime.identity import Ticket, decode_ticket, read_ticket
+from isthmus.runtime.processes.children import end_with_input
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.memory_limit import limit_memory, machine_memory_bytes
 from isthmus.runtime.service.agent import Agent, Membership, join_fleet, membership_in
@@ -50,8 +51,11 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     memory: str = ""
     """What jobs may take of each device's."""
     devices: str = ""
-    """Of which accelerators each is a device of its own; none: the machine is one device."""
+    """Of which accelerators each is a device of its own; none: the machine is one device; `auto`: all, or none where
+    there is none."""
     site: Path | None = None
+    attached: bool = False
+    """The ticket is the first line of standard input, and the device ends when that closes."""
 
 
 def kinds_of(text: str) -> tuple[str, ...] | None:
@@ -121,6 +125,12 @@ def join_as(joining: JoinOptions, log: Callable[[str], None], ask: Ask) -> int:
     folder = joining.state or state_folder("device")
     timeout_s = read_timeout(joining.timeout)
     island = island_here(folder)
+    if joining.attached and (island is None or island.number == 0):  # the other ranks end with this one
+        ticket = ask()
+        end_with_input()
+        ask = lambda: ticket  # noqa: E731
+    if joining.devices == AUTO:
+        joining = msgspec.structs.replace(joining, devices="all" if accelerator_names() else "")
     if joining.devices:
         return _several(joining, folder, timeout_s, log, ask)
     if island is not None and joining.site is not None:
@@ -268,7 +278,7 @@ class HowToJoin(TypedDict, total=False):
     device: str
     """Where it computes: cpu, cuda:0, ...; by default a GPU if there is one."""
     devices: str
-    """`all`, or numbers of accelerators, of which each is a device of its own."""
+    """`all`, or numbers of accelerators, of which each is a device of its own; `auto`: as `all` where there is one."""
     memory: str
     """What jobs may take of it, as "4 GiB"; by default all."""
     data: Path

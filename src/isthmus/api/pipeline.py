@@ -55,7 +55,7 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
     """To its end, or to a good end once it is to stop: then what is leased is finished, and a checkpoint saved. Raises
     Interrupted where it ended at once: before it began, or by a second Ctrl-C."""
     stop.check()
-    folder = _folder(job, choices)
+    folder = run_folder(job, choices)
     folder.check_kind(federated=False)
     with folder.claimed():
         try:
@@ -216,7 +216,8 @@ def _plan_again(prepared: Prepared, holders: DataHolders, fleet: Fleet) -> Plan:
         fleet = fleet.subset(left)
 
 
-def _folder(job: Job, choices: Choices) -> RunFolder:
+def run_folder(job: Job, choices: Choices) -> RunFolder:
+    """Of the run to resume, or a new one. UserError."""
     parent = Path(job.run_dir)
     if choices.resume:
         return RunFolder.newest(parent, job.name) if choices.run is None else RunFolder.existing(choices.run)

@@ -15,6 +15,7 @@ import typer
 from isthmus import __version__
 from isthmus.api.stop import terminable
 from isthmus.cli import (
+    cluster_commands,
     device_commands,
     doctor_commands,
     first_files,
@@ -41,12 +42,13 @@ GROUPS = (
     lists,
     run_commands,
     serve_commands,
+    cluster_commands,
     fleet_commands,
     device_commands,
     doctor_commands,
 )
 """In the order of the help."""
-NEEDING_POSIX = (serve_commands, fleet_commands, device_commands)
+NEEDING_POSIX = (serve_commands, cluster_commands, fleet_commands, device_commands)
 for group in GROUPS:
     app.registered_commands += group.app.registered_commands
 

@@ -29,8 +29,8 @@ def join(
         str,
         typer.Option(
             "--devices",
-            metavar="all|0,2",
-            help="A device for each of these accelerators, NAME/0, NAME/2, ..., with one ticket.",
+            metavar="all|auto|0,2",
+            help="A device for each of these accelerators, NAME/0, NAME/2, ..., with one ticket; auto: all if any.",
         ),
     ] = "",
     host: Annotated[
@@ -58,6 +58,9 @@ def join(
     site: Annotated[
         Path | None, typer.Option("--site", help="Federated: a TOML with this site's data and what may run on them.")
     ] = None,
+    attached: Annotated[
+        bool, typer.Option("--attached", help="Read the ticket from stdin, and end when stdin closes: for launchers.")
+    ] = False,
     timeout: TimeoutOption = "60 s",
     state: DeviceStateOption = None,
 ) -> None:
@@ -84,6 +87,7 @@ def join(
         device=api.join.single_device(device, api.join.AUTO),
         devices=devices,
         memory=memory,
+        attached=attached,
     )
     raise typer.Exit(api.join.join_as(asked, log, _asked_ticket))
 

@@ -58,6 +58,11 @@ class Roster:
             database.execute("INSERT INTO tickets VALUES (?, ?, NULL)", (_hash(secret), expires_s))
         return secret, expires_s
 
+    def withdraw(self, secret: bytes) -> None:
+        """Nobody can join with this ticket any more. One that was used stays as it is."""
+        with self._database.changing() as database:
+            database.execute("DELETE FROM tickets WHERE hash = ? AND used_by IS NULL", (_hash(secret),))
+
     def check(self, secret: bytes, now_s: float) -> str | None:
         """Of a ticket that is in date, the ids of the devices that have used it. PeerError for any other."""
         with self._database.reading() as database:

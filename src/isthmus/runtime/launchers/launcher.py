@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -31,20 +32,28 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Its name in the fleet."""
     arguments: tuple[str, ...] = ()
     """Of `isthmus join`, besides name, ticket and state folder."""
+    island: bool = False
+    """It runs under torchrun: the accelerators of its node are one device."""
     ticket: str
     """A secret. It travels in files of mode 600, on standard input, or as a secret of the engine; never in a command
     line or a log."""
 
     def __repr__(self) -> str:
-        return f"AgentSpec(name={self.name!r}, arguments={self.arguments!r})"
+        return f"AgentSpec(name={self.name!r}, arguments={self.arguments!r}, island={self.island})"
 
 
 class Launcher(Protocol):
-    """An engine. One thread calls it. PeerError where the engine refuses or fails."""
+    """An engine, made of its options. One thread at a time calls it. PeerError where the engine refuses or fails."""
 
     @property
     def restarts(self) -> bool:
         """Whether `restart` can bring a lost agent back."""
+        ...
+
+    @property
+    def head(self) -> str:
+        """A host of the cluster. The coordinator is reached by this machine's address on the route to it. Empty where
+        every node is this machine. Called after `check`."""
         ...
 
     def check(self) -> None:
@@ -56,9 +65,10 @@ class Launcher(Protocol):
         """How many nodes the engine has; None where it starts as many as it is asked for."""
         ...
 
-    def start(self, agents: Sequence[AgentSpec], log: Callable[[str, str], None]) -> None:
-        """One agent per node. Returns once the engine has accepted them. `log(name, line)` is given what an agent
-        prints, from any thread, until `stop`."""
+    def start(self, agents: Sequence[AgentSpec], folder: Path, log: Callable[[str, str], None]) -> None:
+        """One agent per node. Returns once the engine has accepted them. `folder` is private (mode 0700); `stop`
+        removes what the launcher keeps there. `log(name, line)` is given what an agent prints, from any thread, until
+        `stop`."""
         ...
 
     def states(self) -> Mapping[str, AgentState]:

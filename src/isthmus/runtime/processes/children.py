@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -15,6 +16,9 @@ HALT_S = 5.0
 """How long processes that were asked to halt may take."""
 SIGNAL_S = 2.0
 """How long a process may take after a signal."""
+
+LEAVE_S = 10.0
+"""How long a process may take to end by itself after its standard input closed."""
 
 
 class Child(Protocol):
@@ -62,6 +66,20 @@ def how_it_ended(code: int, log: Path | None) -> str:
         return f"its process was killed by {signal.Signals(-code).name}"
     see = f", see {log}" if log is not None else ""
     return f"its process ended with code {code}{see}"
+
+
+def end_with_input() -> None:
+    """Have this process end when standard input closes: as by SIGTERM, and at once where that takes longer than
+    `LEAVE_S`. Nothing else may read standard input from now on."""
+
+    def wait() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(LEAVE_S)
+        os._exit(PeerError.exit_code)
+
+    threading.Thread(target=wait, name="standard input", daemon=True).start()
 
 
 def end_with_parent(parent_pipe: int) -> None:

@@ -83,6 +83,19 @@ def interruptible(interrupted: Callable[[], None]) -> Generator[None]:
 
 
 @contextlib.contextmanager
+def uninterrupted() -> Generator[None]:
+    """Neither Ctrl-C nor SIGTERM (`terminable`) ends the block. No effect outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextlib.contextmanager
 def terminable() -> Generator[None]:
     """SIGTERM acts like Ctrl-C, so a supervisor's `stop` and a plain `kill` end the process cleanly. By default SIGTERM
     would leave state behind, and would not end the first process of a container at all. No effect outside the main

@@ -82,6 +82,7 @@ class FleetCoordinator:
         self._presence = Presence(state.roster, log)
         self._changed = threading.Condition()
         """Of what is below."""
+        self._shutting_out = threading.Lock()
         self._channels: dict[str, set[SocketChannel]] = {}
         """By id, all connections."""
         self._runs: dict[str, Acceptor] = {}
@@ -129,6 +130,25 @@ class FleetCoordinator:
     def present(self) -> frozenset[str]:
         """Names of the devices that are connected."""
         return self._presence.names
+
+    def ticket(self) -> str:
+        """A new one, as text."""
+        return self._state.ticket()
+
+    def withdraw(self, ticket: str) -> None:
+        """As `FleetState`."""
+        self._state.withdraw(ticket)
+
+    def devices_of(self, machine: str) -> list[str]:
+        """Names of the devices that joined from a machine, sorted; it may have one of its own name, or one for each
+        accelerator."""
+        names = (member.name for member in self._state.roster.members() if member.revoked_s is None)
+        return sorted(name for name in names if name.partition("/")[0] == machine)
+
+    def revoke(self, device: str) -> None:
+        """Shut out a device that joined. On return its connections are closed, and another may take its name."""
+        self._state.roster.revoke(device, time.time())
+        self._shut_out()
 
     def wait_for(self, devices: Sequence[str], stop: Stop | None = None) -> None:
         """As `Presence`."""
@@ -332,6 +352,16 @@ class FleetCoordinator:
 
     def _look(self) -> None:
         self._log_limiter.look()
+        self._shut_out()
+        self._state.renew()
+        write_status(self._state.folder, self.current_status())
+
+    def _shut_out(self) -> None:
+        """Disconnect those that were revoked."""
+        with self._shutting_out:
+            self._shut_out_alone()
+
+    def _shut_out_alone(self) -> None:
         with self._changed:
             names, connected = dict(self._names), {id: list(found) for id, found in self._channels.items()}
         for id, name in names.items():
@@ -343,9 +373,7 @@ class FleetCoordinator:
                 channel.close()
             self._relay.cut(id)
             with self._changed:
-                del self._names[id]  # another device may have the name one day
-        self._state.renew()
-        write_status(self._state.folder, self.current_status())
+                self._names.pop(id, None)  # another device may have the name one day
 
     def current_status(self) -> CoordinatorStatus:
         """Who is here, and how devices at work reach each other."""

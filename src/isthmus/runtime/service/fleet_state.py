@@ -15,7 +15,7 @@ import msgspec
 
 from isthmus.errors import UserError
 from isthmus.locking import claimed
-from isthmus.runtime.identity import Authority, Identity, Roster, Ticket, encode_ticket
+from isthmus.runtime.identity import Authority, Identity, Roster, Ticket, decode_ticket, encode_ticket
 from isthmus.runtime.identity.files import private_folder, write_private
 
 _ADDRESSES = "addresses.json"
@@ -66,6 +66,10 @@ class FleetState:
             raise UserError(f"{path}: cannot be read: {e}; remove it and start `isthmus serve` again") from None
         secret, expires_s = self.roster.invite(time.time())
         return encode_ticket(Ticket(addresses, self.authority.fingerprint, secret, expires_s))
+
+    def withdraw(self, ticket: str) -> None:
+        """Nobody can join with this ticket any more, unless it was used already."""
+        self.roster.withdraw(decode_ticket(ticket).secret)
 
     def drain(self, device: str) -> None:
         """Have the device leave its run without loss. The coordinator that serves this folder looks for such wishes."""

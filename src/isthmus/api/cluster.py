@@ -1,0 +1,160 @@
+"""The agents of one run on an engine: started, waited for, brought back while the engine can, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from isthmus.api.agent_log import AgentLog
+from isthmus.errors import IsthmusError, PeerError
+from isthmus.runtime.launchers.launcher import AgentSpec, AgentState, Launcher
+from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
+from isthmus.units import format_duration
+
+LOOK_S = 0.2
+REMIND_S = 30.0
+"""How often to say which agents are waited for."""
+MOST_NAMES = 5
+MOST_RESTARTS = 3
+"""Of one agent in a row, none of which joined."""
+PAUSE_S = 5.0
+"""Before the second restart of an agent in a row; before the third, twice as long."""
+_GONE = (AgentState.ENDED, AgentState.LOST)
+
+
+class Cluster:
+    """One agent per node, named as the specs say; their tickets are made here."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        service: FleetCoordinator,
+        specs: Sequence[AgentSpec],
+        log: AgentLog,
+        note: Callable[[str], None],
+    ) -> None:
+        self._launcher = launcher
+        self._service = service
+        self._specs = {spec.name: spec for spec in specs}
+        self._log = log
+        self._note = note
+        self._tickets: dict[str, str] = {}
+        self._restarts: dict[str, AgentRestarts] = {}
+        self._over = threading.Event()
+
+    def start(self, folder: Path) -> None:
+        """PeerError where the engine refuses."""
+        self._launcher.start([self._with_ticket(spec) for spec in self._specs.values()], folder, self._log.write)
+
+    def stop(self) -> None:
+        """End all agents; tickets that nobody used are void."""
+        try:
+            self._launcher.stop()
+        finally:
+            for ticket in self._tickets.values():
+                self._service.withdraw(ticket)
+
+    def joined(self, stop: Stop) -> list[str]:
+        """The names of their devices, once all have joined. PeerError for an agent that ended before, with what it
+        printed last; Interrupted where that is to stop."""
+        began_s = reminded_s = time.monotonic()
+        while missing := [name for name in self._specs if not self._is_here(name)]:
+            stop.check()
+            states = self._launcher.states()
+            for name in missing:
+                if states.get(name, AgentState.STARTING) in _GONE and not self._is_here(name):
+                    raise PeerError(f"{name}: its agent ended before it had joined{self._why(name)}")
+            if (now_s := time.monotonic()) - reminded_s >= REMIND_S:
+                reminded_s = now_s
+                self._note(_waiting(missing, states, now_s - began_s))
+            self._over.wait(LOOK_S)
+        return [device for name in self._specs for device in self._service.devices_of(name)]
+
+    @contextlib.contextmanager
+    def kept(self) -> Generator[None]:
+        """Lost agents are brought back meanwhile."""
+        keeper = threading.Thread(target=self._keep, name="agents", daemon=True)
+        keeper.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            keeper.join()
+
+    def _keep(self) -> None:
+        while not self._over.wait(LOOK_S):
+            try:
+                states = self._launcher.states()
+            except IsthmusError as e:
+                self._note(f"the engine does not say how its agents are: {e}")
+                self._over.wait(REMIND_S)
+                continue
+            for name in self._specs:
+                if states.get(name) is AgentState.LOST:
+                    self._bring_back(name)
+                elif name in self._restarts and self._is_here(name):
+                    self._note(f"{name} has joined again")
+                    del self._restarts[name]
+
+    def _bring_back(self, name: str) -> None:
+        restarts, now_s = self._restarts.get(name, AgentRestarts()), time.monotonic()
+        if restarts.given_up or now_s < restarts.next_s:
+            return
+        self._restarts[name] = restarts.after(now_s, able=self._launcher.restarts)
+        lost = f"{name} was lost{self._why(name)}"
+        if self._restarts[name].given_up:
+            tried = f"after {restarts.count} restarts" if self._launcher.restarts else "the engine cannot restart it"
+            self._note(f"{lost}: the run goes on without it, {tried}")
+            return
+        self._note(f"{lost}: starting it again")
+        try:
+            for device in self._service.devices_of(name):
+                self._service.revoke(device)
+            self._launcher.restart(self._with_ticket(self._specs[name]))
+        except IsthmusError as e:
+            self._note(f"{name}: cannot be started again: {e}")
+
+    def _with_ticket(self, spec: AgentSpec) -> AgentSpec:
+        """With a new one; the one before it is void."""
+        before, ticket = self._tickets.get(spec.name), self._service.ticket()
+        if before is not None:
+            self._service.withdraw(before)
+        self._tickets[spec.name] = ticket
+        return msgspec.structs.replace(spec, ticket=ticket)
+
+    def _is_here(self, name: str) -> bool:
+        """A machine's devices join together, and connect one after another."""
+        devices = self._service.devices_of(name)
+        return bool(devices) and self._service.present.issuperset(devices)
+
+    def _why(self, name: str) -> str:
+        """By what it printed last."""
+        last = [line for line in self._log.last(name) if line.strip()]
+        return f": {last[-1]} (log {self._log.path})" if last else f", and printed nothing (log {self._log.path})"
+
+
+class AgentRestarts(msgspec.Struct, frozen=True):
+    """Of an agent that was lost and has not joined since."""
+
+    count: int = 0
+    next_s: float = 0.0
+    """When it may be started again, by the monotonic clock."""
+    given_up: bool = False
+
+    def after(self, now_s: float, *, able: bool) -> AgentRestarts:
+        """Once it is lost again."""
+        if not able or self.count == MOST_RESTARTS:
+            return AgentRestarts(self.count, given_up=True)
+        return AgentRestarts(self.count + 1, now_s + PAUSE_S * self.count * 2)
+
+
+def _waiting(missing: Sequence[str], states: Mapping[str, AgentState], waited_s: float) -> str:
+    few = [f"{name} ({states.get(name, AgentState.STARTING).value})" for name in missing[:MOST_NAMES]]
+    more = f" and {len(missing) - MOST_NAMES} more" if len(missing) > MOST_NAMES else ""
+    return f"waiting for {', '.join(few)}{more} to join, for {format_duration(waited_s)}"

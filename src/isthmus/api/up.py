@@ -1,0 +1,207 @@
+"""A job on a cluster's engine: a coordinator here, an agent on each node, the run, and nothing left afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+import msgspec
+
+from isthmus.api.agent_log import AgentLog
+from isthmus.api.cluster import Cluster
+from isthmus.api.folder import AGENTS_LOG, COORDINATOR, PROBED, RunFolder
+from isthmus.api.given import check_arguments
+from isthmus.api.job_overrides import job_of
+from isthmus.api.make_plan import fleet_for
+from isthmus.api.notebook import default_observer
+from isthmus.api.observer import Observer
+from isthmus.api.pipeline import Choices, run_folder, run_job
+from isthmus.api.run import Run
+from isthmus.api.serve import Serving, serving_fleet
+from isthmus.api.up_choices import (
+    UpChoices,
+    agent_names,
+    agent_specs,
+    check_devices,
+    check_not_public,
+    is_known,
+)
+from isthmus.atomic_write import atomic_write
+from isthmus.errors import UserError
+from isthmus.federated.job import FederatedJob, is_federated
+from isthmus.fleet import Fleet, dump_fleet, load_fleet
+from isthmus.job import Job, prepare
+from isthmus.planners import check_planner
+from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
+from isthmus.runtime.launchers.launcher import AgentSpec, Launcher
+from isthmus.runtime.launchers.registry import open_launcher
+from isthmus.runtime.processes.signals import Stop, uninterrupted
+from isthmus.runtime.service.agent import local_address
+from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
+from isthmus.runtime.service.fleet_probe import probe_fleet
+from isthmus.runtime.service.layer_questions import speed_question
+
+ANY_PORT = 9
+"""Of the engine's head, where only the route to it is asked for."""
+
+
+def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) -> Run:
+    """As `run_job`, on the engine's nodes. Whatever ends the run ends the agents too."""
+    stop.check()
+    check_planner(job.planner)
+    launcher = open_launcher(asked.engine, asked.options)
+    fleet = fleet_for(job) if is_known(job.fleet, asked.measure) else None
+    launcher.check()
+    specs = agent_specs(agent_names(asked, fleet, launcher.nodes()), asked, fleet, here=not launcher.head)
+    serving = _serving(asked, launcher.head)
+    folder = run_folder(job, Choices(resume=asked.resume, run=asked.run))
+    interrupted = False
+    try:
+        with _started(folder, launcher, specs, serving, observer, verbose=asked.verbose) as (cluster, service):
+            with stop.calls(lambda: None):
+                devices = cluster.joined(stop)
+            with cluster.kept():
+                if fleet is None:
+                    job = _on_measured(job, devices, folder, service, observer.note, stop)
+                else:
+                    check_devices(devices, fleet)
+                choices = Choices(resume=asked.resume, run=folder.path, backend=service, again=asked.again)
+                return run_job(job, choices, observer, stop)
+    except KeyboardInterrupt:
+        interrupted = True
+        raise
+    finally:
+        if interrupted and not folder.begun:
+            for name in (AGENTS_LOG, PROBED):
+                (folder.path / name).unlink(missing_ok=True)
+        folder.leave()
+
+
+def _serving(asked: UpChoices, head: str) -> Serving:
+    """Where the coordinator listens: where nobody says, at the address of this machine towards the engine."""
+    host = asked.host
+    if not host:
+        host = local_address(head, ANY_PORT) if head else "127.0.0.1"
+        check_not_public(host)
+    return Serving(host=host, port=asked.port, addresses=asked.addresses, timeout=asked.timeout)
+
+
+@contextlib.contextmanager
+def _started(
+    folder: RunFolder,
+    launcher: Launcher,
+    specs: Sequence[AgentSpec],
+    serving: Serving,
+    observer: Observer,
+    *,
+    verbose: bool,
+) -> Generator[tuple[Cluster, FleetCoordinator]]:
+    """A coordinator and agents; on leaving no process, key or ticket is left of them."""
+    state, ending = folder.path / COORDINATOR, False
+
+    def say(line: str) -> None:
+        log.write("coordinator", line)
+        if not ending and not verbose:
+            observer.note(line)
+
+    with contextlib.ExitStack() as stack:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        log = stack.enter_context(AgentLog(folder.path / AGENTS_LOG, observer.note if verbose else None))
+        stack.callback(shutil.rmtree, state, ignore_errors=True)
+        service = stack.enter_context(serving_fleet(msgspec.structs.replace(serving, state=state), say))
+        cluster = Cluster(launcher, service, specs, log, observer.note)
+        try:
+            cluster.start(state)
+            yield cluster, service
+        finally:
+            ending = True
+            with uninterrupted():
+                cluster.stop()
+
+
+def _on_measured(
+    job: Job,
+    devices: Sequence[str],
+    folder: RunFolder,
+    service: FleetCoordinator,
+    note: Callable[[str], None],
+    stop: Stop,
+) -> Job:
+    """The job on these devices, as they are measured; or as they were, in a run that goes on."""
+    path = folder.path / PROBED
+    if not (path.is_file() and set(load_fleet(path).names) == set(devices)):
+        atomic_write(path, dump_fleet(_measured(job, devices, service, note, stop)).encode())
+        note(f"wrote {path}: with --fleet {path} the next run need not measure")
+    return msgspec.structs.replace(job, fleet=str(path), devices=None)
+
+
+def _measured(
+    job: Job, devices: Sequence[str], service: FleetCoordinator, note: Callable[[str], None], stop: Stop
+) -> Fleet:
+    """In the first layers of the job's model, which is captured with what a device says of the data."""
+    holders = DataHolders(service.asks(stop), job.data, devices, heldout=job.evaluates, note=note)
+    holders.ask()
+    question = speed_question(prepare(job, agreed(holders.described)))
+    return probe_fleet(service, devices, note, question, f"measured by isthmus up for {job.name}")
+
+
+class HowUp(TypedDict, total=False):
+    """How a job runs on an engine."""
+
+    nodes: int
+    """By default all that the engine has, or as many as the job's fleet file names."""
+    devices_per_node: str
+    """`auto`: each accelerator is a device, a machine without one too; a number of accelerators; `island`: those of a
+    node are one device, under torchrun."""
+    options: Mapping[str, object]
+    """Of the engine."""
+    host: str
+    """Address to listen on; by default this machine's on the route to the engine, loopback for `local`."""
+    port: int
+    """By default any that is free."""
+    addresses: tuple[str, ...]
+    """HOST or HOST:PORT by which nodes reach the coordinator; by default `host`."""
+    timeout: str
+    """Silence after which a device is lost; by default "60 s"."""
+    data: Path
+    """Folder with the data, on every node."""
+    memory: str
+    """What the job may take of each device's, as "4 GiB"; by default all."""
+    measure: bool
+    """Whether the devices that join are measured; by default unless the job names a fleet file."""
+
+
+def up(
+    job: Job | str | Path,
+    on: str,
+    *,
+    resume: bool = False,
+    run: str | Path | None = None,
+    overrides: Mapping[str, object] = {},
+    observer: Observer | None = None,
+    stop: Stop | None = None,
+    **given: Unpack[HowUp],
+) -> Run:
+    """Train a job on the nodes of a cluster, by its engine, as `local`.
+
+    Starts a coordinator here and an agent on each node, trains, and ends them, also where the run fails. `resume`,
+    `run`, `overrides`, `observer` and `stop` are as of `isthmus.train`.
+
+    UserError for what is wrong with the job, the engine or the address; PeerError where agents end before they have
+    joined, or devices were lost and the run could not go on.
+
+    >>> run = isthmus.up("job.toml", on="local", nodes=3)  # doctest: +SKIP
+    """
+    check_arguments(up, HowUp, given)
+    asked = UpChoices(engine=on, resume=resume, run=None if run is None else Path(run), again="resume=True", **given)
+    refuse_federated(job)
+    return run_on_engine(job_of(job, overrides), asked, observer or default_observer(), stop or Stop())
+
+
+def refuse_federated(job: Job | FederatedJob | str | Path) -> None:
+    """UserError for a federated job."""
+    if isinstance(job, FederatedJob) or (not isinstance(job, Job) and is_federated(Path(job))):
+        raise UserError("up: got a federated job, expected one whose model is cut into stages: `isthmus train` runs it")

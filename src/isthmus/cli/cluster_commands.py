@@ -1,0 +1,77 @@
+"""`isthmus up`: a job on the nodes of a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import isthmus
+from isthmus import api
+from isthmus.cli.console import show_run
+from isthmus.cli.options import JobFile, JobOptions, JsonOption, ResumeOption, RunOption, TimeoutOption, with_groups
+from isthmus.overrides import read_overrides
+
+app = typer.Typer()
+
+
+@app.command()
+@with_groups
+def up(
+    job_file: JobFile,
+    asked: JobOptions,
+    on: Annotated[str, typer.Option("--on", metavar="ENGINE", help="What starts agents: local, ssh, ...")],
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="Default: those of the fleet file, or all that the engine has.")
+    ] = None,
+    per_node: Annotated[
+        str,
+        typer.Option(
+            "--devices-per-node",
+            metavar="auto|N|island",
+            help="auto: each accelerator is a device; island: all of a node are one, under torchrun.",
+        ),
+    ] = "auto",
+    options: Annotated[
+        list[str] | None, typer.Option("--on-option", metavar="KEY=VALUE", help="Of the engine; repeatable.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; default: towards the engine; local: loopback.")
+    ] = "",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 0,
+    address: Annotated[
+        list[str] | None, typer.Option("--address", help="HOST[:PORT] by which nodes reach it; may be repeated.")
+    ] = None,
+    timeout: TimeoutOption = "60 s",
+    data: Annotated[Path | None, typer.Option("--data", help="Folder with the data, on every node.")] = None,
+    memory: Annotated[str, typer.Option("--memory", help="What jobs may take of each device's: 4GiB.")] = "",
+    measure: Annotated[
+        bool | None,
+        typer.Option("--measure/--no-measure", help="Measure devices; default: unless the job has a fleet file."),
+    ] = None,
+    resume: ResumeOption = False,
+    run: RunOption = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show what agents print.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Train a job on a cluster: start a coordinator here and an agent on each node, and end them with the run."""
+    how = api.up.UpChoices(
+        engine=on,
+        options=read_overrides(options or (), "--on-option", "hosts=nodes.txt"),
+        nodes=nodes,
+        devices_per_node=per_node,
+        host=host,
+        port=port,
+        addresses=tuple(address or ()),
+        timeout=timeout,
+        data=data,
+        memory=memory,
+        measure=measure,
+        resume=resume,
+        run=run,
+        verbose=verbose,
+    )
+    api.up.refuse_federated(job_file)
+    job, stop = asked.pipeline_job(job_file), isthmus.Stop()
+    raise typer.Exit(show_run(lambda terminal: api.up.run_on_engine(job, how, terminal, stop), json=json))
