@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from isthmus.api.probe import probe
     from isthmus.api.run import Run
     from isthmus.api.serve import serve
+    from isthmus.api.sweep import Sweep, sweep
     from isthmus.api.training import train
     from isthmus.api.up import up
     from isthmus.federated.job import FederatedJob
@@ -45,6 +46,7 @@ _WHERE = {
     "Run": "isthmus.api.run",
     "StepDone": "isthmus.api.observer",
     "Stop": "isthmus.runtime.processes.signals",
+    "Sweep": "isthmus.api.sweep",
     "Trace": "isthmus.trace",
     "compare": "isthmus.api.plan",
     "errors": "isthmus.errors",
@@ -54,6 +56,7 @@ _WHERE = {
     "probe": "isthmus.api.probe",
     "serve": "isthmus.api.serve",
     "simulate": "isthmus.api.plan",
+    "sweep": "isthmus.api.sweep",
     "sync": "isthmus.sync",
     "train": "isthmus.api.training",
     "up": "isthmus.api.up",
@@ -73,6 +76,7 @@ __all__ = [
     "Run",
     "StepDone",
     "Stop",
+    "Sweep",
     "Trace",
     "compare",
     "errors",
@@ -82,6 +86,7 @@ __all__ = [
     "probe",
     "serve",
     "simulate",
+    "sweep",
     "sync",
     "train",
     "up",

@@ -9,8 +9,8 @@ import sys
 import isthmus
 
 EXPECTED = (
-    "Device FederatedJob FederatedResult Fleet Job Link Observer Plan Run StepDone Stop Trace compare errors federate "
-    "join plan probe serve simulate sync train verify"
+    "Device FederatedJob FederatedResult Fleet Job Link Observer Plan Run StepDone Stop Sweep Trace compare errors "
+    "federate join plan probe serve simulate sweep sync train verify"
 )
 CODE = """
 import sys, isthmus

@@ -14,6 +14,7 @@ from isthmus.report import (
 from isthmus.report.federated_progress import rounds_table, simulated_table
 from isthmus.report.fleet_tables import device_text, fitted_text, matrix_table
 from isthmus.report.graph_table import graph_table
+from isthmus.report.sweep_table import sweep_table
 from isthmus.trace import busy_share, steady_step_s, write_perfetto
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "rounds_table",
     "simulated_table",
     "steady_step_s",
+    "sweep_table",
     "verdict_table",
     "write_perfetto",
 ]

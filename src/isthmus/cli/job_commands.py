@@ -1,4 +1,4 @@
-"""`isthmus plan`, `simulate`, `graph`, `describe-data` and `train`: commands of a job."""
+"""`isthmus plan`, `simulate`, `graph`, `describe-data`, `train` and `sweep`: commands of a job."""
 
 from __future__ import annotations
 
@@ -165,6 +165,27 @@ def train(
         return _plan(job, explain=False, picture=None, json=json)
     choices = api.pipeline.Choices(resume=resume, run=run, plan=plan_file)
     raise typer.Exit(show_run(lambda terminal: api.pipeline.run_job(job, choices, terminal, stop), json=json))
+
+
+@app.command()
+def sweep(
+    sweep_file: Annotated[Path, typer.Argument(metavar="SWEEP.toml", help="The job, settings and seeds.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Train what is not done yet; points may be added.")] = False,
+    run: Annotated[Path | None, typer.Option("--run", help="The sweep's folder; default RUN_DIR/NAME.")] = None,
+    at_once: Annotated[int | None, typer.Option("--at-once", min=1, help="So many runs at the same time.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Train a job under several settings and seeds, several runs at once; a table with mean and deviation.
+
+    A run that fails does not stop the others. Ctrl-C saves every run and ends.
+    """
+    found = isthmus.sweep(sweep_file, resume=resume, run=run, at_once=at_once, note=log)
+    document = {"sweep": str(found.path), "rows": found.rows, "results": found.results}
+    show(document, lambda: api.output.sweep_table(found.name, found.results), json=json)
+    log(f"sweep folder: {found.path}")
+    if found.outcome == "interrupted":
+        log(f"interrupted: isthmus sweep {sweep_file} --resume")
+    raise typer.Exit({"done": 0, "interrupted": 130}.get(found.outcome, 1))
 
 
 def _terminal() -> api.terminal.Terminal:

@@ -16,6 +16,7 @@ from isthmus.federated.job import FederatedJob
 from isthmus.federated.task_spec import SiteConfig
 from isthmus.fleet.toml import TABLES as FLEET_TABLES
 from isthmus.job import Job
+from isthmus.job.sweep import SweepFile
 from isthmus.models import describe_model, model_names
 from isthmus.option_docs import OptionDoc, option_docs
 from isthmus.report.tables import new_table
@@ -33,6 +34,7 @@ FILES: Mapping[str, type[msgspec.Struct]] = {
     "Pipeline job": Job,
     "Federated job": FederatedJob,
     "Site": SiteConfig,
+    "Sweep": SweepFile,
 }
 
 

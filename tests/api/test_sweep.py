@@ -1,0 +1,225 @@
+"""One job under several settings and seeds."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import statistics
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import isthmus
+from isthmus.api.sweep import MARGIN, SweepRecord, may_start
+from isthmus.errors import UserError
+from isthmus.job.sweep import SweepFile, SweepRun, runs_of
+from isthmus.report.sweep_table import RunResult, sweep_rows
+from isthmus.runtime.processes.memory_use import available_bytes, family_bytes
+from tests.runtime.commands import isthmus as command
+from tests.runtime.commands import refused, start, wait_until
+
+JOB = """
+name = "small"
+model = { name = "mlp", options = { features = 64, width = 8, layers = 1, classes = 10 } }
+data = { kind = "digits", options = { flat = true, holdout = 0.5 } }
+partition = { scheme = "dirichlet", clients = 6, alpha = 0.3 }
+federated = { algorithm = "fedavg", rounds = 2, evaluate_every = 1 }
+local = { epochs = 1, batch_size = 16 }
+participation = { clients = 3 }
+execution = { executors = 1 }
+"""
+SWEEP = """
+name = "rates"
+job = "small.toml"
+run_dir = "{folder}/runs"
+seeds = [0, 1]
+at_once = 1
+
+[grid]
+local.learning_rate = [0.1, 0.2]
+"""
+
+
+def write(folder: Path, sweep: str = SWEEP, job: str = JOB) -> Path:
+    (folder / "small.toml").write_text(job)
+    path = folder / "sweep.toml"
+    path.write_text(sweep.format(folder=folder))
+    return path
+
+
+def record(folder: Path) -> SweepRecord:
+    return msgspec.json.decode((folder / "sweep.json").read_bytes(), type=SweepRecord)
+
+
+def outcomes(folder: Path) -> list[str]:
+    return [result.outcome for result in record(folder).results]
+
+
+def ends(pid: int) -> bool:
+    """A killed process that nobody waited for is a zombie still."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_interrupted_killed_and_resumed_it_trains_each_run_once(tmp_path: Path) -> None:
+    sweep, folder = write(tmp_path), tmp_path / "runs" / "rates"
+    sweeping = start("sweep", sweep)
+    wait_until(lambda: (folder / "sweep.json").is_file() and "done" in outcomes(folder))
+    sweeping.send_signal(signal.SIGINT)
+    _, said = sweeping.communicate()
+    assert sweeping.returncode == 130, said
+    first = folder / record(folder).results[0].folder
+    changed = (first / "job.json").stat().st_mtime_ns
+    assert outcomes(folder)[0] == "done" and "done" not in outcomes(folder)[2:]
+    refused(command("sweep", sweep), 2, f"--run {folder}: holds a sweep already; add --resume to continue it")
+
+    sweeping = start("sweep", sweep, "--resume")
+    pids = Path(f"/proc/{sweeping.pid}/task/{sweeping.pid}/children")
+    wait_until(lambda: pids.read_text().split())
+    child = int(pids.read_text().split()[0])
+    sweeping.kill()
+    sweeping.communicate()
+    wait_until(lambda: ends(child))
+
+    ended = command("sweep", sweep, "--resume", "--at-once", "2")
+    assert ended.code == 0, ended.err
+    assert "1 of 4 runs are done already" in ended.err or "2 of 4 runs are done already" in ended.err
+    assert (first / "job.json").stat().st_mtime_ns == changed
+    found = isthmus.Sweep(folder)
+    assert found.outcome == "done"
+    assert [(row.point, row.runs, row.done) for row in found.rows] == [
+        ({"local.learning_rate": 0.1}, 2, 2),
+        ({"local.learning_rate": 0.2}, 2, 2),
+    ]
+    alone = isthmus.federate(tmp_path / "small.toml", run=tmp_path / "alone", overrides=overrides(0.2, 1))
+    assert alone.evaluation is not None
+    assert found.results[3].metrics["held-out loss"] == alone.evaluation.loss
+    spread = found.rows[1].metrics["accuracy"]
+    assert re.search(rf"0\.2 +2 .*{spread.mean:.4f} ± {spread.deviation:.4f}", ended.out)
+
+
+def overrides(rate: float, seed: int) -> dict[str, object]:
+    return {"local.learning_rate": rate, "federated.seed": seed}
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_done(tmp_path: Path) -> None:
+    sweep = write(
+        tmp_path,
+        'name = "rates"\njob = "small.toml"\nat_once = 2\n[[points]]\ndata.options.holdout = 0.5\n'
+        "[[points]]\nmodel.options.features = 63\n",
+    )
+    ended = command("sweep", sweep, "--run", tmp_path / "here", "--json")
+    assert ended.code == 1, ended.err
+    document = msgspec.json.decode(ended.out)
+    assert [result["outcome"] for result in document["results"]] == ["done", "failed"]
+    assert document["results"][1]["reason"] and "features=63" in document["results"][1]["folder"]
+    assert document["rows"][0]["metrics"]["accuracy"]["deviation"] is None
+
+
+BAD = {
+    'grid = { "local.learning_rat" = [1] }': "key",
+    'grid = { "local.learning_rate" = 0.1 }': "grid.local.learning_rate: got 0.1, expected a list of values",
+    "grid = { local.learning_rate = [] }": "grid.local.learning_rate: got [], expected a list of values",
+    'grid = { "federated.seed" = [1] }': "grid: got a seed, expected it in seeds = [...]",
+    "seeds = [-1]": "seeds",
+    "seeds = [1, 1]": "twice, expected each once",
+    "points = [{ local.learning_rate = 1 }, { local.learning_rate = 1 }]": "twice, expected each once",
+    'job = "none.toml"': "job: got 'none.toml', expected a job file",
+    "at_onc = 2": "at_once",
+    'points = [{ "local.batch_size" = -1 }]': "(with local.batch_size=-1)",
+}
+
+
+@pytest.mark.parametrize(("text", "error"), BAD.items())
+def test_bad_files_start_nothing(tmp_path: Path, text: str, error: str) -> None:
+    job = "" if text.startswith("job") else 'job = "small.toml"\n'
+    sweep = write(tmp_path, "")
+    sweep.write_text(f'name = "rates"\nrun_dir = "{tmp_path}/runs"\n{job}{text}\n')
+    with pytest.raises(UserError, match=re.escape(error)):
+        isthmus.sweep(sweep)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_changed_job_is_refused(tmp_path: Path) -> None:
+    sweep = write(tmp_path)
+    folder = tmp_path / "runs" / "rates"
+    folder.mkdir(parents=True)
+    before = SweepRecord(name="rates", job="", job_digest="", results=())
+    (folder / "sweep.json").write_bytes(msgspec.json.encode(before))
+    with pytest.raises(UserError, match="has changed since the sweep"):
+        isthmus.sweep(sweep, resume=True)
+    (folder / "sweep.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        isthmus.sweep(sweep, resume=True)
+    with pytest.raises(UserError, match="not found, or no sweep"):
+        isthmus.sweep(sweep, resume=True, run=tmp_path / "other")
+
+
+VALUES = st.lists(st.one_of(st.integers(-9, 9), st.booleans(), st.text("ab/ ", max_size=3)), min_size=1, max_size=3)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["a.b", "a.c", "d"]), VALUES, max_size=3),
+    st.lists(st.integers(0, 9), unique=True, max_size=3),
+)
+def test_each_combination_has_a_folder_of_its_own(grid: dict[str, list[object]], seeds: list[int]) -> None:
+    distinct = {
+        key: list({msgspec.json.encode(value): value for value in values}.values()) for key, values in grid.items()
+    }
+    runs = runs_of(SweepFile(name="s", job="j", grid=dict(distinct), seeds=tuple(seeds)))
+    count = max(1, len(seeds))
+    for values in distinct.values():
+        count *= len(values)
+    assert len(runs) == len({run.folder for run in runs}) == count
+    for run in runs:
+        assert re.fullmatch(r"[A-Za-z0-9=.,_-]+", run.folder) and run.point.keys() == grid.keys()
+        turned = SweepRun(point=dict(reversed(run.point.items())), seed=run.seed)
+        assert turned.folder[-8:] == run.folder[-8:]
+
+
+def test_tables_without_quotes_are_settings() -> None:
+    sweep = SweepFile(name="s", job="j", grid={"a": {"b": {"c": [1]}}, "d": [2]}, points=[{"e": {"f": 3}}])
+    assert [run.point for run in runs_of(sweep)] == [{"e.f": 3, "a.b.c": 1, "d": 2}]
+
+
+@given(
+    st.lists(st.integers(0, 100), max_size=5),
+    st.one_of(st.none(), st.integers(0, 100)),
+    st.one_of(st.none(), st.integers(0, 1000)),
+    st.integers(1, 5),
+)
+def test_runs_start_while_there_is_room(
+    running: list[int], need: int | None, available: int | None, limit: int
+) -> None:
+    starts = may_start(running, need, available, limit)
+    if len(running) >= limit:
+        assert not starts
+    elif not running or available is None:
+        assert starts
+    else:
+        fits = need is not None and sum(max(need, now) for now in running) + MARGIN * need <= available + sum(running)
+        assert starts == fits
+
+
+def test_rows_have_the_mean_and_deviation_of_what_is_done() -> None:
+    def result(rate: float, seed: int, loss: float | None) -> RunResult:
+        metrics = {} if loss is None else {"loss": loss}
+        outcome = "failed" if loss is None else "done"
+        return RunResult(point={"rate": rate}, seed=seed, folder=f"{rate}-{seed}", outcome=outcome, metrics=metrics)
+
+    rows = sweep_rows([result(1, 0, 2.0), result(2, 0, 5.0), result(1, 1, 4.0), result(2, 1, None)])
+    assert [(row.point["rate"], row.runs, row.done) for row in rows] == [(1, 2, 2), (2, 2, 1)]
+    assert rows[0].metrics["loss"].mean == 3.0
+    assert rows[0].metrics["loss"].deviation == statistics.stdev([2.0, 4.0])
+    assert rows[1].metrics["loss"].deviation is None
+
+
+def test_memory_of_this_process_is_counted() -> None:
+    own, held = family_bytes(os.getpid()), bytearray(os.urandom(64 << 20))
+    assert family_bytes(os.getpid()) - own > 48 << 20
+    assert len(held) and available_bytes()
+    assert family_bytes(2**22 + 1) == 0
