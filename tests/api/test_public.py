@@ -10,7 +10,7 @@ import isthmus
 
 EXPECTED = (
     "Device FederatedJob FederatedResult Fleet Job Link Observer Plan Run StepDone Stop Sweep Trace compare errors "
-    "federate join plan probe serve simulate sweep sync train verify"
+    "federate join plan probe serve simulate sweep sync train up verify"
 )
 CODE = """
 import sys, isthmus
