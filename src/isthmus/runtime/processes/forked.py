@@ -60,12 +60,9 @@ class Forked:
         gc.freeze()  # collecting in a copy would write to every page
         for name, act in names.items():
             end, parent_pipe = os.pipe()
-            pid = os.fork()
-            if not pid:
-                os.close(parent_pipe)
-                for other in self._copies.values():  # else a copy would keep its siblings alive
-                    os.close(other.parent_pipe)
-                end_after(partial(_live, act, end, self._logs[name]))
+            # A copy that held other ends of pipes would keep its siblings alive.
+            unused = [parent_pipe, *(other.parent_pipe for other in self._copies.values())]
+            pid = _fork(partial(_live, act, end, self._logs[name], unused))
             os.close(end)
             self._copies[name] = _Copy(pid, parent_pipe)
         gc.unfreeze()
@@ -93,6 +90,7 @@ class Forked:
         end_children(self._copies.values(), halted=kind is None)  # after an error nobody told them
 
 
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 _FAILED, _REFUSED = "failed: ", "refused: "
 
 
@@ -107,9 +105,7 @@ def asked_at_once(questions: Sequence[Callable[[], int]]) -> list[int]:
     copies: list[tuple[int, int]] = []
     for question in questions:
         end, back = os.pipe()
-        pid = os.fork()
-        if not pid:
-            _answer(question, back)
+        pid = _fork(partial(_answer, question, back))
         os.close(back)
         copies.append((pid, end))
     answers: list[bytes] = []
@@ -120,15 +116,14 @@ def asked_at_once(questions: Sequence[Callable[[], int]]) -> list[int]:
     return [_read(answer) for answer in answers]
 
 
-def _answer(question: Callable[[], int], back: int) -> NoReturn:
+def _answer(question: Callable[[], int], back: int) -> None:
+    _handle(signal.SIG_DFL)
     try:
         os.write(back, str(question()).encode())
     except UserError as e:
         os.write(back, f"{_REFUSED}{e}".encode()[:4096])
     except Exception as e:
         os.write(back, f"{_FAILED}{type(e).__name__}: {e}".encode()[:4096])
-    finally:
-        os._exit(0)
 
 
 def _read(answer: bytes) -> int:
@@ -140,11 +135,12 @@ def _read(answer: bytes) -> int:
     return int(answer)
 
 
-def _live(act: Callable[[str], None], parent_pipe: int, log: Path) -> None:
+def _live(act: Callable[[str], None], parent_pipe: int, log: Path, unused: Sequence[int]) -> None:
     """What the copy does with its life."""
+    for descriptor in unused:
+        os.close(descriptor)
     os.setpgid(0, 0)  # Ctrl-C is the parent's to handle
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _handle(signal.SIG_IGN)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 2)
     os.dup2(output, 1)  # stdout is the parent's data
@@ -156,6 +152,29 @@ def _live(act: Callable[[str], None], parent_pipe: int, log: Path) -> None:
         address += read
     threading.Thread(target=end_with_parent, args=(parent_pipe,), name="parent_pipe", daemon=True).start()
     act(address.decode().strip())
+
+
+def _fork(live: Callable[[], None]) -> int:
+    """The process id of a copy that calls `live`, which first calls `_handle`, and then ends.
+
+    Until then signals wait: a handler of this process that raised in the copy would take it on where it was forked, as
+    a second coordinator.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        pid = os.fork()
+        if not pid:
+            end_after(live)
+        return pid
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _handle(interrupt: signal.Handlers) -> None:
+    """How a copy takes Ctrl-C; SIGTERM ends it."""
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
 
 def end_after(live: Callable[[], None]) -> NoReturn:
