@@ -14,6 +14,7 @@ from isthmus.cli.app import commands
 from isthmus.protocol import federated_transitions as federated
 from isthmus.protocol.device_session import SESSION
 from isthmus.protocol.machine import Transitions
+from isthmus.protocol.membership import MEMBERSHIP
 from isthmus.protocol.phases import COORDINATOR
 from isthmus.protocol.worker_phases import WORKER
 from isthmus.report.settings_reference import kinds_page, reference_page
@@ -41,6 +42,11 @@ MACHINES = {
         federated.EXECUTOR,
         "src/isthmus/protocol/federated_transitions.py",
         "the clients of one process or site",
+    ),
+    "The member of a fleet": (
+        MEMBERSHIP,
+        "src/isthmus/protocol/membership.py",
+        "a device's membership in a fleet",
     ),
 }
 """By heading: the table, its file, and the subject of the machine."""
@@ -91,8 +97,8 @@ def machines_page() -> str:
         "([machine.py](../src/isthmus/protocol/machine.py)) checks every event against the table. All machines have "
         "the same rule:",
         "| event | result |\n|---|---|\n"
-        "| late (`_is_stale`): of another plan epoch, or of another phase of a round | "
-        "the machine drops and counts the event "
+        "| late (`_is_stale`): of another plan epoch, of another phase of a round, or of a device's former "
+        "connection | the machine drops and counts the event "
         "(the sender gets an answer if it waits for one) |\n"
         "| not in the table for the phase | the machine raises `OutOfPhase`; the machine does not change |\n"
         "| after the last phase | the machine drops the event |\n"

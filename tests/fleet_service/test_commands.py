@@ -16,9 +16,9 @@ import pytest
 
 from isthmus.api import job_queue
 from isthmus.errors import PeerError, UserError
+from isthmus.protocol import fleet_membership
+from isthmus.protocol.membership_events import DeviceConnected, PeerIdentified
 from isthmus.runtime.identity.database import StoreError
-from isthmus.runtime.messages.fleet import DevicePresent
-from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.service import presence
 from isthmus.runtime.service.enrollment import check_name
 from isthmus.runtime.service.fleet_state import FleetState
@@ -140,12 +140,14 @@ def test_a_full_disk_does_not_end_the_coordinator(tmp_path: Path, monkeypatch: p
 
 
 def test_who_is_waited_for_is_said(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "REMIND_S", 0.2)
+    monkeypatch.setattr(fleet_membership, "REMIND_S", 0.2)
     monkeypatch.setattr(presence, "LOOK_S", 0.05)
 
     def end(name: str = "bob") -> None:
         here = fleet.service._presence  # pyright: ignore[reportPrivateUsage]
-        here.came(name, mock.Mock(), DevicePresent(run="", versions=versions_here()))
+        here.handle(PeerIdentified(id=f"id of {name}", name=name))
+        number = here.connected(mock.Mock(), mock.Mock(), name, "")
+        here.handle(DeviceConnected(device=name, id=f"id of {name}", connection=number))
 
     with in_background(lambda: fleet.service.wait_for(["bob"]), end):
         soon(lambda: len(fleet.said) > 1)

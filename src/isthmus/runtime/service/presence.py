@@ -1,181 +1,291 @@
-"""Which devices of a fleet are connected, what each works for, and waiting for those that are not here."""
+"""Carries out what a fleet's membership decides: messages to devices, lines of the log, waits and answers."""
 
 from __future__ import annotations
 
 import contextlib
-import math
+import itertools
+import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
+from isthmus.errors import PeerError
+from isthmus.protocol.fleet_membership import FleetMembership
+from isthmus.protocol.membership_events import (
+    AdmitDevice,
+    CloseConnection,
+    CutDevice,
+    DeviceAnswered,
+    DeviceAsked,
+    DeviceDisconnected,
+    EndWait,
+    FailQuestion,
+    FleetEvent,
+    FleetInstruction,
+    FleetNote,
+    FleetTick,
+    PutQuestion,
+    RunClosed,
+    RunOpened,
+    StartWorker,
+    StopWorker,
+    TakeAnswer,
+    WaitBegan,
+    WaitStopped,
+)
 from isthmus.protocol.run_messages import PeerPath
+from isthmus.runtime.coordinator.backend import RunRequest
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.identity.roster import Roster
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.fleet import MOST_HARDWARE, DevicePresent
+from isthmus.runtime.messages.fleet import MOST_HARDWARE, StartRun, StopRun, Welcome
 from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.service.log_limiter import LogLimiter
 from isthmus.runtime.service.status_file import DeviceStatus, LinkStatus
+from isthmus.runtime.transport.channel import Channel
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.relay_status import RelayedLink
 from isthmus.sanitize import sanitize
-from isthmus.units import format_duration
 
 LOOK_S = 1.0
-"""How often to check whether an awaited device was revoked."""
-REMIND_S = 30.0
-"""How often to log the awaited devices."""
-REVOKED = "it was revoked"
+"""How often a wait checks whether it is to stop."""
+FLUSH_S = 1.0
 
 
 class Presence:
-    """Devices by name; any thread. `log` gets one line for whatever a person may want to know."""
+    """The host of a `FleetMembership`; any thread. `cut` closes whatever connections a device has."""
 
-    def __init__(self, roster: Roster, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, roster: Roster, log: Callable[[str], None], *, timeout_s: float, cut: Callable[[str], None]
+    ) -> None:
         self._roster = roster
         self._log = log
+        self._limiter = LogLimiter(log)
+        self._timeout_s = timeout_s
+        self._cut = cut
+        self._machine = FleetMembership()
         self._changed = threading.Condition()
-        self._lanes: dict[str, SendLane] = {}
+        """Of all that is here."""
+        self._numbers = itertools.count(1)
+        """Of connections and waits."""
+        self._lanes: dict[int, tuple[SendLane, Channel]] = {}
+        """By connection."""
+        self._calls: dict[str, RunRequest] = {}
+        self._over: dict[int, list[str]] = {}
+        """By wait that is over: the devices that are here."""
+        self._questions: dict[str, tuple[AnyMessage, queue.SimpleQueue[AnyMessage | str]]] = {}
         self._hardware: dict[str, str] = {}
         """As the devices call it."""
-        self._working: dict[str, str] = {}
-        """The run that a process of the device works for."""
-        self._ways: dict[str, tuple[str, tuple[PeerPath, ...]]] = {}
+        self._paths: dict[str, tuple[str, tuple[PeerPath, ...]]] = {}
         """The run that the device works for, and how it got to others."""
-        self._awaited: tuple[str, ...] = ()
 
-    @property
-    def names(self) -> frozenset[str]:
+    def handle(self, event: FleetEvent) -> list[FleetInstruction]:
+        """Carry out what is decided, and return it."""
         with self._changed:
-            return frozenset(self._lanes)
-
-    @property
-    def awaited(self) -> tuple[str, ...]:
-        """Devices without which a run does not begin, as is shown of them."""
-        return self._awaited
-
-    def lane(self, device: str) -> SendLane | None:
-        """To a device: another one after it has come back."""
-        return self._lanes.get(device)
-
-    def tell(self, devices: Iterable[str], message: AnyMessage) -> None:
-        """To those of them that are here."""
-        with self._changed:
-            for device in devices:
-                if (lane := self._lanes.get(device)) is not None:
-                    lane.put(message)
-
-    def came(self, device: str, lane: SendLane, present: DevicePresent) -> None:
-        with self._changed:
-            former, self._lanes[device] = self._lanes.get(device), lane
-            self._working[device] = present.working
-            self._hardware[device] = sanitize(present.hardware)[:MOST_HARDWARE].strip()
+            decided = self._machine.handle(event, time.monotonic())
+            for instruction in decided:
+                self._do(instruction)
             self._changed.notify_all()
-        if former is not None:  # it has come back before we noticed that it was gone
-            former.close(0.0)
+        return decided
 
-    def left(self, device: str, lane: SendLane) -> None:
-        lane.close(1.0)
+    def _do(self, instruction: FleetInstruction) -> None:
+        match instruction:
+            case AdmitDevice(device=device, connection=connection, idle=idle):
+                self._put(connection, Welcome(run="", device=device, timeout_s=self._timeout_s, idle=idle))
+            case StartWorker(device=device, connection=connection, run=run):
+                call = self._calls[run]
+                stages = call.stages.get(device, 1)
+                message = StartRun(run=run, timeout_s=call.timeout_s, threads=call.threads, stages=stages)
+                self._put(connection, message)
+            case StopWorker(connection=connection, run=run):
+                self._put(connection, StopRun(run=run))
+            case CloseConnection(connection=connection):
+                lane, channel = self._lanes[connection]
+                lane.close(0.0)
+                channel.close()
+            case CutDevice(id=id):
+                self._cut(id)
+            case EndWait(wait=wait, devices=devices):
+                self._over[wait] = list(devices)
+            case PutQuestion(question=question, connection=connection):
+                self._put(connection, self._questions[question][0])
+            case FailQuestion(question=question, reason=reason):
+                self._questions[question][1].put(reason)
+            case FleetNote(text=text, device=""):
+                self._log(text)
+            case FleetNote(text=text, device=device):
+                self._limiter.about(device, text)
+            case _:  # the connection's own thread waits for the answer
+                pass
+
+    def _put(self, connection: int, message: AnyMessage) -> None:
+        self._lanes[connection][0].put(message)
+
+    def note(self, device: str, text: str) -> None:
+        """A line about a device: not more than a person wants to read."""
+        self._limiter.about(device, text)
+
+    def tick(self) -> None:
+        """To be called repeatedly."""
+        self._limiter.look()
         with self._changed:
-            if self._lanes.get(device) is lane:
-                del self._lanes[device]
+            missing = self._machine.missing
+        self.handle(FleetTick(revoked=self._revoked(missing)))
+
+    def _revoked(self, devices: frozenset[str] | Sequence[str]) -> frozenset[str]:
+        with contextlib.suppress(StoreError):
+            return frozenset(filter(self._roster.is_revoked, devices))
+        return frozenset()
+
+    # Connections
+
+    def connected(self, lane: SendLane, channel: Channel, device: str, hardware: str) -> int:
+        """The number of a new connection that stays."""
+        with self._changed:
+            number = next(self._numbers)
+            self._lanes[number] = (lane, channel)
+            self._hardware[device] = sanitize(hardware)[:MOST_HARDWARE].strip()
+        return number
+
+    def disconnected(self, device: str, number: int) -> None:
+        self.handle(DeviceDisconnected(device=device, connection=number))
+        with self._changed:
+            lane, _ = self._lanes.pop(number)
+        lane.close(FLUSH_S)
 
     def close(self) -> None:
-        for lane in list(self._lanes.values()):
-            lane.close(1.0)
+        for lane, _ in list(self._lanes.values()):
+            lane.close(FLUSH_S)
 
-    def wait_for(self, devices: Sequence[str], stop: Stop) -> None:
-        """Until all of them are here, however long that takes: machines are started by people. Interrupted where that
-        is to stop."""
-        began_s, reminded_s = time.monotonic(), -math.inf
-        with self._changed:
-            try:
-                while missing := [d for d in devices if d not in self._lanes]:
-                    stop.check()
-                    self._awaited = tuple(map(self._called, missing))
-                    if (now_s := time.monotonic()) - reminded_s >= REMIND_S:
-                        reminded_s = now_s
-                        since = f", for {format_duration(now_s - began_s)}" if now_s - began_s >= REMIND_S else ""
-                        here = f"{len(devices) - len(missing)} here"
-                        self._log(f"waiting for {', '.join(self._awaited)} to join ({here}){since}")
-                    self._changed.wait(LOOK_S)
-            finally:
-                self._awaited = ()
+    # Runs
 
-    def wait_for_any(self, devices: Sequence[str], stop: Stop) -> list[str]:
-        """Those of them that are here, once there is one. As `wait_for`."""
-        if not self.names & set(devices):
-            self._awaited = tuple(map(self._called, devices))
-            self._log(f"waiting for one of {', '.join(self._awaited)} to join")
+    @contextlib.contextmanager
+    def run(self, call: RunRequest, *, long_lived: bool = False) -> Generator[None]:
+        """While inside, its devices are called."""
+        self._calls[call.run] = call
+        opened = RunOpened(run=call.run, devices=call.devices, others=call.others, long_lived=long_lived)
+        self.handle(opened)
         try:
-            with self._changed:
-                while not (here := [d for d in devices if d in self._lanes]):
-                    stop.check()
-                    self._changed.wait(LOOK_S)
+            yield
         finally:
-            self._awaited = ()
-        return here
-
-    def _called(self, device: str) -> str:
-        """A device that is missing. Of one that was revoked, waiting alone does not help."""
-        with contextlib.suppress(StoreError):
-            if self._roster.is_revoked(device):
-                return f"{device} ({REVOKED}: a new key and a ticket bring it back)"
-        return device
-
-    def run_started(self, device: str, run: str) -> None:
-        """A process of the device is called to the run."""
-        with self._changed:
-            self._working[device] = run
-
-    def ended(self, device: str) -> None:
-        """Its process has."""
-        with self._changed:
-            self._working[device] = ""
+            self.handle(RunClosed(run=call.run))
+            del self._calls[call.run]
 
     def linked(self, device: str, run: str, paths: Sequence[PeerPath]) -> None:
         """How a device at work has got to others."""
         with self._changed:
-            self._ways[device] = (run, tuple(paths))
+            self._paths[device] = (run, tuple(paths))
 
-    def works_for(self, device: str, run: str) -> bool:
-        """Whether a process of a device that is here was called to the run, and has not ended."""
+    def failed(self, run: str) -> Mapping[str, str]:
+        """How processes for the run have ended, by device."""
         with self._changed:
-            return device in self._lanes and self._working.get(device) == run
+            return self._machine.failed(run)
 
-    def idle(self, devices: Iterable[str], run: str) -> list[str]:
-        """Those of them that are here, and no process of theirs works for the run."""
+    def at_work(self, device: str, run: str) -> bool:
+        """Whether the device is connected, and a process of it works for the run or is called to it."""
         with self._changed:
-            return [d for d in devices if d in self._lanes and self._working.get(d) != run]
+            return self._machine.at_work(device, run)
 
-    def devices(self, ids: Mapping[str, str], runs: Collection[str]) -> tuple[DeviceStatus, ...]:
-        """What is shown of those that are here. `ids` are by name, `runs` go on."""
+    def offers(self, devices: Sequence[str], run: str) -> list[str]:
+        """Those of them that could be called to the run."""
         with self._changed:
+            return self._machine.offers(devices, run)
+
+    # Waits and questions
+
+    def wait(self, devices: Sequence[str], stop: Stop, *, every: bool) -> list[str]:
+        """The devices that are here, once all or any of them are, however long that takes: machines are started by
+        people. Interrupted where that is to stop."""
+        revoked = self._revoked(devices)
+        with self._changed:
+            number = next(self._numbers)
+            self.handle(WaitBegan(wait=number, devices=tuple(devices), every=every, revoked=revoked))
+            try:
+                while number not in self._over:
+                    stop.check()
+                    self._changed.wait(LOOK_S)
+                return self._over[number]
+            finally:
+                self._over.pop(number, None)
+                self.handle(WaitStopped(wait=number))
+
+    def ask(self, device: str, message: AnyMessage, within_s: float) -> AnyMessage:
+        """What the device answers to a question, which `run` names. PeerError when it does not, or leaves."""
+        answers: queue.SimpleQueue[AnyMessage | str] = queue.SimpleQueue()
+        with self._changed:
+            self._questions[message.run] = (message, answers)
+            self.handle(DeviceAsked(question=message.run, device=device, within_s=within_s))
+        answer = answers.get()
+        with self._changed:
+            del self._questions[message.run]
+        if isinstance(answer, str):
+            raise PeerError(answer)
+        return answer
+
+    def answered(self, device: str, message: AnyMessage) -> None:
+        with self._changed:
+            if TakeAnswer(message.run) in self.handle(DeviceAnswered(question=message.run, device=device)):
+                self._questions[message.run][1].put(message)
+
+    # What is shown
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the devices that are connected."""
+        with self._changed:
+            return self._machine.connected
+
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """Devices without which a run does not begin, as is shown of them."""
+        with self._changed:
+            return self._machine.awaited
+
+    @property
+    def names_by_id(self) -> dict[str, str]:
+        """Of the devices that were here and are not revoked; to be read only, it changes."""
+        return self._machine.names
+
+    def id_of(self, device: str) -> str:
+        """PeerError for a device that is not here."""
+        with self._changed:
+            member = self._machine.member(device)
+            if member is None or not member.connected:
+                raise PeerError(f"device {device!r}: is not connected")
+            return member.id
+
+    def devices(self) -> tuple[DeviceStatus, ...]:
+        """What is shown of those that are here."""
+        with self._changed:
+            members = [self._machine.member(name) for name in sorted(self._machine.connected)]
             return tuple(
                 DeviceStatus(
-                    name=name,
-                    id=ids.get(name, ""),
-                    hardware=self._hardware.get(name, ""),
-                    working=self._working.get(name) in runs,
+                    name=m.name, id=m.id, hardware=self._hardware.get(m.name, ""), working=m.run in self._calls
                 )
-                for name in sorted(self._lanes)
+                for m in members
+                if m is not None
             )
 
-    def links(self, relayed: Sequence[RelayedLink], runs: Collection[str]) -> tuple[LinkStatus, ...]:
+    def links(self, relayed: Sequence[RelayedLink]) -> tuple[LinkStatus, ...]:
         """What is shown of connections between devices at work, some of which are relayed."""
         with self._changed:
-            paths = {d: found for d, (run, found) in self._ways.items() if run in runs and self._working.get(d) == run}
-        return tuple(_link_status(device, way, relayed) for device, found in sorted(paths.items()) for way in found)
+            shown = {
+                device: paths
+                for device, (run, paths) in self._paths.items()
+                if run in self._calls and (member := self._machine.member(device)) is not None and member.run == run
+            }
+        return tuple(_link_status(device, path, relayed) for device, paths in sorted(shown.items()) for path in paths)
 
 
-def _link_status(device: str, way: PeerPath, relayed: Sequence[RelayedLink]) -> LinkStatus:
-    pair = (device, way.device)
-    carried = [link for link in relayed if set(link.devices) == set(pair)] if way.relayed else []
+def _link_status(device: str, path: PeerPath, relayed: Sequence[RelayedLink]) -> LinkStatus:
+    pair = (device, path.device)
+    carried = [link for link in relayed if set(link.devices) == set(pair)] if path.relayed else []
     halves = [link.latency_s for link in carried if link.latency_s is not None]
     return LinkStatus(
         devices=pair,
-        relayed=way.relayed,
+        relayed=path.relayed,
         carried_bytes=sum(link.carried_bytes for link in carried),
-        latency_s=way.latency_s if not way.relayed else max(halves, default=None),
-        streams=way.streams,
-        bbr=way.bbr,
+        latency_s=path.latency_s if not path.relayed else max(halves, default=None),
+        streams=path.streams,
+        bbr=path.bbr,
     )
