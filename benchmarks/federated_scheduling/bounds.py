@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.planners.cohort import CohortProblem, certified
-from isthmus.protocol.federated_events import LinearFit
+from isthmus.protocol.federated_messages import LinearFit
 
 
 def bound_s(sizes: NDArray[np.int64], lines: Sequence[LinearFit], factors: Sequence[float]) -> float:

@@ -19,7 +19,8 @@ from isthmus.experiments import RoundLine
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.job import emulation
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import ClientTime, CoordinatorInstruction, LinearFit, PhaseId
+from isthmus.protocol.federated_events import CoordinatorInstruction
+from isthmus.protocol.federated_messages import ClientTime, LinearFit, PhaseId
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.runtime.federated.run import coordinator_of
 from isthmus.simulator.federated import FederatedCosts, simulate_federated

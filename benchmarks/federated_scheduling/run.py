@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import LinearFit
+from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.simulator.federated import FederatedCosts, SimulatedRound, simulate_federated

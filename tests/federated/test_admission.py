@@ -22,7 +22,7 @@ from isthmus.federated import (
 )
 from isthmus.federated.admission import AdmissionRules, Form, forms_of
 from isthmus.federated.algorithms import BUFFERS, algorithm_names
-from isthmus.protocol.federated_events import PhaseId, PhaseSetup
+from isthmus.protocol.federated_messages import PhaseId, PhaseSetup
 
 MODEL = torch.linspace(-1, 1, 7)
 ANY = AdmissionRules()

@@ -17,7 +17,7 @@ from isthmus.errors import UserError
 from isthmus.federated import Algorithm, AlgorithmSpec, ClientUpdate, Cohort, Combine, Server, load_algorithm
 from isthmus.federated.privacy import Privacy, Private, guarantee
 from isthmus.federated.robust import Aggregation, Robust, robust_mean
-from isthmus.protocol.federated_events import PhaseId, PhaseSetup
+from isthmus.protocol.federated_messages import PhaseId, PhaseSetup
 from isthmus.protocol.federated_participation import Participation, cohort
 
 MODEL = torch.zeros(4)

@@ -7,27 +7,30 @@ import pytest
 
 from isthmus.protocol.federated_coordinator import FederatedCoordinator, Waiting
 from isthmus.protocol.federated_events import (
-    ClientTime,
     CommitRound,
     CoordinatorInstruction,
     DismissExecutor,
-    ExecutorJoined,
     ExecutorLost,
     FinishRounds,
     IgnoreSums,
     MergeSums,
     Notify,
+    RoundRecord,
+    Tick,
+)
+from isthmus.protocol.federated_messages import (
+    ClientTime,
+    ExecutorJoined,
     PhaseDropped,
     PhaseId,
+    PhaseOpened,
     RefusedUpdate,
-    RoundRecord,
-    StartPhase,
     SumsSent,
-    Tick,
     UpdateRefused,
 )
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.machine import FromDevice
 
 SITES = ("a", "b", "c")
 
@@ -41,15 +44,19 @@ class Sites:
         """As many of the first sites have numbers that are not finite."""
         self.sizes = np.zeros(3, dtype=np.int64)
         self.machine = FederatedCoordinator(
-            SITES, RoundRules(**options), self.sizes, lambda r: self.machine.here, ThroughputModel(3, window_rounds=5)
+            SITES,
+            RoundRules(**options),
+            self.sizes,
+            lambda r: self.machine.here,
+            ThroughputModel(3, window_rounds=5),
+            clients={name: number for number, name in enumerate(SITES)},
         )
         self.machine.handle(Tick(now_s=0.0))
 
     def join(self, *names: str) -> list[CoordinatorInstruction]:
         out: list[CoordinatorInstruction] = []
         for name in names:
-            number = SITES.index(name)
-            out += self.machine.handle(ExecutorJoined(executor=name, client=number, samples=10 * (number + 1)))
+            out += self.machine.handle(FromDevice(name, ExecutorJoined(samples=10 * (SITES.index(name) + 1))))
         return out
 
     def lose(self, name: str) -> list[CoordinatorInstruction]:
@@ -61,16 +68,18 @@ class Sites:
         client = SITES.index(name)
         timed = (ClientTime(client, 10, seconds),) if good else ()
         refused = () if good else (RefusedUpdate(client, "bad", client < self.diverged),)
-        return self.machine.handle(SumsSent(executor=name, phase=phase, timed=timed, refused=refused))
+        return self.machine.handle(FromDevice(name, SumsSent(phase=phase, timed=timed, refused=refused)))
 
     def tick(self, now_s: float) -> list[CoordinatorInstruction]:
         return self.machine.handle(Tick(now_s=now_s))
 
 
+def openings(out: list[CoordinatorInstruction]) -> dict[str, PhaseOpened]:
+    return {i.executor: i.body for i in out if isinstance(i, Notify) and isinstance(i.body, PhaseOpened)}
+
+
 def asked(out: list[CoordinatorInstruction]) -> dict[str, tuple[PhaseId, list[int]]]:
-    return {
-        i.executor: (i.event.opening.phase, [t.client for t in i.event.tasks]) for i in out if isinstance(i, StartPhase)
-    }
+    return {name: (body.opening.phase, [t.client for t in body.tasks]) for name, body in openings(out).items()}
 
 
 def committed(out: list[CoordinatorInstruction]) -> dict[str, list[int]]:
@@ -236,9 +245,9 @@ def test_a_late_update_counts_in_the_round_in_which_it_comes() -> None:
     sites.update("a", PhaseId(0))
     out = sites.update("b", PhaseId(0))
     assert record(out).closed_by == "quorum"
-    assert not any(isinstance(i, Notify) for i in out), "c goes on"
+    assert not any(isinstance(i, Notify) and i.executor == "c" for i in out), "c goes on"
     assert asked(out).keys() == {"a", "b"}
-    (opening,) = {(i.event.opening.clients, i.event.opening.samples) for i in out if isinstance(i, StartPhase)}
+    (opening,) = {(body.opening.clients, body.opening.samples) for body in openings(out).values()}
     assert opening == (3, 60), "its weight has room"
     assert sites.update("c", PhaseId(0)) == [MergeSums("c", PhaseId(0))]
     out = sites.update("a", PhaseId(1))

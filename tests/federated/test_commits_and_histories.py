@@ -12,7 +12,8 @@ import torch
 from isthmus.errors import UserError
 from isthmus.federated import Commits, RunIdentity
 from isthmus.federated.history import RoundHistory, RoundLine
-from isthmus.protocol.federated_events import ClientTime, RoundRecord
+from isthmus.protocol.federated_events import RoundRecord
+from isthmus.protocol.federated_messages import ClientTime
 
 IDENTITY = RunIdentity(algorithm="fedavg", options={}, model="m", local="l", numbers=3, data="abc", seed=0, clients=5)
 

@@ -23,7 +23,7 @@ from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server
 from isthmus.federated.site import OwnData, Site
 from isthmus.federated.task_spec import load_site
-from isthmus.protocol.federated_events import ClientTask, PhaseId, PhaseSetup
+from isthmus.protocol.federated_messages import ClientTask, PhaseId, PhaseSetup
 from isthmus.runtime.federated.site_run import SiteRun
 from isthmus.runtime.federated.site_runner import RETRIES_S, SiteRunner
 from isthmus.runtime.processes.device_processes import ProcessPlace

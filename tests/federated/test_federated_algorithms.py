@@ -12,7 +12,7 @@ from torch import nn
 from isthmus.federated.algorithms import algorithm_names
 from isthmus.federated.resident import Resident
 from isthmus.federated.stacked import HOT, Stacked, best_clients_per_vmap
-from isthmus.protocol.federated_events import ClientTask, PhaseId, PhaseSetup
+from isthmus.protocol.federated_messages import ClientTask, PhaseId, PhaseSetup
 from tests.federated.populations import Run, members, module, population
 from tests.federated.twins import TWINS
 

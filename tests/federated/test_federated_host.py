@@ -75,7 +75,7 @@ def conducted(
     host = FederatedHost(
         run.machine,
         run.server,
-        SumsReceiver(run.server, {}, accumulators),
+        SumsReceiver(run.server, accumulators),
         ConnectionPolicy(run=RUN, timeout_s=10.0, exit_grace_s=0.0, broadcast_memory=boards[0] if boards else None),
         committed=committed,
         note=notes.append,

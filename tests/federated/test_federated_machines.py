@@ -10,45 +10,44 @@ import pytest
 
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
-    NONE,
     BeginPhase,
-    ClientTask,
-    ClientTime,
     CommitRound,
     CoordinatorInstruction,
     DismissExecutor,
-    ExecutorDrained,
-    ExecutorJoined,
     ExecutorLost,
     FinishRounds,
     ForgetPhase,
     IgnoreSums,
-    LinearFit,
     MergeSums,
     Notify,
-    PhaseClosed,
-    PhaseDropped,
-    PhaseId,
-    PhaseOpened,
-    PhaseSetup,
-    RefusedUpdate,
-    ReportDrained,
-    ReportReturned,
-    SendSums,
-    StartPhase,
-    SumsSent,
-    TasksGranted,
-    TasksRecalled,
-    TasksReturned,
     TasksTrained,
     Tick,
     TrainTasks,
     UpdateServer,
 )
 from isthmus.protocol.federated_executor import ExecutorMachine
+from isthmus.protocol.federated_messages import (
+    NONE,
+    ClientTask,
+    ClientTime,
+    ExecutorDrained,
+    ExecutorJoined,
+    LinearFit,
+    PhaseClosed,
+    PhaseDropped,
+    PhaseId,
+    PhaseOpened,
+    PhaseSetup,
+    RefusedUpdate,
+    SumsSent,
+    TasksGranted,
+    TasksRecalled,
+    TasksReturned,
+)
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_scheduler import ClientScheduler
 from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.protocol.machine import FromDevice
 
 TURN = PhaseId(0)
 SIZES = np.array([40, 30, 20, 10])
@@ -75,19 +74,19 @@ def test_an_executor_trains_its_list_and_sends_once() -> None:
     assert isinstance(first, BeginPhase)
     assert second == TrainTasks(TURN, (ClientTask(0, 3),))
     assert machine.handle(trained(0)) == [TrainTasks(TURN, (ClientTask(1, 2),))]
-    assert machine.handle(trained(1)) == [SendSums(TURN, (ClientTime(0, 1, 1.0), ClientTime(1, 1, 1.0)), ())]
+    assert machine.handle(trained(1)) == [SumsSent(phase=TURN, timed=(ClientTime(0, 1, 1.0), ClientTime(1, 1, 1.0)))]
 
 
 def test_an_executor_that_holds_waits_to_be_closed() -> None:
     machine = ExecutorMachine()
     machine.handle(opened(3, holds=True))
-    assert machine.handle(trained(0)) == [ReportDrained(TURN)]
+    assert machine.handle(trained(0)) == [ExecutorDrained(phase=TURN)]
     assert machine.handle(TasksGranted(phase=TURN, tasks=(ClientTask(5, 1),), holds=True)) == [
         TrainTasks(TURN, (ClientTask(5, 1),))
     ]
-    assert machine.handle(trained(5)) == [ReportDrained(TURN)]
+    assert machine.handle(trained(5)) == [ExecutorDrained(phase=TURN)]
     (sent,) = machine.handle(PhaseClosed(phase=TURN))
-    assert isinstance(sent, SendSums)
+    assert isinstance(sent, SumsSent)
     assert [t.client for t in sent.timed] == [0, 5]
 
 
@@ -99,7 +98,7 @@ def test_what_has_not_begun_is_shared_by_speed(own: LinearFit, thief: LinearFit,
     machine = ExecutorMachine()
     machine.handle(opened(9, 4, 4, 4, 4, holds=True))
     (broadcast,) = machine.handle(TasksRecalled(phase=TURN, own=own, thief=thief))
-    assert isinstance(broadcast, ReportReturned)
+    assert isinstance(broadcast, TasksReturned)
     assert [t.client for t in broadcast.tasks] == given
     assert machine.statistics().waiting == 4 - len(given)
 
@@ -118,8 +117,8 @@ def test_a_dropped_turn_is_forgotten_and_its_answers_are_stale() -> None:
     machine = ExecutorMachine()
     machine.handle(opened(3, 2))
     assert machine.handle(PhaseDropped(phase=TURN)) == [ForgetPhase(TURN)]
-    assert machine.handle(trained(0)) == [ReportDrained(TURN)], "now it is free for another turn"
-    assert machine.handle(TasksRecalled(phase=TURN, own=EQUAL, thief=EQUAL)) == [ReportReturned(TURN, ())]
+    assert machine.handle(trained(0)) == [ExecutorDrained(phase=TURN)], "now it is free for another turn"
+    assert machine.handle(TasksRecalled(phase=TURN, own=EQUAL, thief=EQUAL)) == [TasksReturned(phase=TURN, tasks=())]
     assert machine.statistics().stale == 2
 
 
@@ -138,17 +137,23 @@ def start(machine: FederatedCoordinator) -> dict[str, list[int]]:
     """Joins everybody; returns who trains whom."""
     out: list[CoordinatorInstruction] = []
     for name in machine.executors:
-        out += machine.handle(ExecutorJoined(executor=name))
+        out += machine.handle(FromDevice(name, ExecutorJoined()))
     return clients_of(out)
 
 
+def openings(out: list[CoordinatorInstruction]) -> dict[str, PhaseOpened]:
+    return {i.executor: i.body for i in out if isinstance(i, Notify) and isinstance(i.body, PhaseOpened)}
+
+
 def clients_of(out: list[CoordinatorInstruction]) -> dict[str, list[int]]:
-    return {i.executor: [t.client for t in i.event.tasks] for i in out if isinstance(i, StartPhase)}
+    return {name: [t.client for t in body.tasks] for name, body in openings(out).items()}
 
 
-def summed(name: str, *clients: int, phase: PhaseId = TURN, states: Mapping[int, int] | None = None) -> SumsSent:
+def summed(
+    name: str, *clients: int, phase: PhaseId = TURN, states: Mapping[int, int] | None = None
+) -> FromDevice[SumsSent]:
     timed = tuple(ClientTime(c, int(SIZES[c]), 1.0, (states or {}).get(c, NONE)) for c in clients)
-    return SumsSent(executor=name, phase=phase, timed=timed)
+    return FromDevice(name, SumsSent(phase=phase, timed=timed))
 
 
 def test_a_round_goes_around() -> None:
@@ -162,7 +167,9 @@ def test_a_round_goes_around() -> None:
     assert (merge, absorb) == (MergeSums("e1", TURN), UpdateServer(TURN))
     assert isinstance(commit, CommitRound)
     assert commit.record.missing == ()
-    assert all(isinstance(o, StartPhase) and o.event.opening.phase == PhaseId(1) for o in opens)
+    assert len(openings(opens)) == len(opens) and {body.opening.phase for body in openings(opens).values()} == {
+        PhaseId(1)
+    }
     again = clients_of(opens)
     machine.handle(summed("e0", *again["e0"], phase=PhaseId(1)))
     assert machine.handle(summed("e1", *again["e1"], phase=PhaseId(1)))[-1] == FinishRounds("done")
@@ -175,7 +182,7 @@ def test_a_second_pass_has_the_same_cohort() -> None:
     out = machine.handle(summed("e1", *dealt["e1"]))
     assert UpdateServer(TURN) in out
     assert not any(isinstance(i, CommitRound) for i in out)
-    assert {i.event.opening.phase for i in out if isinstance(i, StartPhase)} == {PhaseId(0, 0, 1)}
+    assert {body.opening.phase for body in openings(out).values()} == {PhaseId(0, 0, 1)}
     assert sorted(itertools.chain(*clients_of(out).values())) == [0, 1, 2, 3]
 
 
@@ -185,7 +192,7 @@ def test_a_round_of_two_passes_tells_of_both() -> None:
     bad, *good = dealt["e0"]
     refused = (RefusedUpdate(bad, "not finite"),)
     timed = tuple(ClientTime(c, 1, 2.0) for c in good)
-    machine.handle(SumsSent(executor="e0", phase=TURN, timed=timed, refused=refused))
+    machine.handle(FromDevice("e0", SumsSent(phase=TURN, timed=timed, refused=refused)))
     again = clients_of(machine.handle(summed("e1", *dealt["e1"])))
     lost = again["e1"].pop()
     machine.handle(summed("e0", *again["e0"], phase=PhaseId(0, 0, 1)))
@@ -203,8 +210,8 @@ def test_clients_of_a_lost_executor_go_to_the_others_even_when_their_sums_are_in
     (broadcast,) = machine.handle(ExecutorLost(executor="e1", reason="killed"))
     assert isinstance(broadcast, Notify)
     assert broadcast.executor == "e0"
-    assert isinstance(broadcast.event, TasksGranted)
-    assert sorted(t.client for t in broadcast.event.tasks) == sorted(dealt["e1"])
+    assert isinstance(broadcast.body, TasksGranted)
+    assert sorted(t.client for t in broadcast.body.tasks) == sorted(dealt["e1"])
     assert any(isinstance(i, CommitRound) for i in machine.handle(summed("e0", *dealt["e1"])))
 
 
@@ -236,16 +243,16 @@ def test_the_last_executor_lost_ends_the_run() -> None:
 def test_an_idle_executor_takes_what_another_has_not_begun() -> None:
     machine = coordinator(steals=True)
     dealt = start(machine)
-    (asked,) = machine.handle(ExecutorDrained(executor="e0", phase=TURN))
+    (asked,) = machine.handle(FromDevice("e0", ExecutorDrained(phase=TURN)))
     assert isinstance(asked, Notify)
-    assert (asked.executor, type(asked.event)) == ("e1", TasksRecalled)
+    assert (asked.executor, type(asked.body)) == ("e1", TasksRecalled)
     given = (ClientTask(dealt["e1"][-1], 10),)
-    (granted,) = machine.handle(TasksReturned(executor="e1", phase=TURN, tasks=given))
+    (granted,) = machine.handle(FromDevice("e1", TasksReturned(phase=TURN, tasks=given)))
     assert granted == Notify("e0", TasksGranted(phase=TURN, tasks=given, holds=True))
     # The one that e1 has left it must have begun: nobody is asked any more.
-    assert machine.handle(ExecutorDrained(executor="e0", phase=TURN)) == [Notify("e0", PhaseClosed(phase=TURN))]
+    assert machine.handle(FromDevice("e0", ExecutorDrained(phase=TURN))) == [Notify("e0", PhaseClosed(phase=TURN))]
     machine.handle(summed("e0", *dealt["e0"], given[0].client))
-    assert machine.handle(ExecutorDrained(executor="e1", phase=TURN)) == [Notify("e1", PhaseClosed(phase=TURN))]
+    assert machine.handle(FromDevice("e1", ExecutorDrained(phase=TURN))) == [Notify("e1", PhaseClosed(phase=TURN))]
     out = machine.handle(summed("e1", *dealt["e1"][:-1]))
     (commit,) = (i for i in out if isinstance(i, CommitRound))
     assert commit.record.stolen == 1
@@ -259,24 +266,26 @@ def test_a_turn_that_will_soon_be_over_is_not_held_open_for_thieves(seconds: flo
     for round_ in range(2):  # fewer of an executor's clients are not believed
         for name in machine.executors:
             timed = tuple(ClientTime(c, int(SIZES[c]), seconds) for c in dealt[name])
-            out = machine.handle(SumsSent(executor=name, phase=PhaseId(round_), timed=timed))
+            out = machine.handle(FromDevice(name, SumsSent(phase=PhaseId(round_), timed=timed)))
         dealt = clients_of(out)
-    assert [i.event.holds for i in out if isinstance(i, StartPhase)] == [holds] * len(machine.executors)
-    assert [i.event.brief for i in out if isinstance(i, StartPhase)] == [not holds] * len(machine.executors)
+    assert [body.holds for body in openings(out).values()] == [holds] * len(machine.executors)
+    assert [body.brief for body in openings(out).values()] == [not holds] * len(machine.executors)
 
 
 def test_who_had_nothing_to_give_is_not_asked_again() -> None:
     machine = coordinator(executors=3, steals=True)
     assert start(machine)["e2"] == [2, 3]
-    (asked,) = machine.handle(ExecutorDrained(executor="e0", phase=TURN))
+    (asked,) = machine.handle(FromDevice("e0", ExecutorDrained(phase=TURN)))
     assert asked == Notify("e2", TasksRecalled(phase=TURN, own=EQUAL, thief=EQUAL))
-    assert machine.handle(TasksReturned(executor="e2", phase=TURN, tasks=())) == [Notify("e0", PhaseClosed(phase=TURN))]
-    assert machine.handle(ExecutorDrained(executor="e1", phase=TURN)) == [Notify("e1", PhaseClosed(phase=TURN))]
+    assert machine.handle(FromDevice("e2", TasksReturned(phase=TURN, tasks=()))) == [
+        Notify("e0", PhaseClosed(phase=TURN))
+    ]
+    assert machine.handle(FromDevice("e1", ExecutorDrained(phase=TURN))) == [Notify("e1", PhaseClosed(phase=TURN))]
 
 
 def test_an_executor_that_is_lost_before_all_have_joined_ends_the_run() -> None:
     machine = coordinator()
-    machine.handle(ExecutorJoined(executor="e0"))
+    machine.handle(FromDevice("e0", ExecutorJoined()))
     finish = machine.handle(ExecutorLost(executor="e1", reason="killed"))[-1]
     assert isinstance(finish, FinishRounds)
     assert finish.outcome == "lost"
@@ -285,11 +294,11 @@ def test_an_executor_that_is_lost_before_all_have_joined_ends_the_run() -> None:
 def test_what_a_victim_gives_back_for_a_lost_thief_is_not_lost() -> None:
     machine = coordinator(steals=True)
     dealt = start(machine)
-    machine.handle(ExecutorDrained(executor="e0", phase=TURN))
+    machine.handle(FromDevice("e0", ExecutorDrained(phase=TURN)))
     machine.handle(ExecutorLost(executor="e0", reason="killed"))
     last = dealt["e1"][-1]
-    machine.handle(TasksReturned(executor="e1", phase=TURN, tasks=(ClientTask(last, 10),)))
-    out = machine.handle(ExecutorDrained(executor="e1", phase=TURN))
+    machine.handle(FromDevice("e1", TasksReturned(phase=TURN, tasks=(ClientTask(last, 10),))))
+    out = machine.handle(FromDevice("e1", ExecutorDrained(phase=TURN)))
     assert out == [Notify("e1", TasksGranted(phase=TURN, tasks=(ClientTask(last, 10),), holds=True))]
 
 
@@ -300,8 +309,8 @@ def test_one_at_a_time() -> None:
     merge, granted = machine.handle(summed("e0", *dealt["e0"]))
     assert merge == MergeSums("e0", TURN)
     assert isinstance(granted, Notify)
-    assert isinstance(granted.event, TasksGranted)
-    assert (len(granted.event.tasks), granted.event.holds) == (1, False)
+    assert isinstance(granted.body, TasksGranted)
+    assert (len(granted.body.tasks), granted.body.holds) == (1, False)
 
 
 def test_a_deadline_commits_who_is_in() -> None:
@@ -333,7 +342,7 @@ def test_a_second_pass_that_fails_is_tried_again_alone() -> None:
     machine.handle(summed("e0", *dealt["e0"]))
     machine.handle(summed("e1", *dealt["e1"]))
     out = machine.handle(Tick(now_s=10.0))
-    assert {i.event.opening.phase for i in out if isinstance(i, StartPhase)} == {PhaseId(0, 1, 1)}
+    assert {body.opening.phase for body in openings(out).values()} == {PhaseId(0, 1, 1)}
 
 
 def test_too_few_at_the_deadline_is_tried_again_and_then_fails() -> None:
@@ -341,7 +350,7 @@ def test_too_few_at_the_deadline_is_tried_again_and_then_fails() -> None:
     dealt = start(machine)
     machine.handle(summed("e0", *dealt["e0"]))
     out = machine.handle(Tick(now_s=10.0))
-    assert {i.event.opening.phase for i in out if isinstance(i, StartPhase)} == {PhaseId(0, 1)}
+    assert {body.opening.phase for body in openings(out).values()} == {PhaseId(0, 1)}
     assert UpdateServer(TURN) not in out
     finish = machine.handle(Tick(now_s=20.0))[-1]
     assert isinstance(finish, FinishRounds)
@@ -352,11 +361,13 @@ def test_too_few_at_the_deadline_is_tried_again_and_then_fails() -> None:
 def test_clients_that_are_all_refused_are_not_trained_again(diverged: int, outcome: str) -> None:
     machine = coordinator(attempts=3)
     reports = [
-        SumsSent(
-            executor=name,
-            phase=TURN,
-            timed=(),
-            refused=tuple(RefusedUpdate(client, "bad", client < diverged) for client in clients),
+        FromDevice(
+            name,
+            SumsSent(
+                phase=TURN,
+                timed=(),
+                refused=tuple(RefusedUpdate(client, "bad", client < diverged) for client in clients),
+            ),
         )
         for name, clients in start(machine).items()
     ]
@@ -382,7 +393,7 @@ def test_a_refused_client_is_not_missing() -> None:
     bad, *good = dealt["e1"]
     refused = (RefusedUpdate(bad, "not finite"),)
     timed = tuple(ClientTime(c, 1, 1.0) for c in good)
-    out = machine.handle(SumsSent(executor="e1", phase=TURN, timed=timed, refused=refused))
+    out = machine.handle(FromDevice("e1", SumsSent(phase=TURN, timed=timed, refused=refused)))
     (commit,) = (i for i in out if isinstance(i, CommitRound))
     assert commit.record.refused == refused
     assert commit.record.missing == ()
@@ -397,7 +408,7 @@ def test_clients_go_on_from_the_states_that_were_reported(passes: int) -> None:
     machine.handle(summed("e0", *dealt["e0"], states=states))
     assert machine.states is not None and set(machine.states) == {NONE}, "the pass is open"
     out = machine.handle(summed("e1", *dealt["e1"], states=states))
-    broadcast = {t.client: t.state for i in out if isinstance(i, StartPhase) for t in i.event.tasks}
+    broadcast = {t.client: t.state for body in openings(out).values() for t in body.tasks}
     assert broadcast == {clients[0]: NONE, **states}
 
 
@@ -406,7 +417,7 @@ def test_states_of_a_round_that_is_dropped_do_not_count() -> None:
     dealt = start(machine)
     machine.handle(summed("e0", *dealt["e0"], states=dict.fromkeys(range(4), 7)))
     out = machine.handle(Tick(now_s=10.0))
-    assert {t.state for i in out if isinstance(i, StartPhase) for t in i.event.tasks} == {NONE}
+    assert {t.state for body in openings(out).values() for t in body.tasks} == {NONE}
 
 
 def test_who_reports_a_state_that_is_none_is_dismissed() -> None:
@@ -419,11 +430,9 @@ def test_who_reports_a_state_that_is_none_is_dismissed() -> None:
 def test_executors_with_a_client_of_their_own_train_only_that() -> None:
     names = ["e0", "e1", "e2"]
     rules = RoundRules(rounds=1, needed=2)
-    machine = FederatedCoordinator(names, rules, SIZES, lambda r: np.array([0, 2]), ThroughputModel(3, window_rounds=5))
-    out: list[CoordinatorInstruction] = []
-    for client, name in enumerate(names):
-        out += machine.handle(ExecutorJoined(executor=name, client=client))
-    assert clients_of(out) == {"e0": [0], "e2": [2]}
+    throughput, clients = ThroughputModel(3, window_rounds=5), {name: client for client, name in enumerate(names)}
+    machine = FederatedCoordinator(names, rules, SIZES, lambda r: np.array([0, 2]), throughput, clients=clients)
+    assert start(machine) == {"e0": [0], "e2": [2]}
     machine.handle(ExecutorLost(executor="e0", reason="killed"))
     (commit,) = (i for i in machine.handle(summed("e2", 2)) if isinstance(i, CommitRound))
     assert commit.record.missing == (0,)
@@ -432,7 +441,7 @@ def test_executors_with_a_client_of_their_own_train_only_that() -> None:
 def test_a_schedule_that_was_made_by_sizes_says_nothing_of_seconds() -> None:
     throughput = ThroughputModel(1, window_rounds=5)
     sizes, everybody = np.array([4, 3, 2, 1]), np.arange(4)
-    scheduler = ClientScheduler(["e0"], RoundRules(rounds=3), sizes, throughput, None)
+    scheduler = ClientScheduler(["e0"], RoundRules(rounds=3), sizes, throughput, None, {})
     scheduler.plan_ahead(1, everybody, ["e0"])
     throughput.record(0, 0, [ClientTime(client, int(size), 0.1 * int(size)) for client, size in enumerate(sizes)])
     assert throughput.known and scheduler.assignment(1, everybody, ["e0"]).schedule is None, "it was made before"

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from isthmus.federated.evaluation import ClientAccuracies, Evaluation
 from isthmus.federated.history import RoundLine
-from isthmus.protocol.federated_events import ClientTime, LinearFit, RefusedUpdate, RoundRecord
+from isthmus.protocol.federated_events import RoundRecord
+from isthmus.protocol.federated_messages import ClientTime, LinearFit, RefusedUpdate
 from isthmus.report.federated_pictures import draw_round_timeline, draw_rounds, draw_throughput
 from isthmus.report.federated_progress import FederatedProgress, rounds_table
 

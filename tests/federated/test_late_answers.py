@@ -10,23 +10,24 @@ import numpy as np
 import pytest
 
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import (
+from isthmus.protocol.federated_events import RoundRecord
+from isthmus.protocol.federated_messages import (
     ClientTask,
     ClientTime,
+    ExecutorDrained,
     LinearFit,
     PhaseDropped,
     PhaseId,
     PhaseOpened,
     PhaseSetup,
     RefusedUpdate,
-    RoundRecord,
+    SumsSent,
 )
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.federated.executor import Executor
-from isthmus.runtime.messages.federated import DrainedMessage, NoticeMessage, PhaseMessage, SumsMessage
-from isthmus.runtime.messages.run import ToDevice
+from isthmus.runtime.messages.federated import FromExecutor, SummedValues, ToExecutor
 from isthmus.simulator.federated import FederatedCosts, simulate_federated
 
 QUICK_S, SLOW_S, DEADLINE_S = 0.01, 7.8, 1.0
@@ -54,6 +55,7 @@ class Rounds:
             np.zeros(count, dtype=np.int64) if sites else np.arange(1, count + 1),
             lambda _: self.machine.here if sites else np.arange(count),
             ThroughputModel(len(names), window_rounds=5),
+            clients={name: number for number, name in enumerate(names)} if sites else None,
         )
 
         def factor(executor: int, phase: PhaseId) -> float:
@@ -173,19 +175,21 @@ def test_a_device_does_not_train_for_turns_that_are_over() -> None:
         opened = PhaseOpened(
             opening=PhaseSetup(phase=PhaseId(round_), clients=1, samples=3), tasks=(ClientTask(round_, 3),)
         )
-        wire.inbox.put(PhaseMessage(run="run", opened=opened, tensors=()))
+        wire.inbox.put(ToExecutor(run="run", body=opened))
         if round_ == 0:
             site.begun.acquire()
         if round_ < 3:
-            wire.inbox.put(NoticeMessage(run="run", notice=PhaseDropped(phase=PhaseId(round_))))
+            wire.inbox.put(ToExecutor(run="run", body=PhaseDropped(phase=PhaseId(round_))))
     for _ in range(8):  # the seven messages are dealt with when it asks for the next
         wire.asked.acquire()
     site.may_end.release()
     site.may_end.release()
     said = [wire.outbox.get() for _ in range(4)]
-    assert [m.phase.round for m in said if isinstance(m, DrainedMessage)] == [0, 1, 2]
-    assert isinstance(said[3], SumsMessage) and said[3].phase == PhaseId(3)
+    assert all(isinstance(message, FromExecutor) for message in said)
+    assert [m.body for m in said[:3]] == [ExecutorDrained(phase=PhaseId(round_)) for round_ in range(3)]
+    assert isinstance(said[3].body, SumsSent) and said[3].body.phase == PhaseId(3)
+    assert isinstance(said[3].values, SummedValues)
     assert site.trained == [0, 3]
-    wire.inbox.put(ToDevice(run="run", body=Halt()))
+    wire.inbox.put(ToExecutor(run="run", body=Halt()))
     running.join(60)
     assert not running.is_alive()

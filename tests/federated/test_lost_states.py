@@ -26,7 +26,13 @@ from isthmus.federated import (
 )
 from isthmus.federated.site import Site, SiteStates
 from isthmus.federated.states import LARGE_BYTES, StateLost
-from isthmus.protocol.federated_events import NONE, ClientTask, ClientTime, PhaseId, PhaseSetup
+from isthmus.protocol.federated_messages import (
+    NONE,
+    ClientTask,
+    ClientTime,
+    PhaseId,
+    PhaseSetup,
+)
 from tests.federated.populations import LOCAL, module, population
 from tests.federated.twins import SEED
 

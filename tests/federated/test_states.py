@@ -32,7 +32,12 @@ from isthmus.federated import (
 from isthmus.federated import states as states_module
 from isthmus.federated.state_files import FILE_BYTES, PAGE_BYTES
 from isthmus.federated.states import LARGE_BYTES
-from isthmus.protocol.federated_events import NONE, ClientTask, PhaseId, PhaseSetup
+from isthmus.protocol.federated_messages import (
+    NONE,
+    ClientTask,
+    PhaseId,
+    PhaseSetup,
+)
 from tests.federated.populations import LOCAL, module, population
 from tests.federated.twins import SEED
 

@@ -26,7 +26,7 @@ from isthmus.federated import (
 from isthmus.federated.algorithms import Cohort, LocalTrainer, Values
 from isthmus.federated.partial import PartialSum
 from isthmus.federated.state_form import StateForm
-from isthmus.protocol.federated_events import ClientTask, PhaseId, PhaseSetup
+from isthmus.protocol.federated_messages import ClientTask, PhaseId, PhaseSetup
 from tests.federated.populations import LOCAL, module, population
 
 MODEL = torch.ones(4)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.federated.history import RoundHistory
-from isthmus.protocol.federated_events import ClientTime
+from isthmus.protocol.federated_messages import ClientTime
 from isthmus.protocol.federated_throughput import ThroughputModel
 from tests.federated.test_run_folders import JOB
 from tests.runtime.commands import isthmus

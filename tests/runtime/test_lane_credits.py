@@ -11,6 +11,7 @@ import pytest
 
 from isthmus.errors import PeerError
 from isthmus.fleet import Link
+from isthmus.protocol.run_messages import Arrived
 from isthmus.runtime.messages.run import Credit, Heartbeat, ToPeer
 from isthmus.runtime.transport.channel import Channel, SocketChannel
 from isthmus.runtime.transport.lanes import Credits, QueuedSend, SendLane
@@ -131,7 +132,7 @@ def test_what_has_not_begun_to_leave_can_be_withdrawn(connect: Callable[[], Pair
     put(lane, 1, 1000)
     lane.put(Credit(run="r", size_bytes=1))
     put(lane, 2, 1000)
-    lane.withdraw(ToPeer)
+    lane.withdraw(Arrived)
     put(lane, 3, 1000)
     came = [take(bob, 30.0)[1] for _ in range(3)]
     assert [m.body.item for m in came if isinstance(m, ToPeer)] == [0, 3]

@@ -15,15 +15,14 @@ from isthmus.protocol.federated_events import (
     CommitRound,
     CoordinatorEvent,
     CoordinatorInstruction,
+    ExecutorLost,
     FinishRounds,
     Notify,
     RoundRecord,
-    RunInterrupted,
-    StartPhase,
-    TasksGranted,
-    TasksReturned,
     Tick,
 )
+from isthmus.protocol.federated_messages import PhaseOpened, TasksGranted, TasksReturned
+from isthmus.protocol.machine import FromDevice, kind_of
 
 
 def _numbers(clients: Collection[int]) -> str:
@@ -43,13 +42,13 @@ def _committed(record: RoundRecord) -> str:
 
 def _words(instruction: CoordinatorInstruction) -> str:
     match instruction:
-        case StartPhase(executor=executor, event=opened):
-            phase, clients = opened.opening.phase, [t.client for t in opened.tasks]
-            return f"StartPhase {phase.round}.{phase.attempt} {executor} {_numbers(clients)}".strip()
-        case Notify(executor=executor, event=TasksGranted(tasks=tasks)):
+        case Notify(executor=executor, body=PhaseOpened(opening=opening, tasks=tasks)):
+            phase, clients = opening.phase, [t.client for t in tasks]
+            return f"PhaseOpened {phase.round}.{phase.attempt} {executor} {_numbers(clients)}".strip()
+        case Notify(executor=executor, body=TasksGranted(tasks=tasks)):
             return f"TasksGranted {executor} {_numbers([t.client for t in tasks])}"
-        case Notify(executor=executor, event=event):
-            return f"{type(event).__name__} {executor}"
+        case Notify(executor=executor, body=body):
+            return f"{type(body).__name__} {executor}"
         case CommitRound(record=record):
             return _committed(record)
         case FinishRounds(outcome=outcome):
@@ -98,13 +97,15 @@ class Recorded(FederatedCoordinator):
 
 
 def _name(event: CoordinatorEvent) -> str:
-    if isinstance(event, TasksReturned):
-        return f"TasksReturned {_numbers([t.client for t in event.tasks])}".strip()
-    return type(event).__name__
+    if isinstance(event, FromDevice) and isinstance(event.body, TasksReturned):
+        return f"TasksReturned {_numbers([t.client for t in event.body.tasks])}".strip()
+    return kind_of(event).__name__
 
 
 def _executor(event: CoordinatorEvent) -> str:
-    return "" if isinstance(event, Tick | RunInterrupted) else event.executor
+    if isinstance(event, FromDevice):
+        return event.device
+    return event.executor if isinstance(event, ExecutorLost) else ""
 
 
 def _in_order(told: Sequence[str]) -> list[str]:

@@ -18,18 +18,17 @@ from isthmus.federated.resident import Resident
 from isthmus.federated.site import Site
 from isthmus.federated.task_spec import TaskSpec
 from isthmus.models import ModelSpec
-from isthmus.protocol.federated_events import LinearFit, PhaseId
+from isthmus.protocol.federated_messages import ExecutorJoined, LinearFit, PhaseId
 from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
-from isthmus.protocol.run_messages import DeviceReady
 from isthmus.runtime.federated.executor import Executor, take_part
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost
 from isthmus.runtime.federated.site_acceptor import SiteAcceptor, SiteConnection
 from isthmus.runtime.federated.site_runner import SiteExecutor
 from isthmus.runtime.federated.site_update_receiver import SiteUpdateReceiver
 from isthmus.runtime.federated.update_receiver import SumsReceiver
-from isthmus.runtime.messages.run import Heartbeat, ToCoordinator
-from isthmus.runtime.messages.site import RegisteredMessage, TaskMessage
+from isthmus.runtime.messages.federated import FromExecutor, TaskMessage
+from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.message_sender import MessageSender
@@ -92,6 +91,7 @@ def play(port: Port, scenario: Scenario) -> str:
         np.zeros(count, dtype=np.int64) if scenario.sites else population(count).sizes,
         lambda _: machine.here if scenario.sites else everyone,
         ThroughputModel(len(scenario.executors), window_rounds=5),
+        clients={name: number for number, name in enumerate(scenario.executors)} if scenario.sites else None,
     )
     machine.record()
     with contextlib.suppress(PeerError):  # how it ended is a decision too
@@ -151,7 +151,7 @@ class _Run:
     def _host(self, server: Server) -> FederatedHost:
         numbers = {name: number for number, name in enumerate(self._scenario.executors)}
         policy = ConnectionPolicy(run=RUN, timeout_s=TIMEOUT_S, exit_grace_s=0.0)
-        receiver = SumsReceiver(server, {})
+        receiver = SumsReceiver(server)
         if self._scenario.sites:
             policy = ConnectionPolicy(
                 run=RUN,
@@ -208,7 +208,7 @@ class _Run:
 
     def _as_executor(self, name: str, channel: SocketChannel, sender: MessageSender) -> None:
         trainer = ClientTrainer(self._task, module(), self._data, None, lasts=self._lasts(name))
-        sender.put(ToCoordinator(run=RUN, body=DeviceReady()))
+        sender.put(FromExecutor(run=RUN, body=ExecutorJoined()))
         Executor(trainer, channel, sender, RUN, TIMEOUT_S, 1).run()
 
     def _as_site(self, name: str, channel: SocketChannel, sender: MessageSender) -> None:
@@ -216,7 +216,8 @@ class _Run:
             pass
         assert received is not None and isinstance(received[0], TaskMessage)
         site = Site(self._task, module(), self._data, None, lasts=self._lasts(name))
-        sender.put(RegisteredMessage(run=RUN, samples=int(self._data.sizes[self._scenario.executors.index(name)])))
+        samples = int(self._data.sizes[self._scenario.executors.index(name)])
+        sender.put(FromExecutor(run=RUN, body=ExecutorJoined(samples=samples)))
         SiteExecutor(site, channel, sender, RUN, TIMEOUT_S, lambda _: None).run()
 
     def _depart(self, departure: Departure, port: int) -> None:

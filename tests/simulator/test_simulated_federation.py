@@ -7,7 +7,7 @@ import pytest
 
 from isthmus.errors import PeerError
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import LinearFit
+from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.simulator.federated import FederatedCosts, SimulatedRound, simulate_federated

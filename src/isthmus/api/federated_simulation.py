@@ -23,7 +23,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import Deployment, FederatedJob, check_simulation, client_data, emulation, executors
-from isthmus.protocol.federated_events import LinearFit
+from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_participation import Participation
 from isthmus.runtime.federated.run import FederatedRun, coordinator_of
 from isthmus.runtime.federated.site_run import site_coordinator

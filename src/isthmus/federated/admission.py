@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isthmus.errors import DivergedUpdate, IsthmusError, PeerError, UserError, users_code
 from isthmus.federated.algorithms import BUFFERS, Algorithm, ClientUpdate, Pass, Values
-from isthmus.protocol.federated_events import RefusedUpdate
+from isthmus.protocol.federated_messages import RefusedUpdate
 from isthmus.training.finite import is_finite
 
 

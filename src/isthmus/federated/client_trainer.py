@@ -23,7 +23,14 @@ from isthmus.federated.resident import Resident
 from isthmus.federated.stacked import Stacked, StackedLocal, check_alike, rows_for
 from isthmus.federated.stale_models import staleness_weight, without_stale_models
 from isthmus.federated.states import StateLost, States
-from isthmus.protocol.federated_events import NONE, ClientTask, ClientTime, PhaseId, PhaseSetup, RefusedUpdate
+from isthmus.protocol.federated_messages import (
+    NONE,
+    ClientTask,
+    ClientTime,
+    PhaseId,
+    PhaseSetup,
+    RefusedUpdate,
+)
 from isthmus.rng import torch_seed
 
 

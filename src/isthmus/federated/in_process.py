@@ -19,30 +19,30 @@ from isthmus.protocol.federated_events import (
     CommitRound,
     CoordinatorEvent,
     DismissExecutor,
-    ExecutorDrained,
     ExecutorEvent,
-    ExecutorJoined,
     FinishRounds,
     ForgetPhase,
-    HaltExecutors,
     IgnoreSums,
     MergeSums,
     Notify,
-    ReportDrained,
-    ReportReturned,
     RoundRecord,
     RunInterrupted,
-    SendSums,
-    StartPhase,
     StopExecutor,
-    SumsSent,
-    TasksReturned,
     TasksTrained,
     Tick,
     TrainTasks,
     UpdateServer,
 )
 from isthmus.protocol.federated_executor import ExecutorMachine
+from isthmus.protocol.federated_messages import (
+    ExecutorDrained,
+    ExecutorJoined,
+    PhaseOpened,
+    SumsSent,
+    TasksReturned,
+)
+from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_messages import Halt
 
 TICK_S = 0.25
 
@@ -97,7 +97,7 @@ class InProcess:
         """Events come of executors and of the clock: the run ends when no executor has anything left to do."""
         finish = self._decide(Tick(now_s=self._looked_s))  # deadlines count from a phase's opening
         for name in self._slots:
-            finish = self._decide(ExecutorJoined(executor=name)) or finish
+            finish = self._decide(FromDevice(name, ExecutorJoined())) or finish
         while finish is None:
             ready = [name for name, slot in self._slots.items() if slot.inbox or slot.work]
             if not ready:
@@ -137,14 +137,11 @@ class InProcess:
                 case ForgetPhase(kept=kept):
                     slot.drop_work()
                     slot.site.forget(kept)
-                case ReportDrained(phase=phase):
-                    finish = self._decide(ExecutorDrained(executor=slot.name, phase=phase)) or finish
-                case ReportReturned(phase=phase, tasks=tasks):
-                    finish = self._decide(TasksReturned(executor=slot.name, phase=phase, tasks=tasks)) or finish
-                case SendSums(phase=phase, timed=timed, refused=refused):
+                case ExecutorDrained() | TasksReturned():
+                    finish = self._decide(FromDevice(slot.name, instruction)) or finish
+                case SumsSent():
                     slot.site.hand_over()
-                    sent = SumsSent(executor=slot.name, phase=phase, timed=timed, refused=refused)
-                    finish = self._decide(sent) or finish
+                    finish = self._decide(FromDevice(slot.name, instruction)) or finish
                     self.server.settle()  # the executor's memory is its own again
                     slot.site.clear()
                 case StopExecutor():
@@ -154,11 +151,10 @@ class InProcess:
     def _decide(self, event: CoordinatorEvent) -> FinishRounds | None:
         for instruction in self.machine.handle(event):
             match instruction:
-                case StartPhase(executor=executor, event=opened):
-                    self.server.open(opened.opening)
-                    self._slots[executor].inbox.append(opened)
-                case Notify(executor=executor, event=broadcast):
-                    self._slots[executor].inbox.append(broadcast)
+                case Notify(executor=executor, body=body):
+                    if isinstance(body, PhaseOpened):
+                        self.server.open(body.opening)
+                    self._slots[executor].inbox.append(body)
                 case MergeSums(executor=executor):
                     partial = self._slots[executor].site.partial
                     sums = partial.tensors()
@@ -173,6 +169,6 @@ class InProcess:
                     return instruction
                 case DismissExecutor(executor=executor, reason=reason):
                     raise InternalError(f"federated: {executor} {reason}")
-                case IgnoreSums() | HaltExecutors():
+                case IgnoreSums() | Halt():
                     pass
         return None

@@ -12,7 +12,7 @@ from isthmus.errors import UserError, users_code
 from isthmus.federated.admission import Form, first_state
 from isthmus.federated.algorithms import Algorithm, Values
 from isthmus.federated.states import StateLost, States
-from isthmus.protocol.federated_events import NONE
+from isthmus.protocol.federated_messages import NONE
 
 
 def is_personal(algorithm: Algorithm, model: Tensor) -> bool:

@@ -31,7 +31,7 @@ from isthmus.federated.algorithms import BUFFERS, Algorithm, ClientUpdate, Combi
 from isthmus.federated.algorithms.wrapping import Wrapping
 from isthmus.federated.partial import AggregationWeights, PartialSum
 from isthmus.federated.stale_models import with_stale_models, without_stale_models
-from isthmus.protocol.federated_events import PhaseId, PhaseSetup
+from isthmus.protocol.federated_messages import PhaseId, PhaseSetup
 from isthmus.training.finite import is_finite
 
 STATES = "states"

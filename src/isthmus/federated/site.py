@@ -22,7 +22,12 @@ from isthmus.federated.algorithms import ClientUpdate
 from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import Rows, StateLost
-from isthmus.protocol.federated_events import ClientTask, ClientTime, PhaseSetup, RefusedUpdate
+from isthmus.protocol.federated_messages import (
+    ClientTask,
+    ClientTime,
+    PhaseSetup,
+    RefusedUpdate,
+)
 
 
 class OwnData:

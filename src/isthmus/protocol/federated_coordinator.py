@@ -20,33 +20,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.protocol.federated_events import (
-    ClientTask,
     CommitRound,
     CoordinatorEvent,
     CoordinatorInstruction,
     DismissExecutor,
-    ExecutorDrained,
-    ExecutorJoined,
     ExecutorLost,
     FinishRounds,
-    HaltExecutors,
     IgnoreSums,
-    LinearFit,
     MergeSums,
     Notify,
     Outcome,
+    RoundRecord,
+    RunInterrupted,
+    Tick,
+    UpdateServer,
+)
+from isthmus.protocol.federated_messages import (
+    ClientTask,
+    ExecutorDrained,
+    ExecutorJoined,
+    LinearFit,
     PhaseDropped,
     PhaseId,
     PhaseOpened,
+    PhaseReport,
     PhaseSetup,
-    RoundRecord,
-    RunInterrupted,
-    StartPhase,
     SumsSent,
     TasksReturned,
-    Tick,
     UpdateRefused,
-    UpdateServer,
 )
 from isthmus.protocol.federated_phase import OpenPhase
 from isthmus.protocol.federated_reports import fault_of, refusal_texts
@@ -54,7 +55,8 @@ from isthmus.protocol.federated_rules import RoundRules, Why
 from isthmus.protocol.federated_scheduler import ClientScheduler
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.protocol.federated_transitions import COORDINATOR, CoordinatorPhase
-from isthmus.protocol.machine import Machine
+from isthmus.protocol.machine import FromDevice, Machine
+from isthmus.protocol.run_messages import Halt
 from isthmus.protocol.work_stealing import assign_idle, assign_returned, forget_executor, grant_tasks, reassign
 
 Integers = NDArray[np.int64]
@@ -97,17 +99,19 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         cohort: Callable[[int], Integers],
         throughput: ThroughputModel,
         *,
+        clients: Mapping[str, int] | None = None,
         states: NDArray[np.int32] | None = None,
         late: Callable[[int], Mapping[int, int]] = lambda round_: {},
     ) -> None:
         """`sizes` (population,) in samples; `cohort` gives the clients of a round, and `late` by how many rounds they
-        are late in a simulation; `states` (population,) is None for algorithms that keep nothing."""
+        are late in a simulation; `clients` are the only clients of executors that have one of their own; `states`
+        (population,) is None for algorithms that keep nothing."""
         super().__init__()
         self.executors = tuple(executors)
         self.durable_round = rules.first_round - 1
         """Set by the driver when a round has reached the disk."""
         self.rules = rules
-        self._scheduler = ClientScheduler(self.executors, rules, sizes, throughput, states)
+        self._scheduler = ClientScheduler(self.executors, rules, sizes, throughput, states, clients or {})
         self._cohort_of = cohort
         self._late_of = late
         self._alive: set[str] = set()
@@ -180,20 +184,24 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         return np.array(sorted(pinned[name] for name in free), dtype=np.int64)
 
     def _is_stale(self, event: CoordinatorEvent) -> bool:
-        if self._phase == "done" or not isinstance(event, ExecutorDrained | TasksReturned | SumsSent):
+        if self._phase == "done" or type(event) is not FromDevice or isinstance(event.body, ExecutorJoined):
             return False
-        late = self.rounds_late(event.executor, event.phase)
-        return late is None or (late > 0 and not isinstance(event, SumsSent)) or event.executor not in self._alive
+        executor, report = event.device, event.body
+        late = self.rounds_late(executor, report.phase)
+        return late is None or (late > 0 and not isinstance(report, SumsSent)) or executor not in self._alive
 
     def _answer_stale(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
-        assert isinstance(event, ExecutorDrained | TasksReturned | SumsSent), "nothing else names a phase"
-        self._catches_up(event)
-        return [IgnoreSums(event.executor, event.phase)] if isinstance(event, SumsSent) else []
+        assert isinstance(event, FromDevice) and not isinstance(event.body, ExecutorJoined), "nothing else is late"
+        executor, report = event.device, event.body
+        self._catches_up(executor, report)
+        return [IgnoreSums(executor, report.phase)] if isinstance(report, SumsSent) else []
 
     def _take(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
         match event:
-            case ExecutorJoined():
-                return self._join(event)
+            case FromDevice(device=executor, body=report):
+                if isinstance(report, ExecutorJoined):
+                    return self._join(executor, report.samples)
+                return self._on_report(executor, report)
             case ExecutorLost(executor=executor, reason=reason):
                 return self._lose(executor, reason)
             case Tick(now_s=now_s):
@@ -201,22 +209,15 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
                 return self._gather() if self._phase == "joining" else self._look()
             case RunInterrupted():
                 return self._end("interrupted")
-            case ExecutorDrained() | TasksReturned() | SumsSent():
-                assert self._open is not None, "the table has none of these while no phase is open"
-                if isinstance(event, SumsSent) and event.phase != self._open.phase:
-                    return self._on_late(event, self._open)
-                if not isinstance(event, TasksReturned):  # answered while a client of an earlier phase is trained
-                    self._behind.pop(event.executor, None)
-                return self._in_turn(event, self._open)
 
-    def _catches_up(self, event: ExecutorDrained | TasksReturned | SumsSent) -> None:
+    def _catches_up(self, executor: str, report: PhaseReport) -> None:
         """The executor is done with an earlier phase. Its messages of still earlier phases do not change that."""
-        if isinstance(event, TasksReturned):
+        if isinstance(report, TasksReturned):
             return
-        if self._behind.get(event.executor) == event.phase:
-            del self._behind[event.executor]
-        if event.executor in self._late and self._late[event.executor][0] == event.phase:
-            del self._late[event.executor]
+        if self._behind.get(executor) == report.phase:
+            del self._behind[executor]
+        if executor in self._late and self._late[executor][0] == report.phase:
+            del self._late[executor]
 
     def look_ahead(self) -> None:
         """Plan the next round while this one trains: its cohort is known, and times that are a round older do.
@@ -232,12 +233,10 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
 
     # Before a phase
 
-    def _join(self, event: ExecutorJoined) -> list[CoordinatorInstruction]:
-        self._alive.add(event.executor)
-        if event.client is not None:
-            self._scheduler.pinned[event.executor] = event.client
-            if event.samples is not None:
-                self._scheduler.sizes[event.client] = event.samples
+    def _join(self, executor: str, samples: int | None) -> list[CoordinatorInstruction]:
+        self._alive.add(executor)
+        if samples is not None:
+            self._scheduler.sizes[self._scheduler.pinned[executor]] = samples
         return self._gather() if self._phase == "joining" else []
 
     def _gather(self) -> list[CoordinatorInstruction]:
@@ -302,7 +301,7 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
             if not mine and not holds:
                 continue  # nothing to train, nothing to say
             opened.give(name, mine)
-            out.append(StartPhase(name, PhaseOpened(opening=opening, tasks=mine, holds=holds, brief=brief)))
+            out.append(Notify(name, PhaseOpened(opening=opening, tasks=mine, holds=holds, brief=brief)))
         opened.unassigned.sort(key=lambda t: -t.samples)
         return out if expected else [*out, *self._close_phase("all")]
 
@@ -324,17 +323,21 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
 
     # While it is open
 
-    def _in_turn(
-        self, event: ExecutorDrained | TasksReturned | SumsSent, opened: OpenPhase
-    ) -> list[CoordinatorInstruction]:
-        match event:
-            case ExecutorDrained(executor=executor):
+    def _on_report(self, executor: str, report: PhaseReport) -> list[CoordinatorInstruction]:
+        opened = self._open
+        assert opened is not None, "the table has no report while no phase is open"
+        if isinstance(report, SumsSent) and report.phase != opened.phase:
+            return self._on_late(executor, report, opened)
+        if not isinstance(report, TasksReturned):  # answered while a client of an earlier phase is trained
+            self._behind.pop(executor, None)
+        match report:
+            case ExecutorDrained():
                 opened.idle[executor] = None
                 return [*assign_idle(opened, self._scheduler, holds=self._steals)]
-            case TasksReturned(executor=executor, tasks=tasks):
+            case TasksReturned(tasks=tasks):
                 return self._on_returned(executor, tasks, opened)
             case SumsSent():
-                return self._on_summed(event, opened)
+                return self._on_summed(executor, report, opened)
 
     def _on_returned(
         self, victim: str, tasks: tuple[ClientTask, ...], opened: OpenPhase
@@ -344,32 +347,29 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
             return self._expel(victim, "gave back clients that it was not given")
         return [*assign_returned(tasks, thief, opened, self._scheduler, holds=self._steals)]
 
-    def _on_summed(self, event: SumsSent, opened: OpenPhase) -> list[CoordinatorInstruction]:
-        held = opened.held.get(event.executor, {})
-        if (fault := fault_of(event, held)) is not None:
-            return [IgnoreSums(event.executor, event.phase), *self._expel(event.executor, fault)]
-        opened.report(event.executor, event.timed, event.refused)
-        out: list[CoordinatorInstruction] = [MergeSums(event.executor, event.phase), *self._tell_refusals(event)]
+    def _on_summed(self, executor: str, sums: SumsSent, opened: OpenPhase) -> list[CoordinatorInstruction]:
+        if (fault := fault_of(sums, opened.held.get(executor, {}))) is not None:
+            return [IgnoreSums(executor, sums.phase), *self._expel(executor, fault)]
+        opened.report(executor, sums.timed, sums.refused)
+        out: list[CoordinatorInstruction] = [MergeSums(executor, sums.phase), *self._tell_refusals(executor, sums)]
         if self.rules.single and opened.unassigned:
-            out.append(grant_tasks(event.executor, (opened.unassigned.pop(0),), opened, holds=False))
+            out.append(grant_tasks(executor, (opened.unassigned.pop(0),), opened, holds=False))
         return [*out, *self._look()]
 
-    def _on_late(self, event: SumsSent, opened: OpenPhase) -> list[CoordinatorInstruction]:
+    def _on_late(self, executor: str, sums: SumsSent, opened: OpenPhase) -> list[CoordinatorInstruction]:
         """A late update counts in this phase. The site gets a task again in the next phase."""
-        before, task = opened.late.pop(event.executor)
-        if (fault := fault_of(event, {task.client: task})) is not None:
-            return [IgnoreSums(event.executor, event.phase), *self._expel(event.executor, fault)]
-        opened.report(event.executor, event.timed, event.refused)
-        opened.stale += [(t.client, opened.phase.round - before.round) for t in event.timed]
-        return [MergeSums(event.executor, event.phase), *self._tell_refusals(event), *self._look()]
+        before, task = opened.late.pop(executor)
+        if (fault := fault_of(sums, {task.client: task})) is not None:
+            return [IgnoreSums(executor, sums.phase), *self._expel(executor, fault)]
+        opened.report(executor, sums.timed, sums.refused)
+        opened.stale += [(t.client, opened.phase.round - before.round) for t in sums.timed]
+        return [MergeSums(executor, sums.phase), *self._tell_refusals(executor, sums), *self._look()]
 
-    def _tell_refusals(self, event: SumsSent) -> list[CoordinatorInstruction]:
+    def _tell_refusals(self, executor: str, sums: SumsSent) -> list[CoordinatorInstruction]:
         """Sites do not know of them: it is the coordinator that looks at what they send."""
         if self.rules.gathering is None:
             return []
-        return [
-            Notify(event.executor, UpdateRefused(phase=event.phase, reason=refusal.reason)) for refusal in event.refused
-        ]
+        return [Notify(executor, UpdateRefused(phase=sums.phase, reason=refusal.reason)) for refusal in sums.refused]
 
     def _look(self) -> list[CoordinatorInstruction]:
         """Whether the phase is over."""
@@ -487,7 +487,7 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
 
     def _end(self, outcome: Outcome, reason: str = "") -> list[CoordinatorInstruction]:
         self._phase, self._open = "done", None
-        return [HaltExecutors(), FinishRounds(outcome, reason)]
+        return [Halt(), FinishRounds(outcome, reason)]
 
 
 def _diverged(opened: OpenPhase, why: Why) -> bool:

@@ -1,7 +1,6 @@
-"""Federated rounds: what happens to the two machines (events) and what they ask for (instructions). No tensors.
+"""Federated rounds: the events and instructions between a machine and its own host. No tensors.
 
-A phase is one pass of one attempt at one round. Everything names its phase; a machine drops and counts what belongs to
-another one.
+What one machine says to the other is in `federated_messages`.
 """
 
 from __future__ import annotations
@@ -11,116 +10,21 @@ from typing import Literal
 
 import msgspec
 
-NONE = -1
-"""In place of a state's number, of a client that keeps nothing yet."""
+from isthmus.protocol.federated_messages import (
+    ClientTask,
+    ClientTime,
+    ExecutorOrder,
+    ExecutorReport,
+    LinearFit,
+    PhaseId,
+    PhaseReport,
+    PhaseSetup,
+    RefusedUpdate,
+)
+from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_messages import Halt
 
-
-class PhaseId(msgspec.Struct, frozen=True, order=True):
-    round: int
-    attempt: int = 0
-    number: int = 0
-    """The pass within the round, from 0 on."""
-
-
-class ClientTask(msgspec.Struct, frozen=True, array_like=True, gc=False):  # a million of them are looked at in vain
-    """A client to be trained. `state` is the number of the state to go on from, given by the executor that keeps it."""
-
-    client: int
-    samples: int
-    state: int = NONE
-    late: int = 0
-    """Rounds: it is trained from the model of so many rounds before, and counts for less (FedBuff, simulated)."""
-
-
-class PhaseSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What every executor must know of a phase."""
-
-    phase: PhaseId
-    clients: int
-    """Of the whole cohort, as are its samples: they fix the scale of exact sums."""
-    samples: int
-    durable_round: int = -1
-    """Rounds up to this one are on disk: states that they replaced can go."""
-
-
-class LinearFit(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An executor's time for a client: N t + b (Parrot, Eq. 2)."""
-
-    seconds_per_sample: float
-    fixed_s: float
-
-    def seconds(self, samples: int) -> float:
-        return samples * self.seconds_per_sample + self.fixed_s
-
-
-class ClientTime(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A client that was trained, how long it took there, and which is its new state."""
-
-    client: int
-    samples: int
-    seconds: float
-    state: int = NONE
-    renewed: bool = False
-    """Its state of before was lost: it went on with that of a new client."""
-
-
-class RefusedUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """A client whose update was not taken in, and why."""
-
-    client: int
-    reason: str
-    diverged: bool = False
-    """Its numbers are not finite, or too large to be added up."""
-
-
-# To the executor
-
-
-class PhaseOpened(msgspec.Struct, frozen=True, kw_only=True):
-    opening: PhaseSetup
-    tasks: tuple[ClientTask, ...]
-    holds: bool = False
-    """Say when the tasks are done, and keep the sums until the phase closes: there may be more tasks."""
-    brief: bool = False
-    """Expected to be over before another message could come: nobody need listen meanwhile."""
-
-
-class TasksGranted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """More tasks."""
-
-    phase: PhaseId
-    tasks: tuple[ClientTask, ...]
-    holds: bool = False
-
-
-class TasksRecalled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Another executor is idle: give back of what has not begun as much as evens the two out."""
-
-    phase: PhaseId
-    own: LinearFit
-    thief: LinearFit
-
-
-class PhaseClosed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """No more tasks: send the sums."""
-
-    phase: PhaseId
-
-
-class PhaseDropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The phase is over without this executor, or for all of them: forget it, but for clients whose updates are in."""
-
-    phase: PhaseId
-    kept: tuple[int, ...] = ()
-    again: bool = False
-    """The round is tried again."""
-
-
-class UpdateRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Its update is not taken in, for this reason. Nothing follows from it but that its owner should know."""
-
-    phase: PhaseId
-    reason: str
+# To the executor, besides the coordinator's orders
 
 
 class TasksTrained(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,16 +35,10 @@ class TasksTrained(msgspec.Struct, frozen=True, kw_only=True):
     refused: tuple[RefusedUpdate, ...] = ()
 
 
-class ExecutorHalted(msgspec.Struct, frozen=True, kw_only=True):
-    pass
+ExecutorEvent = ExecutorOrder | TasksTrained | Halt
 
 
-ExecutorNotice = TasksGranted | TasksRecalled | PhaseClosed | PhaseDropped | UpdateRefused
-"""What a coordinator says to an executor within a phase."""
-ExecutorEvent = PhaseOpened | ExecutorNotice | TasksTrained | ExecutorHalted
-
-
-# From the executor
+# From the executor, besides its reports
 
 
 class BeginPhase(msgspec.Struct, frozen=True):
@@ -156,23 +54,6 @@ class TrainTasks(msgspec.Struct, frozen=True):
     tasks: tuple[ClientTask, ...]
 
 
-class ReportDrained(msgspec.Struct, frozen=True):
-    phase: PhaseId
-
-
-class ReportReturned(msgspec.Struct, frozen=True):
-    phase: PhaseId
-    tasks: tuple[ClientTask, ...]
-
-
-class SendSums(msgspec.Struct, frozen=True):
-    """Send the sums and forget them."""
-
-    phase: PhaseId
-    timed: tuple[ClientTime, ...]
-    refused: tuple[RefusedUpdate, ...]
-
-
 class ForgetPhase(msgspec.Struct, frozen=True):
     """Drop the sums, and the states that the phase has written of all clients but these."""
 
@@ -184,42 +65,10 @@ class StopExecutor(msgspec.Struct, frozen=True):
     """Leave."""
 
 
-ExecutorInstruction = BeginPhase | TrainTasks | ReportDrained | ReportReturned | SendSums | ForgetPhase | StopExecutor
+ExecutorInstruction = BeginPhase | TrainTasks | PhaseReport | ForgetPhase | StopExecutor
 
 
-# To the coordinator
-
-
-class ExecutorJoined(msgspec.Struct, frozen=True, kw_only=True):
-    executor: str
-    client: int | None = None
-    """The one client whose data the executor has; None where it has them all."""
-    samples: int | None = None
-    """That client has; None where the coordinator knows."""
-
-
-class ExecutorDrained(msgspec.Struct, frozen=True, kw_only=True):
-    """The executor has nothing left to do and holds its sums."""
-
-    executor: str
-    phase: PhaseId
-
-
-class TasksReturned(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a recall: tasks that had not begun, or none."""
-
-    executor: str
-    phase: PhaseId
-    tasks: tuple[ClientTask, ...]
-
-
-class SumsSent(msgspec.Struct, frozen=True, kw_only=True):
-    """The executor has sent its sums. The driver holds them until `MergeSums` or `IgnoreSums`."""
-
-    executor: str
-    phase: PhaseId
-    timed: tuple[ClientTime, ...]
-    refused: tuple[RefusedUpdate, ...] = ()
+# To the coordinator, besides the executors' reports
 
 
 class ExecutorLost(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,22 +84,17 @@ class RunInterrupted(msgspec.Struct, frozen=True, kw_only=True):
     """The user wants to stop: the open round is dropped."""
 
 
-CoordinatorEvent = ExecutorJoined | ExecutorDrained | TasksReturned | SumsSent | ExecutorLost | Tick | RunInterrupted
+CoordinatorEvent = FromDevice[ExecutorReport] | ExecutorLost | Tick | RunInterrupted
 
 
 # From the coordinator
 
 
-class StartPhase(msgspec.Struct, frozen=True):
-    executor: str
-    event: PhaseOpened
-
-
 class Notify(msgspec.Struct, frozen=True):
-    """Pass this on to an executor."""
+    """Send this to one executor. With `PhaseOpened` comes the broadcast."""
 
     executor: str
-    event: ExecutorNotice
+    body: ExecutorOrder
 
 
 class MergeSums(msgspec.Struct, frozen=True):
@@ -310,10 +154,6 @@ class CommitRound(msgspec.Struct, frozen=True):
     record: RoundRecord
 
 
-class HaltExecutors(msgspec.Struct, frozen=True):
-    """Tell every executor to leave."""
-
-
 Outcome = Literal["done", "interrupted", "lost", "diverged"]
 """Diverged: the numbers of every client of a round are not finite. Lost: the run cannot go on for another reason."""
 
@@ -324,13 +164,6 @@ class FinishRounds(msgspec.Struct, frozen=True):
 
 
 CoordinatorInstruction = (
-    StartPhase
-    | Notify
-    | MergeSums
-    | IgnoreSums
-    | DismissExecutor
-    | UpdateServer
-    | CommitRound
-    | HaltExecutors
-    | FinishRounds
+    Notify | MergeSums | IgnoreSums | DismissExecutor | UpdateServer | CommitRound | Halt | FinishRounds
 )
+"""`Halt` is for every executor."""

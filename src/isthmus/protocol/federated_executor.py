@@ -17,12 +17,17 @@ import msgspec
 
 from isthmus.protocol.federated_events import (
     BeginPhase,
-    ClientTask,
-    ClientTime,
     ExecutorEvent,
-    ExecutorHalted,
     ExecutorInstruction,
     ForgetPhase,
+    StopExecutor,
+    TasksTrained,
+    TrainTasks,
+)
+from isthmus.protocol.federated_messages import (
+    ClientTask,
+    ClientTime,
+    ExecutorDrained,
     LinearFit,
     PhaseClosed,
     PhaseDropped,
@@ -30,18 +35,15 @@ from isthmus.protocol.federated_events import (
     PhaseOpened,
     PhaseSetup,
     RefusedUpdate,
-    ReportDrained,
-    ReportReturned,
-    SendSums,
-    StopExecutor,
+    SumsSent,
     TasksGranted,
     TasksRecalled,
-    TasksTrained,
-    TrainTasks,
+    TasksReturned,
     UpdateRefused,
 )
 from isthmus.protocol.federated_transitions import EXECUTOR, ExecutorPhase
 from isthmus.protocol.machine import Machine
+from isthmus.protocol.run_messages import Halt
 
 AHEAD = 16
 """How many tasks are announced in advance. Reading this many states at once takes as long as reading a few."""
@@ -86,17 +88,17 @@ class ExecutorMachine(Machine[ExecutorPhase, ExecutorEvent, ExecutorInstruction]
         return tuple(islice(self._queue, AHEAD))
 
     def _is_stale(self, event: ExecutorEvent) -> bool:
-        return not isinstance(event, ExecutorHalted | PhaseOpened) and event.phase != self._phase_id
+        return not isinstance(event, Halt | PhaseOpened) and event.phase != self._phase_id
 
     def _answer_stale(self, event: ExecutorEvent) -> list[ExecutorInstruction]:
         if isinstance(event, TasksTrained) and event.phase in self._dropped:
             self._dropped.remove(event.phase)
-            return [ReportDrained(event.phase)]  # before this, no other phase waits for this executor
-        return [ReportReturned(event.phase, ())] if isinstance(event, TasksRecalled) else []
+            return [ExecutorDrained(phase=event.phase)]  # before this, no other phase waits for this executor
+        return [TasksReturned(phase=event.phase, tasks=())] if isinstance(event, TasksRecalled) else []
 
     def _take(self, event: ExecutorEvent) -> list[ExecutorInstruction]:
         match event:
-            case ExecutorHalted():
+            case Halt():
                 self._phase = "stopped"
                 return [StopExecutor()]
             case PhaseOpened(opening=opening, tasks=tasks, holds=holds):
@@ -106,7 +108,7 @@ class ExecutorMachine(Machine[ExecutorPhase, ExecutorEvent, ExecutorInstruction]
                 self._holds = holds
                 return self._next()
             case TasksRecalled(own=own, thief=thief):
-                return [ReportReturned(event.phase, self._give(own, thief))]
+                return [TasksReturned(phase=event.phase, tasks=self._give(own, thief))]
             case PhaseClosed():
                 self._holds = False
                 return self._next()
@@ -150,11 +152,10 @@ class ExecutorMachine(Machine[ExecutorPhase, ExecutorEvent, ExecutorInstruction]
             if self._reported:
                 return []
             self._reported, self._phase = True, "drained"
-            return [ReportDrained(self._phase_id)]
-        timed, refused = tuple(self._timed), tuple(self._refused)
-        phase = self._phase_id
+            return [ExecutorDrained(phase=self._phase_id)]
+        sums = SumsSent(phase=self._phase_id, timed=tuple(self._timed), refused=tuple(self._refused))
         self._clear()
-        return [SendSums(phase, timed, refused)]
+        return [sums]
 
     def _next_tasks(self) -> tuple[ClientTask, ...]:
         tasks = [self._queue.popleft()]

@@ -6,7 +6,13 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from isthmus.protocol.federated_events import ClientTask, ClientTime, LinearFit, PhaseId, RefusedUpdate
+from isthmus.protocol.federated_messages import (
+    ClientTask,
+    ClientTime,
+    LinearFit,
+    PhaseId,
+    RefusedUpdate,
+)
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from isthmus.protocol.federated_events import NONE, ClientTask, RefusedUpdate, SumsSent
+from isthmus.protocol.federated_messages import (
+    NONE,
+    ClientTask,
+    RefusedUpdate,
+    SumsSent,
+)
 
 MOST_STATES = 2**31
 MOST_REFUSALS = 3

@@ -9,7 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.planners.cohort import CohortSchedule
-from isthmus.protocol.federated_events import NONE, ClientTask, ClientTime, LinearFit
+from isthmus.protocol.federated_messages import (
+    NONE,
+    ClientTask,
+    ClientTime,
+    LinearFit,
+)
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
 
@@ -52,12 +57,13 @@ class ClientScheduler:
         sizes: Integers,
         throughput: ThroughputModel,
         states: NDArray[np.int32] | None,
+        pinned: Mapping[str, int],
     ) -> None:
         """`sizes` (population,) in samples, 0 for a client that has not said yet; `states` (population,)."""
         self.sizes = sizes
         self.states = states
         self.throughput = throughput
-        self.pinned: dict[str, int] = {}
+        self.pinned = pinned
         """The client of each executor that has the data of one only."""
         self.late: Mapping[int, int] = {}
         """By how many rounds clients of the cohort that is dealt are late; who is not need not be there."""

@@ -25,7 +25,7 @@ from isthmus.planners.cohort import (
     schedule_cohort,
 )
 from isthmus.planners.cohort.problem import Floats
-from isthmus.protocol.federated_events import ClientTime, LinearFit
+from isthmus.protocol.federated_messages import ClientTime, LinearFit
 
 STEP_S = 1e-4
 """What one exchange of the certified search takes, roughly."""

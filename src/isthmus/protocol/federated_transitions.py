@@ -5,23 +5,25 @@ from __future__ import annotations
 from typing import Literal
 
 from isthmus.protocol.federated_events import (
-    ExecutorDrained,
-    ExecutorHalted,
-    ExecutorJoined,
     ExecutorLost,
+    RunInterrupted,
+    TasksTrained,
+    Tick,
+)
+from isthmus.protocol.federated_messages import (
+    ExecutorDrained,
+    ExecutorJoined,
     PhaseClosed,
     PhaseDropped,
     PhaseOpened,
-    RunInterrupted,
     SumsSent,
     TasksGranted,
     TasksRecalled,
     TasksReturned,
-    TasksTrained,
-    Tick,
     UpdateRefused,
 )
 from isthmus.protocol.machine import Transitions
+from isthmus.protocol.run_messages import Halt
 
 CoordinatorPhase = Literal["joining", "running", "done"]
 ExecutorPhase = Literal["idle", "training", "drained", "stopped"]
@@ -67,7 +69,7 @@ EXECUTOR = Transitions(
             PhaseClosed: "idle",
             PhaseDropped: "idle",
             UpdateRefused: "idle",
-            ExecutorHalted: "stopped",
+            Halt: "stopped",
         },
         "training": {
             PhaseOpened: _NEXT,
@@ -77,7 +79,7 @@ EXECUTOR = Transitions(
             PhaseDropped: "idle",
             UpdateRefused: "training",
             TasksTrained: _NEXT,
-            ExecutorHalted: "stopped",
+            Halt: "stopped",
         },
         "drained": {
             PhaseOpened: _NEXT,
@@ -86,7 +88,7 @@ EXECUTOR = Transitions(
             PhaseClosed: "idle",
             PhaseDropped: "idle",
             UpdateRefused: "drained",
-            ExecutorHalted: "stopped",
+            Halt: "stopped",
         },
     },
 )

@@ -27,17 +27,18 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """The plan epoch under which it arose."""
 
 
-BodyT_co = TypeVar("BodyT_co", bound=Event, covariant=True)
+BodyT_co = TypeVar("BodyT_co", bound=msgspec.Struct, covariant=True)
 
 
 class FromDevice(msgspec.Struct, Generic[BodyT_co], frozen=True):
-    """An event that a device sent. The host knows the device from its connection: the body does not name it."""
+    """An event that a device sent, or a federated executor. The host knows it from the connection: the body does not
+    name it."""
 
     device: str
     body: BodyT_co
 
     @property
-    def epoch(self) -> int:
+    def epoch(self: FromDevice[Event]) -> int:
         return self.body.epoch
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isthmus.protocol.federated_events import ClientTask, Notify, PhaseClosed, TasksGranted, TasksRecalled
+from isthmus.protocol.federated_events import Notify
+from isthmus.protocol.federated_messages import (
+    ClientTask,
+    PhaseClosed,
+    TasksGranted,
+    TasksRecalled,
+)
 from isthmus.protocol.federated_phase import OpenPhase
 from isthmus.protocol.federated_scheduler import ClientScheduler
 

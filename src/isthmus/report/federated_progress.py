@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.federated.history import RoundLine
-from isthmus.protocol.federated_events import LinearFit
+from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_rules import Why
 from isthmus.report.live import still_live
 from isthmus.report.tables import new_table, titled

@@ -13,30 +13,31 @@ from numpy.typing import NDArray
 from isthmus.errors import InternalError, PeerError
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
-    ClientTask,
-    ClientTime,
     CommitRound,
     CoordinatorEvent,
-    ExecutorDrained,
     ExecutorEvent,
-    ExecutorJoined,
     ExecutorLost,
     FinishRounds,
-    LinearFit,
     Notify,
-    PhaseId,
-    ReportDrained,
-    ReportReturned,
     RoundRecord,
-    SendSums,
-    StartPhase,
-    SumsSent,
-    TasksReturned,
     TasksTrained,
     Tick,
     TrainTasks,
 )
 from isthmus.protocol.federated_executor import ExecutorMachine
+from isthmus.protocol.federated_messages import (
+    ClientTask,
+    ClientTime,
+    ExecutorDrained,
+    ExecutorJoined,
+    LinearFit,
+    PhaseId,
+    PhaseOpened,
+    PhaseReport,
+    SumsSent,
+    TasksReturned,
+)
+from isthmus.protocol.machine import FromDevice
 from isthmus.simulator.clock import VirtualClock
 
 
@@ -91,7 +92,7 @@ class _SimulatedExecutor:
         self.number = number
         self.name = name
         self.machine = ExecutorMachine(clients_per_vmap)
-        self.due: deque[TrainTasks | SendSums] = deque()
+        self.due: deque[TrainTasks | SumsSent] = deque()
         self.trains = self.gone = False
 
 
@@ -129,8 +130,7 @@ class _RoundsSimulation:
     def _join(self, name: str) -> None:
         number, sites = self._numbers[name], self._costs.sites
         self._executors[name] = _SimulatedExecutor(number, name, self._costs.clients_per_vmap)
-        client, samples = (number, sites[number]) if sites else (None, None)
-        self._decide(ExecutorJoined(executor=name, client=client, samples=samples))
+        self._decide(FromDevice(name, ExecutorJoined(samples=sites[number] if sites else None)))
 
     def _lose(self, name: str) -> None:
         self._executors[name].gone = True
@@ -140,7 +140,8 @@ class _RoundsSimulation:
         """The machine learns the time with whatever may open or close a phase."""
         if self._finish is not None:
             return
-        if not isinstance(event, ExecutorDrained | TasksReturned | Tick):
+        waits = isinstance(event, FromDevice) and isinstance(event.body, ExecutorDrained | TasksReturned)
+        if not (waits or isinstance(event, Tick)):
             self._handle(Tick(now_s=self._clock.now_s))
         self._handle(event)
         due_s = self._machine.due_s
@@ -157,11 +158,11 @@ class _RoundsSimulation:
         opened = False
         for instruction in self._machine.handle(event):
             match instruction:
-                case StartPhase(executor=executor, event=notice):
+                case Notify(executor=executor, body=PhaseOpened() as body):
                     opened = True
-                    self._later(self._costs.broadcast_s, executor, notice)
-                case Notify(executor=executor, event=notice):
-                    self._later(0.0, executor, notice)
+                    self._later(self._costs.broadcast_s, executor, body)
+                case Notify(executor=executor, body=body):
+                    self._later(0.0, executor, body)
                 case CommitRound(record=record):
                     self._rounds.append(self._measured(record))
                     self._opened_s = self._clock.now_s
@@ -191,12 +192,10 @@ class _RoundsSimulation:
             return
         for instruction in executor.machine.handle(event):
             match instruction:
-                case TrainTasks() | SendSums():
+                case TrainTasks() | SumsSent():
                     executor.due.append(instruction)
-                case ReportDrained(phase=phase):
-                    self._tell(0.0, ExecutorDrained(executor=executor.name, phase=phase))
-                case ReportReturned(phase=phase, tasks=tasks):
-                    self._tell(0.0, TasksReturned(executor=executor.name, phase=phase, tasks=tasks))
+                case ExecutorDrained() | TasksReturned():
+                    self._tell(0.0, executor.name, instruction)
                 case _:
                     pass
         self._act(executor)
@@ -204,9 +203,8 @@ class _RoundsSimulation:
     def _act(self, executor: _SimulatedExecutor) -> None:
         while executor.due and not executor.trains:
             match executor.due.popleft():
-                case SendSums(phase=phase, timed=timed, refused=refused):
-                    sums = SumsSent(executor=executor.name, phase=phase, timed=timed, refused=refused)
-                    self._tell(self._costs.sums_s, sums)
+                case SumsSent() as sums:
+                    self._tell(self._costs.sums_s, executor.name, sums)
                 case TrainTasks(phase=phase) if not executor.machine.works_for(phase):
                     self._hear(executor, TasksTrained(phase=phase, timed=()))
                 case TrainTasks(phase=phase, tasks=tasks):
@@ -220,9 +218,9 @@ class _RoundsSimulation:
         executor.trains = False
         self._hear(executor, done)
 
-    def _tell(self, seconds: float, event: ExecutorDrained | TasksReturned | SumsSent) -> None:
+    def _tell(self, seconds: float, executor: str, report: PhaseReport) -> None:
         due_s = self._clock.now_s + self._costs.latency_s + seconds
-        self._clock.at(due_s, f"from {event.executor}", partial(self._decide, event))
+        self._clock.at(due_s, f"from {executor}", partial(self._decide, FromDevice(executor, report)))
 
     def _train(self, number: int, phase: PhaseId, tasks: Sequence[ClientTask]) -> tuple[ClientTime, ...]:
         line, factor = self._costs.lines[number], self._costs.factor(number, phase)

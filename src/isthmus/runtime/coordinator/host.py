@@ -61,15 +61,9 @@ from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import NoSession, Session, paths_of
 from isthmus.runtime.coordinator.joiners import Joiners
 from isthmus.runtime.coordinator.run_callbacks import Address, Outcome, RunCallbacks
-from isthmus.runtime.messages.all_messages import FROM_DEVICES, AnyMessage
+from isthmus.runtime.messages.all_messages import FROM_DEVICES, AnyMessage, content
 from isthmus.runtime.messages.assignment import Assignment
-from isthmus.runtime.messages.run import (
-    AssignMessage,
-    JoinRun,
-    ToCoordinator,
-    ToDevice,
-    content,
-)
+from isthmus.runtime.messages.run import AssignMessage, JoinRun, ToCoordinator, ToDevice
 from isthmus.runtime.messages.state_transfer import (
     StateMessage,
     StatePart,

@@ -20,35 +20,32 @@ from isthmus.errors import IsthmusError, PeerError, StepError, UserError
 from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.protocol.federated_events import (
     BeginPhase,
-    ClientTask,
     ExecutorEvent,
-    ExecutorHalted,
     ForgetPhase,
-    ReportDrained,
-    ReportReturned,
-    SendSums,
     StopExecutor,
     TasksTrained,
     TrainTasks,
 )
-from isthmus.protocol.federated_events import ExecutorNotice as Said
 from isthmus.protocol.federated_executor import ExecutorMachine
-from isthmus.protocol.run_messages import DeviceFailed, DeviceReady, Halt
-from isthmus.runtime.federated.shared_memory import SharedMemory
-from isthmus.runtime.messages.federated import (
-    DrainedMessage,
-    NoticeMessage,
-    PhaseMessage,
-    ReturnedMessage,
-    SumsMessage,
+from isthmus.protocol.federated_messages import (
+    ClientTask,
+    ExecutorDrained,
+    ExecutorJoined,
+    PhaseOpened,
+    PhaseOrder,
+    SumsSent,
+    TasksReturned,
 )
-from isthmus.runtime.messages.run import JoinRun, ToCoordinator, ToDevice
+from isthmus.protocol.run_messages import DeviceFailed, Halt
+from isthmus.runtime.federated.shared_memory import SharedMemory
+from isthmus.runtime.messages.federated import FromExecutor, SummedValues, ToExecutor
+from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.heartbeat import start_heartbeats
 from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of
 
 Told = dict[str, Tensor]
-Act = tuple[BeginPhase, Told] | tuple[TrainTasks, tuple[ClientTask, ...]] | SendSums | ForgetPhase
+Act = tuple[BeginPhase, Told] | tuple[TrainTasks, tuple[ClientTask, ...]] | SumsSent | ForgetPhase
 
 
 class Executor:
@@ -107,7 +104,7 @@ class Executor:
                         self._shared.accumulator.wait(self._timeout_s)
                     timed, refused = self.site.train(tasks)
                     self._handle(TasksTrained(phase=phase, timed=timed, refused=refused))
-                case SendSums():
+                case SumsSent():
                     self._send_sums(act)
                 case ForgetPhase(kept=kept):
                     self.site.forget(kept)
@@ -126,27 +123,27 @@ class Executor:
         try:
             while (received := self._channel.receive(idle_s=self._timeout_s)) is not None:
                 message, tensors = received
-                match message:
-                    case PhaseMessage(opened=opened):
+                if not isinstance(message, ToExecutor):
+                    continue  # a heartbeat
+                match body := message.body:
+                    case PhaseOpened(brief=brief):
                         self._broadcast = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
                         if self._shared is not None:
                             self._broadcast |= self._shared.broadcast_memory.get(message.in_shared_memory)
-                        self._handle(opened)
-                        self._act(opened.brief)
-                    case NoticeMessage(notice=notice):
-                        self._on_notice(notice)
-                        self._handle(notice)
-                        self._act(brief=False)
-                    case ToDevice(body=Halt()):
-                        self._handle(ExecutorHalted())
+                        self._handle(body)
+                        self._act(brief)
+                    case Halt():
+                        self._handle(body)
                         return
                     case _:
-                        pass
+                        self._on_order(body)
+                        self._handle(body)
+                        self._act(brief=False)
             self._bell.put(PeerError("coordinator: closed the connection"))
         except Exception as e:  # the main thread decides
             self._bell.put(e)
 
-    def _on_notice(self, notice: Said) -> None:
+    def _on_order(self, order: PhaseOrder) -> None:
         """For people: executors of one machine have none of their own."""
 
     def _handle(self, event: ExecutorEvent) -> None:
@@ -154,20 +151,18 @@ class Executor:
         with self._deciding:
             for instruction in self.machine.handle(event):
                 match instruction:
-                    case ReportDrained(phase=phase):
-                        self._sender.put(DrainedMessage(run=self._run, phase=phase))
-                    case ReportReturned(phase=phase, tasks=tasks):
-                        self._sender.put(ReturnedMessage(run=self._run, phase=phase, tasks=tasks))
+                    case ExecutorDrained() | TasksReturned():
+                        self._sender.put(FromExecutor(run=self._run, body=instruction))
                     case BeginPhase():
                         self._acts.append((instruction, self._broadcast))
                     case TrainTasks():
                         self._acts.append((instruction, self.machine.upcoming))
-                    case SendSums() | ForgetPhase():
+                    case SumsSent() | ForgetPhase():
                         self._acts.append(instruction)
                     case StopExecutor():
                         self._bell.put(instruction)
 
-    def _send_sums(self, act: SendSums) -> None:
+    def _send_sums(self, sums: SumsSent) -> None:
         partial = self.site.partial
         tensors, shared_bounds = partial.tensors(), None
         if self._shared is not None and (bounds := partial.bounds()):
@@ -176,18 +171,9 @@ class Executor:
         self.site.hand_over()  # the last state is written while bounds are looked for
         if self._shared is not None and shared_bounds is not None:
             self._shared.accumulator.publish()
-        self._sender.put(
-            SumsMessage(
-                run=self._run,
-                phase=act.phase,
-                timed=act.timed,
-                refused=act.refused,
-                weights=partial.weights(),
-                shared_bounds=shared_bounds,
-                tensors=headers_of(tensors),
-            ),
-            list(tensors.values()),
-        )
+        values = SummedValues(weights=partial.weights(), shared_bounds=shared_bounds)
+        message = FromExecutor(run=self._run, body=sums, values=values, tensors=headers_of(tensors))
+        self._sender.put(message, list(tensors.values()))
         self._sender.flush()  # the sums' memory is used again
         self.site.clear()
 
@@ -208,7 +194,7 @@ def serve(
 
     def act(sender: MessageSender) -> None:
         site = prepare()
-        sender.put(ToCoordinator(run=run, body=DeviceReady()))
+        sender.put(FromExecutor(run=run, body=ExecutorJoined()))
         Executor(site, channel, sender, run, timeout_s, clients_per_vmap, shared).run()
 
     take_part(channel, name, run, timeout_s, act)
@@ -230,7 +216,7 @@ def take_part(
         fault = "user" if jobs else "other" if isinstance(e, PeerError) else "device"
         reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
         failed = DeviceFailed(reason=" ".join(reason.split())[:500], fault=fault)
-        sender.put(ToCoordinator(run=run, body=failed))
+        sender.put(FromExecutor(run=run, body=failed))
         raise
     finally:
         over.set()

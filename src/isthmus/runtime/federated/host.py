@@ -24,25 +24,22 @@ from isthmus.protocol.federated_events import (
     DismissExecutor,
     ExecutorLost,
     FinishRounds,
-    HaltExecutors,
     IgnoreSums,
     MergeSums,
     Notify,
-    PhaseDropped,
-    PhaseId,
     RoundRecord,
     RunInterrupted,
-    StartPhase,
-    TasksGranted,
     Tick,
     UpdateServer,
 )
+from isthmus.protocol.federated_messages import PhaseDropped, PhaseId, PhaseOpened, TasksGranted
+from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.runtime.federated.shared_memory import SharedBroadcast
 from isthmus.runtime.federated.update_receiver import UpdateReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.federated import NoticeMessage, PhaseMessage
-from isthmus.runtime.messages.run import Heartbeat, JoinRun, ToCoordinator, ToDevice
+from isthmus.runtime.messages.federated import FromExecutor, ToExecutor
+from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import SocketChannel
@@ -269,7 +266,7 @@ class FederatedHost:
             if isinstance(event, ExecutorLost) and (finish is None or event.reason not in finish.reason):
                 who = "site" if self._policy.may_reconnect else "executor"
                 self._note(f"{who} {event.executor} was lost: {event.reason}")
-            if any(isinstance(i, StartPhase) for i in instructions):
+            if any(isinstance(i, Notify) and isinstance(i.body, PhaseOpened) for i in instructions):
                 self._machine.look_ahead()
             for act in self._later:
                 act()
@@ -277,7 +274,7 @@ class FederatedHost:
             if finish is not None:
                 self._end(finish)
         if self._failure is not None and self._finish is None:
-            self._carry_out([HaltExecutors()])
+            self._carry_out([Halt()])
             self._end(FinishRounds("lost", str(self._failure)))
 
     def _end(self, finish: FinishRounds) -> None:
@@ -295,20 +292,25 @@ class FederatedHost:
                 return self._ends(executor, reason.removeprefix(f"device {executor!r}: "))
             case JoinRun():
                 self._welcome(executor)
-            case ToCoordinator(body=DeviceFailed(fault="user", reason=reason)) if not self._policy.may_reconnect:
-                self._failure = UserError(reason)
-            case ToCoordinator(body=DeviceFailed(reason=reason)):
-                return self._ends(executor, reason)
-            case Heartbeat():
+            case FromExecutor():
+                return self._reported(executor, message, tensors)
+            case _:  # a heartbeat
                 pass
-            case _:
-                try:
-                    event = self._receiver.on_message(executor, message, tensors)
-                except PeerError as e:
-                    self._dismiss(executor)
-                    return self._ends(executor, str(e))
-                return [] if event is None else [event]
         return []
+
+    def _reported(self, executor: str, message: FromExecutor, tensors: Sequence[Tensor]) -> Sequence[CoordinatorEvent]:
+        report = message.body
+        if isinstance(report, DeviceFailed):
+            if report.fault == "user" and not self._policy.may_reconnect:
+                self._failure = UserError(report.reason)
+                return []
+            return self._ends(executor, report.reason)
+        named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+        try:
+            return [FromDevice(executor, self._receiver.on_report(executor, report, message.values, named))]
+        except PeerError as e:
+            self._dismiss(executor)
+            return self._ends(executor, str(e))
 
     def _dismiss(self, executor: str) -> None:
         self._dismissed.add(executor)
@@ -363,21 +365,19 @@ class FederatedHost:
         finish: FinishRounds | None = None
         for instruction in instructions:
             match instruction:
-                case StartPhase(executor=executor, event=opened):
-                    self._open(opened.opening.phase)
-                    self._server.open(opened.opening)
-                    headers = headers_of(self._broadcast)
-                    message = PhaseMessage(
-                        run=self._run, opened=opened, in_shared_memory=self._in_shared_memory, tensors=headers
-                    )
+                case Notify(executor=executor, body=PhaseOpened(opening=opening) as body):
+                    self._open(opening.phase)
+                    self._server.open(opening)
+                    headers, in_shared_memory = headers_of(self._broadcast), self._in_shared_memory
+                    message = ToExecutor(run=self._run, body=body, in_shared_memory=in_shared_memory, tensors=headers)
                     self._senders[executor].put(message, list(self._broadcast.values()))
-                    self._shown_bytes += sum(h.nbytes for h in self._in_shared_memory)
-                case Notify(executor=executor, event=notice):
-                    if isinstance(notice, TasksGranted):
+                    self._shown_bytes += sum(h.nbytes for h in in_shared_memory)
+                case Notify(executor=executor, body=body):
+                    if isinstance(body, TasksGranted):
                         self._receiver.settle()  # it will add up where its last sums lie
-                    if isinstance(notice, PhaseDropped) and self._policy.may_reconnect and not notice.again:
-                        self._note_behind(executor, notice.phase.round + 1)
-                    self._senders[executor].put(NoticeMessage(run=self._run, notice=notice))
+                    if isinstance(body, PhaseDropped) and self._policy.may_reconnect and not body.again:
+                        self._note_behind(executor, body.phase.round + 1)
+                    self._senders[executor].put(ToExecutor(run=self._run, body=body))
                 case MergeSums(executor=executor):
                     self._receiver.merge(executor)
                     if executor in self._behind:
@@ -394,9 +394,9 @@ class FederatedHost:
                 case CommitRound(record=record):
                     if (later := self._committed(record, self._measure())) is not None:
                         self._later.append(later)
-                case HaltExecutors():
+                case Halt():
                     for out in self._reachable():
-                        out.put(ToDevice(run=self._run, body=Halt()))
+                        out.put(ToExecutor(run=self._run, body=instruction))
                 case FinishRounds():
                     finish = instruction
         return finish

@@ -74,7 +74,10 @@ def coordinator_of(
         )
     names = [f"executor-{number}" for number in range(count)]
     throughput = ThroughputModel(count, window_rounds=job.execution.window_rounds)
-    return FederatedCoordinator(names, rules, sizes, cohorts.members, throughput, states=states, late=cohorts.late)
+    own = {name: number for number, name in enumerate(names)} if scheme.per == "population" else {}
+    return FederatedCoordinator(
+        names, rules, sizes, cohorts.members, throughput, clients=own, states=states, late=cohorts.late
+    )
 
 
 class FederatedRun:
@@ -214,11 +217,10 @@ class FederatedRun:
         return_freed_pages()
         with Forked({name: execute(name, n) for n, name in enumerate(names)}, self.folder / "logs") as forked:
             self._resident.let_go()  # it trains elsewhere
-            pinned = {name: n for n, name in enumerate(names)} if self.job.scheme.per == "population" else {}
             host = FederatedHost(
                 self.machine,
                 self.server,
-                SumsReceiver(self.server, pinned, accumulators),
+                SumsReceiver(self.server, accumulators),
                 ConnectionPolicy(run=run, timeout_s=timeout_s, broadcast_memory=broadcast_memory),
                 committed=lambda record, measure: self._commit(record, measure, after),
                 note=note,

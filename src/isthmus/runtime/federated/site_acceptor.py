@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.federated import PhaseMessage
+from isthmus.protocol.federated_messages import PhaseOpened
+from isthmus.runtime.messages.all_messages import AnyMessage, content
 from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import SocketChannel
@@ -63,8 +63,8 @@ class SiteConnection:
         self._lane = SendLane(channel, timeout_s=timeout_s, on_error=fail)
 
     def put(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
-        if isinstance(message, PhaseMessage):  # or one that takes nothing would be kept a model of each round
-            self._lane.withdraw(PhaseMessage)
+        if isinstance(content(message), PhaseOpened):  # or one that takes nothing would be kept a model of each round
+            self._lane.withdraw(PhaseOpened)
         self._lane.put(message, tensors)
 
     def flush(self) -> None:

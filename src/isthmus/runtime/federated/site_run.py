@@ -68,6 +68,7 @@ def site_coordinator(
         sizes,
         lambda round_: members(job, sizes, round_, machine.here),
         ThroughputModel(population, window_rounds=job.execution.window_rounds),
+        clients={name: number for number, name in enumerate(deployment.sites)},
         states=states,
     )
     return machine

@@ -25,13 +25,13 @@ from isthmus.federated.site import OwnData, Site, SiteStates
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.task_spec import SiteConfig, TaskSpec
 from isthmus.models import build_model
-from isthmus.protocol.federated_events import ExecutorNotice, PhaseDropped, SendSums, UpdateRefused
+from isthmus.protocol.federated_messages import ExecutorJoined, PhaseDropped, PhaseOrder, SumsSent, UpdateRefused
 from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.federated.executor import Executor, take_part
 from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.messages.federated import FromExecutor, SiteValues, TaskMessage, ToExecutor
 from isthmus.runtime.messages.fleet import StartRun
-from isthmus.runtime.messages.run import Heartbeat, ToDevice
-from isthmus.runtime.messages.site import RegisteredMessage, TaskMessage, UpdateMessage
+from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.processes.compute_threads import ComputeThreads
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.message_sender import MessageSender, headers_of
@@ -56,8 +56,8 @@ class SiteExecutor(Executor):
         self._own = site
         self._log = log
 
-    def _on_notice(self, notice: ExecutorNotice) -> None:
-        match notice:
+    def _on_order(self, order: PhaseOrder) -> None:
+        match order:
             case UpdateRefused(phase=phase, reason=reason):
                 self._log(f"the update of round {phase.round + 1} was refused: {reason}")
             case PhaseDropped(phase=phase, again=again):
@@ -66,22 +66,13 @@ class SiteExecutor(Executor):
             case _:
                 pass
 
-    def _send_sums(self, act: SendSums) -> None:
+    def _send_sums(self, sums: SumsSent) -> None:
         update = self._own.update
-        if update is None or not act.timed:
-            raise UserError("; ".join(r.reason for r in act.refused) or "the client returned nothing")
-        self._sender.put(
-            UpdateMessage(
-                run=self._run,
-                phase=act.phase,
-                seconds=act.timed[0].seconds,
-                weight=update.weight,
-                state=act.timed[0].state,
-                renewed=act.timed[0].renewed,
-                tensors=headers_of(update.values),
-            ),
-            list(update.values.values()),
-        )
+        if update is None or not sums.timed:
+            raise UserError("; ".join(r.reason for r in sums.refused) or "the client returned nothing")
+        values = SiteValues(weight=update.weight)
+        message = FromExecutor(run=self._run, body=sums, values=values, tensors=headers_of(update.values))
+        self._sender.put(message, list(update.values.values()))
         self._sender.flush()  # the values' memory is used again
 
 
@@ -180,7 +171,7 @@ class SiteRunner:
             if task_spec is None:
                 return
             site = self._site(task_spec)
-            sender.put(RegisteredMessage(run=call.run, samples=self._data.samples))
+            sender.put(FromExecutor(run=call.run, body=ExecutorJoined(samples=self._data.samples)))
             SiteExecutor(site, channel, sender, call.run, call.timeout_s, self._log).run()
 
         take_part(channel, self._name, call.run, call.timeout_s, act)
@@ -232,7 +223,7 @@ def _task_spec(channel: SocketChannel, timeout_s: float) -> TaskSpec | None:
         match received[0]:
             case TaskMessage(task_spec=task_spec):
                 return task_spec
-            case ToDevice(body=Halt()):
+            case ToExecutor(body=Halt()):
                 return None
             case Heartbeat():
                 pass

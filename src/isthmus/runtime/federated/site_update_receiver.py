@@ -13,19 +13,10 @@ from isthmus.federated.algorithms import ClientUpdate
 from isthmus.federated.server import Server
 from isthmus.federated.stale_models import staleness_weight
 from isthmus.federated.task_spec import TaskSpec
-from isthmus.protocol.federated_events import (
-    ClientTime,
-    CoordinatorEvent,
-    ExecutorDrained,
-    ExecutorJoined,
-    PhaseId,
-    SumsSent,
-)
-from isthmus.protocol.run_messages import DeviceFailed
+from isthmus.protocol.federated_messages import ExecutorJoined, ExecutorReport, PhaseId, SumsSent, TasksReturned
+from isthmus.runtime.federated.update_receiver import check_frame
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.federated import DrainedMessage
-from isthmus.runtime.messages.run import Heartbeat, content
-from isthmus.runtime.messages.site import RegisteredMessage, TaskMessage, UpdateMessage
+from isthmus.runtime.messages.federated import SentValues, SiteValues, TaskMessage
 
 SLACK = 2
 """An update so many times too large is received, to be refused by name; a larger one ends the connection."""
@@ -62,46 +53,46 @@ class SiteUpdateReceiver:
         self._most_bytes = SLACK * most + SLACK_BYTES
 
     def guard(self, executor: str, message: AnyMessage) -> None:
-        said = content(message)
-        if not isinstance(said, RegisteredMessage | UpdateMessage | DrainedMessage | DeviceFailed | Heartbeat):
-            raise PeerError(f"sent {type(said).__name__} to the coordinator")
+        check_frame(message, SiteValues)
         size_bytes = sum(h.nbytes for h in message.tensors)
-        allowed = self._most_bytes if isinstance(message, UpdateMessage) else 0
-        if size_bytes > allowed:
-            raise PeerError(f"sent {size_bytes} bytes of values, expected at most {allowed}")
+        if size_bytes > self._most_bytes:
+            raise PeerError(f"sent {size_bytes} bytes of values, expected at most {self._most_bytes}")
 
     def hello(self, executor: str) -> AnyMessage | None:
         return TaskMessage(run=self._run, task_spec=self._offer(self._clients[executor]))
 
-    def on_message(self, executor: str, message: AnyMessage, tensors: list[Tensor]) -> CoordinatorEvent | None:
-        client = self._clients[executor]
-        match message:
-            case RegisteredMessage(samples=samples):
-                self._samples[executor] = samples
-                self._note(f"site {executor} takes part with {samples} samples")
-                return ExecutorJoined(executor=executor, client=client, samples=samples)
-            case DrainedMessage(phase=phase) if executor in self._samples:
-                return ExecutorDrained(executor=executor, phase=phase)
-            case UpdateMessage() if executor in self._samples:
-                self.trips += 1
-                self.value_bytes += sum(h.nbytes for h in message.tensors)
-                named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
-                return self._update(executor, message, ClientUpdate(values=named, weight=message.weight))
-            case _:
-                raise PeerError(f"sent {type(message).__name__} before it was registered")
+    def on_report(
+        self, executor: str, report: ExecutorReport, values: SentValues | None, tensors: dict[str, Tensor]
+    ) -> ExecutorReport:
+        if isinstance(report, ExecutorJoined):
+            if report.samples is None:
+                raise PeerError("joined without its number of samples")
+            self._samples[executor] = report.samples
+            self._note(f"site {executor} takes part with {report.samples} samples")
+        elif executor not in self._samples:
+            raise PeerError(f"sent {type(report).__name__} before it had joined")
+        elif isinstance(report, TasksReturned):
+            raise PeerError("gave back clients, which no site is asked for")
+        elif isinstance(report, SumsSent) and isinstance(values, SiteValues):
+            self.trips += 1
+            self.value_bytes += sum(t.nbytes for t in tensors.values())
+            return self._take(executor, report, ClientUpdate(values=tensors, weight=values.weight))
+        return report
 
-    def _update(self, executor: str, message: UpdateMessage, update: ClientUpdate) -> SumsSent:
-        client, samples, phase = self._clients[executor], self._samples[executor], message.phase
+    def _take(self, executor: str, sums: SumsSent, update: ClientUpdate) -> SumsSent:
+        """Keep an update that counts. Of one that is refused, the machine learns that."""
+        client, samples, phase = self._clients[executor], self._samples[executor], sums.phase
+        if [(t.client, t.samples) for t in sums.timed] != [(client, samples)] or sums.refused:
+            raise PeerError(f"sent an update that is not of client {client} with {samples} samples")
         late = self._rounds_late(executor, phase)
         if late is not None:
             try:
                 admitted = self._server.admit(update, samples, self._rules)
             except PeerError as e:
                 self._note(f"site {executor}: its update of round {phase.round + 1} is refused: {e}")
-                return SumsSent(executor=executor, phase=phase, timed=(), refused=(refusal_of(client, e),))
+                return SumsSent(phase=phase, timed=(), refused=(refusal_of(client, e),))
             self._updates[executor] = staleness_weight(admitted, late)
-        timed = ClientTime(client, samples, message.seconds, message.state, message.renewed)
-        return SumsSent(executor=executor, phase=phase, timed=(timed,))
+        return sums
 
     def merge(self, executor: str) -> None:
         update = self._updates.pop(executor, None)

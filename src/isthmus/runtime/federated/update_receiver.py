@@ -10,12 +10,11 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.federated.partial import AggregationWeights
 from isthmus.federated.server import Server
-from isthmus.protocol.federated_events import CoordinatorEvent, ExecutorDrained, ExecutorJoined, SumsSent, TasksReturned
-from isthmus.protocol.run_messages import DeviceFailed, DeviceReady
+from isthmus.protocol.federated_messages import ExecutorJoined, ExecutorReport, PhaseId, SumsSent
 from isthmus.runtime.federated.shared_memory import SharedAccumulator
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.federated import DrainedMessage, ReturnedMessage, SumsMessage
-from isthmus.runtime.messages.run import Heartbeat, ToCoordinator, content
+from isthmus.runtime.messages.federated import FromExecutor, SentValues, SummedValues
+from isthmus.runtime.messages.run import Heartbeat
 
 
 class UpdateReceiver(Protocol):
@@ -35,8 +34,11 @@ class UpdateReceiver(Protocol):
         """What an executor that has connected gets first."""
         ...
 
-    def on_message(self, executor: str, message: AnyMessage, tensors: list[Tensor]) -> CoordinatorEvent | None:
-        """PeerError for one that cannot be believed: its executor is lost."""
+    def on_report(
+        self, executor: str, report: ExecutorReport, values: SentValues | None, tensors: dict[str, Tensor]
+    ) -> ExecutorReport:
+        """Keep the values. Returns what the machine takes. PeerError for values that cannot be believed: the executor
+        is lost."""
         ...
 
     def merge(self, executor: str) -> None:
@@ -52,6 +54,19 @@ class UpdateReceiver(Protocol):
         ...
 
 
+def check_frame(message: AnyMessage, values: type[SentValues]) -> None:
+    """PeerError for what no executor sends that sends values of this kind."""
+    if not isinstance(message, FromExecutor | Heartbeat):
+        raise PeerError(f"sent {type(message).__name__} to the coordinator")
+    body = message.body if isinstance(message, FromExecutor) else message
+    got = message.values if isinstance(message, FromExecutor) else None
+    sends = isinstance(body, SumsSent)
+    if message.tensors and not sends:
+        raise PeerError(f"sent {type(body).__name__} with tensors")
+    if not (isinstance(got, values) if sends else got is None):
+        raise PeerError(f"sent {type(body).__name__} with {'no values' if got is None else type(got).__name__}")
+
+
 class _ReceivedSums(NamedTuple):
     tensors: Mapping[str, Tensor]
     weights: AggregationWeights
@@ -63,64 +78,47 @@ class _ReceivedSums(NamedTuple):
 class SumsReceiver:
     """Sums of executors that have everybody's data: one message per executor and phase."""
 
-    def __init__(
-        self, server: Server, pinned: dict[str, int], accumulators: Mapping[str, SharedAccumulator] | None = None
-    ) -> None:
-        """`pinned` are the clients of executors that train one only, `accumulators` where executors leave sums."""
+    def __init__(self, server: Server, accumulators: Mapping[str, SharedAccumulator] | None = None) -> None:
+        """`accumulators` are where executors leave sums."""
         self.trips = self.value_bytes = self.shared_bytes = 0
         self._server = server
-        self._pinned = pinned
         self._accumulators = accumulators or {}
         self._sums: dict[str, _ReceivedSums] = {}
         self._merged: list[str] = []
         """Whose rooms are to be given back."""
 
     def guard(self, executor: str, message: AnyMessage) -> None:
-        said = content(message)
-        if not isinstance(
-            said, DeviceReady | DrainedMessage | ReturnedMessage | SumsMessage | DeviceFailed | Heartbeat
-        ):
-            raise PeerError(f"sent {type(said).__name__} to the coordinator")
-        if message.tensors and not isinstance(message, SumsMessage):
-            raise PeerError(f"sent {type(message).__name__} with tensors")
+        check_frame(message, SummedValues)
 
     def hello(self, executor: str) -> AnyMessage | None:
         return None
 
-    def on_message(self, executor: str, message: AnyMessage, tensors: list[Tensor]) -> CoordinatorEvent | None:
-        match message:
-            case ToCoordinator(body=DeviceReady()):
-                return ExecutorJoined(executor=executor, client=self._pinned.get(executor))
-            case DrainedMessage(phase=phase):
-                return ExecutorDrained(executor=executor, phase=phase)
-            case ReturnedMessage(phase=phase, tasks=tasks):
-                return TasksReturned(executor=executor, phase=phase, tasks=tasks)
-            case SumsMessage(phase=phase, timed=timed, refused=refused, weights=part):
-                named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
-                from_shared_memory = self._from_shared_memory(executor, message)
-                largest: Mapping[str, float] = {}
-                if phase == self._server.phase:  # of another phase the machine drops it unseen
-                    largest = self._server.check(
-                        {**from_shared_memory, **named}, {t.client for t in timed}, part, message.shared_bounds
-                    )
-                self._sums[executor] = _ReceivedSums(
-                    {**from_shared_memory, **named}, part, largest, bool(from_shared_memory)
-                )
-                shared_bytes = sum(t.nbytes for t in from_shared_memory.values())
-                self.trips += bool(named or from_shared_memory)
-                self.value_bytes += sum(h.nbytes for h in message.tensors) + shared_bytes
-                self.shared_bytes += shared_bytes
-                return SumsSent(executor=executor, phase=phase, timed=timed, refused=refused)
-            case _:
-                return None
+    def on_report(
+        self, executor: str, report: ExecutorReport, values: SentValues | None, tensors: dict[str, Tensor]
+    ) -> ExecutorReport:
+        if isinstance(report, ExecutorJoined) and report.samples is not None:
+            raise PeerError(f"joined with {report.samples} samples, expected no number: it has everybody's data")
+        if isinstance(report, SumsSent) and isinstance(values, SummedValues):
+            self._keep(executor, report, values, tensors)
+        return report
 
-    def _from_shared_memory(self, executor: str, message: SumsMessage) -> Mapping[str, Tensor]:
-        if message.shared_bounds is None:
-            return {}
+    def _keep(self, executor: str, sums: SumsSent, values: SummedValues, sent: Mapping[str, Tensor]) -> None:
+        shared = {} if values.shared_bounds is None else self._from_shared_memory(executor, sums.phase)
+        tensors, largest = {**shared, **sent}, dict[str, float]()
+        if sums.phase == self._server.phase:  # of another phase the machine drops it unseen
+            clients = {t.client for t in sums.timed}
+            largest = self._server.check(tensors, clients, values.weights, values.shared_bounds)
+        self._sums[executor] = _ReceivedSums(tensors, values.weights, largest, bool(shared))
+        shared_bytes = sum(t.nbytes for t in shared.values())
+        self.trips += bool(tensors)
+        self.value_bytes += sum(t.nbytes for t in sent.values()) + shared_bytes
+        self.shared_bytes += shared_bytes
+
+    def _from_shared_memory(self, executor: str, phase: PhaseId) -> Mapping[str, Tensor]:
         accumulator = self._accumulators.get(executor)
-        if accumulator is None or not 0 <= message.phase.number < len(accumulator.totals):
+        if accumulator is None or not 0 <= phase.number < len(accumulator.totals):
             raise PeerError("announced sums outside its shared memory")
-        return accumulator.totals[message.phase.number]
+        return accumulator.totals[phase.number]
 
     def merge(self, executor: str) -> None:
         sums = self._sums.pop(executor)

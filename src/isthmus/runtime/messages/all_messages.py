@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from isthmus.runtime.messages.data import DataMessage
-from isthmus.runtime.messages.federated import FederatedMessage
+from isthmus.runtime.messages.federated import FederatedMessage, FromExecutor, ToExecutor
 from isthmus.runtime.messages.fleet import FleetMessage
 from isthmus.runtime.messages.probe import ProbeMessage
 from isthmus.runtime.messages.recovery import RecoveryMessage
 from isthmus.runtime.messages.relay import RelayMessage
-from isthmus.runtime.messages.run import Heartbeat, RunMessage, ToCoordinator
-from isthmus.runtime.messages.site import SiteMessage
+from isthmus.runtime.messages.run import Heartbeat, RunMessage, ToCoordinator, ToDevice, ToPeer
 from isthmus.runtime.messages.state_transfer import (
     StateMessage,
     StatePart,
@@ -23,10 +24,17 @@ AnyMessage = (
     | ProbeMessage
     | RecoveryMessage
     | StateTransferMessage
-    | SiteMessage
     | RelayMessage
     | DataMessage
 )
 
 FROM_DEVICES = ToCoordinator | Heartbeat | StateMessage | StatePart
 """What devices tell the coordinator of a run."""
+
+
+_Frame = ToDevice | ToCoordinator | ToPeer | ToExecutor | FromExecutor
+
+
+def content(message: msgspec.Struct) -> msgspec.Struct:
+    """The body of a frame that has one; else the message itself."""
+    return message.body if isinstance(message, _Frame) else message

@@ -1,56 +1,60 @@
-"""Messages between the coordinator and the executors of a federated run."""
+"""Messages between the coordinator and the executors of a federated run: processes with everybody's data, or sites."""
 
 from __future__ import annotations
 
+import msgspec
+
 from isthmus.federated.partial import AggregationWeights
-from isthmus.protocol.federated_events import (
-    ClientTask,
-    ClientTime,
-    ExecutorNotice,
-    PhaseId,
-    PhaseOpened,
-    RefusedUpdate,
-)
+from isthmus.federated.task_spec import TaskSpec
+from isthmus.protocol.federated_messages import ExecutorOrder, ExecutorReport
+from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.runtime.messages.message import Message
 from isthmus.training.layout import TensorHeader
+
+
+class SummedValues(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The tensors are the sums, 8 bytes a number, and what is collected, per client. None where no client is in."""
+
+    weights: AggregationWeights
+    shared_bounds: dict[str, float] | None = None
+    """These sums lie in the memory that this executor shares with the coordinator: no number is further from 0."""
+
+
+class SiteValues(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The tensors are what the site's client returned, with its weight."""
+
+    weight: float | None = None
+
+
+SentValues = SummedValues | SiteValues
+
 
 # Coordinator to executor
 
 
-class PhaseMessage(Message, frozen=True, kw_only=True):
-    """A phase begins; the tensors are the broadcast. Once per executor and phase."""
+class TaskMessage(Message, frozen=True, kw_only=True):
+    """To a site, first: what is to be trained. The site compares it with what its owner allows."""
 
-    opened: PhaseOpened
+    task_spec: TaskSpec
+
+
+class ToExecutor(Message, frozen=True, kw_only=True):
+    """With `PhaseOpened` comes the broadcast."""
+
+    body: ExecutorOrder | Halt
     in_shared_memory: tuple[TensorHeader, ...] = ()
-    """Those that lie on the board that this executor shares with the coordinator."""
-
-
-class NoticeMessage(Message, frozen=True, kw_only=True):
-    notice: ExecutorNotice
+    """Those of the broadcast that lie in the memory that this executor shares with the coordinator."""
 
 
 # Executor to coordinator
 
 
-class DrainedMessage(Message, frozen=True, kw_only=True):
-    phase: PhaseId
+class FromExecutor(Message, frozen=True, kw_only=True):
+    """With `SumsSent` come values."""
+
+    body: ExecutorReport | DeviceFailed
+    values: SentValues | None = None
+    """What the tensors are."""
 
 
-class ReturnedMessage(Message, frozen=True, kw_only=True):
-    phase: PhaseId
-    tasks: tuple[ClientTask, ...]
-
-
-class SumsMessage(Message, frozen=True, kw_only=True):
-    """The tensors are the sums, 8 bytes a number, and what is collected, per client. None where no client is in."""
-
-    shared_bounds: dict[str, float] | None = None
-    """These sums lie in the room that this executor shares with the coordinator: no number is further from 0."""
-
-    phase: PhaseId
-    timed: tuple[ClientTime, ...]
-    refused: tuple[RefusedUpdate, ...]
-    weights: AggregationWeights
-
-
-FederatedMessage = PhaseMessage | NoticeMessage | DrainedMessage | ReturnedMessage | SumsMessage
+FederatedMessage = TaskMessage | ToExecutor | FromExecutor

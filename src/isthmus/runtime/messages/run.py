@@ -68,8 +68,3 @@ class AssignMessage(Message, frozen=True, kw_only=True):
 
 
 RunMessage = Hello | ToPeer | Credit | JoinRun | ToCoordinator | Heartbeat | AssignMessage | ToDevice
-
-
-def content(message: msgspec.Struct) -> msgspec.Struct:
-    """The body of a frame that has one; else the message itself."""
-    return message.body if isinstance(message, ToDevice | ToCoordinator | ToPeer) else message

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.fleet import Link
-from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.all_messages import AnyMessage, content
 from isthmus.runtime.messages.run import Credit, Heartbeat, ToPeer
 from isthmus.runtime.transport.channel import Channel, frame
 from isthmus.runtime.transport.shaping import ShapedLink
@@ -171,10 +171,10 @@ class SendLane:
             self._background.clear()
             self._background_bytes = 0
 
-    def withdraw(self, kind: type[AnyMessage]) -> None:
-        """Forget messages of this type that have not begun to leave."""
+    def withdraw(self, kind: type[msgspec.Struct]) -> None:
+        """Forget messages whose body is of this type and that have not begun to leave."""
         with self._changed:
-            self._waiting = deque(entry for entry in self._waiting if not isinstance(entry.message, kind))
+            self._waiting = deque(entry for entry in self._waiting if not isinstance(content(entry.message), kind))
 
     def reshape(self, shape: Link) -> None:
         """Emulation: what leaves from now on leaves on such a link."""
