@@ -40,7 +40,7 @@ COMPONENTS = {
     "federated_memory": ("isthmus.federated",),  # sizes of states
     "federated_scheduling": ("isthmus.federated", "isthmus.protocol", "isthmus.runtime.federated", "isthmus.simulator"),
     "fusion": ("isthmus.planners",),
-    "gpu": ("isthmus.cost.memory", "isthmus.runtime.coordinator.stage_assignments"),  # bytes of states
+    "gpu": ("isthmus.cost.stage_costs", "isthmus.runtime.coordinator.stage_assignments"),  # bytes of states
     "joiner": ("isthmus.protocol", "isthmus.runtime"),  # a device that is held back, frame by frame
     "placement_runs": ("isthmus.training",),  # the plain module beside the runs
     "reconstruction": ("isthmus.runtime.coordinator", "isthmus.training"),  # what an attacker sees of a stage

@@ -10,7 +10,7 @@ import msgspec
 from gpu_cases import FAR, Case, fleet_of, plan_of
 from overlapping import copies_beside_work, overlap
 
-from isthmus.cost.memory import elements
+from isthmus.cost.stage_costs import elements
 from isthmus.experiments import (
     LocalBackend,
     RunOptions,

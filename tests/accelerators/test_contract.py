@@ -30,7 +30,7 @@ from isthmus.accelerators.checked import (
     open_checked,
 )
 from isthmus.accelerators.checked.accelerator import CheckedEvent
-from isthmus.accelerators.staging import CopyBatch, HostBuffers
+from isthmus.accelerators.copies import CopyBatch, HostBuffers
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.errors import Diverged, IsthmusError

@@ -9,7 +9,7 @@ from isthmus.accelerators.checked import Checked, open_checked
 from isthmus.accelerators.copies import all_to_device
 from isthmus.data import load_dataset
 from isthmus.graph import Flow, Ref, assign, partition
-from isthmus.graph.align import align
+from isthmus.graph.partition import align
 from isthmus.job import prepare
 from isthmus.training.engine import TorchEngine
 from isthmus.training.weights import initial_weights

@@ -10,7 +10,7 @@ from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.checked import open_checked
 from isthmus.data import ColumnSpec
 from isthmus.graph import Flow, Ref, assign, partition
-from isthmus.graph.align import align
+from isthmus.graph.partition import align
 from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.optim import gradient_norms
 from isthmus.training.reference import reference_step

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from isthmus.accelerators import HOST, DeviceEvent
+from isthmus.accelerators.accelerator import DeviceClock
 from isthmus.accelerators.checked import Checked, DataRace, open_checked
-from isthmus.accelerators.clock import DeviceClock
-from isthmus.accelerators.copies import to_device, to_host
-from isthmus.accelerators.staging import AHEAD, CopyBatch, CopyLabel, CopyStream, HostBuffers
+from isthmus.accelerators.copies import AHEAD, CopyBatch, CopyLabel, CopyStream, HostBuffers, to_device, to_host
 from isthmus.graph.allowlist import ALLOWED
 from isthmus.plans import Packing
 from isthmus.runtime.device.compute_turns import NoTurns
@@ -96,7 +95,7 @@ def test_a_state_is_copied_as_it_was_when_what_overwrites_it_holds(accelerator: 
 
 
 def test_what_goes_up_piece_by_piece_arrives_whole(accelerator: Checked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isthmus.accelerators.staging.UP_BYTES", 7)
+    monkeypatch.setattr("isthmus.accelerators.copies.UP_BYTES", 7)
     sent = torch.arange(30.0)
     data, sizes = pack(sent), list[int]()
 

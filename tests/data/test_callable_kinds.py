@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isthmus.data import ColumnSpec, DataSpec, SampleOrder, load_dataset
-from isthmus.data.augmented import batch_at
+from isthmus.data.dataset import batch_at
 from isthmus.errors import StepError, UserError
 
 

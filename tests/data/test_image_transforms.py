@@ -12,7 +12,7 @@ from PIL import Image
 from tests.data.pictures import drawing, load, picture_folder
 
 from isthmus.data import SampleOrder
-from isthmus.data.augmented import batch_at
+from isthmus.data.dataset import batch_at
 from isthmus.data.images.decoding import pixels
 from isthmus.data.images.pipeline import read_pipeline
 from isthmus.errors import StepError, UserError

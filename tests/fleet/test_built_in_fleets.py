@@ -11,7 +11,7 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet, built_in_fleet, built_in_names, describe, dump_fleet, parse_fleet, resolve_fleet
-from isthmus.fleet.random_fleets import random_fleet
+from isthmus.fleet.built_in import random_fleet
 
 DTFM = tuple(f"dtfm-case{case}" for case in range(1, 6))
 

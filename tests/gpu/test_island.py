@@ -12,7 +12,7 @@ from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import all_to_device, to_host
 from isthmus.data import load_dataset
 from isthmus.graph import Flow, Ref, assign, partition
-from isthmus.graph.align import align
+from isthmus.graph.partition import align
 from isthmus.job import prepare
 from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.training.engine import Engine, TorchEngine

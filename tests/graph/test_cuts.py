@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from isthmus.errors import InternalError, UserError
 from isthmus.graph import Flow, Ref, assign, cuts, partition
-from isthmus.graph.align import align
 from isthmus.graph.capture import Captured, Column, capture
+from isthmus.graph.partition import align
 from isthmus.models import ModelSpec, build_model
 
 VECTOR = {"x": Column("float32", (8,)), "y": Column("int64", ())}

@@ -15,7 +15,7 @@ from isthmus.cost import Problem, broken_constraint, build_plan, place
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, resolve_fleet
 from isthmus.graph import Flow, OpGraph, Ref, assign, partition
-from isthmus.graph.labels import label_columns, last_start
+from isthmus.graph.cuts import label_columns, last_start
 from isthmus.planners import plan, planner_names
 from isthmus.planners.registry import check_constraints
 from isthmus.plans import Constraints, Plan

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec, SampleOrder, load_dataset
-from isthmus.data.augmented import batch_at
+from isthmus.data.dataset import batch_at
 from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import Flow, cuts

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from isthmus.data import ColumnSpec
 from isthmus.graph import Flow, Ref, StageGraph, assign, cuts, partition
-from isthmus.graph.align import align
 from isthmus.graph.capture import Captured, Column, capture
+from isthmus.graph.partition import align
 from isthmus.models import as_eager
 from isthmus.plans import Packing
 from isthmus.training.compression import SampleFeedback, codec_of

@@ -16,7 +16,7 @@ from isthmus.errors import UserError
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob
 from isthmus.models import build_model, is_hugging_face, save_hugging_face
-from isthmus.models.given import own_names
+from isthmus.models.registry import own_names
 from isthmus.report import ComparisonSummary, run_summary
 from isthmus.trace import write_perfetto
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_manifest, read_weights

@@ -21,10 +21,10 @@ from isthmus.data import DataSpec
 from isthmus.data.partition import PartitionSpec
 from isthmus.errors import UserError
 from isthmus.federated.algorithms.algorithm import Algorithm
-from isthmus.federated.algorithms.given import give_algorithm
+from isthmus.federated.algorithms.registry import give_algorithm
 from isthmus.federated.job import FederatedConfig, FederatedJob, check, load_federated_job
 from isthmus.models import ModelSpec
-from isthmus.models.given import WithLoss, give_model
+from isthmus.models.registry import WithLoss, give_model
 from isthmus.overrides import overridden_struct
 from isthmus.runtime.processes.signals import Stop
 

@@ -17,7 +17,7 @@ from isthmus.federated.history import ROUND_LINES, RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, build
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import ROUNDS, Commits
-from isthmus.models.given import WithLoss
+from isthmus.models.registry import WithLoss
 from isthmus.report.federated_trace import trace_of
 from isthmus.trace import write_perfetto
 

@@ -21,7 +21,8 @@ from isthmus.extensions import takes
 from isthmus.fleet import Fleet, dump_fleet
 from isthmus.job import Job, TrainingConfig, checked
 from isthmus.models import ModelSpec
-from isthmus.models.given import PREFIX, WithLoss, give_model
+from isthmus.models.registry import GIVEN as GIVEN_MODEL
+from isthmus.models.registry import WithLoss, give_model
 from isthmus.overrides import overridden_struct
 
 TARGET = "target"
@@ -146,7 +147,7 @@ def fleet_name(fleet: Fleet | str | Path, folder: Path) -> str:
 
 def is_given(job: Job) -> bool:
     """Whether the job's model is a Python object of its caller."""
-    return job.model.name.startswith(PREFIX)
+    return job.model.name.startswith(GIVEN_MODEL)
 
 
 def _has_split(data: Samples) -> bool:

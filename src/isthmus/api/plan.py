@@ -24,7 +24,7 @@ from isthmus.errors import UserError
 from isthmus.fleet import Fleet, resolve_fleet
 from isthmus.job import Job, TrainingConfig, checked, fleet_of, prepare
 from isthmus.models import ModelSpec
-from isthmus.models.given import give_model
+from isthmus.models.registry import give_model
 from isthmus.overrides import overridden_struct
 from isthmus.plans import Plan, load_plan
 from isthmus.protocol import RunSpec

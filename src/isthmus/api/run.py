@@ -18,7 +18,7 @@ from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job
-from isthmus.models.given import is_with_loss
+from isthmus.models.registry import is_with_loss
 from isthmus.plans import Plan, PlanPeriod, PrivacySpent, read_spent
 from isthmus.report import ComparisonSummary
 from isthmus.runtime.processes.signals import Stop

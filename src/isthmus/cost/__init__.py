@@ -2,8 +2,7 @@
 
 from isthmus.cost.build_plan import PlanLayout, build_again, build_plan, build_replicas, layouts_of, with_sync
 from isthmus.cost.compressed import plan_compression, repeat_compression, with_edges
-from isthmus.cost.constraints import broken_constraint
-from isthmus.cost.in_flight import MemoryRoom, in_flight_limits
+from isthmus.cost.limits import MemoryRoom, broken_constraint, in_flight_limits
 from isthmus.cost.placement import Placement, place
 from isthmus.cost.price import Price, is_priced, preference, step_price
 from isthmus.cost.problem import OPTIMIZER_TENSORS, ParameterState, Problem, SyncPolicy, parameter_state

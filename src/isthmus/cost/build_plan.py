@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from isthmus.cost.compressed import copies_of, packed_note, repeat_compression
-from isthmus.cost.in_flight import in_flight_limits
+from isthmus.cost.limits import in_flight_limits
 from isthmus.cost.placement import Placement, place, rooms
 from isthmus.cost.problem import Problem
 from isthmus.cost.recompute import fastest

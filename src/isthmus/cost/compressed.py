@@ -8,8 +8,8 @@ from dataclasses import replace
 import msgspec
 
 from isthmus.cost.compression.messages import StageMessage, packed_edges, sender_of, stage_messages_of
-from isthmus.cost.compression.requested import as_requested
-from isthmus.cost.in_flight import MemoryRoom, in_flight_limits
+from isthmus.cost.compression.registry import as_requested
+from isthmus.cost.limits import MemoryRoom, in_flight_limits
 from isthmus.cost.problem import Problem
 from isthmus.cost.steptime import pipeline, prediction, together
 from isthmus.errors import FleetTooSmall, UserError

@@ -8,13 +8,10 @@ from dataclasses import dataclass, replace
 
 from isthmus.cost.compression import as_requested
 from isthmus.cost.compression.messages import Sender
-from isthmus.cost.compute import compute_s, stage_flops
-from isthmus.cost.constraints import broken_constraint
-from isthmus.cost.in_flight import MemoryRoom
-from isthmus.cost.memory import StageBytes, bytes_of
+from isthmus.cost.limits import MemoryRoom, broken_constraint
 from isthmus.cost.problem import Problem
+from isthmus.cost.stage_costs import StageBytes, bytes_of, compute_s, edges_of, shared_parameters, stage_flops
 from isthmus.cost.steptime import PipelineTime, pipeline
-from isthmus.cost.transfer import edges_of, shared_parameters
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import StageGraph, assign, partition
 from isthmus.plans import Edge, SharedParameter

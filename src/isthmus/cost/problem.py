@@ -12,7 +12,7 @@ import msgspec
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, Op
-from isthmus.graph.labels import last_start
+from isthmus.graph.cuts import last_start
 from isthmus.plans import SCHEDULES, Constraints, Objective, OuterOptimizer
 from isthmus.plans.outer import DELAY, MIXING, MOMENTUM, RATE
 from isthmus.plans.sync import MODES_OF

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 
-from isthmus.cost.in_flight import in_flight_limits
+from isthmus.cost.limits import in_flight_limits
 from isthmus.cost.placement import Placement, recomputing, room_of_each, shortages
 
 MOST_SHARING = 8

@@ -21,9 +21,8 @@ from typing import TypeVar
 
 import msgspec
 
-from isthmus.cost.compute import compute_s
 from isthmus.cost.problem import Problem
-from isthmus.cost.transfer import transfer_s, wire_s
+from isthmus.cost.stage_costs import compute_s, transfer_s, wire_s
 from isthmus.plans import Edge, Prediction, SharedParameter
 
 

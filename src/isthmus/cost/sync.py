@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from isthmus.cost.memory import elements, trainable
 from isthmus.cost.problem import FLOAT32_BYTES, SyncPolicy
+from isthmus.cost.stage_costs import elements, trainable
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, StageGraph
 from isthmus.plans import Averages, Collective, Constraints, ReplicaSync, SyncGroup

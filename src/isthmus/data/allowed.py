@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import cast
 
 from isthmus.data.callables import is_callable_name
-from isthmus.data.hub import KIND as HUB
+from isthmus.data.hugging_face import HUB
 from isthmus.data.registry import DataSpec
 from isthmus.data.within import check_pattern_within, confined_to
 from isthmus.errors import UserError

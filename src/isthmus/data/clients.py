@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.data.augmented import batch_of_round
-from isthmus.data.dataset import ColumnSpec, Dataset, fingerprint_of
+from isthmus.data.dataset import ColumnSpec, Dataset, batch_of_round, fingerprint_of
 from isthmus.data.partition import Partition, PartitionSpec, partition
 from isthmus.errors import UserError
 

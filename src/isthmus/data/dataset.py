@@ -1,14 +1,16 @@
-"""What a data set is: columns of fixed shape, and any samples of any of them on request."""
+"""What a data set is: columns of fixed shape, and any samples of any of them on request, drawn anew in every epoch or
+not."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import NDArray
 
 from isthmus.data.order import SampleOrder
 from isthmus.errors import UserError, unknown_name
@@ -16,6 +18,7 @@ from isthmus.extensions import import_extra
 
 if TYPE_CHECKING:
     import torch
+
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
@@ -126,3 +129,34 @@ def rows_of_split(size: int, holdout: float, split: Split, source: str) -> npt.N
     kept = size - held_out_count(size, holdout, f"samples of {source}")
     shuffled = SampleOrder(size, seed=0).indices(0, size)
     return np.sort(shuffled[:kept] if split == "train" else shuffled[kept:])
+
+
+@runtime_checkable
+class Augmented(Protocol):
+    """What a data set with random transforms has besides `Dataset`."""
+
+    def drawn(
+        self, indices: Indices, columns: Sequence[str], seed: int, epochs: NDArray[np.int64]
+    ) -> dict[str, torch.Tensor]:
+        """As `Dataset.batch`, each sample as it is in its epoch: `epochs` is [len(indices)]. Equal arguments give
+        equal batches."""
+        ...
+
+
+def batch_at(
+    dataset: Dataset, order: SampleOrder, start: int, count: int, columns: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """The samples at the positions start .. start + count - 1 of the order."""
+    indices = order.indices(start, count)
+    if isinstance(dataset, Augmented):
+        return dataset.drawn(indices, columns, order.seed, order.epochs(start, count))
+    return dataset.batch(indices, columns)
+
+
+def batch_of_round(
+    dataset: Dataset, indices: Indices, columns: Sequence[str], seed: int, round_: int
+) -> dict[str, torch.Tensor]:
+    """In federated training, where a client reads its samples once a round, a round is an epoch."""
+    if isinstance(dataset, Augmented):
+        return dataset.drawn(indices, columns, seed, np.full(len(indices), round_, dtype=np.int64))
+    return dataset.batch(indices, columns)

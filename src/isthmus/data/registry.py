@@ -7,11 +7,10 @@ from typing import Any, cast
 
 import msgspec
 
-from isthmus.data import hub
 from isthmus.data.arrays import DigitsOptions, NpzOptions, load_digits, load_npz
 from isthmus.data.callables import is_callable_name, load_callable
 from isthmus.data.dataset import SPLITS, Dataset, Split, missing_members
-from isthmus.data.disk import DiskOptions, load_disk
+from isthmus.data.hugging_face import HUB, DiskOptions, HubOptions, load_disk, load_hub
 from isthmus.data.images import folder, parquet
 from isthmus.data.leaf import KIND as LEAF
 from isthmus.data.leaf import LeafOptions, load_leaf
@@ -46,7 +45,7 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 _OURS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any, Split], Dataset]]] = {
     "digits": (DigitsOptions, load_digits),
     "disk": (DiskOptions, load_disk),
-    hub.KIND: (hub.HubOptions, hub.load_hub),
+    HUB: (HubOptions, load_hub),
     folder.KIND: (folder.ImageFolderOptions, folder.load_image_folder),
     parquet.KIND: (parquet.ImageParquetOptions, parquet.load_image_parquet),
     LEAF: (LeafOptions, load_leaf),

@@ -15,8 +15,8 @@ from isthmus.data.clients import ClientData, Redrawn
 from isthmus.errors import PeerError, UserError, users_code
 from isthmus.federated.admission import checked, first_state, refusal_of, unwritten
 from isthmus.federated.algorithms import BUFFERS, Algorithm, ClientUpdate, Combine, Pass, Values
-from isthmus.federated.device_sum import sums_on
 from isthmus.federated.emulated_speed import Pacer
+from isthmus.federated.fixed_point import sums_on
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
 from isthmus.federated.partial import PartialSum
 from isthmus.federated.resident import Resident

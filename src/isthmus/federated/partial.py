@@ -15,8 +15,7 @@ from torch import Tensor
 
 from isthmus.errors import DivergedUpdate, PeerError, UserError
 from isthmus.federated.algorithms import ClientUpdate, Cohort, Combine, Values
-from isthmus.federated.device_sum import DeviceSum, Down
-from isthmus.federated.fixed_point import FixedSum, scale_exponent
+from isthmus.federated.fixed_point import DeviceSum, Down, FixedSum, scale_exponent
 from isthmus.training.finite import is_finite
 
 WEIGHT_BITS = 20

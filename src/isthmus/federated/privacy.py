@@ -17,7 +17,7 @@ from msgspec import Meta
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 from isthmus.federated.algorithms import Cohort, Combine, Values
-from isthmus.federated.algorithms.wrapping import Wrapping
+from isthmus.federated.algorithms.algorithm import Wrapping
 from isthmus.training.secret_noise import SecretNoise
 
 GRID = 1e-4

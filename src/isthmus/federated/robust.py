@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import Cohort, Combine, Values
-from isthmus.federated.algorithms.wrapping import Wrapping
+from isthmus.federated.algorithms.algorithm import Wrapping
 
 
 class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -28,7 +28,7 @@ from isthmus.data.dataset import fingerprint_of
 from isthmus.errors import Diverged, UserError, users_code
 from isthmus.federated.admission import AdmissionRules, Form, admit, first_state, forms_of, named_tensors, unwritten
 from isthmus.federated.algorithms import BUFFERS, Algorithm, ClientUpdate, Combine, Values
-from isthmus.federated.algorithms.wrapping import Wrapping
+from isthmus.federated.algorithms.algorithm import Wrapping
 from isthmus.federated.partial import AggregationWeights, PartialSum
 from isthmus.federated.stale_models import with_stale_models, without_stale_models
 from isthmus.protocol.federated_messages import PhaseId, PhaseSetup

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_host
 from isthmus.atomic_write import atomic_write
-from isthmus.data.augmented import batch_of_round
 from isthmus.data.clients import ClientData
-from isthmus.data.dataset import ColumnSpec, Dataset, joined
+from isthmus.data.dataset import ColumnSpec, Dataset, batch_of_round, joined
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import ClientUpdate
 from isthmus.federated.client_trainer import ClientTrainer, TrainingTask

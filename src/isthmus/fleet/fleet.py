@@ -15,8 +15,7 @@ from itertools import chain, zip_longest
 import msgspec
 
 from isthmus.errors import UserError, unknown_name
-from isthmus.fleet.checks import check_label, check_number
-from isthmus.fleet.links import Link, Links, Region, Route
+from isthmus.fleet.links import Link, Links, Region, Route, check_label, check_number
 
 
 class Measurement(msgspec.Struct, frozen=True):

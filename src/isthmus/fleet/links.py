@@ -1,14 +1,38 @@
-"""Directed links: what one is, how it changes with time, and how a fleet's links are stated."""
+"""Directed links: what one is, how it changes with time, its history in a CSV file, and how a fleet's links are stated.
+
+    time, latency, bandwidth
+    0 s,  21 ms,   95 Mbit/s
+    60 s, 35 ms,   40 Mbit/s
+
+The columns may stand in any order. A cell is a text with a unit, or an SI base value.
+"""
 
 from __future__ import annotations
 
 import bisect
+import csv
 import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from isthmus.errors import UserError
-from isthmus.fleet.checks import check_number
+from isthmus.units import parse_bandwidth, parse_duration
+
+
+def check_label(field: str, text: str) -> None:
+    # One printable line: names end up in TOML, in messages and in tables.
+    if not text or not text.isprintable() or text != text.strip():
+        raise UserError(f"{field}: got {text!r}, expected printable text without spaces at its ends")
+
+
+def check_number(field: str, number: float, *, above_zero: bool = False) -> None:
+    # Compared, not math.isfinite: that overflows on an integer of 400 digits. NaN fails every comparison.
+    if not 0 <= number < math.inf or (above_zero and number == 0):
+        raise UserError(f"{field}: got {number}, expected a finite number {'above' if above_zero else 'of at least'} 0")
 
 
 class LinkTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -121,3 +145,63 @@ class Region(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.uplink_bytes_per_s is not None:
             check_number(f"site {self.region!r}: uplink_bytes_per_s", self.uplink_bytes_per_s, above_zero=True)
         check_number(f"site {self.region!r}: egress_price_per_gb", self.egress_price_per_gb)
+
+
+COLUMNS = ("time", "latency", "bandwidth")
+
+
+def read_link_trace(given: object, folder: Path, where: str) -> LinkTrace:
+    """The trace of a CSV file, whose path counts from `folder`, or of a list of rows. Raises `UserError`."""
+    if isinstance(given, str):
+        path = folder / given
+        return _trace(_file_rows(path, where), f"{where} {path}")
+    if isinstance(given, list):
+        return _trace(cast("list[object]", given), where)
+    raise UserError(f"{where}: got {given!r}, expected the path of a CSV file or a list of [time, latency, bandwidth]")
+
+
+def _file_rows(path: Path, where: str) -> list[list[str]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{where}: cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    head, *rows = csv.reader(lines, skipinitialspace=True) if lines else [[]]
+    names = [name.strip() for name in head]
+    if sorted(names) != sorted(COLUMNS):
+        raise UserError(f"{where}: {path}: got columns {names}, expected {', '.join(COLUMNS)}")
+    order = [names.index(column) for column in COLUMNS]
+    full = [row for row in rows if any(cell.strip() for cell in row)]
+    for number, row in enumerate(full, 1):
+        if len(row) != len(COLUMNS):
+            raise UserError(f"{where}: {path}: row {number}: got {len(row)} cells, expected {len(COLUMNS)}")
+    return [[row[i].strip() for i in order] for row in full]
+
+
+def _trace(rows: Sequence[object], where: str) -> LinkTrace:
+    samples: list[tuple[float, float, float]] = []
+    for number, row in enumerate(rows, 1):
+        at = f"{where}: row {number}"
+        if not isinstance(row, list) or len(cells := cast("list[object]", row)) != len(COLUMNS):
+            raise UserError(f"{at}: got {row!r}, expected [time, latency, bandwidth]")
+        time, latency, bandwidth = map(_number, cells)
+        samples.append(
+            (
+                parse_duration(time, f"{at}: time"),
+                parse_duration(latency, f"{at}: latency"),
+                parse_bandwidth(bandwidth, f"{at}: bandwidth"),
+            )
+        )
+    if not samples:
+        raise UserError(f"{where}: got no row, expected at least one")
+    try:
+        return LinkTrace(*(tuple(column) for column in zip(*samples, strict=True)))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _number(cell: object) -> object:
+    """A CSV file has no numbers, only texts."""
+    try:
+        return float(cell) if isinstance(cell, str) else cell
+    except ValueError:
+        return cell

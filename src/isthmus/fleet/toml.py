@@ -51,8 +51,7 @@ import msgspec
 from isthmus.documents import convert, parse_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet.fleet import Device, Fleet, Measurement
-from isthmus.fleet.links import Link, Links, Region, Route
-from isthmus.fleet.traces import read_link_trace
+from isthmus.fleet.links import Link, Links, Region, Route, read_link_trace
 from isthmus.units import (
     format_bandwidth,
     format_compute,

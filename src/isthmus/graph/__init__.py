@@ -3,8 +3,7 @@
 `isthmus.graph.capture` turns a torch module into a graph: it and what it uses are the parts here that import torch.
 """
 
-from isthmus.graph.cuts import Cut, cuts
-from isthmus.graph.flow import Flow
+from isthmus.graph.cuts import Cut, Flow, cuts
 from isthmus.graph.opgraph import Affine, Op, OpGraph, Ref, TensorSpec, decode, encode
 from isthmus.graph.partition import Crossing, StageGraph, assign, partition
 

@@ -1,13 +1,81 @@
-"""Where a stage may end, and exactly what would cross there."""
+"""What flows where in an `OpGraph`, where a stage may end, what would cross there, and where labels must stay."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import msgspec
 
-from isthmus.graph.flow import Flow
-from isthmus.graph.opgraph import Ref
+from isthmus.graph.opgraph import Op, OpGraph, Ref
+
+
+class Flow:
+    """Derived facts about one graph, computed once."""
+
+    def __init__(self, graph: OpGraph, *, columns_first: bool = False) -> None:
+        """`columns_first`: the first stage reads all columns of the batch and sends them on, because only its device
+        has the data. Otherwise each column is read by the first stage that takes it."""
+        self.graph = graph
+        self.columns_first = columns_first
+        self.by_name: dict[str, Op] = {op.name: op for op in graph.ops}
+
+    @cached_property
+    def consumers(self) -> dict[Ref, list[str]]:
+        """For each value, the names of the operators that take it, in order."""
+        found: dict[Ref, list[str]] = {}
+        for op in self.graph.ops:
+            for ref in dict.fromkeys(op.refs()):
+                found.setdefault(ref, []).append(op.name)
+        return found
+
+    @cached_property
+    def free(self) -> frozenset[str]:
+        """Operators that depend on no input and on no trainable or mutable variable: masks, positions.
+
+        Every stage that needs one computes it again, so it is never sent and never cut.
+        """
+        written = {name for op in self.graph.ops for name in op.mutates}
+        free: set[str] = set()
+        for op in self.graph.ops:
+            if (
+                op.kind == "operator"
+                and not op.mutates
+                and all(ref.op in free or self._constant(self.by_name[ref.op], written) for ref in op.refs())
+            ):
+                free.add(op.name)
+        return frozenset(free)
+
+    @staticmethod
+    def _constant(op: Op, written: set[str]) -> bool:
+        return op.kind not in ("placeholder", "operator") and op.name not in written and not op.learns
+
+    @cached_property
+    def operators(self) -> tuple[Op, ...]:
+        """The operators that a cut assigns to stages, in execution order."""
+        return tuple(op for op in self.graph.ops if op.kind == "operator" and op.name not in self.free)
+
+    @cached_property
+    def differentiable(self) -> frozenset[Ref]:
+        """Values through which a gradient flows back from the loss."""
+        if self.graph.mode == "eval":
+            return frozenset()
+        due: set[Ref] = {self.graph.loss}
+        for op in reversed(self.graph.ops):
+            if any(Ref(op.name, i) in due for i in range(len(op.outputs))):
+                due.update(ref for ref in op.refs() if self.by_name[ref.op].requires_grad[ref.index])
+        return frozenset(r for r in due if self.by_name[r.op].requires_grad[r.index])
+
+    @cached_property
+    def returning(self) -> dict[Ref, list[str]]:
+        """For each value, the operators that send a gradient back to it: a comparison or a detach does not."""
+        found: dict[Ref, list[str]] = {}
+        for ref, names in self.consumers.items():
+            if ref in self.differentiable:
+                found[ref] = [n for n in names if self._sends_back(self.by_name[n])]
+        return found
+
+    def _sends_back(self, op: Op) -> bool:
+        return any(Ref(op.name, i) in self.differentiable for i in range(len(op.outputs)))
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -94,4 +162,46 @@ def _assigned_users(flow: Flow, variable: str, position: dict[str, int]) -> list
     while todo:
         for consumer in flow.consumers.get(Ref(todo.pop()), ()):
             (found if consumer in position else todo).append(consumer)
+    return found
+
+
+def label_columns(flow: Flow) -> tuple[str, ...]:
+    """Placeholders (by op name) that meet no trainable parameter on any way to the loss: nothing is learnt from them
+    but how wrong the model is. A column that the model takes as its input, too, is no label."""
+    return tuple(op.name for op in flow.graph.ops if op.kind == "placeholder" and _is_label(flow, op.name))
+
+
+def last_start(flow: Flow) -> int:
+    """The latest position at which a last stage may start that runs the loss and all that takes labels.
+
+    Operators before the first cut are not counted: the first stage runs them in any case.
+    """
+    position = {op.name: number for number, op in enumerate(flow.operators)}
+    late = {name for column in label_columns(flow) for name in _downstream(flow, column)} | {flow.graph.loss.op}
+    if flow.graph.count is not None:
+        late.add(flow.graph.count.op)
+    first_cut = min((cut.position for cut in cuts(flow)), default=0)
+    return min(position[name] for name in late if position.get(name, -1) >= first_cut)
+
+
+def _is_label(flow: Flow, column: str) -> bool:
+    reached = _downstream(flow, column)
+    return bool(reached) and not any(
+        flow.by_name[ref.op].kind == "parameter" and flow.by_name[ref.op].learns
+        for name in reached
+        for ref in flow.by_name[name].refs()
+    )
+
+
+def _downstream(flow: Flow, name: str) -> set[str]:
+    """Operators that take the op's outputs, directly or through others."""
+    found: set[str] = set()
+    ahead = [name]
+    while ahead:
+        op = flow.by_name[ahead.pop()]
+        for index in range(len(op.outputs)):
+            for taker in flow.consumers.get(Ref(op.name, index), ()):
+                if taker not in found:
+                    found.add(taker)
+                    ahead.append(taker)
     return found

@@ -19,9 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from isthmus.errors import InternalError
-from isthmus.graph.operators import overload_of
+from isthmus.graph.operators import bind, no_gradient, overload_of
 from isthmus.graph.opgraph import DTYPE_BYTES, Affine, Arg, Op, OpGraph, Ref, TensorSpec
-from isthmus.graph.resolve import bind, no_gradient
 from isthmus.graph.schema import base_name, storage_of
 
 PROBE_BATCHES = (2, 3)

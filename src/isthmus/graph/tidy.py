@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from isthmus.errors import UserError
-from isthmus.graph.flow import Flow
+from isthmus.graph.cuts import Flow
 from isthmus.graph.opgraph import Op, OpGraph, Ref
 
 

@@ -17,9 +17,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from isthmus.graph.operators import is_callable, overload_of
+from isthmus.graph.operators import bind, is_callable, overload_of
 from isthmus.graph.opgraph import Arg, ArgList, Named, Op, Ref, Size, add_sizes
-from isthmus.graph.resolve import bind
 from isthmus.graph.schema import base_name, out_of_place, shares_storage
 
 RESHAPES = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as"}

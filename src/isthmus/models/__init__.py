@@ -1,10 +1,9 @@
 """The models that a job can name, and how to add one."""
 
 from isthmus.models.gpt import GPT, GPTConfig
-from isthmus.models.hugging_face import is_hugging_face, save_hugging_face
+from isthmus.models.hugging_face import as_eager, is_hugging_face, save_hugging_face
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
 from isthmus.models.registry import ModelSpec, build_model, describe_model, model_names
-from isthmus.models.tracing import as_eager
 from isthmus.models.unet import UNet, UNetConfig
 
 __all__ = [

@@ -1,17 +1,22 @@
-"""The models by name: ours, Hugging Face's, and those of other packages."""
+"""The models by name: ours, Hugging Face's, those of other packages, and those that a caller gives as Python
+objects."""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import check_arguments, import_object, load_third_party, read_options, third_party
 from isthmus.graph.capture_errors import built_by, reason_of, user_line
-from isthmus.models import given, hugging_face
+from isthmus.models import hugging_face
 from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
 from isthmus.models.unet import UNet, UNetConfig
@@ -65,8 +70,8 @@ def build_model(spec: ModelSpec) -> nn.Module:
         return hugging_face.build_from_class(name, class_name, {**defaults, **spec.options})
     if name.startswith("hf:"):
         return hugging_face.build_from_class(name, name.removeprefix("hf:"), spec.options)
-    if name.startswith(given.PREFIX):
-        return given.build_given(name)
+    if name.startswith(GIVEN):
+        return build_given(name)
     if ":" in name:
         return _call(name, import_object("model", name), spec.options)
     others = third_party(ENTRY_POINTS)
@@ -106,3 +111,65 @@ def _call(name: str, build: object, options: Mapping[str, object]) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise UserError(f"model {name!r}: expected it to return an nn.Module, got {type(module).__name__}")
     return module
+
+
+GIVEN = "given:"
+_given: dict[str, nn.Module | Callable[[], nn.Module]] = {}
+"""By name, in this process alone."""
+
+
+def give_model(model: nn.Module | Callable[[], nn.Module]) -> str:
+    """The name by which a job refers to the module, or to what builds one. The same for modules of one class with
+    parameters of the same names and shapes: a call that resumes the run gives an equal model again."""
+    if isinstance(model, nn.Module):
+        form = hashlib.sha256(repr([(n, tuple(p.shape), p.dtype) for n, p in model.named_parameters()]).encode())
+        name = f"{GIVEN}{type(model).__name__}-{form.hexdigest()[:8]}"
+    else:
+        name = f"{GIVEN}{getattr(model, '__name__', type(model).__name__)}"
+    _given[name] = model
+    return name
+
+
+class WithLoss(nn.Module):
+    """A model and a loss behind one forward, which takes columns."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], inputs: tuple[str, ...], target: str) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self._inputs, self._target = inputs, target
+
+    def forward(self, **columns: Tensor) -> Tensor:
+        return self.loss(self.model(*(columns[name] for name in self._inputs)), columns[self._target])
+
+
+def is_with_loss(name: str) -> bool:
+    """Whether a name that was given is that of a model with a loss around it."""
+    return name.startswith(f"{GIVEN}{WithLoss.__name__}-")
+
+
+def own_names(name: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of the model called `name`, under the names that the module which was given has for them."""
+    if not is_with_loss(name):
+        return dict(weights)
+    prefix = "model."  # the field of `WithLoss`
+    return {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+
+
+def build_given(name: str) -> nn.Module:
+    """A copy of the module, with its weights; under `FakeTensorMode` without them. UserError where it was not given."""
+    if name not in _given:
+        what = "is a Python object of another process: pass it again to `isthmus.train` or `isthmus.federate`"
+        raise UserError(f"model {name!r}: {what}")
+    model = _given[name]
+    if not isinstance(model, nn.Module):
+        return model()
+    if not isinstance(torch.empty(0), FakeTensor):
+        return copy.deepcopy(model).train()
+    held: list[Tensor] = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): _fake(tensor) for tensor in held}).train()
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

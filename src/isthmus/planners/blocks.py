@@ -15,8 +15,8 @@ import numpy as np
 
 from isthmus.cost import Problem
 from isthmus.cost.compression import least_bytes
-from isthmus.cost.memory import elements, trainable, variable_bytes
 from isthmus.cost.problem import FLOAT32_BYTES
+from isthmus.cost.stage_costs import elements, trainable, variable_bytes
 from isthmus.graph import Op, Ref, cuts
 from isthmus.planners.network import Floats
 from isthmus.plans import StageMemory

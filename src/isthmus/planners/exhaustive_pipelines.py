@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from isthmus.cost import Problem, build_plan, preference
-from isthmus.cost.constraints import broken_constraint
+from isthmus.cost.limits import broken_constraint
 from isthmus.cost.price import GB, SECONDS_PER_HOUR
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.blocks import Blocks

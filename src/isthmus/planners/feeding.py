@@ -15,7 +15,7 @@ from dataclasses import replace
 import msgspec
 
 from isthmus.cost import Problem, build_plan, preference
-from isthmus.cost.constraints import broken_constraint
+from isthmus.cost.limits import broken_constraint
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link
 from isthmus.fleet.links import Links, Route

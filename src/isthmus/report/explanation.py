@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from isthmus.cost import Placement, Problem, is_priced, step_price
-from isthmus.cost.compute import compute_s
+from isthmus.cost.stage_costs import compute_s
 from isthmus.plans import Plan, Replica, ReplicaSync, SyncGroup
 from isthmus.report.certificates import certificate_text
 from isthmus.report.what_if import Improvement, improvements, placements, with_device

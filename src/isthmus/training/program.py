@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators import HOST, Accelerator
-from isthmus.graph.operators import operator_of
+from isthmus.graph.operators import bind, no_gradient, operator_of
 from isthmus.graph.opgraph import Op, Ref
 from isthmus.graph.partition import StageGraph
-from isthmus.graph.resolve import bind, no_gradient
 from isthmus.training.faults import raise_if_jobs
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators import DeviceEvent
-from isthmus.accelerators.staging import CopyLabel, CopyStream
+from isthmus.accelerators.copies import CopyLabel, CopyStream
 from isthmus.errors import PeerError
 from isthmus.training.checkpoint import OPTIMIZER
 from isthmus.training.layout import TensorHeader, check_header, header_of, in_a_row, unpack

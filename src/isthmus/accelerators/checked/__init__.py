@@ -9,7 +9,7 @@ long as the rules of streams allow. What it finds:
 - host buffers that are read too early (they hold NaN) or written too early: copies.py
 - copies through pageable memory, and whatever lets the host wait: counted, or refused, in counters.py
 - tensors of two devices in one operator, refused as on CUDA: kernels.py
-- memory that runs out, and hardware that fails, when one asks for it: faults.py
+- memory that runs out, and hardware that fails, when one asks for it: devices.py
 """
 
 from isthmus.accelerators.checked.accelerator import Checked, check_settings, open_checked

@@ -14,8 +14,15 @@ from isthmus.accelerators.accelerator import DeviceEvent, MemoryUse, Stream
 from isthmus.accelerators.checked import tensors
 from isthmus.accelerators.checked.copies import forget, host_waits
 from isthmus.accelerators.checked.counters import Counts, Wait
-from isthmus.accelerators.checked.devices import KIND, CheckedDevice, device, renew
-from isthmus.accelerators.checked.faults import failing_kernel, memory_bytes, refused
+from isthmus.accelerators.checked.devices import (
+    KIND,
+    CheckedDevice,
+    device,
+    failing_kernel,
+    memory_bytes,
+    refused,
+    renew,
+)
 from isthmus.accelerators.checked.internals import MOST_DEVICES
 from isthmus.accelerators.checked.kernels import add_device
 from isthmus.accelerators.checked.misuse import FOUND, Misuse
@@ -185,7 +192,7 @@ def check_settings(index: int, field: str) -> None:
 
 
 def open_checked(index: int, *, fresh: bool = False) -> Checked:
-    """Device `index`; each has its own memory and streams. What the environment says of it (faults.py) is read when a
+    """Device `index`; each has its own memory and streams. What the environment says of it (devices.py) is read when a
     process asks the first time, or anew with `fresh`: what is then left of the old one is no longer counted."""
     check_settings(index, "device")
     with LOCK:

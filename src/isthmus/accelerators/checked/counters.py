@@ -10,8 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from isthmus.accelerators.checked.misuse import RefusedWait
-from isthmus.accelerators.checked.places import caller, shown
+from isthmus.accelerators.checked.misuse import RefusedWait, caller, shown
 
 Wait = Literal["implicit copy", "host synchronization", "event wait"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from isthmus.accelerators.checked import fused
 from isthmus.accelerators.checked.copies import copy_between, host_waits
 from isthmus.accelerators.checked.devices import KIND, CheckedDevice, device, seed_all
+from isthmus.accelerators.checked.gpu_kernels import fused_adamw, fused_sgd, gru_cell, lstm_cell
 from isthmus.accelerators.checked.internals import (
     ON_CPU,
     add_device_type,
@@ -26,7 +26,6 @@ from isthmus.accelerators.checked.internals import (
     numbers_refused,
 )
 from isthmus.accelerators.checked.order import LOCK, Point, span_of
-from isthmus.accelerators.checked.recurrent import gru_cell, lstm_cell
 from isthmus.accelerators.checked.tensors import (
     UNWRITTEN,
     allocation_of,
@@ -347,11 +346,11 @@ def _dropout(values: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _adamw(*args: object, **kwargs: object) -> object:
-    return _on_cpu(_aten._fused_adamw_.default, fused.adamw, args, kwargs)
+    return _on_cpu(_aten._fused_adamw_.default, fused_adamw, args, kwargs)
 
 
 def _sgd(*args: object, **kwargs: object) -> object:
-    return _on_cpu(_aten._fused_sgd_.default, fused.sgd, args, kwargs)
+    return _on_cpu(_aten._fused_sgd_.default, fused_sgd, args, kwargs)
 
 
 _KERNELS: dict[str, Callable[..., object]] = {

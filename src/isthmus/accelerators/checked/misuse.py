@@ -1,6 +1,12 @@
-"""The error of the emulated accelerator for wrong use of streams or host memory."""
+"""The error of the emulated accelerator for wrong use of streams or host memory, and the line of Python that it
+names."""
 
 from __future__ import annotations
+
+import os
+import sys
+
+import torch
 
 from isthmus.errors import InternalError
 
@@ -32,3 +38,19 @@ class FreedTooEarly(Misuse):
 
 class RefusedWait(Misuse):
     """An implicit copy, or a wait of the host, where there must be none."""
+
+
+_NOT_THEIRS = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, "<")
+
+
+def caller() -> tuple[str, int, str]:
+    """(file, line, function) of the innermost frame that is not of the machinery."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THEIRS):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+
+
+def shown(place: tuple[str, int, str]) -> str:
+    file, line, function = place
+    return f"{os.sep.join(file.split(os.sep)[-2:])}:{line} in {function}"

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from isthmus.accelerators.accelerator import Stream
 from isthmus.accelerators.checked.memory import Block
-from isthmus.accelerators.checked.misuse import DataRace, FreedTooEarly
-from isthmus.accelerators.checked.places import caller, shown
+from isthmus.accelerators.checked.misuse import DataRace, FreedTooEarly, caller, shown
 
 Clock = dict[int, int]
 

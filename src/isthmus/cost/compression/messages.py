@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from isthmus.cost.compute import compute_s
 from isthmus.cost.problem import Problem
-from isthmus.cost.transfer import transfer_s, value_spec, wire_s
+from isthmus.cost.stage_costs import compute_s, transfer_s, value_spec, wire_s
 from isthmus.graph import TensorSpec
 from isthmus.plans import Compression, Edge, Packing, Replica
 

@@ -1,4 +1,5 @@
-"""What a federated algorithm is: a server's values, what clients make of them, and how that is combined.
+"""What a federated algorithm is: a server's values, what clients make of them, and how that is combined; and an
+algorithm around another one.
 
 A model is one vector here: its parameters, one after another. So an algorithm reads like its paper, a step of SGD is
 one operation, and the same lines train many clients at once when a first dim of clients is put before the vector:
@@ -150,3 +151,43 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def passes(self) -> tuple[Pass, ...]:
         return (Pass(returns=self.returns, client=self.client, server=self.server),)
+
+
+class Wrapping(Algorithm, frozen=True):
+    """Subclass, and define `operations` and `changed`. What passes are asked for is the inner algorithm's."""
+
+    inner: Algorithm
+
+    def operations(self, returns: Mapping[str, Combine]) -> Mapping[str, Combine]:
+        """How the values of a pass are combined, in place of what the inner algorithm declares."""
+        raise NotImplementedError
+
+    def changed(self, returns: Mapping[str, Combine], combined: Values, cohort: Cohort) -> Values:
+        """What the inner algorithm's server is given, for what `operations` gave."""
+        raise NotImplementedError
+
+    def init_server(self, model: Tensor) -> Values:
+        return self.inner.init_server(model)
+
+    def init_client(self, model: Tensor) -> Values | None:
+        return self.inner.init_client(model)
+
+    @property
+    def state_can_be_lost(self) -> bool:
+        return self.inner.state_can_be_lost
+
+    def own_model(self, model: Tensor, state: Values) -> Tensor | None:
+        return self.inner.own_model(model, state)
+
+    def broadcast(self, server: Values) -> Values:
+        return self.inner.broadcast(server)
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return tuple(self._around(one) for one in self.inner.passes)
+
+    def _around(self, one: Pass) -> Pass:
+        def server(values: Values, combined: Values, cohort: Cohort) -> Values:
+            return one.server(values, self.changed(one.returns, combined, cohort), cohort)
+
+        return Pass(returns=self.operations(one.returns), client=one.client, server=server)

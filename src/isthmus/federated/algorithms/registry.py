@@ -1,4 +1,5 @@
-"""The algorithms by name: ours, and those of other packages or the user's own file."""
+"""The algorithms by name: ours, those of other packages or the user's own file, and those that a caller gives as
+objects."""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ from isthmus.federated.algorithms.feddyn import FedDyn
 from isthmus.federated.algorithms.fednova import FedNova
 from isthmus.federated.algorithms.fedopt import FedAdam, FedAvgM, FedYogi
 from isthmus.federated.algorithms.fedprox import FedProx
-from isthmus.federated.algorithms.given import PREFIX, given_algorithm
 from isthmus.federated.algorithms.mime import Mime
 from isthmus.federated.algorithms.scaffold import Scaffold
 from isthmus.option_docs import OptionDoc, first_line, option_docs
@@ -59,7 +59,7 @@ def describe_algorithm(name: str) -> tuple[str, tuple[OptionDoc, ...]]:
 
 def load_algorithm(spec: AlgorithmSpec) -> Algorithm:
     """Raises UserError for an unknown name, an option that is not one, and a class that is no `Algorithm`."""
-    if spec.name.startswith(PREFIX):
+    if spec.name.startswith(GIVEN):
         algorithm = given_algorithm(spec.name)
     else:
         algorithm = read_options(spec.name, spec.options, _class_of(spec.name))
@@ -94,3 +94,22 @@ def _class_of(name: str) -> type[Algorithm]:
     if not (isinstance(found, type) and issubclass(found, Algorithm)):
         raise UserError(f"algorithm {name!r}: expected a subclass of isthmus.federated.Algorithm, got {found!r}")
     return found
+
+
+GIVEN = "given:"
+_given: dict[str, Algorithm] = {}
+"""By name, in this process and those forked from it."""
+
+
+def give_algorithm(algorithm: Algorithm) -> str:
+    """The name by which a job refers to it."""
+    name = f"{GIVEN}{type(algorithm).__name__}"
+    _given[name] = algorithm
+    return name
+
+
+def given_algorithm(name: str) -> Algorithm:
+    """UserError where it was not given."""
+    if name not in _given:
+        raise UserError(f"algorithm {name!r}: is an object of another process: pass it again to `isthmus.federate`")
+    return _given[name]

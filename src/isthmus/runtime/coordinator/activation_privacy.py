@@ -14,7 +14,7 @@ from isthmus.data import ColumnSpec
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, OpGraph, StageGraph
-from isthmus.graph.labels import label_columns
+from isthmus.graph.cuts import label_columns
 from isthmus.graph.mixing import mixes, sample_axis
 from isthmus.graph.opgraph import Op
 from isthmus.graph.partition import Crossing

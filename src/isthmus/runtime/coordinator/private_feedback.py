@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.cost.transfer import value_spec
+from isthmus.cost.stage_costs import value_spec
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import Affine

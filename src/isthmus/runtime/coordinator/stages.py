@@ -8,8 +8,8 @@ import msgspec
 
 from isthmus.errors import UserError
 from isthmus.graph import Flow, StageGraph, assign, partition
-from isthmus.graph.align import align
 from isthmus.graph.captured import Captured
+from isthmus.graph.partition import align
 from isthmus.plans import Plan, Replica
 from isthmus.protocol import StageView
 from isthmus.protocol.views import plan_views

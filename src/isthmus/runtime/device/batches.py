@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators import HOST
-from isthmus.accelerators.staging import CopyLabel, CopyStream
+from isthmus.accelerators.copies import CopyLabel, CopyStream
 from isthmus.data import Dataset, JoinedOrder, SampleOrder
-from isthmus.data.augmented import batch_at
+from isthmus.data.dataset import batch_at
 from isthmus.errors import InternalError, StepError
 from isthmus.graph import Ref, StageGraph
 from isthmus.plans.feeder_order import feeder_slot

@@ -9,8 +9,8 @@ from typing import Literal
 from torch import Tensor
 
 from isthmus.accelerators import Accelerator, DeviceEvent
-from isthmus.accelerators.clock import DeviceClock
-from isthmus.accelerators.staging import CopyBatch, CopyLabel, CopyStream, Fill
+from isthmus.accelerators.accelerator import DeviceClock
+from isthmus.accelerators.copies import CopyBatch, CopyLabel, CopyStream, Fill
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.transport.lanes import PackedMessage, Packer
 from isthmus.trace import Span

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from isthmus.accelerators import HOST, DeviceEvent
-from isthmus.accelerators.staging import CopyLabel, Fill
+from isthmus.accelerators.copies import CopyLabel, Fill
 from isthmus.errors import PeerError
 from isthmus.plans import Packing
 from isthmus.protocol.events import Send, SendParts

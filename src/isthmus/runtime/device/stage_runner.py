@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from isthmus.accelerators.clock import DeviceClock
+from isthmus.accelerators.accelerator import DeviceClock
 from isthmus.accelerators.copies import to_device
 from isthmus.data import Dataset
 from isthmus.errors import InternalError, StepError

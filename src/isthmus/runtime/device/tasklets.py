@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from isthmus.accelerators import Accelerator, DeviceEvent
-from isthmus.accelerators.clock import DeviceClock
+from isthmus.accelerators.accelerator import DeviceClock
 from isthmus.protocol.events import Work
 from isthmus.runtime.device.compute_turns import NoTurns, StageTurns
 from isthmus.trace import Span

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from isthmus.errors import PeerError, UserError
-from isthmus.fleet.fitting import fit_link
+from isthmus.fleet.changes import fit_link
 from isthmus.runtime.identity import Party
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.fleet import MOST_HARDWARE

@@ -10,7 +10,7 @@ import msgspec
 
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route
-from isthmus.fleet.fitting import fit_link
+from isthmus.fleet.changes import fit_link
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.fleet import MOST_HARDWARE
 from isthmus.runtime.messages.message import Message

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import bisect
 
-from isthmus.cost.memory import bytes_of
 from isthmus.cost.problem import Problem
+from isthmus.cost.stage_costs import bytes_of
 from isthmus.graph import Affine, assign, cuts, partition
 from isthmus.job import Prepared
 from isthmus.runtime.messages.probe import MOST_LAYERS, LayerStage, LayerTrial, MeasureSpeed, SyntheticColumn

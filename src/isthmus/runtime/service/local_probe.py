@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from isthmus.fleet import Device, Fleet, Link, Links
-from isthmus.fleet.fitting import fit_link
+from isthmus.fleet.changes import fit_link
 from isthmus.runtime.messages.probe import MeasureSpeed
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service.device_probe import answer_loads, compute_speed, time_loads

@@ -26,7 +26,7 @@ from typing import Protocol
 import msgspec
 from torch import Tensor
 
-from isthmus.accelerators.staging import Fill
+from isthmus.accelerators.copies import Fill
 from isthmus.errors import PeerError
 from isthmus.protocol.run_messages import Arrived
 from isthmus.runtime.identity import Identity, Party

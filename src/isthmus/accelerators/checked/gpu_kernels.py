@@ -1,14 +1,16 @@
-"""Updates in one kernel for all parameters, as GPUs have them, without memory of their own: the sums of torch's loop on
-the CPU, to the bit, where the CPU's own fused kernels round otherwise."""
+"""Kernels that torch has for GPUs alone, from what the CPU computes: updates in one kernel for all parameters, without
+memory of their own, the sums of torch's loop on the CPU, to the bit, where the CPU's own fused kernels round otherwise;
+and cells of recurrent layers, for which torch asks devices other than the CPU for one operator each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 
-def adamw(
+def fused_adamw(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],
     means: Sequence[Tensor],
@@ -35,7 +37,7 @@ def adamw(
         parameter.addcdiv_(mean, divisor, value=-size)
 
 
-def sgd(
+def fused_sgd(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],
     moved: Sequence[Tensor],
@@ -64,3 +66,35 @@ def sgd(
 def _refuse(others: dict[str, object]) -> None:
     if asked := sorted(name for name, value in others.items() if value):
         raise NotImplementedError(f"fused updates of the emulated accelerator: {', '.join(asked)}")
+
+
+def lstm_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    cell: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """aten::_thnn_fused_lstm_cell: gates [B, 4H] of a cell [B, H]. The third result is for CUDA's backward."""
+    gates = _biased(hidden_gates, hidden_bias) + _biased(input_gates, input_bias)
+    put, keep, new, out = gates.chunk(4, 1)
+    after = keep.sigmoid() * cell + put.sigmoid() * new.tanh()
+    return out.sigmoid() * after.tanh(), after, torch.empty_like(gates)
+
+
+def gru_cell(
+    input_gates: Tensor,
+    hidden_gates: Tensor,
+    hidden: Tensor,
+    input_bias: Tensor | None = None,
+    hidden_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """aten::_thnn_fused_gru_cell: gates [B, 3H] of a hidden state [B, H]. The second result is for CUDA's backward."""
+    input_gates, hidden_gates = _biased(input_gates, input_bias), _biased(hidden_gates, hidden_bias)
+    (r_in, z_in, n_in), (r_hid, z_hid, n_hid) = input_gates.chunk(3, 1), hidden_gates.chunk(3, 1)
+    new = (n_in + n_hid * (r_hid + r_in).sigmoid()).tanh()
+    return (hidden - new) * (z_hid + z_in).sigmoid() + new, torch.empty_like(input_gates)
+
+
+def _biased(gates: Tensor, bias: Tensor | None) -> Tensor:
+    return gates if bias is None else gates + bias

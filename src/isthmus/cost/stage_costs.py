@@ -1,0 +1,153 @@
+"""What a stage costs: seconds of compute (FLOPs / (lambda * S*)), bytes on its device, and what its cuts send, and for
+how long (alpha + M / beta)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from isthmus.cost.problem import Problem
+from isthmus.errors import UserError
+from isthmus.graph import Flow, Op, Ref, StageGraph, TensorSpec
+from isthmus.plans import Edge, SharedParameter, StageMemory
+
+
+def stage_flops(problem: Problem, stage: StageGraph) -> tuple[int, int]:
+    """(forward, backward) FLOPs of one micro-batch, nothing recomputed."""
+    pairs = [problem.flops(op) for op in stage.ops]
+    return sum(f for f, _ in pairs), sum(b for _, b in pairs)
+
+
+def compute_s(problem: Problem, device: str, flops: float) -> float:
+    return flops / problem.fleet.device(device).sustained_flops_per_s
+
+
+def trainable(op: Op) -> bool:
+    return op.kind == "parameter" and any(op.requires_grad)
+
+
+def elements(op: Op) -> int:
+    """Elements of a variable; its shape does not depend on the batch."""
+    return math.prod(op.outputs[0].shape_at(1))
+
+
+def variable_bytes(problem: Problem, op: Op, *, shared_copy: bool) -> StageMemory:
+    """What one variable costs a stage. A parameter that another stage owns has no master copy and no optimizer state
+    there."""
+    weight = op.outputs[0].nbytes(1)
+    if not trainable(op):
+        return StageMemory(weights=weight, gradients=0, optimizer=0, activations=0)
+    count, state = elements(op), problem.state
+    return StageMemory(
+        weights=weight if shared_copy else weight + count * state.master_bytes,
+        gradients=count * state.gradient_bytes,
+        optimizer=0 if shared_copy else count * state.optimizer_bytes,
+        activations=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBytes:
+    """What a stage's memory is made of, whatever it holds in flight. The last three are per micro-batch."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    saved: int
+    """By autograd, for backward."""
+    received: int
+    columns: int
+    """Of the batch, which the stage reads from its own data. Where autograd needs them they are in `saved`."""
+
+    def kept(self, recompute: bool) -> int:
+        """Per micro-batch in flight: what was received, and what is saved or, to run the forward again, read."""
+        return self.received + (self.columns if recompute else self.saved)
+
+    def memory(self, in_flight: int, recompute: bool = False) -> StageMemory:
+        return StageMemory(
+            weights=self.weights,
+            gradients=self.gradients,
+            optimizer=self.optimizer,
+            activations=in_flight * self.kept(recompute),
+            recomputed=self.saved if recompute else 0,
+        )
+
+    def most_in_flight(self, capacity_bytes: int, wanted: int, recompute: bool = False) -> int:
+        """How many micro-batches fit, `wanted` at most; below 1 where not even one does."""
+        free, each = capacity_bytes - self.memory(0, recompute).total, self.kept(recompute)
+        if not each:
+            return wanted if free >= 0 else 0
+        return min(wanted, free // each)
+
+
+def bytes_of(problem: Problem, stage: StageGraph) -> StageBytes:
+    parts = [variable_bytes(problem, op, shared_copy=op.name in stage.shared_from) for op in stage.variables()]
+    return StageBytes(
+        weights=sum(p.weights for p in parts),
+        gradients=sum(p.gradients for p in parts),
+        optimizer=sum(p.optimizer for p in parts),
+        saved=sum(problem.saved_bytes(op) for op in stage.ops),
+        received=sum(c.spec.nbytes(problem.micro_batch_size) for c in stage.receives),
+        columns=sum(problem.column_bytes[name] for name in stage.columns),
+    )
+
+
+def value_name(flow: Flow, ref: Ref) -> str:
+    """`op`, or `op:index` where the op has several outputs."""
+    return ref.op if len(flow.by_name[ref.op].outputs) == 1 else f"{ref.op}:{ref.index}"
+
+
+def value_spec(flow: Flow, name: str) -> TensorSpec:
+    """The type and shape of a value that an edge names. Raises UserError where the graph has no such value."""
+    op, _, index = name.partition(":")
+    outputs = flow.by_name[op].outputs if op in flow.by_name else ()
+    number = int(index) if index.isdecimal() else 0
+    if number >= len(outputs):
+        raise UserError(f"plan: edges: got value {name!r}, expected one of graph {flow.graph.name!r}")
+    return outputs[number]
+
+
+def edges_of(flow: Flow, stages: Sequence[StageGraph], batch: int) -> tuple[Edge, ...]:
+    """One edge per pair of stages that exchange values, by (target, source). `batch` is the micro-batch size."""
+    found: list[Edge] = []
+    for stage in stages:
+        for source in sorted({c.source for c in stage.receives}):
+            crossings = [c for c in stage.receives if c.source == source]
+            due = [c for c in crossings if c.gradient]
+            found.append(
+                Edge(
+                    source=source,
+                    target=stage.index,
+                    values=tuple(value_name(flow, c.value) for c in crossings),
+                    gradients=tuple(value_name(flow, c.value) for c in due),
+                    forward_bytes=sum(c.spec.nbytes(batch) for c in crossings),
+                    backward_bytes=sum(c.spec.nbytes(batch) for c in due),
+                )
+            )
+    return tuple(found)
+
+
+def shared_parameters(flow: Flow, stages: Sequence[StageGraph]) -> tuple[SharedParameter, ...]:
+    return tuple(
+        SharedParameter(
+            name=flow.by_name[name].target,
+            owner=stage.index,
+            users=users,
+            size_bytes=flow.by_name[name].outputs[0].nbytes(1),
+        )
+        for stage in stages
+        for name, users in stage.shared_with.items()
+    )
+
+
+def transfer_s(problem: Problem, source: str, target: str, size_bytes: int) -> float:
+    """alpha + M / beta on the link between two devices; a message of no bytes is not sent, nor one to itself."""
+    return problem.fleet.link(source, target).transfer_s(size_bytes) if size_bytes and source != target else 0.0
+
+
+def wire_s(problem: Problem, source: str, target: str, size_bytes: int) -> float:
+    """M / beta: how long the message occupies the link."""
+    if not size_bytes or source == target:
+        return 0.0
+    return size_bytes / problem.fleet.link(source, target).bandwidth_bytes_per_s
