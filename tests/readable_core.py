@@ -18,7 +18,6 @@ PARTS = {
         "protocol/events.py",
         "protocol/work.py",
         "protocol/exchange.py",
-        "protocol/feeding.py",
         "protocol/compute_lane.py",
     ),
     "engine": ("training/engine.py",),

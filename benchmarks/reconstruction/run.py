@@ -30,7 +30,7 @@ from isthmus.data import DataSpec, load_dataset
 from isthmus.experiments import RunOptions, Watcher, check_outcome, latest_checkpoint, load_checkpoint, run_plan
 from isthmus.job import Prepared
 from isthmus.plans import ActivationNoise, Plan
-from isthmus.training.accounting import epsilon_of, squared_mu
+from isthmus.training.local_privacy import epsilon_of, squared_mu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import write_figures

@@ -20,8 +20,8 @@ from isthmus.models import ModelSpec, build_model
 from isthmus.plans import ActivationNoise, Plan
 from isthmus.runtime.coordinator.activation_privacy import protection
 from isthmus.runtime.coordinator.stages import stage_pairs
-from isthmus.training.clip_and_noise import Privatizer
 from isthmus.training.engine import TorchEngine
+from isthmus.training.local_privacy import Privatizer
 
 HOLDER, OTHER = "holder", "other"
 BOUNDARIES = {"1st layer": ("relu", 2), "2nd layer": ("relu_1", 4)}

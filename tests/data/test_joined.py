@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from isthmus.data import ColumnSpec, DataSpec, JoinedDataset, JoinedOrder, SampleOrder, load_dataset
 from isthmus.data.joined import joined_columns
 from isthmus.errors import UserError
-from isthmus.plans.feeder_order import feeder_slot
+from isthmus.plans.schedule import feeder_slot
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any).map(tuple)
 

@@ -24,7 +24,7 @@ from isthmus.planners.registry import check_constraints
 from isthmus.plans import Constraints
 from isthmus.verification import verify
 from isthmus.verification.bound import Bounds
-from isthmus.verification.price_bound import several_price, single_price
+from isthmus.verification.price import several_price, single_price
 from isthmus.verification.reading import GraphReading
 
 

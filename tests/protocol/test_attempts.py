@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from isthmus.protocol import Coordinator, RunSpec, StateLayout
-from isthmus.protocol.attempts import Attempts, StepFailure
 from isthmus.protocol.coordinator_events import (
     CoordinatorInstruction,
     DeviceJoined,
@@ -15,6 +14,7 @@ from isthmus.protocol.coordinator_events import (
     Order,
     PlanMade,
 )
+from isthmus.protocol.failures import Attempts, StepFailure
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_messages import DeviceFailed, DeviceReady, Halt, Inventory, ItemReported, Pause
 

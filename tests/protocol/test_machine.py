@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from isthmus.errors import InternalError
 from isthmus.protocol import Coordinator, Lineage, RunSpec, StateHolding, StateLayout
-from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.coordinator_events import (
     CoordinatorEvent,
     DeviceJoined,
@@ -25,6 +24,7 @@ from isthmus.protocol.coordinator_events import (
     PlanMade,
     StopRequested,
 )
+from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.machine import EpochMachine, Event, FromDevice, OutOfPhase, Transitions, kind_of
 from isthmus.protocol.phases import COORDINATOR
 from isthmus.protocol.run_messages import (

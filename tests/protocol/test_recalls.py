@@ -21,7 +21,7 @@ from isthmus.protocol.coordinator_events import (
     StopRequested,
 )
 from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.restarts import MOST_RECALLS
+from isthmus.protocol.members import MOST_RECALLS
 from isthmus.protocol.run_messages import DeviceReady, Halt, Inventory, ItemReported, Pause
 
 A, B = frozenset({"a"}), frozenset({"b"})

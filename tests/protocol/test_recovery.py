@@ -21,6 +21,7 @@ from isthmus.protocol.coordinator_events import (
     PlanMade,
     ReleaseDevice,
 )
+from isthmus.protocol.device_session import StateInventory
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.recovery import recovery_step, state_donors
 from isthmus.protocol.run_messages import (
@@ -35,7 +36,6 @@ from isthmus.protocol.run_messages import (
     SnapshotCopied,
     StateFetched,
 )
-from isthmus.protocol.state_inventory import StateInventory
 
 A, B = frozenset({"a"}), frozenset({"b"})
 TWO = StateLayout(parts={"oslo": A, "tokyo": B}, snapshot_copies={"oslo": "tokyo", "tokyo": "oslo"}, keep_every=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.protocol.replan_policy import LEAST_GAIN, REST_COSTS, ReplanGain, ReplanPolicy
+from isthmus.protocol.adaptation import LEAST_GAIN, REST_COSTS, ReplanGain, ReplanPolicy
 
 seconds = st.floats(0.001, 1e4)
 

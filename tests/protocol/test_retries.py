@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from isthmus.protocol.link_reprobe import MOST_S, LinkReprobe
+from isthmus.protocol.adaptation import MOST_S, LinkReprobe
 
 LINK = ("a", "b")
 

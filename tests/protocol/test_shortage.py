@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocol.test_attempts import ALL, fail, held, layout, ready, running, step
 
-from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.coordinator_events import FinishRun, MakePlan, NoPlan, Order, PlanMade
+from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.memory_shortage import MemoryShortage, believed_bytes
 from isthmus.protocol.run_messages import Pause
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from isthmus.graph import capture as capture_module
 from isthmus.graph.capture import Captured, Column, capture
-from isthmus.protocol import failure_detector
+from isthmus.protocol import failures
 from isthmus.runtime.coordinator import host
 from isthmus.runtime.transport.channel import SocketChannel
 
@@ -50,7 +50,7 @@ def connect() -> Iterator[Callable[[], Pair]]:
 @pytest.fixture
 def soon_sure(monkeypatch: pytest.MonkeyPatch) -> None:
     """a coordinator of this process waits no second for a better explanation of a loss: there is none."""
-    monkeypatch.setattr(failure_detector, "GRACE_S", 0.1)
+    monkeypatch.setattr(failures, "GRACE_S", 0.1)
     monkeypatch.setattr(host, "TICK_S", 0.05)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from isthmus.data import JoinedDataset, JoinedOrder, load_dataset
 from isthmus.data.dataset import Indices, Split
 from isthmus.job import Prepared
-from isthmus.plans.feeder_order import feeder_slot, whole
+from isthmus.plans.schedule import feeder_slot, whole
 from isthmus.training.optim import Optimizers
 from isthmus.training.reference import reference_loss, reference_step, reference_update
 

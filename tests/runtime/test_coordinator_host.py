@@ -17,7 +17,7 @@ from isthmus.errors import PeerError, UserError
 from isthmus.protocol import Coordinator, Item, RunSpec, StateLayout
 from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.coordinator_events import BeginEpoch, MakePlan
-from isthmus.protocol.failure_detector import GRACE_S, FailureDetector
+from isthmus.protocol.failures import GRACE_S, FailureDetector
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import DeviceFailed, DeviceReady, DeviceReport, Halt, ItemReported, OpenItem

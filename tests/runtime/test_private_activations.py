@@ -25,7 +25,7 @@ from isthmus.runtime.coordinator.activation_privacy import Protection, protectio
 from isthmus.runtime.coordinator.privacy_ledger import PrivacyLedger, opened_ledger
 from isthmus.runtime.coordinator.stages import stage_pairs
 from isthmus.runtime.service.job_queue import Submitted
-from isthmus.training.accounting import epsilon_of, squared_mu
+from isthmus.training.local_privacy import epsilon_of, squared_mu
 
 from .commands import edited, isthmus, refused, write_job
 from .jobs import DIGITS, TEXT, final_weights, fleet_of, job_of, plain_run, run

@@ -1,7 +1,6 @@
 from functools import partial
 
-from isthmus.simulator.clock import VirtualClock
-from isthmus.simulator.jitter import Jitter
+from isthmus.simulator.clock import Jitter, VirtualClock
 
 
 def order(seed: int, asked: list[tuple[float, str, str]]) -> str:

@@ -13,8 +13,8 @@ from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.plans.plan import Certificate
 from isthmus.plans.sync import SyncIteration, SyncPlan
 from isthmus.sync import Options, Sync, attach
-from isthmus.sync.divergence import MeasuredAverage
-from isthmus.sync.forward_barriers import ForwardBarriers
+from isthmus.sync.averaging import MeasuredAverage
+from isthmus.sync.hooks import ForwardBarriers
 from isthmus.sync.layers import flatten
 
 

@@ -17,14 +17,12 @@ import isthmus.sync
 from isthmus.errors import UserError
 from isthmus.plans.sync import SyncPlan
 from isthmus.sync import Options, attach
-from isthmus.sync.averaging import Averager
-from isthmus.sync.divergence import SAMPLED, sample
+from isthmus.sync.averaging import SAMPLED, Averager, sample
 from isthmus.sync.dream import Dream, joined
-from isthmus.sync.layers import Layer, flatten, spans
-from isthmus.sync.link import MOST_BYTES, SMALLEST_BYTES, LinkModel, fitted, probe
+from isthmus.sync.layers import Layer, flatten, pack, spans
 from isthmus.sync.local import balanced_steps
 from isthmus.sync.monitor import PeriodReport
-from isthmus.sync.packing import pack
+from isthmus.sync.profile import MOST_BYTES, SMALLEST_BYTES, LinkModel, fitted, probe
 from isthmus.sync.scheduled import layers_of
 
 
@@ -52,7 +50,7 @@ def test_probes_are_of_their_size_whatever_the_default_type(monkeypatch: pytest.
         sizes.append(tensor.nbytes)
         return tensor.nbytes * 1e-9
 
-    monkeypatch.setattr("isthmus.sync.link._timed", taken)
+    monkeypatch.setattr("isthmus.sync.profile._timed", taken)
     torch.set_default_dtype(torch.float64)
     try:
         found = probe(averager)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from isthmus.errors import PeerError
 from isthmus.plans.packing import kept
 from isthmus.training.compression import Bf16, Codec, Int8, Sparse2Bit, TopK
-from isthmus.training.compression.positions import pack_positions, unpack_positions
+from isthmus.training.compression.selection import pack_positions, unpack_positions
 
 ELEMENTS = 5000
 

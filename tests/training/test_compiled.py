@@ -18,9 +18,8 @@ from isthmus.accelerators import HOST
 from isthmus.errors import PeerError, StepError
 from isthmus.graph import Ref
 from isthmus.runtime.device.compiling import unless_outdated
-from isthmus.training import compile_choice
-from isthmus.training.compile_choice import compile_where_it_pays
-from isthmus.training.compiled import Backend, CompiledProgram
+from isthmus.training import compiled as compiled_module
+from isthmus.training.compiled import Backend, CompiledProgram, compile_where_it_pays
 from isthmus.training.engine import EngineConfig, TorchEngine
 
 CONFIG = EngineConfig(micro_batches=2, micro_batch_size=2)
@@ -72,13 +71,13 @@ def engine_of(name: str, *, dropout: bool = False) -> tuple[TorchEngine, dict[Re
 def test_what_is_quicker_is_kept_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, batch = engine_of("Written")
     before, random_state = {k: v.clone() for k, v in engine.state().items()}, HOST.random_state()
-    times = iter([2.0, 1.0] * compile_choice.PASSES + [1.0, 2.0] * compile_choice.PASSES)
+    times = iter([2.0, 1.0] * compiled_module.PASSES + [1.0, 2.0] * compiled_module.PASSES)
 
     def timed(engine: TorchEngine, act: Callable[[], object]) -> float:
         act()
         return next(times)
 
-    monkeypatch.setattr(compile_choice, "_seconds", timed)
+    monkeypatch.setattr(compiled_module, "_seconds", timed)
     worth_it = compile_where_it_pays(engine, batch, "eager")
     assert worth_it.compiled and isinstance(engine.program, CompiledProgram)
     assert "1 s per micro-batch, 2 s without" in worth_it.note and worth_it.note.startswith("compiled in ")

@@ -20,9 +20,18 @@ from torch import Tensor
 from isthmus.errors import UserError
 from isthmus.graph.opgraph import Ref
 from isthmus.plans import ActivationNoise, SampleRange
-from isthmus.training.accounting import epsilon_of, noise_multiplier_for, spent_by_epoch, squared_mu
-from isthmus.training.clip_and_noise import Boundary, Privatizer, Released, clip
-from isthmus.training.secret_noise import KEY_BYTES, SecretNoise
+from isthmus.training.local_privacy import (
+    KEY_BYTES,
+    Boundary,
+    Privatizer,
+    Released,
+    SecretNoise,
+    clip,
+    epsilon_of,
+    noise_multiplier_for,
+    spent_by_epoch,
+    squared_mu,
+)
 
 A, B = Ref("a"), Ref("b")
 AXES = ((A, 0), (B, 1))

@@ -25,7 +25,7 @@ from isthmus.runtime.coordinator.plans import Plans
 from isthmus.runtime.coordinator.run import START_S, run_spec
 from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import Fault, RecoveryTimes, SimulatedRun, SimulationOptions, simulate_run
-from isthmus.simulator.faults import parse_fault
+from isthmus.simulator.options import parse_fault
 from isthmus.simulator.run import RunSimulation
 from isthmus.simulator.simulate import check_faults
 from isthmus.trace import Trace

@@ -28,8 +28,8 @@ from isthmus.protocol.federated_participation import Participation
 from isthmus.runtime.federated.run import FederatedRun, coordinator_of
 from isthmus.runtime.federated.site_run import site_coordinator
 from isthmus.runtime.federated.sizing import with_executors
-from isthmus.simulator.faults import Fault
 from isthmus.simulator.federated import FederatedCosts, SimulatedRound, simulate_federated
+from isthmus.simulator.options import Fault
 
 MOST_ROUNDS, FEWEST_ROUNDS = 30, 3
 MOST_S = 3.0

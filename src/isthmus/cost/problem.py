@@ -14,7 +14,7 @@ from isthmus.fleet import Fleet
 from isthmus.graph import Flow, Op
 from isthmus.graph.cuts import last_start
 from isthmus.plans import SCHEDULES, Constraints, Objective, OuterOptimizer
-from isthmus.plans.outer import DELAY, MIXING, MOMENTUM, RATE
+from isthmus.plans.exchanges import DELAY, MIXING, MOMENTUM, RATE
 from isthmus.plans.sync import MODES_OF
 
 FLOAT32_BYTES = 4

@@ -20,7 +20,7 @@ from isthmus.fleet import Fleet
 from isthmus.graph import Flow, StageGraph
 from isthmus.plans import Averages, Collective, Constraints, ReplicaSync, SyncGroup
 from isthmus.plans.collective import rounds
-from isthmus.plans.sync_schedule import FragmentSchedule
+from isthmus.plans.exchanges import FragmentSchedule
 
 MOST_ORDERED = 5
 """Members up to which every order of a ring is tried."""

@@ -14,7 +14,7 @@ from isthmus.data.dataset import ColumnSpec, Dataset, Split
 from isthmus.data.registry import DataSpec, load_dataset
 from isthmus.errors import UserError, unknown_name
 from isthmus.plans import OwnSamples
-from isthmus.plans.feeder_order import whole
+from isthmus.plans.schedule import whole
 
 BYTES_OF = {
     "bool": 1,

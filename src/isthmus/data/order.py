@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isthmus.errors import UserError
-from isthmus.plans.feeder_order import feeder_slot
+from isthmus.plans.schedule import feeder_slot
 
 
 @lru_cache(maxsize=16)

@@ -18,7 +18,7 @@ from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 from isthmus.federated.algorithms import Cohort, Combine, Values
 from isthmus.federated.algorithms.algorithm import Wrapping
-from isthmus.training.secret_noise import SecretNoise
+from isthmus.training.local_privacy import SecretNoise
 
 GRID = 1e-4
 """The accountant's own. Whatever it is, its epsilon is no smaller than the true one."""

@@ -1,17 +1,23 @@
 """The plan document and its schedules."""
 
 from isthmus.plans.collective import Collective
-from isthmus.plans.compression import Compression
-from isthmus.plans.constraints import CompressionConfig, Constraints, Objective, OwnSamples
-from isthmus.plans.noise import ActivationNoise
-from isthmus.plans.outer import OuterOptimizer
-from isthmus.plans.packing import Packing
-from isthmus.plans.period import PlanPeriod
+from isthmus.plans.constraints import (
+    ANY_PLAN,
+    CompressionConfig,
+    Constraints,
+    Objective,
+    OwnSamples,
+    is_of_any_plan,
+    question_in_words,
+)
+from isthmus.plans.exchanges import OuterOptimizer
+from isthmus.plans.packing import Compression, Packing
 from isthmus.plans.plan import (
     Averages,
     Certificate,
     Edge,
     Plan,
+    PlanPeriod,
     Prediction,
     Replica,
     ReplicaSync,
@@ -22,8 +28,7 @@ from isthmus.plans.plan import (
     load_plan,
     save_plan,
 )
-from isthmus.plans.privacy_spent import SPENT, PrivacySpent, SampleRange, format_epsilon, read_spent
-from isthmus.plans.question import ANY_PLAN, is_of_any_plan, question_in_words
+from isthmus.plans.privacy import SPENT, ActivationNoise, PrivacySpent, SampleRange, format_epsilon, read_spent
 from isthmus.plans.schedule import SCHEDULES, Schedule, Tasklet, classic_in_flight
 from isthmus.plans.sync import SyncIteration, SyncPlan, SyncWorker
 

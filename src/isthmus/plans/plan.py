@@ -12,10 +12,11 @@ import msgspec
 from msgspec import Meta
 
 from isthmus.errors import UserError
+from isthmus.fleet import Fleet
 from isthmus.plans.collective import Collective
-from isthmus.plans.compression import Compression
 from isthmus.plans.constraints import Constraints
-from isthmus.plans.outer import OuterOptimizer
+from isthmus.plans.exchanges import OuterOptimizer
+from isthmus.plans.packing import Compression
 from isthmus.plans.schedule import Schedule
 from isthmus.plans.worker_ids import worker_ids_of
 
@@ -332,3 +333,15 @@ def load_plan(path: Path) -> Plan:
     if plan.version != PLAN_VERSION:
         raise UserError(f"plan file {path}: version: got {plan.version}, expected {PLAN_VERSION}")
     return plan
+
+
+class PlanPeriod(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan of a run, until the next period begins."""
+
+    plan: Plan
+    fleet: Fleet
+    """As it was believed to be when the plan was made."""
+    first_step: int
+    """Steps that were done before."""
+    since_s: float = 0.0
+    """In seconds of the run's trace."""

@@ -1,8 +1,15 @@
-"""What a run believes of its fleet, and when another plan is worth asking for, or worth the change."""
+"""What a run believes of its fleet, when another plan is worth asking for, or worth the change, and when a slow link is
+tried again.
+
+What the work itself shows is measured all the time (`drift`). A try of a slow link (`LinkReprobe`) is for what no work
+shows: a plan avoids a slow link, and would avoid it for ever, as nothing tells that it has recovered. A try is a probe
+of some seconds beside the work, on a link that carries nothing; no weights move for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -10,9 +17,7 @@ from isthmus.fleet import Fleet, with_memory
 from isthmus.plans import Plan
 from isthmus.plans.worker_ids import device_of
 from isthmus.protocol.drift import Drift, DriftReport, RateChange
-from isthmus.protocol.link_reprobe import LinkReprobe, Pair
 from isthmus.protocol.memory_shortage import MemoryShortage, believed_bytes
-from isthmus.protocol.replan_policy import ReplanGain, ReplanPolicy
 from isthmus.trace import Span
 from isthmus.units import format_size
 
@@ -132,3 +137,93 @@ class Adaptation:
     def asks(self, now_s: float) -> bool:
         """Whether to ask for another plan; it is asked for then."""
         return self._policy.ask(now_s)
+
+
+LEAST_GAIN = 0.03
+"""Of a step's time: what a prediction may be wrong by is no reason to move weights."""
+REST_COSTS = 20
+"""After a change of plan the next one waits for so many times what the change cost: changes that were wrong take at
+most a twentieth of the time."""
+
+
+class ReplanGain(NamedTuple):
+    """Another plan against the one in force, both priced on the figures that are believed now."""
+
+    step_s: float
+    other_step_s: float
+    steps: int
+    """That are left."""
+    cost_s: float
+    """Of changing: to stop, to move weights, to start."""
+
+    @property
+    def worth_it(self) -> bool:
+        saved_s = self.step_s - self.other_step_s
+        return saved_s > LEAST_GAIN * self.step_s and saved_s * self.steps > self.cost_s
+
+
+class ReplanPolicy:
+    """Whether to ask now. One question at a time."""
+
+    def __init__(self) -> None:
+        self._due = self._asked = False
+        self._rests_until_s = 0.0
+
+    def changed(self) -> None:
+        """Another figure is believed than the plan was made with."""
+        self._due = True
+
+    def ask(self, now_s: float) -> bool:
+        """Whether to ask; if so, it is asked."""
+        if not self._due or self._asked or now_s < self._rests_until_s:
+            return False
+        self._due, self._asked = False, True
+        return True
+
+    def answered(self) -> None:
+        """A plan was made with the newest figures."""
+        self._asked = False
+
+    def began(self, now_s: float, cost_s: float) -> None:
+        """A plan epoch begins, which cost so much to change to; 0 where it had to be. A question that it came before
+        is asked again."""
+        self._due, self._asked = self._due or self._asked, False
+        self._rests_until_s = now_s + REST_COSTS * cost_s
+
+
+MOST_S = 3600.0
+"""Between two tries, at most: each wait is twice the one before."""
+Pair = tuple[str, str]
+"""A link's source and target."""
+
+
+class _Wait(NamedTuple):
+    until_s: float
+    wait_s: float
+
+
+class LinkReprobe:
+    """One try at a time, the first after `first_s`."""
+
+    def __init__(self, first_s: float) -> None:
+        self._first_s = first_s
+        self._waits: dict[Pair, _Wait] = {}
+        self._trying: Pair | None = None
+
+    def due(self, doubtful: Collection[Pair], now_s: float) -> Pair | None:
+        """Which of the links that are believed slow and carry nothing to try now; it is tried then."""
+        self._waits = {
+            pair: self._waits.get(pair, _Wait(now_s + self._first_s, self._first_s)) for pair in sorted(doubtful)
+        }
+        if self._trying is not None:
+            return None
+        ready = [(wait.until_s, pair) for pair, wait in self._waits.items() if wait.until_s <= now_s]
+        self._trying = min(ready)[1] if ready else None
+        return self._trying
+
+    def tried(self, pair: Pair, now_s: float) -> None:
+        """If it is as slow as before it is tried again, later."""
+        self._trying = None
+        if (wait := self._waits.get(pair)) is not None:
+            wait_s = min(2 * wait.wait_s, MOST_S)
+            self._waits[pair] = _Wait(now_s + wait_s, wait_s)

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
-from isthmus.protocol.attempts import Attempts, StepFailure, Suspects
 from isthmus.protocol.coordinator_events import (
     AssignStage,
     BeginEpoch,
@@ -46,14 +45,13 @@ from isthmus.protocol.coordinator_events import (
     ReleaseDevice,
     StopRequested,
 )
+from isthmus.protocol.failures import Attempts, StepFailure, Suspects
 from isthmus.protocol.finite import Divergence
-from isthmus.protocol.leases import Leases
+from isthmus.protocol.leases import ItemReports, Leases, mean_loss, non_finite
 from isthmus.protocol.machine import EpochMachine, FromDevice
-from isthmus.protocol.members import Members
+from isthmus.protocol.members import Members, Restarts
 from isthmus.protocol.phases import COORDINATOR, CoordinatorStatistics, Phase
 from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout, holders_at, recovery_step, state_donors
-from isthmus.protocol.reports import ItemReports, mean_loss, non_finite
-from isthmus.protocol.restarts import Restarts
 from isthmus.protocol.run_messages import (
     DeviceFailed,
     DeviceReady,

@@ -10,12 +10,13 @@ that of a whole step: another plan may go on from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Generic, Literal, TypeVar
 
 import msgspec
 
 from isthmus.protocol.machine import EpochMachine, Event, Transitions
+from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.run_messages import (
     DeviceReady,
     FetchState,
@@ -25,7 +26,6 @@ from isthmus.protocol.run_messages import (
     RetireSnapshots,
     SnapshotCopied,
 )
-from isthmus.protocol.state_inventory import StateInventory
 
 Value = TypeVar("Value")
 
@@ -227,3 +227,36 @@ class DeviceSession(EpochMachine[Phase, SessionEvent[Value], SessionInstruction[
         self._phase = "starting"
         self.memory.begin(self._step)
         return [StartStage(self._step, self._placed.own)]
+
+
+class StateInventory(Generic[Value]):
+    """Values of parts by plan epoch and step. A value is whatever the driver keeps for a part.
+
+    One thread changes it; others may look meanwhile, as nothing is changed in place.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], dict[str, Value]] = {}
+
+    def keep(self, epoch: int, step: int, values: Mapping[str, Value]) -> None:
+        """Parts of the state after `step` steps, as this epoch made it, besides those that are here of it already."""
+        self._kept = {**self._kept, (epoch, step): {**self._kept.get((epoch, step), {}), **values}}
+
+    def holdings(self) -> tuple[StateHolding, ...]:
+        return tuple(StateHolding(epoch=e, step=s, parts=frozenset(kept)) for (e, s), kept in self._kept.items())
+
+    def values(self, step: int, parts: Set[str]) -> dict[str, Value]:
+        """The parts that are here of the state after `step`; of two epochs' the later one's."""
+        found: dict[str, Value] = {}
+        for (_, at), kept in sorted(self._kept.items(), key=lambda entry: entry[0]):
+            if at == step:
+                found |= {part: value for part, value in kept.items() if part in parts}
+        return found
+
+    def begin(self, step: int) -> None:
+        """An epoch begins from the state after `step`: what lies beyond is of a line that ended."""
+        self._kept = {key: kept for key, kept in self._kept.items() if key[1] <= step}
+
+    def retire(self, step: int) -> None:
+        """There is a whole snapshot of this step: forget those before."""
+        self._kept = {key: kept for key, kept in self._kept.items() if key[1] >= step}

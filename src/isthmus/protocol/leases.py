@@ -1,4 +1,5 @@
-"""Leased items and the next ones: the run's items in order, with snapshots between them.
+"""Leased items and the next ones: the run's items in order, with snapshots between them, and the devices' reports of
+each.
 
 Why each sample range enters the model once: a training item's range is a function of its step, an epoch leases the
 steps from where it began in order, and states of steps that were done on another line do not count.
@@ -6,11 +7,13 @@ steps from where it began in order, and states of steps that were done on anothe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
+from isthmus.protocol.finite import Divergence
 from isthmus.protocol.recovery import StateLayout
+from isthmus.protocol.run_messages import ItemReported
 from isthmus.protocol.work import Item, RunSpec, items
 
 
@@ -138,3 +141,43 @@ class Leases:
         self._waits = None
         self.acknowledged = step
         return step
+
+
+Reports = Mapping[str, ItemReported]
+"""By device."""
+
+
+class ItemReports:
+    """Those of items that not all devices have reported yet."""
+
+    def __init__(self) -> None:
+        self._reports: dict[int, dict[str, ItemReported]] = {}
+
+    def add(self, device: str, report: ItemReported, devices: Collection[str]) -> Reports | None:
+        """All reports of the item once every device's is here, which are then forgotten; None before."""
+        found = self._reports.setdefault(report.item, {})
+        found[device] = report
+        return self._reports.pop(report.item) if found.keys() >= set(devices) else None
+
+    def missing(self, item: int, devices: Collection[str]) -> frozenset[str]:
+        """Who has not reported the item while others have."""
+        found = self._reports.get(item)
+        return frozenset(devices) - found.keys() if found else frozenset()
+
+    def clear(self) -> None:
+        self._reports.clear()
+
+
+def mean_loss(reports: Reports) -> float | None:
+    """Sum of losses over sum of counts; None when no stage of the item has the loss, or nothing was counted."""
+    with_loss = [r for r in reports.values() if r.loss is not None]
+    count = sum(r.count or 0.0 for r in with_loss)
+    return sum(r.loss or 0.0 for r in with_loss) / count if count else None
+
+
+def non_finite(item: Item, reports: Reports, divergence: Divergence) -> tuple[str, bool]:
+    """What to say of an item's numbers, and whether they end the run."""
+    found = {device: report.non_finite for device, report in reports.items() if report.non_finite is not None}
+    if item.kind == "train":
+        return divergence.stepped(item.step, found)
+    return divergence.saved(item.step, found) if item.kind == "save" else ("", False)

@@ -37,7 +37,7 @@ from isthmus.protocol.coordinator_events import (
     StopRequested,
 )
 from isthmus.protocol.deadlines import Deadlines
-from isthmus.protocol.failure_detector import FailureDetector, without_name
+from isthmus.protocol.failures import FailureDetector, without_name
 from isthmus.protocol.interruptions import Interruptions, Recovery
 from isthmus.protocol.machine import FromDevice, OutOfPhase
 from isthmus.protocol.run_events import (

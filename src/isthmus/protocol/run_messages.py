@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from isthmus.protocol.attempts import StepFailure
+from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.machine import Event
 from isthmus.protocol.memory_shortage import MemoryPeak, MemoryShortage

@@ -8,10 +8,10 @@ import msgspec
 
 from isthmus.errors import UserError
 from isthmus.plans.collective import CollectiveMessage, Round, rounds
-from isthmus.plans.feeder_order import whole
 from isthmus.plans.plan import Plan, Replica
+from isthmus.plans.schedule import whole
 from isthmus.protocol.exchange import GroupView
-from isthmus.protocol.feeding import Feeding
+from isthmus.protocol.work import Feeding
 from isthmus.protocol.worker import StageView
 
 Pair = tuple[int, int]

@@ -1,4 +1,5 @@
-"""The work of a run as a sequence of items, a pure function of the job: what is leased, in which order."""
+"""The work of a run as a sequence of items, a pure function of the job: what is leased, in which order, and which data
+holder feeds a micro-batch."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
+
+from isthmus.plans.schedule import feeder_slot
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,3 +107,29 @@ def _after(done: int, spec: RunSpec, count: Iterator[int]) -> Iterator[Item]:
             )
     if last or (spec.save_every and done % spec.save_every == 0):
         yield Item(index=next(count), kind="save", step=done)
+
+
+class Feeding(msgspec.Struct, frozen=True, kw_only=True):
+    """Pure: all devices tell the same from the same counts."""
+
+    train: tuple[int, ...]
+    """Samples of each holder."""
+    heldout: tuple[int, ...]
+    """Whole micro-batches of each holder's held-out samples."""
+    micro_batch_size: int
+    copies: tuple[tuple[int, ...], ...]
+    """Workers that run copies of one stage, in the order of the holders; for each stage that has copies."""
+
+    def does(self, worker: int, item: Item, micro_batch: int) -> bool:
+        """Whether a worker has to do with a micro-batch of an item: who runs no copy has to do with all."""
+        own = next((copies for copies in self.copies if worker in copies), None)
+        return own is None or own[self.holder(item, micro_batch)] == worker
+
+    def holder(self, item: Item, micro_batch: int) -> int:
+        """Whose micro-batch of an item it is: the number of the holder."""
+        number = item.first_sample // self.micro_batch_size + micro_batch
+        return feeder_slot(self.train if item.kind == "train" else self.heldout, number).holder
+
+    def present(self, workers: tuple[int, ...], item: Item, micro_batch: int) -> tuple[int, ...]:
+        """Those of some workers that have to do with a micro-batch."""
+        return tuple(worker for worker in workers if self.does(worker, item, micro_batch))

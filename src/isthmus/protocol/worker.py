@@ -51,10 +51,9 @@ from isthmus.protocol.events import (
     WorkerInstruction,
 )
 from isthmus.protocol.exchange import Exchange, GroupView
-from isthmus.protocol.feeding import Feeding
 from isthmus.protocol.machine import EpochMachine
 from isthmus.protocol.run_messages import Arrived, Halt, OpenItem, Parcel, PartsArrived
-from isthmus.protocol.work import Item
+from isthmus.protocol.work import Feeding, Item
 from isthmus.protocol.worker_phases import WORKER, Phase, WorkerStatistics
 
 _OF_OTHERS = (OpenItem, Arrived, PartsArrived)

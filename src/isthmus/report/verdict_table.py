@@ -9,7 +9,7 @@ from isthmus.plans import Plan
 from isthmus.report.certificates import certificate_text
 from isthmus.report.tables import new_table, titled
 from isthmus.verification import Verdict
-from isthmus.verification.verdict import Figure
+from isthmus.verification.question import Figure
 
 
 def verdict_table(verdict: Verdict, plan: Plan, source: str) -> RenderableType:

@@ -1,8 +1,7 @@
 """Runs a plan on a virtual clock and modelled links, with the same machines as the runtime."""
 
-from isthmus.simulator.faults import Fault
 from isthmus.simulator.network import Transmission, Uplink, Wire
-from isthmus.simulator.options import Overheads, RecoveryTimes, SimulationOptions
+from isthmus.simulator.options import Fault, Overheads, RecoveryTimes, SimulationOptions
 from isthmus.simulator.run import SimulatedRun
 from isthmus.simulator.simulate import simulate, simulate_run
 

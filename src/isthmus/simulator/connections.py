@@ -12,8 +12,8 @@ from isthmus.protocol.coordinator_events import DeviceJoined
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Disconnected, RunEvent
 from isthmus.protocol.run_messages import DeviceReport
+from isthmus.simulator.clock import Jitter
 from isthmus.simulator.device import SimulatedDevice, SimulatedWorker
-from isthmus.simulator.jitter import Jitter
 from isthmus.simulator.options import SimulationOptions
 from isthmus.simulator.world import World
 

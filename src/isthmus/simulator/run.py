@@ -69,9 +69,8 @@ from isthmus.protocol.worker_phases import WorkerStatistics
 from isthmus.simulator.connections import Connections
 from isthmus.simulator.device import SimulatedWorker
 from isthmus.simulator.epoch import Epoch
-from isthmus.simulator.faults import Fault
 from isthmus.simulator.history import State, check_state
-from isthmus.simulator.options import SimulationOptions
+from isthmus.simulator.options import Fault, SimulationOptions
 from isthmus.simulator.state_donations import StateDonations
 from isthmus.simulator.strikes import Strikes
 from isthmus.simulator.world import World

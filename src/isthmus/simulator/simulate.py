@@ -8,8 +8,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan
 from isthmus.protocol.work import RunSpec
-from isthmus.simulator.faults import Fault
-from isthmus.simulator.options import SimulationOptions
+from isthmus.simulator.options import Fault, SimulationOptions
 from isthmus.simulator.run import RunSimulation, SimulatedRun
 from isthmus.trace import Trace
 

@@ -8,8 +8,7 @@ from functools import partial
 
 from isthmus.protocol.run_events import Observation
 from isthmus.simulator.connections import Connections
-from isthmus.simulator.faults import Fault
-from isthmus.simulator.options import SimulationOptions
+from isthmus.simulator.options import Fault, SimulationOptions
 from isthmus.simulator.world import World
 
 

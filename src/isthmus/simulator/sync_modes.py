@@ -16,9 +16,8 @@ from itertools import accumulate
 
 from isthmus.errors import UserError, unknown_name
 from isthmus.planners.sync import by_size, fused, sent
-from isthmus.plans.outer import DELAY
+from isthmus.plans.exchanges import DELAY, FragmentSchedule, SendOrder
 from isthmus.plans.sync import SyncPlan
-from isthmus.plans.sync_schedule import FragmentSchedule, SendOrder
 
 
 @dataclass(frozen=True, kw_only=True)

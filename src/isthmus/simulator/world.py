@@ -14,10 +14,9 @@ from isthmus.protocol.device_session import StageFailed, StateKept
 from isthmus.protocol.events import Computed, Saved, Send, SendParts, Updated, WorkerEvent
 from isthmus.protocol.run_messages import DeviceFailed, DeviceReport
 from isthmus.protocol.work import Item
-from isthmus.simulator.clock import VirtualClock
+from isthmus.simulator.clock import Jitter, VirtualClock
 from isthmus.simulator.device import Act, SimulatedDevice, SimulatedWorker
 from isthmus.simulator.history import State
-from isthmus.simulator.jitter import Jitter
 from isthmus.simulator.network import Network, Transmission
 from isthmus.simulator.options import SimulationOptions
 from isthmus.trace import Span

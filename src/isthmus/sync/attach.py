@@ -17,19 +17,17 @@ from torch.optim import Optimizer
 
 from isthmus.errors import UserError, unknown_name
 from isthmus.planners.sync import sync_planner_names
-from isthmus.sync.asc_wfbp import AscWfbp
-from isthmus.sync.averaging import Averager
-from isthmus.sync.compressed import codec_name
+from isthmus.sync.averaging import Averager, codec_name
 from isthmus.sync.dream import OURS, PAPER, Dream
-from isthmus.sync.every_step import EveryStep
+from isthmus.sync.every_step import AscWfbp, EveryStep
 from isthmus.sync.exchange import gather
 from isthmus.sync.layers import flatten
 from isthmus.sync.local import DiLoCo, LocalSGD
 from isthmus.sync.mode import Mode, Setting
 from isthmus.sync.monitor import Monitor
 from isthmus.sync.options import Options
-from isthmus.sync.partial import partial_sync
-from isthmus.sync.streaming import Streaming
+from isthmus.sync.outer import Streaming
+from isthmus.sync.scheduled import partial_sync
 from isthmus.sync.sync import Sync
 from isthmus.sync.updates import Updates, attached
 from isthmus.training.compression import DeltaCodec

@@ -1,15 +1,24 @@
-"""Averages over the workers, in place and on the way while the caller computes.
+"""Averages over the workers, in place and on the way while the caller computes: of values, of compressed values, and
+with how far the workers are apart.
 
 A tensor is scaled by its worker's share before the sum, so that the sum is the weighted mean at once and nothing
 is left to do when it arrives. All workers must start the same averages in the same order.
+
+A sum of payloads is no payload, so there is no ring to reduce in: a worker sends K - 1 payloads where it would send
+2 (K - 1) / K tensors. What a payload leaves out is added to the next one (`ErrorFeedback`).
+
+How far the workers are apart is Gamma = mean over k of ||mean w - w_k||^2 (DreamDDP, section 3.2). A worker knows the
+mean of a layer when it has averaged it, and then no longer what it had before. A sample of at most 2048 elements per
+layer is kept meanwhile, so that no second copy of the model is.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -18,6 +27,7 @@ from torch import Tensor
 from isthmus.sync.direct import DirectSum, DirectSums
 from isthmus.sync.exchange import gather
 from isthmus.sync.exit_cleanup import TIMEOUT_S, closed, opened
+from isthmus.training.compression import DeltaCodec, ErrorFeedback
 
 _BROKEN_OFF_S = 5.0
 """Until what was broken off has ended: no more than a wake-up, on a machine that may be busy."""
@@ -127,3 +137,95 @@ class PendingAverage:
         if ended_s:
             self._averager.took(self._started_s, max(ended_s))
         self._works.clear()
+
+
+def codec_name(codec: DeltaCodec | None) -> str:
+    """What must be alike between workers, and between a saved state and who reads it."""
+    kind = type(codec)
+    return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(codec)  # object's names an address
+
+
+class CompressedAverager:
+    """Averages of the same tensors, again and again, with a memory of what was left out of each.
+
+    `decay` is the share of it that comes later: the rest is forgotten (SparseLoCo, arXiv 2508.15706, Algorithm 1).
+    """
+
+    def __init__(self, averager: Averager, codec: DeltaCodec, decay: float = 1.0) -> None:
+        self._averager = averager
+        self._feedback = ErrorFeedback(codec, decay)
+
+    @torch.no_grad()
+    def start(self, tensors: Sequence[Tensor]) -> CompressedPendingAverage:
+        """Begin to average; the tensors get their averages in `wait`."""
+        gathered: list[tuple[Tensor, list[Tensor], dist.Work]] = []
+        for number, tensor in enumerate(tensors):
+            payload = self._feedback.encode(number, tensor, f"delta {number}")
+            everyone = [torch.empty_like(payload) for _ in range(self._averager.workers)]
+            work = dist.all_gather(everyone, payload, group=self._averager.group, async_op=True)
+            assert work is not None, "this process is not in its own group"
+            self._averager.watch(work)
+            gathered.append((tensor, everyone, work))
+            self._averager.sent_bytes += (self._averager.workers - 1) * payload.nbytes
+        return CompressedPendingAverage(self._averager.shares, self._feedback.codec, gathered)
+
+    def state(self, prefix: str) -> dict[str, Tensor]:
+        return {f"{prefix}.error.{number}": error for number, error in self._feedback.state().items()}
+
+    def load(self, state: Mapping[str, Tensor], prefix: str) -> None:
+        count = sum(name.startswith(f"{prefix}.error.") for name in state)
+        self._feedback.load({number: state[f"{prefix}.error.{number}"].clone() for number in range(count)})
+
+
+class CompressedPendingAverage:
+    """Payloads on their way."""
+
+    def __init__(
+        self, shares: Sequence[float], codec: DeltaCodec, gathered: list[tuple[Tensor, list[Tensor], dist.Work]]
+    ) -> None:
+        self._shares = shares
+        self._codec = codec
+        self._gathered = gathered
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Until the averages are in their tensors. May be called again."""
+        for tensor, everyone, work in self._gathered:
+            work.wait()
+            tensor.zero_()
+            for rank, (share, payload) in enumerate(zip(self._shares, everyone, strict=True)):
+                decoded = self._codec.decode(payload, tensor.shape, tensor.dtype, f"delta of worker {rank}")
+                tensor.add_(decoded, alpha=share)
+        self._gathered = []
+
+
+SAMPLED = 2048
+
+
+def sample(flat: Tensor) -> Tensor:
+    """Some of its elements, always the same ones; all of a small tensor's."""
+    return flat.clone() if len(flat) <= SAMPLED else flat.index_select(0, _places(len(flat)).to(flat.device))
+
+
+@cache
+def _places(elements: int) -> Tensor:
+    # Random, not every n-th: a stride may follow a matrix's columns.
+    return torch.randint(elements, (SAMPLED,), generator=torch.Generator().manual_seed(elements))
+
+
+class MeasuredAverage:
+    """An average on its way, and how far this worker is from it."""
+
+    def __init__(self, averager: Averager | CompressedAverager, flats: Sequence[Tensor]) -> None:
+        self._flats = flats
+        self._before = [sample(flat) for flat in flats]
+        self._pending = averager.start(flats)
+
+    def wait(self) -> float:
+        """Until it is there. Returns ||mean - own||^2, estimated from the samples."""
+        self._pending.wait()
+        return sum(
+            float((sample(flat) - before).double().square().mean()) * len(flat)
+            for flat, before in zip(self._flats, self._before, strict=True)
+            if len(flat)
+        )

@@ -13,9 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from isthmus.errors import UserError
 from isthmus.plans.sync import SyncPlan
-from isthmus.sync.averaging import Averager
-from isthmus.sync.compressed import CompressedAverager
-from isthmus.sync.divergence import MeasuredAverage
+from isthmus.sync.averaging import Averager, CompressedAverager, MeasuredAverage
 from isthmus.sync.exchange import from_bytes
 from isthmus.sync.layers import FlatModel, Layer, spans
 from isthmus.sync.monitor import Monitor, PeriodReport

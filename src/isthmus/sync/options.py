@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from isthmus.errors import UserError, check_choice, plain_types
-from isthmus.plans.outer import DELAY, MIXING, MOMENTUM, RATE
+from isthmus.plans.exchanges import DELAY, MIXING, MOMENTUM, RATE
 from isthmus.plans.sync import MODES_OF, SyncPlan
 
 

@@ -1,4 +1,5 @@
-"""Partial synchronisation inside backward: layers that are due are updated and averaged when their gradients are there.
+"""Partial synchronisation inside backward: layers that are due are updated and averaged when their gradients are there;
+and PLSGD with equal numbers (DreamDDP, Example 1).
 
     backward   |-- layer 4 --|u|-- layer 3 --|-- layer 2 --|u|-- layer 1 --|uu|        u: a layer's own update
     wire                       |........4........|           |....2....|               due in this step: 4 and 2
@@ -19,14 +20,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from isthmus.errors import UserError
+from isthmus.planners.sync import SyncProblem, WorkerProfile, plan_sync
+from isthmus.plans.exchanges import SendOrder
 from isthmus.plans.sync import SyncPlan
-from isthmus.plans.sync_schedule import SendOrder
-from isthmus.sync.divergence import MeasuredAverage
-from isthmus.sync.forward_barriers import ForwardBarriers
-from isthmus.sync.hooks import GONE, gradients, versions
-from isthmus.sync.layers import Layer, spans
+from isthmus.sync.averaging import MeasuredAverage
+from isthmus.sync.hooks import GONE, ForwardBarriers, gradients, versions
+from isthmus.sync.layers import FlatModel, Layer, PackedTensors, pack, spans
 from isthmus.sync.mode import Mode, Setting
-from isthmus.sync.packing import PackedTensors, pack
 from isthmus.sync.updates import Closure, average_with_state, per_parameter
 
 
@@ -218,3 +218,49 @@ class Scheduled(Mode):
                         "(clip_grad_norm_) and GradScaler.unscale_ do: too late in this mode, whose updates are made "
                         "inside backward. Use mode 'every-step', 'local', 'outer' or 'partial'"
                     )
+
+
+class PartialSync(Mode):
+    """Averages after the update, in the open. Any optimizer, clipping and scaling work as ever."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.plan = equal_plan(setting.model, setting.period)
+
+    def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
+        s = self.setting
+        assert self.plan is not None
+        due = set(self.plan.averaged(self.steps))
+        layers = [layer for layer in reversed(s.model.layers) if layer.name in due]
+        if s.options.average_state:
+            s.updates.check_to_average(s.model.layers, closure, scaler)
+            with s.monitor.waiting():
+                average_with_state(s.averager, s.updates, layers)
+        loss = s.updates.whole(closure, scaler)
+        if not s.options.average_state:
+            self.average(layers)
+        return loss
+
+
+class OverlappedPartialSync(Scheduled):
+    """The same schedule inside backward, as the paper runs it."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.follow(equal_plan(setting.model, setting.period))
+
+
+def partial_sync(setting: Setting) -> Mode:
+    """By the option `overlap`."""
+    return OverlappedPartialSync(setting) if setting.options.overlap else PartialSync(setting)
+
+
+def equal_plan(model: FlatModel, period: int) -> SyncPlan:
+    """Every layer once in a period, as many in each iteration; nothing is known of times, so no bubbles are filled."""
+    count = len(model.layers)
+    names = tuple(layer.name for layer in model.layers)
+    # Averages far longer than computation leave no bubble to fill.
+    profile = WorkerProfile(
+        worker="any", forward_s=(0.0,) * count, backward_s=(1e-3,) * count, average_s=(1.0,) * count
+    )
+    return plan_sync("equal-number", SyncProblem(layers=names, workers=(profile,), iterations=period))

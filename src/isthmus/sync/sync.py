@@ -13,16 +13,14 @@ from torch.optim import Optimizer
 
 from isthmus.errors import UserError
 from isthmus.plans.sync import SyncPlan
-from isthmus.sync.averaging import PendingAverage
-from isthmus.sync.compressed import codec_name
+from isthmus.sync.averaging import PendingAverage, codec_name
 from isthmus.sync.dream import Dream
 from isthmus.sync.exchange import gather, to_bytes
 from isthmus.sync.hooks import GradientHooks
-from isthmus.sync.link import LinkModel
+from isthmus.sync.layers import PackedTensors, pack
 from isthmus.sync.mode import Mode, Setting, restored_document
 from isthmus.sync.monitor import PeriodReport
-from isthmus.sync.packing import PackedTensors, pack
-from isthmus.sync.profile import WorkerTimes
+from isthmus.sync.profile import LinkModel, WorkerTimes
 from isthmus.sync.updates import Closure
 
 

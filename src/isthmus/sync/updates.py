@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from isthmus.errors import UserError
 from isthmus.sync.averaging import Averager
-from isthmus.sync.layers import FlatModel, Layer, spans
-from isthmus.sync.packing import pack
+from isthmus.sync.layers import FlatModel, Layer, pack, spans
 
 PER_PARAMETER: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,

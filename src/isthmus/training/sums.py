@@ -19,7 +19,7 @@ from isthmus.accelerators.copies import PendingRead, to_device
 from isthmus.errors import UserError
 from isthmus.plans import OuterOptimizer
 from isthmus.training.engine import Engine
-from isthmus.training.outer import DELTA, MOMENTUM, VALUE, OuterStep, joined
+from isthmus.training.optim import DELTA, MOMENTUM, VALUE, OuterStep, joined
 
 
 class GroupBuffer(Protocol):

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from isthmus.errors import UserError
 from isthmus.graph.captured import Captured
 from isthmus.training.checkpoint import OPTIMIZER, read_tensors, split_replica
-from isthmus.training.optim import OptimizerConfig, choose
-from isthmus.training.outer import OUTER_KEYS
+from isthmus.training.optim import OUTER_KEYS, OptimizerConfig, choose
 from isthmus.training.scaling import LOSS_SCALE
 
 STATE_KEYS = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}

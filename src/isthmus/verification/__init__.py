@@ -6,7 +6,6 @@ written apart seldom make the same mistake, so a plan that passes is right, or w
 
 from isthmus.verification.certificate import provable
 from isthmus.verification.check import verify
-from isthmus.verification.question import Question, StateBytes, state_bytes
-from isthmus.verification.verdict import BoundCheck, Difference, Verdict
+from isthmus.verification.question import BoundCheck, Difference, Question, StateBytes, Verdict, state_bytes
 
 __all__ = ["BoundCheck", "Difference", "Question", "StateBytes", "Verdict", "provable", "state_bytes", "verify"]

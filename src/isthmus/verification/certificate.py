@@ -14,11 +14,10 @@ from isthmus.verification.bound import NEVER, Bounds
 from isthmus.verification.closed_form import ClosedForm, Setup
 from isthmus.verification.feeding import relaxed
 from isthmus.verification.near import near
-from isthmus.verification.price_bound import several_price, single_price
-from isthmus.verification.question import Question
+from isthmus.verification.price import several_price, single_price
+from isthmus.verification.question import CLOSE, BoundCheck, DifferenceList, Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.search import OutOfWork, PlanSearch, SearchResult
-from isthmus.verification.verdict import CLOSE, BoundCheck, DifferenceList
 
 GAP_ROUNDING = 1e-7
 """Absolute: planners call a gap of rounding errors none."""

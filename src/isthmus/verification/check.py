@@ -19,11 +19,10 @@ from isthmus.verification.cutting import CutGraph, Flowing, Part, cut
 from isthmus.verification.feeding import check_copies, copied_stages, copies_sums, timed
 from isthmus.verification.packing import least_bytes, packed_bytes
 from isthmus.verification.price import paid
-from isthmus.verification.question import Question
+from isthmus.verification.question import CLOSE, BoundCheck, DifferenceList, Question, Verdict
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.sums import Members, averaging_groups, buffer_bytes, sums_s, well_formed
 from isthmus.verification.timing import StepTiming
-from isthmus.verification.verdict import CLOSE, BoundCheck, DifferenceList, Verdict
 
 _UNCHECKED = BoundCheck(status="unchecked", text="not checked: this is no plan for the problem")
 

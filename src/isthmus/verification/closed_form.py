@@ -15,11 +15,11 @@ from isthmus.verification.bound import Bounds
 from isthmus.verification.cutting import CutGraph, cut
 from isthmus.verification.feeding import copies_sums
 from isthmus.verification.packing import as_requested, is_exact
-from isthmus.verification.pipeline import PipelineCheck
 from isthmus.verification.price import SECONDS_PER_HOUR, paid
+from isthmus.verification.question import CLOSE
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.sums import Summed, groups_soonest, summed_soonest, sums_s
-from isthmus.verification.verdict import CLOSE
+from isthmus.verification.timing import PipelineCheck
 
 NEVER = float("inf")
 

@@ -16,10 +16,9 @@ from isthmus.fleet import Device, Fleet, Link
 from isthmus.fleet.links import Links, Route
 from isthmus.plans import Replica
 from isthmus.verification.cutting import CutGraph
-from isthmus.verification.question import Question
+from isthmus.verification.question import DifferenceList, Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.timing import Moved, StepTiming
-from isthmus.verification.verdict import DifferenceList
 
 UNLIMITED = 2**60
 

@@ -20,10 +20,10 @@ from typing import NamedTuple
 from isthmus.verification.bound import Bounds
 from isthmus.verification.closed_form import ClosedForm, Setup
 from isthmus.verification.packing import wire_bytes
-from isthmus.verification.pipeline import PipelineCheck
 from isthmus.verification.price import SECONDS_PER_HOUR
+from isthmus.verification.question import CLOSE
 from isthmus.verification.reading import GraphReading
-from isthmus.verification.verdict import CLOSE
+from isthmus.verification.timing import PipelineCheck
 
 MOST_DEVICES = 6
 MOST_GROWN = 400_000

@@ -20,10 +20,9 @@ from isthmus.graph.opgraph import Op
 from isthmus.graph.partition import Crossing
 from isthmus.job import Prepared, constraints_of
 from isthmus.plans import ActivationNoise, Plan, format_epsilon
-from isthmus.plans.feeder_order import had_before
+from isthmus.plans.schedule import had_before
 from isthmus.runtime.coordinator.stages import StagePair, stage_pairs
-from isthmus.training.accounting import epsilon_of, noise_multiplier_for, squared_mu
-from isthmus.training.clip_and_noise import Boundary, Released
+from isthmus.training.local_privacy import Boundary, Released, epsilon_of, noise_multiplier_for, squared_mu
 from isthmus.units import format_count
 
 FIELD = "privacy.activations"

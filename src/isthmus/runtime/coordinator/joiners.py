@@ -14,7 +14,7 @@ from isthmus.protocol.run_messages import TransferEnded
 from isthmus.runtime.coordinator.run_callbacks import RunCallbacks
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.runtime.transport.lanes import SendLane
-from isthmus.training.snapshot_stream import stretch_bytes
+from isthmus.training.snapshot import stretch_bytes
 
 MOST_STRETCH_BYTES = 1 << 20
 MOST_WAITING = 32

@@ -11,10 +11,9 @@ from isthmus.job import Prepared
 from isthmus.plans import Plan
 from isthmus.plans.worker_ids import is_first
 from isthmus.protocol import StateLayout
-from isthmus.protocol.adaptation import Adaptation, PlanFigures
+from isthmus.protocol.adaptation import Adaptation, Pair, PlanFigures
 from isthmus.protocol.coordinator_events import MakePlan
 from isthmus.protocol.drift import differs
-from isthmus.protocol.link_reprobe import Pair
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 
 

@@ -14,10 +14,10 @@ import msgspec
 from isthmus.atomic_write import atomic_write
 from isthmus.errors import UserError
 from isthmus.plans import SPENT, ActivationNoise, PrivacySpent, SampleRange, format_epsilon, read_spent
-from isthmus.plans.feeder_order import had_before
+from isthmus.plans.schedule import had_before
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.activation_privacy import Protection
-from isthmus.training.accounting import epsilon_of, spent_by_epoch, squared_mu
+from isthmus.training.local_privacy import epsilon_of, spent_by_epoch, squared_mu
 
 
 def opened_ledger(folder: Path, noise: ActivationNoise | None, samples: Sequence[int]) -> PrivacyLedger | None:

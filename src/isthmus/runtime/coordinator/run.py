@@ -17,9 +17,8 @@ from isthmus.job import Prepared
 from isthmus.plans import Plan, PlanPeriod, PrivacySpent
 from isthmus.plans.worker_ids import device_of, worker_id
 from isthmus.protocol import Coordinator, Item, Lineage, RunSpec, StateLayout
-from isthmus.protocol.adaptation import PlanFigures
+from isthmus.protocol.adaptation import Pair, PlanFigures
 from isthmus.protocol.coordinator_events import BeginEpoch, MakePlan
-from isthmus.protocol.link_reprobe import Pair
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_machine import Observe, RunMachine
 from isthmus.runtime.coordinator.activation_privacy import counted_samples

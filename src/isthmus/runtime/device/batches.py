@@ -13,7 +13,7 @@ from isthmus.data import Dataset, JoinedOrder, SampleOrder
 from isthmus.data.dataset import batch_at
 from isthmus.errors import InternalError, StepError
 from isthmus.graph import Ref, StageGraph
-from isthmus.plans.feeder_order import feeder_slot
+from isthmus.plans.schedule import feeder_slot
 from isthmus.protocol.work import Item
 from isthmus.runtime.device.copy_streams import CopyStreams
 from isthmus.runtime.messages.assignment import Assignment

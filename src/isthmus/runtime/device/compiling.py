@@ -14,7 +14,7 @@ from isthmus.graph import Ref
 from isthmus.protocol import Item
 from isthmus.runtime.device.batches import Batches
 from isthmus.runtime.messages.assignment import Assignment
-from isthmus.training.compile_choice import compile_where_it_pays
+from isthmus.training.compiled import compile_where_it_pays
 from isthmus.training.engine import Engine, TorchEngine
 
 LOOK_S = 0.1

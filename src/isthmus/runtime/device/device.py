@@ -18,7 +18,6 @@ from isthmus.accelerators.copies import to_host
 from isthmus.data import Dataset
 from isthmus.errors import PeerError, RankLost, StepError, UserError
 from isthmus.plans.worker_ids import is_first
-from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.device_session import (
     CloseStage,
     Connect,
@@ -35,6 +34,7 @@ from isthmus.protocol.device_session import (
     StateKept,
     TellInventory,
 )
+from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_messages import (
     DeviceReady,
@@ -80,10 +80,10 @@ from isthmus.runtime.messages.state_transfer import (
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.rendezvous import PeerDialer
-from isthmus.training.clip_and_noise import Privatizer
 from isthmus.training.engine import Engine, TorchEngine
 from isthmus.training.faults import is_short_of_memory, shortage
 from isthmus.training.layout import header_of
+from isthmus.training.local_privacy import Privatizer
 from isthmus.training.ranks import Ranks, StageSetUp
 from isthmus.training.sharded_island import island_engine
 from isthmus.training.snapshot import Part, Snapshot, by_part, joined

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from isthmus.errors import IsthmusError, PeerError, StepError, UserError
-from isthmus.protocol.attempts import StepFailure
+from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.memory_shortage import MemoryShortage
 from isthmus.protocol.run_messages import DeviceFailed
 from isthmus.training.faults import is_drivers

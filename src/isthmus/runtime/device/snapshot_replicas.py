@@ -13,8 +13,7 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.runtime.messages.assignment import SnapshotReplication
 from isthmus.runtime.messages.recovery import SnapshotMessage, SnapshotPart
-from isthmus.training.snapshot import Snapshot, check_state
-from isthmus.training.snapshot_stream import IncomingSnapshot, stretches
+from isthmus.training.snapshot import IncomingSnapshot, Snapshot, check_state, stretches
 
 SPARE_ITEMS = 0.8
 """Of the items between two snapshots, how many it takes to send one: the last ones are to spare."""

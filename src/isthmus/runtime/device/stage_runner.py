@@ -56,8 +56,8 @@ from isthmus.runtime.device.tasklets import Tasklets
 from isthmus.runtime.messages.assignment import Assignment, GroupShare
 from isthmus.runtime.processes.malloc_tuning import keep_freed_pages
 from isthmus.trace import Span
-from isthmus.training.clip_and_noise import Privatizer
 from isthmus.training.engine import Engine
+from isthmus.training.local_privacy import Privatizer
 from isthmus.training.scaling import LOSS_SCALE
 from isthmus.training.snapshot import Snapshot
 from isthmus.training.sums import GroupBuffer, Parameters, add_in_order, summed

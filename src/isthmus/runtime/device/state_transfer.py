@@ -15,8 +15,16 @@ from isthmus.protocol.run_messages import SendState
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.training.catch_up import CatchUpState
 from isthmus.training.layout import TensorHeader, check_header
-from isthmus.training.snapshot import Part, Snapshot, by_part, check_state, part_of, snapshot
-from isthmus.training.snapshot_stream import IncomingSnapshot, stretches
+from isthmus.training.snapshot import (
+    IncomingSnapshot,
+    Part,
+    Snapshot,
+    by_part,
+    check_state,
+    part_of,
+    snapshot,
+    stretches,
+)
 
 STRETCH_BYTES = 1 << 18
 """Sent at once: what else there is to say waits for no more."""

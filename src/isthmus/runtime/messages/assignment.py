@@ -10,8 +10,8 @@ from isthmus.graph import StageGraph
 from isthmus.plans import OuterOptimizer, Packing
 from isthmus.protocol import StageView
 from isthmus.protocol.work import Share
-from isthmus.training.clip_and_noise import Released
 from isthmus.training.engine import EngineConfig
+from isthmus.training.local_privacy import Released
 
 
 class Neighbour(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,15 +1,19 @@
-"""What every codec is: a tensor in, bytes of a known number out, and back."""
+"""What every codec is: a tensor in, bytes of a known number out, and back; and the one that a plan or a message
+names."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from isthmus.errors import PeerError, UserError
+from isthmus.extensions import import_object
+from isthmus.plans import Packing
+from isthmus.plans.packing import CODECS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PIECE = 1 << 18
@@ -121,3 +125,10 @@ def pieces(flat: Tensor) -> Iterator[slice]:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a flat contiguous tensor."""
     return tensor.view(torch.uint8)
+
+
+def codec_of(packing: Packing) -> Codec:
+    """The codec that a plan or a message names: which has been checked, as a `Packing` checks itself."""
+    entry = CODECS[packing.codec]
+    make = cast("Callable[..., Codec]", import_object("codec", entry.maker))
+    return make(packing.ratio) if entry.is_sparse else make()

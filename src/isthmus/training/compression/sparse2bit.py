@@ -15,7 +15,6 @@ from torch import Tensor
 
 from isthmus.plans import Packing
 from isthmus.plans.packing import SPARSE_CHUNK, kept, kept_in_chunks
-from isthmus.training.compression.bits import pack_flags, unpack_flags
 from isthmus.training.compression.codec import (
     as_bytes,
     check_decoded,
@@ -25,7 +24,7 @@ from isthmus.training.compression.codec import (
     from_wide,
     to_bf16,
 )
-from isthmus.training.compression.positions import pack_positions, unpack_positions
+from isthmus.training.compression.selection import pack_flags, pack_positions, unpack_flags, unpack_positions
 
 
 @dataclass(frozen=True)

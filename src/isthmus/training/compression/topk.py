@@ -20,8 +20,7 @@ from isthmus.training.compression.codec import (
     from_wide,
     to_bf16,
 )
-from isthmus.training.compression.positions import pack_positions, unpack_positions
-from isthmus.training.compression.selection import largest
+from isthmus.training.compression.selection import largest, pack_positions, unpack_positions
 
 
 @dataclass(frozen=True)

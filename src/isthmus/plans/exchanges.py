@@ -1,4 +1,5 @@
-"""Which exchanges start in which step and in which order: one schedule for runs, plans and simulations.
+"""Exchanges of replicas: which start in which step and in which order, one schedule for runs, plans and simulations;
+and the outer step of DiLoCo and Streaming DiLoCo.
 
 step            0     1     2     3     4     5     6     7         period 4, fragments a b c d, delay 1
 starts          a     b     c     d     a     b     c     d
@@ -9,9 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Generic, Literal, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from isthmus.errors import UserError
+
+RATE, MOMENTUM = 0.7, 0.9
+"""DiLoCo's."""
+DELAY, MIXING = 1, 0.5
+"""Of Streaming DiLoCo here."""
+
+
+class OuterOptimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """SGD with Nesterov momentum on the mean of what the replicas have moved since the last outer step.
+
+    DiLoCo (2023, Alg. 1) has no delay and no mixing, Streaming DiLoCo (2025, Alg. 2) has both.
+    """
+
+    rate: Annotated[float, Meta(gt=0)] = RATE
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = MOMENTUM
+    delay: Annotated[int, Meta(ge=0)] = 0
+    """Steps between the start of an exchange and its use: tau. 0 waits for it."""
+    mixing: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share of a replica's own parameters that stays when the outer ones arrive: alpha."""
+
 
 T = TypeVar("T")
 

@@ -1,4 +1,9 @@
-"""Values that leave a data holder: clipped per sample, and covered with noise that nobody else can draw again.
+"""Values that leave a data holder: clipped per sample, covered with noise that nobody else can draw again, and what so
+many releases of one sample tell (local differential privacy).
+
+Torch's generator uses 32 bits of a seed, and the state of numpy's generators follows from enough of their output. An
+attacker could compute the noise of either, and subtract it. This module uses ChaCha20's key stream under a key of 256
+bits from the system, as Gaussian numbers by Box and Muller (1958).
 
 For the values v of one sample, all that leave together in one vector, and a clip C:
 
@@ -12,21 +17,64 @@ Gradients that come back are those of the released values, and go back through t
 A sample whose values are not finite counts as zero: it has no length to clip to, and must not differ from others.
 Noise is drawn and added in float64 and rounded once to the type that travels. Floating-point noise is not the ideal
 Gaussian: its lowest digits can tell values apart (Mironov 2012), which the accounting does not know of.
+
+A release adds Gaussian noise of deviation m C to values whose joint norm is at most C. Local privacy is about one
+sample put in another's place: both vectors lie in the ball of radius C, so they differ by at most 2 C (opposite vectors
+do), and not by C, as where a sample is added or left out. Against that sensitivity the noise's multiplier is m / 2: one
+release is mu-Gaussian differentially private with mu = 2 / m (Dong, Roth and Su 2022, Theorem 1). Releases, under
+different multipliers too, compose to the square root of the sum of their mu^2 (Corollary 2 there), exactly.
+
+There is no amplification by sampling: the receiver of a message knows which sample it is of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+import math
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from torch import Tensor
 
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_device
+from isthmus.extensions import import_extra
 from isthmus.graph.opgraph import Ref
-from isthmus.training.secret_noise import SecretNoise, new_key
+from isthmus.plans import SampleRange
+
+KEY_BYTES = 32
+_START = bytes(16)
+"""ChaCha20's counter and nonce: each key is used for one stream."""
+_UNIT = 2.0**-53
+
+
+def new_key() -> bytes:
+    return secrets.token_bytes(KEY_BYTES)
+
+
+class SecretNoise:
+    """One stream of numbers. 256 GiB of a key's stream are its own: 2^34 numbers."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        """A key of `KEY_BYTES`; a new one unless it is given, which is for tests."""
+        self._stream = Cipher(ChaCha20(key or new_key(), _START), mode=None).encryptor()
+
+    def normal(self, shape: Sequence[int]) -> Tensor:
+        """The next numbers, float64: independent, of mean 0 and deviation 1. None is further from 0 than 8.6."""
+        count = math.prod(shape)
+        pairs = -(-count // 2)
+        bits = np.frombuffer(self._stream.update(bytes(16 * pairs)), dtype="<u8") >> np.uint64(11)
+        radius = np.sqrt(-2 * np.log((bits[:pairs] + np.uint64(1)) * _UNIT))  # of (0, 1]: 0 has no logarithm
+        angle = 2 * np.pi * (bits[pairs:] * _UNIT)
+        found = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+        return torch.from_numpy(found[:count]).view(tuple(shape))
 
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,3 +190,49 @@ class Privatizer:
         found = clip_backward(clipped, sums) if sums else {}
         own = {ref: torch.empty_like(like[ref]).copy_(g.movedim(0, axes[ref])) for ref, g in found.items()}
         return [*(given for target, given in arrived.items() if not self.covers(target)), own]
+
+
+OWNER = "[privacy] activations"
+
+
+def squared_mu(noise_multiplier: float, releases: int = 1) -> float:
+    """mu^2 of so many releases of a sample."""
+    return releases * (2 / noise_multiplier) ** 2
+
+
+@lru_cache(maxsize=1 << 12)
+def epsilon_of(mu_squared: float, delta: float) -> float:
+    """By the exact conversion of the Gaussian mechanism (Balle and Wang 2018, Theorem 8), from dp-accounting."""
+    if mu_squared == 0:
+        return 0.0
+    dp = import_extra("dp_accounting", OWNER)
+    with np.errstate(divide="ignore"):  # of a logarithm that is minus infinity, as it is to be
+        return float(dp.get_epsilon_gaussian(1 / math.sqrt(mu_squared), delta))
+
+
+def noise_multiplier_for(epsilon: float, delta: float, releases: int) -> float:
+    """The smallest with which so many releases of a sample have this epsilon together."""
+    dp = import_extra("dp_accounting", OWNER)
+    return 2 * float(dp.get_sigma_gaussian(epsilon, delta)) * math.sqrt(releases)
+
+
+def spent_by_epoch(stretches: Sequence[SampleRange], size: int) -> list[float]:
+    """After each pass over `size` samples, the largest sum of mu^2 that any of them has: that of each pass added up.
+
+    A pass uses each sample once, in an order of its own. Exact where all of a pass is sent equally often, else an upper
+    bound.
+    """
+    passes = -(-max((s.end for s in stretches), default=0) // size)
+    each = (_deepest(_within(stretches, e * size, (e + 1) * size)) for e in range(passes))
+    return list(itertools.accumulate(each))
+
+
+def _within(stretches: Iterable[SampleRange], first: int, end: int) -> list[SampleRange]:
+    clipped = (SampleRange(first=max(s.first, first), end=min(s.end, end), mu_squared=s.mu_squared) for s in stretches)
+    return [s for s in clipped if s.first < s.end]
+
+
+def _deepest(stretches: Sequence[SampleRange]) -> float:
+    """The largest sum over the stretches that share a position."""
+    starts = {s.first for s in stretches}
+    return max((math.fsum(s.mu_squared for s in stretches if s.first <= at < s.end) for at in starts), default=0.0)
