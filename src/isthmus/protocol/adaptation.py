@@ -3,7 +3,7 @@ tried again.
 
 What the work itself shows is measured all the time (`drift`). A try of a slow link (`LinkReprobe`) is for what no work
 shows: a plan avoids a slow link, and would avoid it for ever, as nothing tells that it has recovered. A try is a probe
-of some seconds beside the work, on a link that carries nothing; no weights move for it.
+of some seconds while the run trains, on a link that carries nothing; no weights move for it.
 """
 
 from __future__ import annotations
