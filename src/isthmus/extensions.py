@@ -31,6 +31,7 @@ EXTRAS = {
     "PIL": "vision",
     "pyarrow": "vision",
     "torchvision": "vision",
+    "ray": "ray",
 }
 """By importable module, the extra of ours that installs it. torch brings sympy along."""
 POSIX = frozenset({"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"})

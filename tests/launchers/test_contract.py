@@ -43,7 +43,12 @@ def test_agents_start_are_watched_start_again_and_end(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_coordinator, "WATCH_S", 0.2)
-    case, token = ENGINES[engine], secrets.token_hex(4)
+    check_engine(engine, ENGINES[engine], tmp_path)
+
+
+def check_engine(engine: str, case: Case, tmp_path: Path) -> None:
+    """Of an engine that is there."""
+    token = secrets.token_hex(4)
     first, second = f"{token}-0", f"{token}-1"
     folder, said = tmp_path / "private", list[tuple[str, str]]()
     folder.mkdir(mode=0o700)

@@ -1,0 +1,150 @@
+"""Agents on the nodes of a Ray cluster: an actor on each, whose only work is to run `isthmus join`.
+
+A placement group reserves the nodes (STRICT_SPREAD: each of its bundles is on a node of its own). Ray moves a bundle
+whose node died to another node, as soon as there is one. Nothing is detached: where this process dies, Ray ends it all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from isthmus.errors import PeerError
+from isthmus.runtime.launchers.child_agents import GRACE_S
+from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
+from isthmus.runtime.launchers.ray_actor import RayActor
+from isthmus.runtime.launchers.ray_connection import connect, ray_library
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+    from ray.util.placement_group import PlacementGroup
+
+END_S = 2 * GRACE_S
+"""For the actors to end their agents, before they are killed."""
+
+
+class RayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Nodes of a Ray cluster. This machine is one of them."""
+
+    address: str = ""
+    """HOST:PORT of its head; by default RAY_ADDRESS, or else the cluster that was started on this machine."""
+    cpus: float = 1.0
+    """CPUs that Ray reserves on each node; a node with fewer is not used. The agent may use all."""
+
+
+class RayLauncher:
+    """A `Launcher`. All GPUs that Ray counts on a node are the agent's."""
+
+    restarts = True
+
+    def __init__(self, options: RayOptions) -> None:
+        self._options = options
+        self._connected = False
+        """By us."""
+        self._group: PlacementGroup | None = None
+        self._bundles: dict[str, tuple[int, float]] = {}
+        """Of each agent, by name: its number, and how many GPUs it has."""
+        self._agents: dict[str, _ActorHere] = {}
+        self._log: Callable[[str, str], None] = lambda name, line: None
+
+    @property
+    def head(self) -> str:
+        """This machine's address as Ray's nodes know it."""
+        return str(ray_library().util.get_node_ip_address())
+
+    def check(self) -> None:
+        """This process becomes a driver of the cluster, unless it is one."""
+        self._connected = connect(self._options.address) or self._connected
+
+    def nodes(self) -> int | None:
+        return len(self._gpus())
+
+    def start(self, agents: Sequence[AgentSpec], folder: Path, log: Callable[[str, str], None]) -> None:
+        """Nothing is kept in the folder."""
+        gpus, cpus = self._gpus(), self._options.cpus
+        if len(gpus) < len(agents):
+            raise PeerError(f"Ray has {len(gpus)} nodes with {cpus:g} or more CPUs, expected {len(agents)}")
+        self._log = log
+        bundles = [{"CPU": cpus, **({"GPU": count} if count else {})} for count in gpus[: len(agents)]]
+        self._group = ray_library().util.placement_group(bundles, strategy="STRICT_SPREAD")
+        for number, agent in enumerate(agents):
+            self._bundles[agent.name] = (number, gpus[number])
+            self.restart(agent)
+
+    def states(self) -> Mapping[str, AgentState]:
+        return {name: agent.state for name, agent in self._agents.items()}
+
+    def restart(self, agent: AgentSpec) -> None:
+        """In the same bundle, wherever that is by then."""
+        ray, (number, gpus) = ray_library(), self._bundles[agent.name]
+        made = ray.remote(RayActor).options(
+            num_cpus=self._options.cpus,
+            num_gpus=gpus,
+            max_concurrency=2,
+            scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._group, number),
+        )
+        self._agents[agent.name] = _ActorHere(made.remote(), agent, self._log)
+
+    def stop(self) -> None:
+        ray = ray_library()
+        agents, self._agents = list(self._agents.values()), {}
+        with contextlib.suppress(ray.exceptions.RayError):
+            ending = [agent.end() for agent in agents if agent.state is AgentState.RUNNING]
+            if ending:
+                ray.wait(ending, num_returns=len(ending), timeout=END_S)
+        for agent in agents:
+            agent.kill()
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.util.remove_placement_group(group)
+        if self._connected:
+            self._connected = False
+            ray.shutdown()
+
+    def _gpus(self) -> list[float]:
+        """Of each node that is alive and has the CPUs; the most first."""
+        alive = [node["Resources"] for node in ray_library().nodes() if node["Alive"]]
+        return sorted((has.get("GPU", 0.0) for has in alive if has.get("CPU", 0.0) >= self._options.cpus), reverse=True)
+
+
+class _ActorHere:
+    """An actor as its driver sees it. A thread waits for what it yields."""
+
+    def __init__(self, actor: ActorHandle[RayActor], agent: AgentSpec, log: Callable[[str, str], None]) -> None:
+        """The ticket is an argument of a call, so it is no part of what Ray shows or logs."""
+        self.state = AgentState.STARTING
+        self._actor = actor
+        found = actor.run.options(num_returns="streaming").remote(agent)
+        self._thread = threading.Thread(target=self._read, args=(found, agent.name, log), name="agent", daemon=True)
+        self._thread.start()
+
+    def _read(self, found: Iterable[ObjectRef[str | AgentState]], name: str, log: Callable[[str, str], None]) -> None:
+        ray = ray_library()
+        try:
+            for one in found:
+                item = ray.get(one)
+                if isinstance(item, str):
+                    self.state = AgentState.RUNNING
+                    log(name, item)
+                else:
+                    self.state = item
+        except ray.exceptions.RayError as e:
+            log(name, " ".join(str(e).split()))
+            self.state = AgentState.LOST
+        ray.kill(self._actor)
+
+    def end(self) -> ObjectRef[None]:
+        return self._actor.end.remote()
+
+    def kill(self) -> None:
+        ray = ray_library()
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self._actor)
+        self._thread.join(GRACE_S)

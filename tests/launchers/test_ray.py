@@ -1,0 +1,195 @@
+"""`isthmus up --on ray` on Ray's own test cluster: three nodes, which are processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from isthmus.api.folder import RunFolder
+from isthmus.errors import PeerError, UserError
+from isthmus.runtime.launchers.launcher import AgentSpec
+from isthmus.runtime.launchers.ray import RayLauncher, RayOptions
+from isthmus.runtime.launchers.registry import open_launcher
+from tests.fleet_service.parties import serving, soon
+from tests.runtime.commands import COMMAND, edited, write_job
+
+from .agents import processes_with
+
+ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "isthmus[ray]"')
+
+from .ray_cluster import RayCluster  # noqa: E402
+from .test_contract import Case, check_engine  # noqa: E402
+
+WITHIN_S = 300.0
+MANY = 100_000
+"""Steps of a run that is ended before it has done them."""
+DEVICE = """
+[[device]]
+name = "{name}"
+region = "here"
+compute = "1 GFLOPS"
+memory = "1 GiB"
+"""
+LINKS = """
+[links]
+default = { latency = "0.1 ms", bandwidth = "1 Gbit/s" }
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    """Each test leaves three nodes."""
+    with RayCluster() as made:
+        yield made
+
+
+class Up:
+    """`isthmus up --on ray`, as a person starts it, of a job on three devices."""
+
+    def __init__(self, folder: Path, steps: int, *options: str) -> None:
+        self.token = secrets.token_hex(4)
+        fleet = folder / "fleet.toml"
+        devices = [DEVICE.format(name=f"{self.token}-{number}") for number in range(3)]
+        fleet.write_text("\n".join(['name = "three"', *devices, LINKS]))
+        job = edited(write_job(folder, steps=steps, fleet=str(fleet)), ("layers = 2", "layers = 4"))
+        self.run = RunFolder(folder / "run")
+        self._err = folder / "up.err"
+        words = ["up", str(job), "--on", "ray", "--run", str(self.run.path), "--timeout", "10 s", *options]
+        with self._err.open("w") as err:
+            self.process = subprocess.Popen(
+                [*COMMAND, *words], stdout=subprocess.DEVNULL, stderr=err, env={**os.environ, "NO_COLOR": "1"}
+            )
+
+    @property
+    def notes(self) -> str:
+        return self._err.read_text()
+
+    def wait_for(self, text: str) -> None:
+        soon(lambda: text in self.notes or self.process.poll() is not None, WITHIN_S)
+        assert text in self.notes, self.notes
+
+    def steps(self) -> int:
+        return max((p.step for p in self.run.losses()), default=0)
+
+    def wait_for_steps(self, more: int) -> None:
+        until = self.steps() + more
+        soon(lambda: self.steps() >= until or self.process.poll() is not None, WITHIN_S)
+        assert self.steps() >= until, self.notes
+
+    def check_nothing_is_left(self, cluster: RayCluster) -> None:
+        """No process, actor, placement group, key, ticket or port."""
+        check_nothing_is_left(cluster, self.token)
+        assert not (self.run.path / "coordinator").exists()
+        (listening,) = [line for line in self.notes.splitlines() if "listening on " in line]
+        host, _, port = listening.partition("listening on ")[2].split()[0].rpartition(":")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)), 5.0)
+
+
+def check_nothing_is_left(cluster: RayCluster, token: str) -> None:
+    """Of agents whose names have the token."""
+    soon(lambda: not processes_with(token), 60.0)
+    soon(lambda: not cluster.groups() and not cluster.actors(), 60.0)
+    soon(lambda: not cluster.folders() and not processes_with(f"{cluster.folder}/isthmus-agent-"), 60.0)
+
+
+def test_agents_start_are_watched_start_again_and_end(cluster: RayCluster, tmp_path: Path) -> None:
+    check_engine("ray", Case(), tmp_path)
+    assert not cluster.groups()
+
+
+def test_a_job_trains_on_three_nodes(cluster: RayCluster, tmp_path: Path) -> None:
+    up = Up(tmp_path, 12)
+    assert up.process.wait(WITHIN_S) == 0, up.notes
+    assert up.steps() == 12
+    up.check_nothing_is_left(cluster)
+
+
+@pytest.mark.parametrize("seed", [0] if not os.environ.get("ISTHMUS_FAULTS") else range(1, 4))
+def test_a_killed_node_is_replaced(seed: int, cluster: RayCluster, tmp_path: Path) -> None:
+    """At a moment that the seed draws: `make test-faults` tries three."""
+    draw = random.Random(seed)
+    up = Up(tmp_path, MANY)
+    try:
+        up.wait_for_steps(draw.randrange(1, 60))
+        cluster.kill_node(draw.randrange(2))
+        up.wait_for("starting it again")
+        up.wait_for_steps(10)
+        assert "has joined again" not in up.notes
+        cluster.add_node()
+        up.wait_for("has joined again")
+        up.wait_for_steps(10)
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(WITHIN_S) == 130, up.notes
+    finally:
+        up.process.kill()
+    up.check_nothing_is_left(cluster)
+
+
+def test_agents_end_where_the_command_is_killed(cluster: RayCluster, tmp_path: Path) -> None:
+    up = Up(tmp_path, MANY)
+    up.wait_for_steps(5)
+    up.process.kill()
+    assert up.process.wait(WITHIN_S) == -signal.SIGKILL
+    check_nothing_is_left(cluster, up.token)
+
+
+def test_an_agent_has_the_gpus_of_its_node(cluster: RayCluster, tmp_path: Path) -> None:
+    """As Ray counts them: there need be none."""
+    token, said = secrets.token_hex(4), list[str]()
+    cluster.add_node(num_gpus=2)
+    with serving(tmp_path / "fleet", 30.0) as fleet:
+        launcher = RayLauncher(RayOptions())
+        launcher.check()
+        ticket = fleet.state.ticket()
+        agent = AgentSpec(name=token, arguments=("--device", "cpu", "--timeout", "30 s"), ticket=ticket)
+        try:
+            with pytest.raises(PeerError, match="Ray has 4 nodes with 1 or more CPUs, expected 5"):
+                launcher.start([agent] * 5, tmp_path, lambda name, line: None)
+            launcher.start([agent], tmp_path, lambda name, line: said.append(line))
+            soon(lambda: token in fleet.service.present, WITHIN_S)
+            environments = [Path(f"/proc/{pid}/environ").read_bytes() for pid in processes_with(token)]
+            assert environments and all(b"\0CUDA_VISIBLE_DEVICES=0,1\0" in found for found in environments)
+        finally:
+            launcher.stop()
+    written = (path.read_bytes() for path in cluster.folder.rglob("*") if path.is_file())
+    assert not any(ticket.encode() in text for text in written), "Ray wrote a secret down"
+    cluster.kill_node(-1)
+    assert "on node 127.0.0.1" in said
+    check_nothing_is_left(cluster, token)
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("", "no Ray cluster was started on this machine: start one with `ray start --head`"),
+        ("http://127.0.0.1:8265", "address: got 'http://127.0.0.1:8265', expected HOST:PORT"),
+        ("127.0.0.1:9", "no Ray cluster at 127.0.0.1:9: Connection refused: start one with"),
+    ],
+)
+def test_a_cluster_that_is_not_there(
+    address: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(UserError, match=re.escape(f"--on ray: {reason}")):
+        open_launcher("ray", {"address": address}).check()
+
+
+def test_a_ray_that_is_missing_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "__version__", "2.9.3")
+    with pytest.raises(UserError, match=r"Ray 2\.9\.3 is too old, expected 2\.60 or newer: pip install"):
+        open_launcher("ray", {}).check()
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r'--on ray needs ray: pip install "isthmus\[ray\]"'):
+        open_launcher("ray", {}).check()
