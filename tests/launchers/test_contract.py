@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +17,7 @@ from isthmus.runtime.service import fleet_coordinator
 from tests.fleet_service.parties import Fleet, serving, soon
 
 from .agents import command_lines, kill_agent, processes_with
+from .ssh_program import put_in_path
 
 WITHIN_S = 120.0
 
@@ -26,10 +29,24 @@ class Case(NamedTuple):
     """Of the engine; they may prepare something in the folder."""
     kill: Callable[[str], None] = kill_agent
     """Ends the agent of this name by force."""
+    prepare: Callable[[Path, pytest.MonkeyPatch], None] = lambda folder, patch: None
+    """What the engine needs of the environment."""
+
+
+def _ssh_here(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("PATH", put_in_path(folder / "bin", os.environ["PATH"]))
+    remote = folder / "remote"
+    remote.mkdir()
+    patch.setenv("TMPDIR", str(remote))
+
+
+def _ssh_options(folder: Path) -> Mapping[str, object]:
+    return {"hosts": "127.0.0.1,localhost", "python": sys.executable, "folder": str(folder)}
 
 
 ENGINES = {
     "local": Case(),
+    "ssh": Case(_ssh_options, prepare=_ssh_here),
 }
 
 
@@ -43,6 +60,7 @@ def test_agents_start_are_watched_start_again_and_end(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_coordinator, "WATCH_S", 0.2)
+    ENGINES[engine].prepare(tmp_path, monkeypatch)
     check_engine(engine, ENGINES[engine], tmp_path)
 
 
@@ -80,6 +98,8 @@ def check_engine(engine: str, case: Case, tmp_path: Path) -> None:
             launcher.stop()
         soon(lambda: not processes_with(token), 10.0)
         assert list(folder.iterdir()) == [], "what the launcher kept is removed"
+        left = [path for path in tmp_path.rglob("*.pem") if tmp_path / "fleet" not in path.parents]
+        assert left == [], "agents leave no key"
         launcher.stop()  # again is no error
         soon(lambda: fleet.service.present == frozenset(), WITHIN_S)
 

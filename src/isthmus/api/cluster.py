@@ -46,6 +46,8 @@ class Cluster:
         self._note = note
         self._tickets: dict[str, str] = {}
         self._restarts: dict[str, AgentRestarts] = {}
+        self._devices: dict[str, list[str]] = {}
+        """By agent, once all have joined."""
         self._over = threading.Event()
 
     def start(self, folder: Path) -> None:
@@ -74,11 +76,13 @@ class Cluster:
                 reminded_s = now_s
                 self._note(_waiting(missing, states, now_s - began_s))
             self._over.wait(LOOK_S)
-        return [device for name in self._specs for device in self._service.devices_of(name)]
+        self._devices = {name: self._service.devices_of(name) for name in self._specs}
+        return [device for devices in self._devices.values() for device in devices]
 
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
         """Lost agents are brought back meanwhile."""
+        self._service.brings_back(self._expected())
         keeper = threading.Thread(target=self._keep, name="agents", daemon=True)
         keeper.start()
         try:
@@ -86,6 +90,7 @@ class Cluster:
         finally:
             self._over.set()
             keeper.join()
+            self._service.brings_back(())
 
     def _keep(self) -> None:
         while not self._over.wait(LOOK_S):
@@ -111,6 +116,7 @@ class Cluster:
         if self._restarts[name].given_up:
             tried = f"after {restarts.count} restarts" if self._launcher.restarts else "the engine cannot restart it"
             self._note(f"{lost}: the run goes on without it, {tried}")
+            self._service.brings_back(self._expected())
             return
         self._note(f"{lost}: starting it again")
         try:
@@ -119,6 +125,13 @@ class Cluster:
             self._launcher.restart(self._with_ticket(self._specs[name]))
         except IsthmusError as e:
             self._note(f"{name}: cannot be started again: {e}")
+
+    def _expected(self) -> list[str]:
+        """Devices of all agents that are started again when they are lost."""
+        if not self._launcher.restarts:
+            return []
+        names = [name for name in self._specs if not self._restarts.get(name, AgentRestarts()).given_up]
+        return [device for name in names for device in self._devices[name]]
 
     def _with_ticket(self, spec: AgentSpec) -> AgentSpec:
         """With a new one; the one before it is void."""
@@ -136,7 +149,9 @@ class Cluster:
     def _why(self, name: str) -> str:
         """By what it printed last."""
         last = [line for line in self._log.last(name) if line.strip()]
-        return f": {last[-1]} (log {self._log.path})" if last else f", and printed nothing (log {self._log.path})"
+        errors = [line for line in last if line.startswith("error: ")]
+        said = errors[-1].removeprefix("error: ") if errors else f"it printed last {last[-1]!r}" if last else ""
+        return f": {said or 'it printed nothing'} (log {self._log.path})"
 
 
 class AgentRestarts(msgspec.Struct, frozen=True):

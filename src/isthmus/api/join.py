@@ -21,7 +21,7 @@ from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.federated.task_spec import SiteConfig, load_site
 from isthmus.runtime.device.island_ranks import Island, attend, island_here
 from isthmus.runtime.federated.site_runner import RETRIES_S, SiteRunner
-from isthmus.runtime.identity import Ticket, decode_ticket, read_ticket
+from isthmus.runtime.identity import Identity, Ticket, decode_ticket, read_ticket, read_ticket_of
 from isthmus.runtime.processes.children import end_with_input
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.memory_limit import limit_memory, machine_memory_bytes
@@ -54,6 +54,12 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Of which accelerators each is a device of its own; none: the machine is one device; `auto`: all, or none where
     there is none."""
     site: Path | None = None
+    per_rank: bool = False
+    """Under torchrun, each rank is a device of its own."""
+    ticket_line: int = 0
+    """Of the ticket file: which of its tickets is this device's."""
+    one_owner: bool = False
+    """Who owns the device owns the coordinator and all other devices too."""
     attached: bool = False
     """The ticket is the first line of standard input, and the device ends when that closes."""
 
@@ -125,6 +131,9 @@ def join_as(joining: JoinOptions, log: Callable[[str], None], ask: Ask) -> int:
     folder = joining.state or state_folder("device")
     timeout_s = read_timeout(joining.timeout)
     island = island_here(folder)
+    if joining.per_rank:
+        joining, folder = _of_this_rank(joining, folder, island)
+        island = None
     if joining.attached and (island is None or island.number == 0):  # the other ranks end with this one
         ticket = ask()
         end_with_input()
@@ -162,6 +171,28 @@ def join_as(joining: JoinOptions, log: Callable[[str], None], ask: Ask) -> int:
     log(f"{membership.name} computes on {place.hardware}")
     Agent(folder, membership, place, timeout_s=timeout_s, log=log).run()
     return 0
+
+
+def _of_this_rank(joining: JoinOptions, folder: Path, island: Island | None) -> tuple[JoinOptions, Path]:
+    """As a device of its own, with its folder. UserError."""
+    others = {"--devices": bool(joining.devices), "--shard": joining.place.sharded, "--site": joining.site is not None}
+    others["--attached"] = joining.attached
+    for option in (name for name, given in others.items() if given):
+        raise UserError(f"--per-rank: got it beside {option}, expected one of the two")
+    if island is None:
+        raise UserError("--per-rank: got it without torchrun, which starts the ranks")
+    own = folder / str(island.rank)
+    if joining.ticket_file is None and membership_in(own) is None:
+        raise UserError("--per-rank: got no --ticket-file, expected one with a ticket in a line for each rank")
+    place, number = joining.place, island.number
+    changed = msgspec.structs.replace(
+        joining,
+        name=f"{_name(joining)}/{island.rank}",
+        device=_of_rank(joining.device, island),
+        ticket_line=number,
+        place=msgspec.structs.replace(place, port=place.port and place.port + number),
+    )
+    return changed, own
 
 
 def _of_rank(device: str, island: Island) -> str:
@@ -250,6 +281,8 @@ def _name(joining: JoinOptions) -> str:
 
 def _memberships(joining: JoinOptions, folders: Mapping[str, Path], timeout_s: float, ask: Ask) -> list[Membership]:
     """Those that the folders of devices hold, by name, unless a ticket for another is given."""
+    for folder in folders.values() if joining.one_owner else ():
+        Identity.made(folder).share_data()
     held = {name: membership_in(folder) for name, folder in folders.items()}
     wanted = {name: folders[name] for name in folders if held[name] is None or joining.ticket_file is not None}
     made = join_fleet(_ticket(joining, ask), wanted, timeout_s) if wanted else {}
@@ -267,7 +300,11 @@ def _memberships(joining: JoinOptions, folders: Mapping[str, Path], timeout_s: f
 
 
 def _ticket(joining: JoinOptions, ask: Ask) -> Ticket:
-    return read_ticket(joining.ticket_file) if joining.ticket_file is not None else decode_ticket(ask())
+    if joining.ticket_file is None:
+        return decode_ticket(ask())
+    if joining.per_rank:
+        return read_ticket_of(joining.ticket_file, joining.ticket_line)
+    return read_ticket(joining.ticket_file)
 
 
 class HowToJoin(TypedDict, total=False):

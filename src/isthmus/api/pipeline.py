@@ -47,6 +47,8 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     """A plan document to follow."""
     backend: Backend | None = None
     """Devices of a fleet, at their own speed; None: a process for each device here, emulated as the job says."""
+    devices_stay: bool = True
+    """Whether devices of a run that was left in its middle may be at work still."""
     again: str = "--resume"
     """What a person has to say for the run to go on."""
 
@@ -155,7 +157,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
 
 def _left_in_its_middle(folder: RunFolder, choices: Choices) -> RecoveryRecord | None:
     """What is known of a run that devices may be at work for still."""
-    if not choices.resume or choices.backend is None:
+    if not choices.resume or choices.backend is None or not choices.devices_stay:
         return None
     record = read_record(folder.path)
     if record is not None:

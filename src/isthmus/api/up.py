@@ -21,6 +21,7 @@ from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Choices, run_folder, run_job
 from isthmus.api.run import Run
 from isthmus.api.serve import Serving, serving_fleet
+from isthmus.api.states import timeout_s
 from isthmus.api.up_choices import (
     UpChoices,
     agent_names,
@@ -52,6 +53,7 @@ def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) ->
     """As `run_job`, on the engine's nodes. Whatever ends the run ends the agents too."""
     stop.check()
     check_planner(job.planner)
+    timeout_s(asked.timeout)
     launcher = open_launcher(asked.engine, asked.options)
     fleet = fleet_for(job) if is_known(job.fleet, asked.measure) else None
     launcher.check()
@@ -68,7 +70,9 @@ def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) ->
                     job = _on_measured(job, devices, folder, service, observer.note, stop)
                 else:
                     check_devices(devices, fleet)
-                choices = Choices(resume=asked.resume, run=folder.path, backend=service, again=asked.again)
+                choices = Choices(
+                    resume=asked.resume, run=folder.path, backend=service, devices_stay=False, again=asked.again
+                )
                 return run_job(job, choices, observer, stop)
     except KeyboardInterrupt:
         interrupted = True
@@ -77,6 +81,8 @@ def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) ->
         if interrupted and not folder.begun:
             for name in (AGENTS_LOG, PROBED):
                 (folder.path / name).unlink(missing_ok=True)
+        if not folder.begun and (log := folder.path / AGENTS_LOG).is_file() and not log.stat().st_size:
+            log.unlink()
         folder.leave()
 
 

@@ -88,7 +88,7 @@ def agent_names(asked: UpChoices, fleet: Fleet | None, engine_has: int | None) -
 def agent_specs(names: Sequence[str], asked: UpChoices, fleet: Fleet | None, *, here: bool) -> list[AgentSpec]:
     """Without tickets. `here`: the nodes are this machine."""
     island = asked.devices_per_node == ISLAND
-    arguments = ["--timeout", asked.timeout, *_devices(asked.devices_per_node, fleet)]
+    arguments = ["--one-owner", "--timeout", asked.timeout, *_devices(asked.devices_per_node, fleet)]
     data = asked.data or (Path() if here else None)
     if data is not None:
         arguments += ["--data", str(data.absolute() if here else data)]

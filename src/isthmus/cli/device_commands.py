@@ -46,6 +46,12 @@ def join(
     shard: Annotated[
         bool, typer.Option("--shard", help="Under torchrun: each rank holds a part of a stage's weights, not all.")
     ] = False,
+    per_rank: Annotated[
+        bool,
+        typer.Option(
+            "--per-rank", help="Under torchrun: each rank is a device, NAME/RANK; a ticket per line and rank."
+        ),
+    ] = False,
     data: Annotated[
         Path | None, typer.Option("--data", help="Folder with this device's data: jobs name files in it, no others.")
     ] = None,
@@ -58,6 +64,9 @@ def join(
     site: Annotated[
         Path | None, typer.Option("--site", help="Federated: a TOML with this site's data and what may run on them.")
     ] = None,
+    one_owner: Annotated[
+        bool, typer.Option("--one-owner", help="The whole fleet is yours: do not blind digests of data with a key.")
+    ] = False,
     attached: Annotated[
         bool, typer.Option("--attached", help="Read the ticket from stdin, and end when stdin closes: for launchers.")
     ] = False,
@@ -87,6 +96,8 @@ def join(
         device=api.join.single_device(device, api.join.AUTO),
         devices=devices,
         memory=memory,
+        per_rank=per_rank,
+        one_owner=one_owner,
         attached=attached,
     )
     raise typer.Exit(api.join.join_as(asked, log, _asked_ticket))

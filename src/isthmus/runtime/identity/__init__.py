@@ -3,7 +3,14 @@
 from isthmus.runtime.identity.authority import CERTIFICATE_LIFE_S, Authority
 from isthmus.runtime.identity.keys import Identity, Party, Role, party_of
 from isthmus.runtime.identity.roster import Member, Roster
-from isthmus.runtime.identity.tickets import TICKET_LIFE_S, Ticket, decode_ticket, encode_ticket, read_ticket
+from isthmus.runtime.identity.tickets import (
+    TICKET_LIFE_S,
+    Ticket,
+    decode_ticket,
+    encode_ticket,
+    read_ticket,
+    read_ticket_of,
+)
 
 __all__ = [
     "CERTIFICATE_LIFE_S",
@@ -19,4 +26,5 @@ __all__ = [
     "encode_ticket",
     "party_of",
     "read_ticket",
+    "read_ticket_of",
 ]

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKey
 from cryptography.hazmat.primitives.hashes import SHA256
 
 from isthmus.errors import PeerError, UserError
+from isthmus.runtime.identity.blinded_digests import ONE_OWNER
 from isthmus.runtime.identity.files import private_folder, read_private, write_private
 
 Role = Literal["coordinator", "device"]
@@ -25,6 +26,7 @@ REJOIN = "join again with a new ticket (--ticket-file) in another --state folder
 PRIVATE_BYTES = 32
 """Of the number that a private key is."""
 KEY, CERTIFICATE, AUTHORITY = "key.pem", "certificate.pem", "authority.pem"
+_SHARED = "one-owner"
 
 
 class Party(msgspec.Struct, frozen=True):
@@ -99,9 +101,16 @@ class Identity:
 
     def data_key(self) -> bytes:
         """Under which this device conceals what its data are: 32 bytes that follow from its key, and tell nothing of
-        it."""
+        it. `ONE_OWNER` after `share_data`."""
+        if (self.folder / _SHARED).exists():
+            return ONE_OWNER
         secret = self._key().private_numbers().private_value
         return hashlib.sha256(b"isthmus data key 1\0" + secret.to_bytes(PRIVATE_BYTES, "big")).digest()
+
+    def share_data(self) -> None:
+        """The coordinator and all devices are of this device's owner: nothing of its data needs to be concealed from
+        them. So a device that takes another's place has the same digests."""
+        write_private(self.folder / _SHARED, b"")
 
     def expires_s(self) -> float:
         """When the certificate ends: seconds since 1970."""

@@ -61,4 +61,18 @@ def decode_ticket(text: str) -> Ticket:
 
 def read_ticket(path: Path) -> Ticket:
     """The ticket in a file, which must be 0600."""
-    return decode_ticket(read_private(path, "ticket").decode(errors="replace"))
+    return decode_ticket(_text(path))
+
+
+def read_ticket_of(path: Path, number: int) -> Ticket:
+    """Of a file with a ticket in each line, which must be 0600, the one of this number, from 0 on."""
+    lines = [line for line in _text(path).splitlines() if line.strip()]
+    if number >= len(lines):
+        raise UserError(
+            f"--ticket-file {path}: got {len(lines)} tickets, expected a line for each rank of this machine"
+        )
+    return decode_ticket(lines[number])
+
+
+def _text(path: Path) -> str:
+    return read_private(path, "ticket").decode(errors="replace")

@@ -35,6 +35,7 @@ def _ours(module: str, name: str) -> ClusterEngine:
 _OURS: Mapping[str, ClusterEngine] = {
     "local": _ours("local", "Local"),
     "ray": _ours("ray", "Ray"),
+    "ssh": _ours("ssh", "Ssh"),
 }
 
 

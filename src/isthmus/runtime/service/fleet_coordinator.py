@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from isthmus.errors import PeerError, UserError
@@ -93,6 +93,7 @@ class FleetCoordinator:
         self._acceptors: dict[str, Acceptor] = {}
         """By run."""
         self._relay = Relay(timeout_s)
+        self._brought_back: frozenset[str] = frozenset()
         self._over = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._listener = Listener(
@@ -147,6 +148,14 @@ class FleetCoordinator:
         member = self._state.roster.revoke(device, time.time())
         self._presence.handle(DeviceRevoked(device=member.name, id=member.id))
         self._cut(member.id)  # also what the membership has not seen yet
+
+    def brings_back(self, devices: Iterable[str]) -> None:
+        """Those of them that are lost will join again: a run that has too few devices waits for them."""
+        self._brought_back = frozenset(devices)
+
+    def may_return(self, device: str) -> bool:
+        """Whether a device that a run has lost can work for it again."""
+        return device in self._presence.names or device in self._brought_back
 
     def wait_for(self, devices: Sequence[str], stop: Stop | None = None) -> None:
         """Until all of them are connected. Interrupted where that is to stop."""
@@ -353,7 +362,7 @@ class _FleetSession:
         return self._presence.at_work(device, self._call.run)
 
     def returns(self, device: str) -> bool:
-        return device in self._presence.names
+        return self._service.may_return(device)
 
     def offers(self) -> list[str]:
         return self._presence.offers((*self._call.devices, *self._call.others), self._call.run)

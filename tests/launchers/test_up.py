@@ -1,0 +1,176 @@
+"""`isthmus up --on local`: a run from beginning to end, with a lost agent, and by Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import isthmus
+from isthmus.api.up_choices import UpChoices, agent_names, agent_specs, check_not_public, numbered_names
+from isthmus.errors import UserError
+from isthmus.fleet import load_fleet
+from tests.fleet_service.parties import soon
+
+from .agents import kill_agent, processes_with
+from .ssh_program import put_in_path
+
+WITHIN_S = 300.0
+JOB = """
+name = "digits"
+fleet = "fleet.toml"
+planner = "even"
+
+[model]
+name = "mlp"
+
+[data]
+kind = "digits"
+
+[plan]
+data_holder = "NAME-1"
+
+[training]
+steps = 300
+"""
+DEVICE = """
+[[device]]
+name = "NAME"
+region = "here"
+compute = "10 GFLOPS"
+memory = "1 GiB"
+"""
+
+
+def _job(folder: Path, devices: int = 3) -> Path:
+    """The names of its devices are the folder's own, for processes to be found by."""
+    names = [f"{folder.name}-{n}" for n in range(devices)]
+    links = '[links]\ndefault = { latency = "1 ms", bandwidth = "1 Gbit/s" }\n'
+    (folder / "fleet.toml").write_text('name = "here"\n' + "".join(DEVICE.replace("NAME", n) for n in names) + links)
+    job = folder / "job.toml"
+    job.write_text(JOB.replace("NAME", folder.name))
+    return job
+
+
+class _Up:
+    """The command, in a process of its own."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.printed = folder / "printed"
+        command = [sys.executable, "-m", "isthmus", "up", str(_job(folder)), "--on", "local", *options]
+        with self.printed.open("wb") as file:
+            self.process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file)
+
+    def has(self, text: str) -> bool:
+        assert self.process.poll() is None, self.printed.read_text()
+        return text in self.printed.read_text()
+
+    def ended(self) -> int:
+        return self.process.wait(WITHIN_S)
+
+
+def _check_nothing_left(folder: Path) -> None:
+    soon(lambda: not processes_with(f"{folder.name}-"), 30.0)
+    assert list(folder.rglob("*.pem")) == [] and list(folder.rglob("*.sqlite")) == []
+    assert not [p for p in folder.rglob("*") if p.is_file() and b"isthmus1-" in p.read_bytes()]
+    found = re.search(r"listening on 127.0.0.1:(\d+)", (folder / "printed").read_text())
+    assert found is not None
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(found[1])), timeout=5)
+
+
+def test_a_run_goes_on_with_the_replacement_of_a_lost_agent(tmp_path: Path) -> None:
+    """The lost one alone may read the data: without its replacement there is no plan."""
+    up = _Up(tmp_path, "--nodes", "3", "--run", "run")
+    lost = f"{tmp_path.name}-1"
+    soon(lambda: up.process.poll() is not None or (tmp_path / "run" / "losses.jsonl").is_file(), WITHIN_S)
+    kill_agent(lost)
+    assert up.ended() == 0, up.printed.read_text()
+    printed = up.printed.read_text()
+    assert f"{lost} was lost" in printed and f"{lost} has joined again" in printed
+    assert len(isthmus.Run(tmp_path / "run").losses) == 300
+    log = (tmp_path / "run" / "agents.log").read_text()
+    assert log.count(f"{lost}: in the fleet as {lost}") == 2, log
+    _check_nothing_left(tmp_path)
+
+
+def test_ctrl_c_while_agents_join_leaves_nothing(tmp_path: Path) -> None:
+    up = _Up(tmp_path)
+    soon(lambda: up.has("listening on"), WITHIN_S)
+    soon(lambda: processes_with(f"{tmp_path.name}-"), WITHIN_S)
+    up.process.send_signal(signal.SIGINT)
+    assert up.ended() == 130, up.printed.read_text()
+    _check_nothing_left(tmp_path)
+    assert not (tmp_path / "runs").exists(), "nothing was run"
+
+
+def test_agents_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
+    up = _Up(tmp_path)
+    soon(lambda: up.has("is here"), WITHIN_S)
+    up.process.kill()
+    assert up.ended() == -signal.SIGKILL
+    soon(lambda: not processes_with(f"{tmp_path.name}-"), 60.0)
+
+
+@pytest.mark.parametrize(
+    ("on", "how", "reason"),
+    [
+        ("lokal", {}, "unknown --on 'lokal': did you mean 'local'"),
+        ("local", {"options": {"hosts": "a"}}, "unknown --on local: option 'hosts'"),
+        ("local", {"nodes": 2}, "--nodes: got 2, but fleet 'here' names 3 machines"),
+        ("local", {"measure": True}, "--nodes: got none"),
+        ("local", {"nodes": 0, "measure": True}, "--nodes: got 0, expected 1 or more"),
+        ("local", {"devices_per_node": "few"}, "--devices-per-node: got 'few', expected auto, island or a number"),
+        ("local", {"timeout": "0 s"}, "--timeout: got '0 s', expected"),
+        ("local", {"nodez": 2}, "unknown up argument 'nodez': did you mean 'nodes'"),
+        ("ssh", {}, "--on ssh: hosts: got no host"),
+        ("ssh", {"options": {"hosts": "-oProxyCommand=x"}}, "expected HOST or USER@HOST"),
+        ("ssh", {"options": {"host_file": "none"}}, "--on ssh: host_file none: cannot be read: No such file"),
+        ("ssh", {"options": {"hosts": "a", "host_file": "b"}}, "got hosts and host_file, expected one of the two"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(on: str, how: dict[str, object], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        isthmus.up(_job(tmp_path), on, overrides={"fleet": str(tmp_path / "fleet.toml")}, run=tmp_path / "run", **how)
+    assert reason in str(raised.value) and "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_federated_job_is_refused(tmp_path: Path) -> None:
+    job = Path(__file__).parents[2] / "examples" / "fed-digits.toml"
+    with pytest.raises(UserError, match="up: got a federated job"):
+        isthmus.up(job, "local", nodes=2)
+
+
+def test_an_unreachable_host_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", put_in_path(tmp_path / "bin", os.environ["PATH"]))
+    options = {"hosts": "unreachable,127.0.0.1", "python": sys.executable}
+    with pytest.raises(UserError, match=r"--on ssh: unreachable: ssh: connect to host .* Connection refused; expected"):
+        isthmus.up(_job(tmp_path), "ssh", options=options, measure=True)
+
+
+def test_agents_of_a_fleet_have_the_names_of_its_machines(tmp_path: Path) -> None:
+    _job(tmp_path, 2)
+    fleet = load_fleet(tmp_path / "fleet.toml")
+    asked = UpChoices(engine="local")
+    names = agent_names(asked, fleet, None)
+    assert names == fleet.names
+    (spec, _) = agent_specs(names, asked, fleet, here=True)
+    assert "--devices" not in spec.arguments, "each machine is one device there"
+    (spec,) = agent_specs(agent_names(asked, None, 1), asked, None, here=False)
+    assert (spec.name, spec.arguments[-2:]) == (*numbered_names(1), ("--devices", "auto"))
+
+
+@pytest.mark.parametrize(("address", "refused"), [("8.8.8.8", True), ("10.0.0.1", False), ("node.example", False)])
+def test_no_public_address_is_taken_by_default(address: str, refused: bool) -> None:
+    if refused:
+        with pytest.raises(UserError, match=r"--host: .* a public"):
+            check_not_public(address)
+    else:
+        check_not_public(address)
