@@ -62,7 +62,7 @@ PUBLIC = {
     ),
     "models": (
         "CNN CNNConfig GPT GPTConfig MLP MLPConfig ModelSpec UNet UNetConfig as_eager build_model "
-        "describe_model is_hugging_face model_names save_hugging_face"
+        "describe_model is_hugging_face model_names save_hugging_face summarize_model"
     ),
     "plans": (
         "ANY_PLAN ActivationNoise Averages Certificate Collective Compression CompressionConfig Constraints "

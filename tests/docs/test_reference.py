@@ -58,6 +58,7 @@ def test_a_name_is_described_whatever_it_is_of() -> None:
     with pytest.raises(UserError, match="cannot import nowhere"):
         described("nowhere:build")
     assert summaries("algorithm")["fedavg"].startswith("Clients run SGD")
+    assert summaries("model")["hf-llama"] == "transformers.LlamaForCausalLM with random weights"
 
 
 class Inner(msgspec.Struct):

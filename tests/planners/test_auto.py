@@ -126,7 +126,7 @@ def test_a_large_fleet_whose_memory_is_on_its_slow_devices() -> None:
 
 
 def test_a_large_fleet_that_holds_nothing_is_refused() -> None:
-    problem = problem_of(gpt_graph(2), flat_fleet([1 << 10] * 70, [1e9] * 70), micro_batches=4)
+    problem = problem_of(gpt_graph(1), flat_fleet([1 << 10] * 70, [1e9] * 70), micro_batches=4)
     with pytest.raises(FleetTooSmall, match="bytes short"):
         plan("auto", problem)
 

@@ -22,7 +22,7 @@ from isthmus.verification import Question, StateBytes, verify
 
 from .jobs import TEXT, final_weights, fleet_of, job_of, plain_run
 
-GPT: dict[str, object] = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 4, "heads": 2}
+GPT: dict[str, object] = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 2, "heads": 2}
 MICRO_BATCHES = 8
 DEVICES = 3
 

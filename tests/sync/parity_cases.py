@@ -34,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from parity_codecs import codecs, packed, recipe, spread, sums  # pyright: ignore[reportMissingImports]
 from parity_workers import (  # pyright: ignore[reportMissingImports]
     EACH_STEP,
-    FEWER,
     OPTIMIZERS,
     STEPS,
     Optimizers,
@@ -77,7 +76,7 @@ def parity(found: dict[str, float]) -> None:
                 continue
             if name == "adamw" and mode not in EACH_STEP:
                 options = _with_state(options)
-            made, _ = synced(make, mode, 1, options, STEPS)
+            made, _ = synced(make, mode, 1, options)
             found[f"{mode}{' overlapped' if options.overlap else ''}, {name}"] = apart(made, expected)
 
 
@@ -128,7 +127,7 @@ def _planned(mode: str, planner: str) -> None:
     assert statistics.last_period is not None and statistics.last_period.divergence > 0
     assert len(statistics.last_period.compute_s) == dist.get_world_size()
     assert all(torch.isfinite(p).all() for p in made.parameters())
-    assert sync.steps == FEWER
+    assert sync.steps == STEPS
     assert statistics.plan.planner == planner
 
 

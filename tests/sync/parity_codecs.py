@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from parity_workers import FEWER, OPTIMIZERS, apart, loss_of, model  # pyright: ignore[reportMissingImports]
+from parity_workers import OPTIMIZERS, STEPS, apart, loss_of, model  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 
 import isthmus.sync
@@ -45,7 +45,7 @@ def packed(found: dict[str, float]) -> None:
             one = model()
             optimizer = OPTIMIZERS["momentum"](one)
             sync = isthmus.sync.attach(one, optimizer, mode=mode, period=3, codec=codec)
-            for step in range(FEWER):
+            for step in range(STEPS):
                 optimizer.zero_grad()
                 loss_of(one, step, dist.get_rank()).backward()
                 sync.step()

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 import isthmus.sync
 from isthmus.sync import Options
 
-STEPS = 50
-FEWER = 25
-"""Where nothing is said of 50 steps."""
+STEPS = 25
+"""Of several periods."""
 BATCH = 4
 
 
@@ -59,7 +58,7 @@ def by_period(make: Optimizers, workers: int, due: Callable[[int], list[str]]) -
     """Local SGD, all replicas in one process: after each step the parameters named by `due` are averaged."""
     replicas = [model() for _ in range(workers)]
     optimizers = [make(replica) for replica in replicas]
-    for step in range(FEWER):
+    for step in range(STEPS):
         for worker, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
             optimizer.zero_grad()
             loss_of(replica, step, worker).backward()
@@ -74,13 +73,11 @@ def by_period(make: Optimizers, workers: int, due: Callable[[int], list[str]]) -
     return replicas
 
 
-def synced(
-    make: Optimizers, mode: str, period: int, options: Options, steps: int = FEWER
-) -> tuple[nn.Module, isthmus.sync.Sync]:
+def synced(make: Optimizers, mode: str, period: int, options: Options) -> tuple[nn.Module, isthmus.sync.Sync]:
     made = model()
     optimizer = make(made)
     sync = isthmus.sync.attach(made, optimizer, mode=mode, period=period, options=options)
-    for step in range(steps):
+    for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(made, step, dist.get_rank()).backward()
         sync.step()

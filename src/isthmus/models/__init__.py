@@ -3,7 +3,7 @@
 from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.hugging_face import as_eager, is_hugging_face, save_hugging_face
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
-from isthmus.models.registry import ModelSpec, build_model, describe_model, model_names
+from isthmus.models.registry import ModelSpec, build_model, describe_model, model_names, summarize_model
 from isthmus.models.unet import UNet, UNetConfig
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "is_hugging_face",
     "model_names",
     "save_hugging_face",
+    "summarize_model",
 ]

@@ -141,6 +141,11 @@ def _near(class_name: str, library: ModuleType) -> list[str]:
     return difflib.get_close_matches(class_name, names, n=5) or [class_name for class_name, _ in BY_NAME.values()]
 
 
+def summarize_class(class_name: str) -> str:
+    """One line on a transformers model. The library, which takes seconds to import, is not needed."""
+    return f"transformers.{class_name} with random weights"
+
+
 def describe_class(class_name: str, defaults: Mapping[str, object]) -> tuple[str, tuple[OptionDoc, ...]]:
     """One line on a transformers model, and the arguments of its config; `defaults` are ours. UserError as
     `build_from_class`."""
@@ -158,7 +163,7 @@ def describe_class(class_name: str, defaults: Mapping[str, object]) -> tuple[str
         )
         for name in names
     )
-    return f"transformers.{class_name} with random weights; options are those of {config_class.__name__}", docs
+    return f"{summarize_class(class_name)}; options are those of {config_class.__name__}", docs
 
 
 def _meanings(config_class: type) -> dict[str, str]:

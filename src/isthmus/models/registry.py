@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -78,6 +79,13 @@ def build_model(spec: ModelSpec) -> nn.Module:
     if name in others:
         return _call(name, load_third_party(others[name]), spec.options)
     raise unknown_name("model", name, model_names())
+
+
+def summarize_model(name: str) -> str:
+    """One line on a model, without importing Hugging Face's library. UserError as `describe_model`."""
+    if name in hugging_face.BY_NAME and find_spec("transformers") is not None:
+        return hugging_face.summarize_class(hugging_face.BY_NAME[name][0])
+    return describe_model(name)[0]
 
 
 def describe_model(name: str) -> tuple[str, tuple[OptionDoc, ...]]:

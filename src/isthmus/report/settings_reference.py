@@ -17,7 +17,7 @@ from isthmus.federated.task_spec import SiteConfig
 from isthmus.fleet.toml import TABLES as FLEET_TABLES
 from isthmus.job import Job
 from isthmus.job.sweep import SweepFile
-from isthmus.models import describe_model, model_names
+from isthmus.models import describe_model, model_names, summarize_model
 from isthmus.option_docs import OptionDoc, option_docs
 from isthmus.report.tables import new_table
 
@@ -94,7 +94,7 @@ def summaries(kind: str) -> dict[str, str]:
 
     def summary(name: str) -> str:
         try:
-            return describe(name)[0]
+            return summarize_model(name) if kind == "model" else describe(name)[0]
         except UserError as e:  # one broken package must not hide the others
             return str(e)
 
