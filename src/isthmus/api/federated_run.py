@@ -90,11 +90,7 @@ def deploy(
 
 
 def _in_folder(job: FederatedJob, choices: FederatedChoices, begin: Begin, observer: Observer) -> FederatedResult:
-    parent = Path(job.run_dir)
-    if choices.resume:
-        folder = RunFolder.newest(parent, job.name) if choices.run is None else RunFolder.existing(choices.run)
-    else:
-        folder = RunFolder.fresh(parent, job.name) if choices.run is None else RunFolder.empty(choices.run)
+    folder = RunFolder.chosen(Path(job.run_dir), job.name, resume=choices.resume, run=choices.run)
     folder.check_kind(federated=True)
     with folder.claimed(LEAVING_S if choices.resume else 0.0):
         try:

@@ -31,19 +31,19 @@ from typing import TypeVar
 
 import msgspec
 
-from isthmus.api.losses import LOSSES, LossPoint, losses_in
-from isthmus.atomic_write import atomic_write
+from isthmus.api.losses import LossPoint, losses_file
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job
 from isthmus.locking import locked
 from isthmus.plans import Plan, PlanPeriod, load_plan
+from isthmus.run_files import JOB, LOSSES, write_json
 from isthmus.trace import Trace, read_jsonl, write_jsonl
 
 Decoded = TypeVar("Decoded")
 
-JOB, FLEET, PLAN = "job.json", "fleet.json", "plan.json"
+FLEET, PLAN = "fleet.json", "plan.json"
 MEASURED, PREDICTED, PERIODS = "trace.jsonl", "predicted.jsonl", "plans.json"
 FITTED = "fitted.json"
 GIVEN = "given"
@@ -64,9 +64,16 @@ class RunFolder:
         self.graph = path / "graph.json"
         self.captured = path / "captured.safetensors"
         self._described = path / "described.json"
-        self._losses = path / LOSSES
+        self._losses = losses_file(path)
         self._made: list[Path] = []
         """Directories that are there for this run only, outermost first."""
+
+    @classmethod
+    def chosen(cls, parent: Path, name: str, *, resume: bool, run: Path | None) -> RunFolder:
+        """Of the run to resume, or a new one; `run` is the user's choice. UserError."""
+        if resume:
+            return cls.newest(parent, name) if run is None else cls.existing(run)
+        return cls.fresh(parent, name) if run is None else cls.empty(run)
 
     @classmethod
     def fresh(cls, parent: Path, name: str) -> RunFolder:
@@ -139,17 +146,16 @@ class RunFolder:
             self._archive(start_step)
             if self.fitted(fleet) is None:
                 (self.path / FITTED).unlink(missing_ok=True)
-            atomic_write(self.path / FLEET, _document(fleet))
-            atomic_write(self.path / PLAN, _document(plan))
+            write_json(self.path / FLEET, fleet)
+            write_json(self.path / PLAN, plan)
             self.forget_losses(start_step, note)
-            atomic_write(self.path / JOB, _document(job))
+            write_json(self.path / JOB, job)
         except OSError as e:
             raise UserError(f"run folder {self.path}: cannot be written: {e.strerror or e}") from None
 
     def forget_losses(self, step: int, note: Callable[[str], None] = lambda _: None) -> None:
         """Of what comes after so many steps."""
-        kept = [p for p in losses_in(self.path, note) if p.step <= step]
-        atomic_write(self._losses, b"".join(msgspec.json.encode(p) + b"\n" for p in kept))
+        self._losses.keep_if(lambda point: point.step <= step, note)
 
     @property
     def begun(self) -> bool:
@@ -204,14 +210,14 @@ class RunFolder:
         return self._decode(FLEET, Fleet)
 
     def keep_described(self, described: Mapping[str, DataDescription]) -> None:
-        atomic_write(self._described, msgspec.json.format(msgspec.json.encode(described), indent=1))
+        write_json(self._described, described)
 
     def described(self) -> dict[str, DataDescription]:
         """What devices said of their data; nothing where it was not kept."""
         return self._decode(self._described.name, dict[str, DataDescription]) if self._described.is_file() else {}
 
     def keep_fitted(self, fleet: Fleet) -> None:
-        atomic_write(self.path / FITTED, _document(fleet))
+        write_json(self.path / FITTED, fleet)
 
     def fitted(self, stated: Fleet | None = None) -> Fleet | None:
         """The fleet as a session of the run measured it; None before that, or if another was `stated` then."""
@@ -244,15 +250,10 @@ class RunFolder:
         return self._decode(PERIODS, tuple[PlanPeriod, ...])
 
     def log(self, point: LossPoint) -> None:
-        with self._losses.open("ab") as file:
-            file.write(msgspec.json.encode(point) + b"\n")
+        self._losses.add(point)
 
     def losses(self) -> list[LossPoint]:
-        return losses_in(self.path)
-
-
-def _document(value: msgspec.Struct) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(value), indent=1)
+        return self._losses.lines()
 
 
 def _make(path: Path) -> list[Path]:

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.documents import read_lines
-
-LOSSES = "losses.jsonl"
+from isthmus.run_files import LOSSES, LinesFile
 
 
 class LossPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,7 +18,11 @@ class LossPoint(msgspec.Struct, frozen=True, kw_only=True):
     split: str = "train"
 
 
+def losses_file(run: Path) -> LinesFile[LossPoint]:
+    return LinesFile(run / LOSSES, LossPoint, "losses")
+
+
 def losses_in(run: Path, note: Callable[[str], None] = lambda _: None) -> list[LossPoint]:
     """The losses so far, in their order; none where there is no such file. `note` receives lines that cannot be
     read."""
-    return read_lines(run / LOSSES, LossPoint, note)
+    return losses_file(run).lines(note)

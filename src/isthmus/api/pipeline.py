@@ -220,10 +220,7 @@ def _plan_again(prepared: Prepared, holders: DataHolders, fleet: Fleet) -> Plan:
 
 def run_folder(job: Job, choices: Choices) -> RunFolder:
     """Of the run to resume, or a new one. UserError."""
-    parent = Path(job.run_dir)
-    if choices.resume:
-        return RunFolder.newest(parent, job.name) if choices.run is None else RunFolder.existing(choices.run)
-    return RunFolder.fresh(parent, job.name) if choices.run is None else RunFolder.empty(choices.run)
+    return RunFolder.chosen(Path(job.run_dir), job.name, resume=choices.resume, run=choices.run)
 
 
 def _report(folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], outcome: Outcome) -> None:

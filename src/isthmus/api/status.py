@@ -9,6 +9,7 @@ import msgspec
 from isthmus.api.losses import losses_in
 from isthmus.documents import read_lines
 from isthmus.plans import read_spent
+from isthmus.run_files import ROUND_LINES
 from isthmus.runtime.service.job_queue import JobQueue, Submitted
 from isthmus.runtime.service.status_file import CoordinatorStatus, LinkStatus, read_status
 from isthmus.runtime.transport.relay_status import RelayedLink
@@ -63,7 +64,7 @@ def progressed(job: Submitted) -> Progressed:
     document: dict[str, dict[str, int]] = msgspec.json.decode(job.document)
     folder = Path(job.folder)
     if job.kind == "federated":
-        rounds = read_lines(folder / "rounds.jsonl", _Round) if job.folder else []
+        rounds = read_lines(folder / ROUND_LINES, _Round) if job.folder else []
         evaluated = [line.evaluation.loss for line in rounds if line.evaluation is not None]
         return Progressed(
             job=job.number,

@@ -26,12 +26,12 @@ from isthmus.api.html import table_of
 from isthmus.api.job_overrides import job_of
 from isthmus.api.run import Run
 from isthmus.api.sweep_process import SweepProcess, Task
-from isthmus.atomic_write import atomic_write
 from isthmus.errors import UserError
 from isthmus.federated.job import check_simulation, is_federated
 from isthmus.job.sweep import SweepFile, SweepRun, load_sweep, runs_of
 from isthmus.locking import claimed
 from isthmus.report.sweep_table import SECONDS, RunOutcome, RunResult, SweepRow, sweep_rows
+from isthmus.run_files import read_json, write_json
 from isthmus.runtime.processes.memory_use import available_bytes
 from isthmus.runtime.processes.signals import Stop
 from isthmus.units import format_duration
@@ -324,14 +324,11 @@ def _done(results: Iterable[RunResult]) -> list[RunResult]:
 
 
 def _read(folder: Path) -> SweepRecord:
-    path = folder / RECORD
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=SweepRecord)
-    except FileNotFoundError:
-        raise UserError(f"sweep folder {folder}: not found, or no sweep (no {RECORD})") from None
-    except (OSError, ValueError) as e:  # msgspec's, or UnicodeDecodeError
-        raise UserError(f"{path}: cannot be read: {e}") from None
+    found = read_json(folder / RECORD, SweepRecord)
+    if found is None:
+        raise UserError(f"sweep folder {folder}: not found, or no sweep (no {RECORD})")
+    return found
 
 
 def _write(folder: Path, record: SweepRecord) -> None:
-    atomic_write(folder / RECORD, msgspec.json.format(msgspec.json.encode(record), indent=1))
+    write_json(folder / RECORD, record)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.api.losses import LOSSES
-from isthmus.federated.history import ROUND_LINES
+from isthmus.run_files import LOSSES, ROUND_LINES
 from isthmus.runtime.processes.children import HALT_S, how_it_ended
 from isthmus.runtime.processes.memory_use import family_bytes
 

@@ -15,6 +15,7 @@ from isthmus.data.registry import DataSpec, load_dataset
 from isthmus.errors import UserError, unknown_name
 from isthmus.plans import OwnSamples
 from isthmus.plans.schedule import whole
+from isthmus.run_files import as_json
 
 BYTES_OF = {
     "bool": 1,
@@ -88,7 +89,7 @@ def description_file(spec: DataSpec, description: DataDescription) -> bytes:
     """For a machine that does not have the data: JSON, without digests."""
     d = description
     file = _DescriptionFile(kind=spec.kind, options=spec.options, columns=d.columns, train=d.train, heldout=d.heldout)
-    return msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
+    return as_json(file) + b"\n"
 
 
 def read_description(path: Path, spec: DataSpec, *, heldout: bool) -> DataDescription:

@@ -7,14 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.atomic_write import atomic_write
-from isthmus.documents import read_lines
-from isthmus.errors import UserError
 from isthmus.federated.evaluation import Evaluation
 from isthmus.protocol.federated_events import RoundRecord
-
-ROUND_LINES = "rounds.jsonl"
-"""In a run's folder."""
+from isthmus.run_files import ROUND_LINES, LinesFile
 
 
 class RoundLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,11 +61,11 @@ class RoundLine(msgspec.Struct, frozen=True, kw_only=True):
         return sum(errors) / len(errors) if errors else None
 
 
-class RoundHistory:
+class RoundHistory(LinesFile[RoundLine]):
     """The lines of a run, in `rounds.jsonl`."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        super().__init__(path, RoundLine, "history")
 
     @classmethod
     def of(cls, run: Path) -> RoundHistory:
@@ -78,21 +73,5 @@ class RoundHistory:
         return cls(run / ROUND_LINES)
 
     def keep(self, rounds: int, note: Callable[[str], None] = lambda _: None) -> None:
-        """Forget what comes after so many rounds, as a resumed run makes them again, and what cannot be read, of which
-        `note` is called."""
-        kept = [line for line in self.lines(note) if line.record.round < rounds]
-        try:
-            atomic_write(self._path, b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
-        except OSError as e:
-            raise UserError(f"history {self._path}: cannot be written: {e.strerror or e}") from None
-
-    def add(self, line: RoundLine) -> None:
-        try:
-            with self._path.open("ab") as file:
-                file.write(msgspec.json.encode(line) + b"\n")
-        except OSError as e:
-            raise UserError(f"history {self._path}: cannot be written: {e.strerror or e}") from None
-
-    def lines(self, note: Callable[[str], None] = lambda _: None) -> list[RoundLine]:
-        """Lines that can be read; `note` receives a message about each other line."""
-        return read_lines(self._path, RoundLine, note)
+        """Forget what comes after so many rounds, and what cannot be read, of which `note` is called."""
+        self.keep_if(lambda line: line.record.round < rounds, note)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -68,9 +67,6 @@ class Guarantee(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         drawn = "" if self.sampling_probability is None else f", drawn with probability {self.sampling_probability:.3g}"
         return f"epsilon {self.epsilon:.3g} at delta {self.delta:g} after {self.rounds} rounds{drawn}"
-
-    def write(self, path: Path) -> None:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
 
 
 def guarantee(privacy: Privacy, rounds: int, passes: int, probability: float | None) -> Guarantee:

@@ -32,6 +32,7 @@ from isthmus.federated.algorithms.algorithm import Wrapping
 from isthmus.federated.partial import AggregationWeights, PartialSum
 from isthmus.federated.stale_models import with_stale_models, without_stale_models
 from isthmus.protocol.federated_messages import PhaseId, PhaseSetup
+from isthmus.run_files import newest_whole
 from isthmus.training.finite import is_finite
 
 STATES = "states"
@@ -278,21 +279,17 @@ class Commits:
         UserError for a file of another run; and where none is whole, or where one that is whole needs states that may
         have been written over: to begin anew is for the user to say.
         """
-        damaged: UserError | None = None
-        for path in reversed(self._files()):
-            try:
-                found = self._read(path)
-            except _DamagedError as e:
-                damaged = damaged or e
-                passed_over(str(e))
-                continue
-            if needs_states and damaged is not None and found.states is not None:
-                what = f"round {found.round + 1} cannot be gone back to, as its clients' states may be written over"
-                raise UserError(f"{damaged}; {what}")
-            return found
-        if damaged is not None:
-            raise damaged
-        return None
+        damaged: list[str] = []
+
+        def pass_over(why: str) -> None:
+            damaged.append(why)
+            passed_over(why)
+
+        found = newest_whole(reversed(self._files()), self._read, pass_over, _DamagedError)
+        if needs_states and damaged and found is not None and found.states is not None:
+            what = f"round {found.round + 1} cannot be gone back to, as its clients' states may be written over"
+            raise UserError(f"{damaged[0]}; {what}")
+        return found
 
     def _read(self, path: Path) -> Committed:
         try:

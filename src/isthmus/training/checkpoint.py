@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from isthmus.atomic_write import atomic_path, atomic_write, flush
 from isthmus.errors import UserError
+from isthmus.run_files import newest_whole, write_json
 from isthmus.training.scaling import LOSS_SCALE
 
 MANIFEST = "manifest.json"
@@ -144,7 +145,7 @@ class CheckpointWriter:
     def _renamed(self, manifest: Manifest) -> Path:
         folder, final = self._partial(manifest.step), self.at(manifest.step)
         folder.mkdir(parents=True, exist_ok=True)
-        atomic_write(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest.sealed()), indent=1))
+        write_json(folder / MANIFEST, manifest.sealed())
         if final.exists():  # not from this run, or it would have gone on from there
             shutil.rmtree(final)
         folder.rename(final)
@@ -177,22 +178,16 @@ def newest_whole_checkpoint(directory: Path, passed_over: Callable[[str], None],
     `passed_over` gets the reason of each newer one. UserError when none of those that are there is whole: to begin
     anew is for the user to say.
     """
-    refused: UserError | None = None
-    for _, checkpoint in reversed(_complete(directory)):
-        try:
-            manifest = read_manifest(checkpoint)
-            for name in manifest.files:
-                _check_bytes(checkpoint, name, manifest)
-            if finite and not manifest.finite:
-                raise UserError(f"checkpoint {checkpoint}: its weights are not finite")
-        except UserError as e:
-            refused = refused or e
-            passed_over(str(e))
-        else:
-            return checkpoint
-    if refused is not None:
-        raise refused
-    return None
+
+    def checked(checkpoint: Path) -> Path:
+        manifest = read_manifest(checkpoint)
+        for name in manifest.files:
+            _check_bytes(checkpoint, name, manifest)
+        if finite and not manifest.finite:
+            raise UserError(f"checkpoint {checkpoint}: its weights are not finite")
+        return checkpoint
+
+    return newest_whole((path for _, path in reversed(_complete(directory))), checked, passed_over)
 
 
 def _says_finite(checkpoint: Path) -> bool:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.atomic_write import atomic_write
 from isthmus.errors import UserError
 from isthmus.plans import SPENT, ActivationNoise, PrivacySpent, SampleRange, format_epsilon, read_spent
 from isthmus.plans.schedule import had_before
 from isthmus.protocol.work import Item
+from isthmus.run_files import write_json
 from isthmus.runtime.coordinator.activation_privacy import Protection
 from isthmus.training.local_privacy import epsilon_of, spent_by_epoch, squared_mu
 
@@ -122,4 +122,4 @@ class PrivacyLedger:
 
     def _write(self, spent: PrivacySpent) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(self._path, msgspec.json.format(msgspec.json.encode(spent), indent=1))
+        write_json(self._path, spent)

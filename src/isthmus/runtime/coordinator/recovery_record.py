@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.errors import UserError
 from isthmus.plans import Plan
+from isthmus.run_files import read_json
 from isthmus.runtime.identity.files import write_private
 
 RECORD = "record.json"
@@ -30,13 +30,8 @@ def write_record(folder: Path, record: RecoveryRecord) -> None:
 
 
 def read_record(folder: Path) -> RecoveryRecord | None:
-    """None when no run was left in the middle here."""
-    try:
-        return msgspec.json.decode((folder / RECORD).read_bytes(), type=RecoveryRecord)
-    except FileNotFoundError:
-        return None
-    except ValueError as e:  # msgspec's, or UnicodeDecodeError
-        raise UserError(f"{folder / RECORD}: cannot be read: {e}") from None
+    """None when no run was left in the middle here. UserError for what cannot be read."""
+    return read_json(folder / RECORD, RecoveryRecord)
 
 
 def remove_record(folder: Path) -> None:

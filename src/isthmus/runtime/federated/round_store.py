@@ -19,11 +19,11 @@ from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob
 from isthmus.federated.personal import OwnModels
 from isthmus.federated.server import ROUNDS, Commits, RunIdentity, Server
+from isthmus.plans import SPENT
 from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_rules import RoundRules
+from isthmus.run_files import JOB, write_json
 from isthmus.runtime.federated.host import RoundMeasure
-
-JOB, PRIVACY = "job.json", "privacy.json"
 
 
 class RoundResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,10 +72,9 @@ class RoundStore:
         promised = self._job.guarantee(self._clients, self._job.federated.rounds)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            document = msgspec.json.format(msgspec.json.encode(self._job), indent=1)
-            (self.folder / JOB).write_bytes(document)
+            write_json(self.folder / JOB, self._job)
             if promised is not None:
-                promised.write(self.folder / PRIVACY)
+                write_json(self.folder / SPENT, promised)
                 note(f"privacy: {promised}")
         except OSError as e:
             raise UserError(f"run folder {self.folder}: cannot be written: {e.strerror or e}") from None

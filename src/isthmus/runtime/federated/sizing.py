@@ -23,7 +23,7 @@ from isthmus.federated.job import FederatedJob, accelerator_of, build, executors
 from isthmus.federated.resident import Batch, Resident
 from isthmus.federated.stacked import best_clients_per_vmap
 from isthmus.federated.traced_ops import get_ready
-from isthmus.runtime.federated.round_store import JOB
+from isthmus.run_files import JOB
 from isthmus.runtime.processes.forked import asked, asked_at_once
 
 GAIN = 1.1

@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from isthmus.errors import PeerError, UserError
+from isthmus.run_files import read_json
 from isthmus.runtime.identity import Identity, Party, Ticket
 from isthmus.runtime.identity.files import private_folder, write_private
 from isthmus.runtime.identity.keys import REJOIN
@@ -76,13 +77,9 @@ def join_fleet(ticket: Ticket, folders: Mapping[str, Path], timeout_s: float) ->
 def membership_in(folder: Path) -> Membership | None:
     """None where nobody has joined yet. UserError for a file of the folder that is damaged, or another fleet's."""
     path = folder / _MEMBERSHIP
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=Membership)
-    except FileNotFoundError:
+    found = read_json(path, Membership, f": {REJOIN}")
+    if found is None:
         return None
-    except (OSError, ValueError) as e:  # msgspec's, or UnicodeDecodeError
-        reason = (e.strerror or e) if isinstance(e, OSError) else e
-        raise UserError(f"{path}: cannot be read: {reason}: {REJOIN}") from None
     if not found.coordinators:
         raise UserError(f"{path}: coordinators: got none, expected an address: {REJOIN}")
     identity = Identity(folder)

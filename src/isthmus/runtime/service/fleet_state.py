@@ -15,6 +15,7 @@ import msgspec
 
 from isthmus.errors import UserError
 from isthmus.locking import claimed
+from isthmus.run_files import read_json
 from isthmus.runtime.identity import Authority, Identity, Roster, Ticket, decode_ticket, encode_ticket
 from isthmus.runtime.identity.files import private_folder, write_private
 
@@ -58,12 +59,9 @@ class FleetState:
     def ticket(self) -> str:
         """A new ticket, as text. UserError before the fleet was ever served."""
         path = self.folder / _ADDRESSES
-        try:
-            addresses = msgspec.json.decode(path.read_bytes(), type=Addresses)
-        except FileNotFoundError:
-            raise UserError(f"state folder {self.folder}: no fleet was served from it: start `isthmus serve`") from None
-        except (OSError, ValueError) as e:  # msgspec's, or UnicodeDecodeError
-            raise UserError(f"{path}: cannot be read: {e}; remove it and start `isthmus serve` again") from None
+        addresses = read_json(path, Addresses, "; remove it and start `isthmus serve` again")
+        if addresses is None:
+            raise UserError(f"state folder {self.folder}: no fleet was served from it: start `isthmus serve`")
         secret, expires_s = self.roster.invite(time.time())
         return encode_ticket(Ticket(addresses, self.authority.fingerprint, secret, expires_s))
 

@@ -1,0 +1,105 @@
+"""The files of a run's folder, of whatever kind the run is: documents, lines that are added, files that are whole.
+
+A process can be killed at any point. It leaves a document as it was or as it is to be, every line but perhaps the last
+one, and of files that are saved again and again the ones before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+from isthmus.atomic_write import atomic_write
+from isthmus.documents import read_lines
+from isthmus.errors import UserError
+
+JOB = "job.json"
+"""The job, as it was run."""
+LOSSES = "losses.jsonl"
+"""Of a pipeline."""
+ROUND_LINES = "rounds.jsonl"
+"""Of a federated run."""
+
+Found = TypeVar("Found")
+Line = TypeVar("Line", bound=msgspec.Struct)
+
+
+def as_json(value: object) -> bytes:
+    """Indented: people read it."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace the document, whole. OSError when it cannot be written."""
+    atomic_write(path, as_json(value))
+
+
+def read_json(path: Path, kind: type[Found], remedy: str = "") -> Found | None:
+    """The document; None where there is none. UserError, which ends with `remedy`, for what cannot be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as e:  # msgspec's, or UnicodeDecodeError
+        reason = (e.strerror or e) if isinstance(e, OSError) else e
+        raise UserError(f"{path}: cannot be read: {reason}{remedy}") from None
+
+
+class LinesFile(Generic[Line]):
+    """A line of JSON for each thing that happened."""
+
+    def __init__(self, path: Path, kind: type[Line], what: str) -> None:
+        """`what` the lines are, for errors."""
+        self._path = path
+        self._kind = kind
+        self._what = what
+
+    def add(self, line: Line) -> None:
+        """UserError when it cannot be written."""
+        try:
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as e:
+            raise self._unwritten(e) from None
+
+    def keep_if(self, kept: Callable[[Line], bool], note: Callable[[str], None] = lambda _: None) -> None:
+        """Forget the others, as a resumed run makes them again, and what cannot be read, of which `note` is called.
+        UserError when it cannot be written."""
+        lines = filter(kept, self.lines(note))
+        try:
+            atomic_write(self._path, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+        except OSError as e:
+            raise self._unwritten(e) from None
+
+    def lines(self, note: Callable[[str], None] = lambda _: None) -> list[Line]:
+        """Those that can be read; `note` receives a message about each other line."""
+        return read_lines(self._path, self._kind, note)
+
+    def _unwritten(self, error: OSError) -> UserError:
+        return UserError(f"{self._what} {self._path}: cannot be written: {error.strerror or error}")
+
+
+def newest_whole(
+    newest_first: Iterable[Path],
+    read: Callable[[Path], Found],
+    passed_over: Callable[[str], None],
+    damaged: type[UserError] = UserError,
+) -> Found | None:
+    """What `read` makes of the newest file that is whole; None where nothing was ever saved.
+
+    `read` raises `damaged` for a file that is not as it was saved; `passed_over` gets the reason of each. UserError
+    when none of those that are there is whole: to begin anew is for the user to say.
+    """
+    refused: UserError | None = None
+    for path in newest_first:
+        try:
+            return read(path)
+        except damaged as e:
+            refused = refused or e
+            passed_over(str(e))
+    if refused is not None:
+        raise refused
+    return None
