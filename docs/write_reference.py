@@ -5,19 +5,20 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from isthmus.cli.app import commands
+from isthmus.option_docs import OptionDoc
 from isthmus.protocol import federated_transitions as federated
 from isthmus.protocol.device_session import SESSION
 from isthmus.protocol.machine import Transitions
 from isthmus.protocol.membership import MEMBERSHIP
 from isthmus.protocol.phases import COORDINATOR
 from isthmus.protocol.worker_phases import WORKER
-from isthmus.report.settings_reference import kinds_page, reference_page
+from isthmus.report.settings_reference import KINDS, TableDoc, option_rows, tables_by_file
 
 DOCS = Path(__file__).parent
 EXIT_CODES = {
@@ -59,8 +60,8 @@ def pages() -> dict[str, str]:
     return {
         "machines.md": machines_page(),
         "journeys.md": journeys_page(),
-        "reference/files.md": reference_page(),
-        "reference/options.md": kinds_page(),
+        "reference/files.md": files_page(),
+        "reference/options.md": options_page(),
         "reference/commands.md": commands_page(),
     }
 
@@ -167,6 +168,65 @@ def _drawing(transitions: Transitions, rows: Mapping[str, Mapping[str, Set[str]]
     yield from (f"    {phase} --> {target}: {', '.join(names)}" for (phase, target), names in edges.items())
     yield from (f"    choice --> {target}" for target in sorted(shared))
     yield f"    {transitions.over} --> [*]"
+
+
+def files_page() -> str:
+    """`docs/reference/files.md`."""
+    parts = [
+        "# Files",
+        "Every key of every file that you write. This page is made from the structs that read the files "
+        '(`make reference`); a test compares the two. Quantities are texts with a unit: `"20 ms"`, `"100 Mbit/s"`, '
+        '`"16 GiB"`, `"10 GFLOPS"`.',
+    ]
+    for title, tables in tables_by_file().items():
+        parts += _page_part(title, tables)
+    return "\n\n".join(parts) + "\n"
+
+
+def options_page() -> str:
+    """`docs/reference/options.md`: options of models, data sets and algorithms."""
+    parts = [
+        "# Models, data sets, algorithms",
+        "What a job can name, with its options. This page is made from the code (`make reference`). "
+        "`isthmus describe NAME` prints the same, and the options of Hugging Face models and of your own "
+        "`package.module:callable` too.",
+    ]
+    for kind, (where, names, describe) in KINDS.items():
+        parts.append(f"## {kind.capitalize()}s: `{where}`")
+        for name in names():
+            if name.startswith("hf-"):
+                continue  # options of another library, of the version that is installed
+            summary, options = describe(name)
+            parts += [f"### `{name}`", summary]
+            if options:
+                parts.append("\n".join(_markdown(options)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _page_part(title: str, tables: Iterable[TableDoc]) -> Iterator[str]:
+    yield f"## {title}"
+    for table in tables:
+        if table.heading:
+            yield f"### `{table.heading}`"
+        yield table.summary
+        yield "\n".join(_markdown(table.options))
+
+
+def _markdown(options: Iterable[OptionDoc]) -> Iterator[str]:
+    yield "| key | type and default | meaning |"  # three columns fit on a phone
+    yield "|---|---|---|"
+    for key, kind, default, meaning in option_rows(options):
+        yield f"| `{key}` | {_escaped(_type_and_default(kind, default))} | {_escaped(meaning)} |"
+
+
+def _type_and_default(kind: str, default: str) -> str:
+    if default in ("", "required"):
+        return f"{kind}, {default}".removesuffix(", ")
+    return f"{kind}, `{default}`"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def commands_page() -> str:

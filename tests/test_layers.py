@@ -90,8 +90,7 @@ PUBLIC = {
     ),
     "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
     "training": (
-        "Engine EngineConfig LearningRate OptimizerConfig TorchEngine latest_checkpoint load_checkpoint "
-        "read_tensors reference_loss reference_step reference_update"
+        "Engine EngineConfig LearningRate OptimizerConfig TorchEngine latest_checkpoint load_checkpoint read_tensors"
     ),
     "runtime": "",
     "verification": "BoundCheck Difference Question StateBytes Verdict provable state_bytes verify",

@@ -32,7 +32,6 @@ from torch import Tensor
 from isthmus.errors import IsthmusError
 from isthmus.graph import Flow, cuts
 from isthmus.training.engine import EngineConfig
-from isthmus.training.reference import reference_step
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "training"))  # the stages of a cut model in one process
 from in_process import (  # pyright: ignore[reportMissingImports]
@@ -43,6 +42,7 @@ from in_process import (  # pyright: ignore[reportMissingImports]
     module_of,
     weights_of,
 )
+from reference import reference_step  # pyright: ignore[reportMissingImports]
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import machine, options_of, write_figures

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +16,9 @@ from isthmus.fleet import Fleet, built_in_fleet
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig
 from isthmus.models import ModelSpec
 from isthmus.training.optim import Optimizers
-from isthmus.training.reference import reference_step, reference_update
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "training"))  # the plain loop
+from reference import reference_step, reference_update  # pyright: ignore[reportMissingImports]
 
 GPT: dict[str, object] = {"vocab_size": 256, "sequence_length": 64, "width": 64, "layers": 6, "heads": 4}
 TEXT: dict[str, object] = {"files": "stdlib", "sequence_length": 64, "max_bytes": 1_000_000}

@@ -16,8 +16,7 @@ from isthmus.cost.calibration import Calibration, Warmup, calibrate
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.graph.capture import Column, capture
 from isthmus.protocol import Item, RunSpec
-from isthmus.runtime.coordinator.backend import LocalBackend
-from isthmus.runtime.coordinator.local_devices import local_places
+from isthmus.runtime.coordinator.backend import LocalBackend, local_places
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan, run_spec
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.federated.run import FederatedRun

@@ -13,8 +13,8 @@ from isthmus.graph import Flow, Ref, assign, partition
 from isthmus.graph.partition import align
 from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.optim import gradient_norms
-from isthmus.training.reference import reference_step
 from tests.training.in_process import capture_of, module_of, weights_of
+from tests.training.reference import reference_step
 
 CONFIG = EngineConfig(micro_batches=1, micro_batch_size=4, clip_norm=1.0)
 COLUMNS = {"x": ColumnSpec(dtype="float32", shape=(7, 32))}

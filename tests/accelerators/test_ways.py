@@ -13,8 +13,7 @@ from isthmus.accelerators.checked import Checked, DataRace, open_checked
 from isthmus.accelerators.copies import AHEAD, CopyBatch, CopyLabel, CopyStream, HostBuffers, to_device, to_host
 from isthmus.graph.allowlist import ALLOWED
 from isthmus.plans import Packing
-from isthmus.runtime.device.compute_turns import NoTurns
-from isthmus.runtime.device.tasklets import Tasklets
+from isthmus.runtime.device.tasklets import NoTurns, Tasklets
 from isthmus.trace import Span
 from isthmus.training.compression import codec_of
 from isthmus.training.finite import finite_flag, is_finite

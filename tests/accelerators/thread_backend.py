@@ -10,7 +10,7 @@ from unittest import mock
 from isthmus.runtime.coordinator.backend import LocalBackend, NoSession, RunRequest, Session
 from isthmus.runtime.device import stage_runner
 from isthmus.runtime.device.device import DeviceWorker
-from isthmus.runtime.device.endpoint import Endpoint
+from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.listener import Listener
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from isthmus.data import DataSpec, load_dataset
-from isthmus.data.client_files import TextClients
-from isthmus.data.clients import share_out
+from isthmus.data.clients import TextClients, share_out
 from isthmus.data.partition import PartitionSpec
 from isthmus.data.text import TextOptions
 from isthmus.errors import UserError

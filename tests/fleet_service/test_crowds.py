@@ -16,10 +16,9 @@ from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.service.agent import join_fleet
 from isthmus.runtime.transport import listener as listening
 from isthmus.runtime.transport.channel import SocketChannel, dial
-from isthmus.runtime.transport.connect_retries import HungUp, Unreached, until_reached
-from isthmus.runtime.transport.listener import Listener
+from isthmus.runtime.transport.listener import MOST_FROM_ONE, MOST_SILENT, Listener, PendingConnections, Unauthenticated
 from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute
-from isthmus.runtime.transport.unauthenticated import MOST_FROM_ONE, MOST_SILENT, PendingConnections, Unauthenticated
+from isthmus.runtime.transport.tcp import HungUp, Unreached, until_reached
 
 from .crowds import crowd
 from .parties import Fleet, tcp_pair

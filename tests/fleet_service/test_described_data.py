@@ -11,8 +11,8 @@ from isthmus.errors import PeerError, UserError
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.identity.blinded_digests import blinded, proof
-from isthmus.runtime.messages.data import CompareData
-from isthmus.runtime.service.data_answers import MOST_UNPROVED, DataAnswers
+from isthmus.runtime.messages.fleet import CompareData
+from isthmus.runtime.service.data_queries import MOST_UNPROVED, DataAnswers
 
 from .holders import SPEC, Joined, write_samples
 from .parties import soon

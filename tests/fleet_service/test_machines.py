@@ -9,7 +9,7 @@ import pytest
 from isthmus.api import join as device
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.processes.device_processes import ProcessPlace
-from isthmus.runtime.processes.memory_limit import machine_memory_bytes
+from isthmus.runtime.processes.memory import machine_memory_bytes
 from isthmus.runtime.service.agent import Agent, join_fleet, membership_in
 from isthmus.runtime.service.device_group import run_group
 from isthmus.runtime.service.enrollment import Dismissal, check_name

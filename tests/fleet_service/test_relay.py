@@ -15,8 +15,7 @@ import torch
 
 from isthmus.errors import PeerError
 from isthmus.runtime.identity import Identity
-from isthmus.runtime.messages.relay import StreamHello
-from isthmus.runtime.messages.run import ToPeer
+from isthmus.runtime.messages.run import StreamHello, ToPeer
 from isthmus.runtime.service.agent import join_fleet
 from isthmus.runtime.service.status_file import read_status
 from isthmus.runtime.transport import relay

@@ -9,8 +9,7 @@ import msgspec
 import torch
 
 from isthmus.cost import build_plan
-from isthmus.data.description import describe
-from isthmus.data.joined import joined_descriptions
+from isthmus.data.description import describe, joined_descriptions
 from isthmus.errors import PeerError
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, PlanConfig, Prepared, prepare

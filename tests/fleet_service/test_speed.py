@@ -30,8 +30,8 @@ from isthmus.runtime.service import speed
 from isthmus.runtime.service.agent import Agent, Membership
 from isthmus.runtime.service.device_probe import compute_speed
 from isthmus.runtime.service.fleet_probe import measured_device
-from isthmus.runtime.service.layer_questions import speed_question
 from isthmus.runtime.service.layer_speed import measure_layers, share_of
+from isthmus.runtime.service.probe_questions import speed_question
 from isthmus.runtime.service.probe_results import combined_speed, planned_speed
 from isthmus.training.engine import TorchEngine
 from tests.runtime.jobs import DIGITS, TEXT, job_of

@@ -19,7 +19,7 @@ from isthmus.report import (
     plan_table,
     planners_table,
 )
-from isthmus.report.certificates import proof_text
+from isthmus.report.tables import proof_text
 from isthmus.trace import Trace
 
 

@@ -25,7 +25,7 @@ from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.training.checkpoint import latest_checkpoint, read_tensors
 from isthmus.training.optim import Optimizers
-from isthmus.training.reference import reference_step, reference_update
+from tests.training.reference import reference_step, reference_update
 
 TEXT = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 16, "max_bytes": 60_000})
 DIGITS = DataSpec(kind="digits")

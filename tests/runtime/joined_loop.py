@@ -10,7 +10,7 @@ from isthmus.data.dataset import Indices, Split
 from isthmus.job import Prepared
 from isthmus.plans.schedule import feeder_slot, whole
 from isthmus.training.optim import Optimizers
-from isthmus.training.reference import reference_loss, reference_step, reference_update
+from tests.training.reference import reference_loss, reference_step, reference_update
 
 
 class Plain:

@@ -29,7 +29,7 @@ from isthmus.planners.sync import sync_planner_names
 from isthmus.plans import Plan, Schedule, load_plan, save_plan
 from isthmus.plans.plan import PLAN_VERSION
 from isthmus.protocol.drift import fit_fleet
-from isthmus.training.reference import reference_loss
+from tests.training.reference import reference_loss
 
 from .commands import Done, edited, isthmus, refused, write_job
 

@@ -10,7 +10,7 @@ from pathlib import Path
 SCRIPT = """
 import threading
 import torch
-from isthmus.runtime.processes.compute_threads import ComputeThreads
+from isthmus.runtime.processes.signals import ComputeThreads
 
 begun = threading.Event()
 

@@ -15,8 +15,7 @@ from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.job import Job, prepare
 from isthmus.protocol import Item
 from isthmus.report import memory_use
-from isthmus.runtime.coordinator.backend import LocalBackend
-from isthmus.runtime.coordinator.local_devices import local_places
+from isthmus.runtime.coordinator.backend import LocalBackend, local_places
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from tests.runtime.jobs import DIGITS, final_weights, fleet_of, job_of, plain_run, random_cut
 

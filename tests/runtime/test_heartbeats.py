@@ -6,7 +6,7 @@ import queue
 import threading
 
 from isthmus.runtime.messages.run import Heartbeat
-from isthmus.runtime.transport.heartbeat import start_heartbeats
+from isthmus.runtime.transport.message_sender import start_heartbeats
 
 
 class Received:

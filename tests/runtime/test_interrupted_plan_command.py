@@ -26,8 +26,8 @@ from .commands import isthmus, write_job
 SCRIPT = """
 import sys
 from isthmus.planners import registry
-from isthmus.report import planning_progress
-planning_progress.QUIET_S = 0.0
+from isthmus.report import progress
+progress.QUIET_S = 0.0
 registry._OURS = {**registry._OURS, "endless": registry.PlannerEntry(f"{sys.argv[1]}:endless")}
 sys.argv = ["isthmus", *sys.argv[2:]]
 from isthmus.cli import main

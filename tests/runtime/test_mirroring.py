@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.runtime.device.snapshot_replicas import SnapshotReceiver, SnapshotSender
+from isthmus.runtime.device.snapshots import SnapshotReceiver, SnapshotSender
 from isthmus.runtime.messages.assignment import SnapshotReplication
-from isthmus.runtime.messages.recovery import SnapshotMessage, SnapshotPart
+from isthmus.runtime.messages.state_transfer import SnapshotMessage, SnapshotPart
 from isthmus.training.snapshot import Snapshot, snapshot
 
 STATE = {"w": torch.randn(40, 7), "optimizer.w.step": torch.tensor(3.0)}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from isthmus.errors import PeerError
 from isthmus.fleet import Link
-from isthmus.runtime.messages.relay import StreamHello
+from isthmus.runtime.messages.run import StreamHello
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.multi_stream import BLOCK_BYTES, MOST_STREAMS, MultiStream, StreamAssembler, streams_for
 from isthmus.training.layout import pack

@@ -21,7 +21,7 @@ from isthmus.simulator import simulate
 from isthmus.trace import Trace, link_bytes
 from isthmus.training.checkpoint import split_replica
 from isthmus.training.optim import Optimizers
-from isthmus.training.reference import reference_step, reference_update
+from tests.training.reference import reference_step, reference_update
 
 from .jobs import TEXT, final_weights, fleet_of, job_of
 

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from isthmus.runtime.transport import tcp_congestion
-from isthmus.runtime.transport.tcp_congestion import round_trip_s, use_bbr, uses_bbr
+from isthmus.runtime.transport import tcp
+from isthmus.runtime.transport.tcp import round_trip_s, use_bbr, uses_bbr
 
 
 def test_long_links_are_paced_where_the_kernel_can() -> None:
@@ -20,11 +20,11 @@ def test_long_links_are_paced_where_the_kernel_can() -> None:
         usual = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
         trip_s = round_trip_s(near)
         assert trip_s is not None and 0 <= trip_s < 1
-        with mock.patch.object(tcp_congestion, "LONG_S", 2.0):
+        with mock.patch.object(tcp, "LONG_S", 2.0):
             use_bbr(near)
         assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) == usual
         assert uses_bbr(near) == usual.startswith(b"bbr")
-        with mock.patch.object(tcp_congestion, "LONG_S", 0.0):
+        with mock.patch.object(tcp, "LONG_S", 0.0):
             use_bbr(near)
         assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr")
         assert uses_bbr(near)

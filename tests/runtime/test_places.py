@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.runtime.coordinator import local_devices
-from isthmus.runtime.coordinator.local_devices import local_places
+from isthmus.runtime.coordinator import backend
+from isthmus.runtime.coordinator.backend import local_places
 from tests.runtime.commands import edited, isthmus, refused, write_job
 
 DEVICES = ("a", "b", "c")
@@ -23,9 +23,9 @@ def test_one_name_is_every_devices() -> None:
 
 
 def test_auto_deals_accelerators_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_devices, "accelerator_names", lambda: ("cuda:0", "cuda:1"))
+    monkeypatch.setattr(backend, "accelerator_names", lambda: ("cuda:0", "cuda:1"))
     assert chosen("auto") == ["cuda:0", "cuda:1", "cuda:0"]
-    monkeypatch.setattr(local_devices, "accelerator_names", tuple)
+    monkeypatch.setattr(backend, "accelerator_names", tuple)
     assert chosen("auto") == ["cpu", "cpu", "cpu"]
 
 

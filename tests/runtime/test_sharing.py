@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from isthmus.plans.worker_ids import device_of, is_first, worker_id, worker_ids_of
 from isthmus.protocol.compute_lane import ComputeLane
 from isthmus.protocol.events import Work
-from isthmus.runtime.device.compute_turns import ComputeTurns
+from isthmus.runtime.device.tasklets import ComputeTurns
 
 
 @given(st.lists(st.sampled_from(["clinic", "host/0", "host/1"]), max_size=8))

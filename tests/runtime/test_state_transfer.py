@@ -22,10 +22,9 @@ from isthmus.protocol import Item, adaptation
 from isthmus.protocol.run_messages import SendState
 from isthmus.runtime.coordinator.run import RunController
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
-from isthmus.runtime.device.state_transfer import STRETCH_BYTES, StateDonor, StateJoiner
+from isthmus.runtime.device.state_transfer import STRETCH_BYTES, CatchUpState, StateDonor, StateJoiner
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.trace import Span
-from isthmus.training.catch_up import CatchUpState
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import header_of
 from isthmus.training.optim import LearningRate, OptimizerConfig

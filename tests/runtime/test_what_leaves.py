@@ -19,7 +19,7 @@ from isthmus.job import Job, PlanConfig, prepare
 from isthmus.plans.worker_ids import worker_id
 from isthmus.runtime.coordinator.backend import LocalBackend, NoSession, RunRequest, Session
 from isthmus.runtime.device.device import DeviceWorker
-from isthmus.runtime.device.endpoint import Endpoint
+from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.device.process import worker_ids
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.transport.acceptor import Acceptor

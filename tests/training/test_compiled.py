@@ -17,7 +17,7 @@ from zoo import Dropouts, X, model
 from isthmus.accelerators import HOST
 from isthmus.errors import PeerError, StepError
 from isthmus.graph import Ref
-from isthmus.runtime.device.compiling import unless_outdated
+from isthmus.runtime.device.stage_preparation import unless_outdated
 from isthmus.training import compiled as compiled_module
 from isthmus.training.compiled import Backend, CompiledProgram, compile_where_it_pays
 from isthmus.training.engine import EngineConfig, TorchEngine

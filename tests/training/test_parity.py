@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from in_process import Pipeline, batches, capture_of, copies, module_of, random_cut, weights_of
+from tests.training.reference import reference_loss, reference_step
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from zoo import CASES, MODELS, SENTENCE, Dropouts, X, model
@@ -16,7 +17,6 @@ from zoo import CASES, MODELS, SENTENCE, Dropouts, X, model
 from isthmus.graph import Ref
 from isthmus.graph.captured import Captured
 from isthmus.training.engine import EngineConfig
-from isthmus.training.reference import reference_loss, reference_step
 
 CONFIG = EngineConfig(micro_batches=3, micro_batch_size=2)
 CUTS = 3

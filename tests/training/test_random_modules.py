@@ -14,13 +14,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_process import Pipeline, batches, capture_of, copies, module_of, random_cut, weights_of
+from tests.training.reference import reference_loss, reference_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isthmus.data import ColumnSpec
 from isthmus.graph import Flow, cuts
 from isthmus.training.engine import EngineConfig
-from isthmus.training.reference import reference_loss, reference_step
 
 COLUMNS = {"x": ColumnSpec(dtype="float32", shape=(4, 8)), "y": ColumnSpec(dtype="int64", limit=4)}
 CONFIG = EngineConfig(micro_batches=2, micro_batch_size=3)

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from in_process import Pipeline, batches, capture_of, copies, module_of, optimizers_of, random_cut, weights_of
+from tests.training.reference import reference_loss, reference_step, reference_update
 from torch import Tensor, nn
 from torch.nn import functional as F
 from zoo import Counted, Dropouts, Frozen, UsedThrice, X, Zoo, model
@@ -15,7 +16,6 @@ from isthmus.errors import InternalError
 from isthmus.graph import Flow, cuts
 from isthmus.training.engine import EngineConfig
 from isthmus.training.optim import LearningRate, OptimizerConfig
-from isthmus.training.reference import reference_loss, reference_step, reference_update
 
 STEPS = 20
 SGD = OptimizerConfig(name="sgd", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import fault_simulation as fault_simulation
     from isthmus.api import federated_run as federated_run
     from isthmus.api import federated_simulation as federated_simulation
-    from isthmus.api import files as files
     from isthmus.api import job_overrides as job_overrides
     from isthmus.api import job_plans as job_plans
     from isthmus.api import job_queue as job_queue
@@ -29,7 +28,6 @@ if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import run as run
     from isthmus.api import serve as serve
     from isthmus.api import status as status
-    from isthmus.api import status_tables as status_tables
     from isthmus.api import terminal as terminal
     from isthmus.api import up as up
 

@@ -24,7 +24,7 @@ from isthmus.runtime.federated.site_runner import RETRIES_S, SiteRunner
 from isthmus.runtime.identity import Identity, Ticket, decode_ticket, read_ticket, read_ticket_of
 from isthmus.runtime.processes.children import end_with_input
 from isthmus.runtime.processes.device_processes import ProcessPlace
-from isthmus.runtime.processes.memory_limit import limit_memory, machine_memory_bytes
+from isthmus.runtime.processes.memory import limit_memory, machine_memory_bytes
 from isthmus.runtime.service.agent import Agent, Membership, join_fleet, membership_in
 from isthmus.runtime.service.device_group import run_group
 from isthmus.runtime.service.doctor import examine_device, examine_ticket

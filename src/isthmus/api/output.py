@@ -1,5 +1,12 @@
-"""Results as people and other programs read them: tables, pictures, fleets as TOML, traces for a viewer."""
+"""Results as people and other programs read them: tables, pictures, fleets as TOML, traces for a viewer; and the files
+that a command is asked to write."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from isthmus.errors import UserError
 from isthmus.fleet import dump_fleet
 from isthmus.plans import load_plan
 from isthmus.report import (
@@ -38,3 +45,19 @@ __all__ = [
     "verdict_table",
     "write_perfetto",
 ]
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """Before the work whose result the file is. UserError for a folder that is not there."""
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"{option} {path}: {path.parent} is not a folder")
+
+
+def write_file(option: str, path: Path | None, write: Callable[[Path], object]) -> None:
+    """If one is asked for. UserError where it cannot be written."""
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as e:
+        raise UserError(f"{option} {path}: cannot be written: {e.strerror or e}") from None

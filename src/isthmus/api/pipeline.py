@@ -14,8 +14,7 @@ from isthmus.api.observer import Observer
 from isthmus.api.run import Run, finite_points, loss_unit
 from isthmus.api.search import searched
 from isthmus.api.watch import LoadedHooks, Watch
-from isthmus.data.description import difference
-from isthmus.data.joined import joined_descriptions
+from isthmus.data.description import difference, joined_descriptions
 from isthmus.errors import Interrupted, UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
@@ -25,9 +24,8 @@ from isthmus.protocol.drift import fit_fleet
 from isthmus.report import draw_loss, draw_plan, draw_timeline, during, last_period, memory_use, run_summary
 from isthmus.report.fleet_tables import fitted_text
 from isthmus.runtime.coordinator.activation_privacy import protection_text
-from isthmus.runtime.coordinator.backend import Backend, LocalBackend
+from isthmus.runtime.coordinator.backend import Backend, LocalBackend, local_places
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
-from isthmus.runtime.coordinator.local_devices import local_places
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, read_record
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
 from isthmus.runtime.coordinator.run_callbacks import Outcome

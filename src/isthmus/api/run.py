@@ -11,8 +11,8 @@ from torch import nn
 
 import isthmus
 from isthmus.api.folder import RunFolder
-from isthmus.api.html import picture_of, table_of
 from isthmus.api.losses import LossPoint
+from isthmus.api.notebook import picture_of, table_of
 from isthmus.api.observer import Observer
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError

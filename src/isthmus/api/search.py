@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from isthmus.api.observer import Observer
 from isthmus.planners import INTERRUPTED, cut_short, observed_by
-from isthmus.runtime.processes.compute_threads import ComputeThreads
-from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.processes.signals import ComputeThreads, Stop
 
 Planned = TypeVar("Planned")
 

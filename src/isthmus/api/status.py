@@ -1,20 +1,36 @@
-"""Who is here, what runs, and how far it is."""
+"""Who is here, what runs, and how far it is, and tables of it. It imports neither torch nor what a job needs."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from isthmus.api.losses import losses_in
 from isthmus.documents import read_lines
 from isthmus.plans import read_spent
 from isthmus.run_files import ROUND_LINES
+from isthmus.runtime.identity import Member
 from isthmus.runtime.service.job_queue import JobQueue, Submitted
 from isthmus.runtime.service.status_file import CoordinatorStatus, LinkStatus, read_status
 from isthmus.runtime.transport.relay_status import RelayedLink
+from isthmus.units import format_duration, format_size
 
-__all__ = ["LinkStatus", "Progressed", "RelayedLink", "Status", "progressed", "status_of"]
+__all__ = [
+    "LinkStatus",
+    "Progressed",
+    "RelayedLink",
+    "Status",
+    "jobs_table",
+    "members_table",
+    "progressed",
+    "status_of",
+    "status_view",
+]
 
 
 class Progressed(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,3 +101,84 @@ def progressed(job: Submitted) -> Progressed:
         of=document["training"]["steps"],
         loss=points[-1].loss if points else None,
     )
+
+
+def jobs_table(found: list[Submitted]) -> Table:
+    """A row for each job."""
+    drawn = Table("job", "name", "state", "submitted", "took", "run folder", title="Jobs")
+    for job in found:
+        state = f"{job.state}: {job.detail}" if job.detail else job.state
+        drawn.add_row(str(job.number), job.name, state, _when(job.submitted_s), _took(job), job.folder)
+    return drawn
+
+
+def _when(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))
+
+
+def _took(job: Submitted) -> str:
+    """Its last session."""
+    if job.began_s is None or job.state == "queued":
+        return ""
+    return format_duration((job.ended_s or time.time()) - job.began_s)
+
+
+def members_table(members: list[Member]) -> Table:
+    """A row for each device that joined."""
+    drawn = Table("device", "id", "joined", "last connected", "", title="Devices of the fleet")
+    for member in members:
+        drawn.add_row(
+            member.name,
+            member.id,
+            _when(member.joined_s),
+            _when(member.seen_s),
+            f"revoked {_when(member.revoked_s)}" if member.revoked_s is not None else "",
+        )
+    return drawn
+
+
+def _links(links: tuple[LinkStatus, ...]) -> Table:
+    drawn = Table("link", "", "latency", "streams", "cost", title="Links in use")
+    for link in links:
+        latency = f"{format_duration(link.latency_s)} each way" if link.latency_s is not None else "not known"
+        carried = format_size(link.carried_bytes)
+        cost = f"{carried} into the coordinator's line, and out again" if link.relayed else "none beside its own"
+        way = "relayed by the coordinator" if link.relayed else "direct"
+        streams = f"{link.streams}, BBR" if link.bbr else str(link.streams)
+        drawn.add_row(" - ".join(link.devices), way, latency, streams, cost)
+    return drawn
+
+
+def _told(link: RelayedLink) -> str:
+    first, second = link.devices
+    latency = f", {format_duration(link.latency_s)} each way" if link.latency_s is not None else ""
+    carried = format_size(link.carried_bytes)
+    return f"relayed: {first} - {second}, {carried} carried{latency}; `isthmus probe` says how fast it is"
+
+
+def status_view(found: Status, jobs: list[Submitted]) -> Group:
+    """All of it: devices, links, the job that runs, jobs that wait."""
+    parts: list[Table | Text] = []
+    current_status = found.coordinator
+    if current_status is None:
+        parts.append(Text("no coordinator serves this fleet now: `isthmus serve`"))
+    else:
+        drawn = Table("device", "id", "hardware", "", title=f"Devices here (coordinator on port {current_status.port})")
+        for device in current_status.devices:
+            drawn.add_row(device.name, device.id, device.hardware, "at work" if device.working else "idle")
+        parts.append(drawn)
+        if current_status.links:
+            parts.append(_links(current_status.links))
+        known = {frozenset(link.devices) for link in current_status.links}
+        parts += [Text(_told(link)) for link in current_status.relayed if frozenset(link.devices) not in known]
+    if (at := found.running) is not None:
+        began_s = next((job.began_s for job in jobs if job.number == at.job), None)
+        since = f", for {format_duration(time.time() - began_s)}" if began_s is not None else ""
+        loss = f", loss {at.loss:.4f}" if at.loss is not None else ""
+        parts.append(Text(f"job {at.job} ({at.name}): {at.done} of {at.of} {at.unit}{loss}{since}"))
+        if at.privacy:
+            parts.append(Text(f"local privacy of its samples: {at.privacy}"))
+    if current_status is not None and current_status.awaited:
+        parts.append(Text(f"waiting for {', '.join(current_status.awaited)} to join"))
+    parts.append(jobs_table([job for job in jobs if job.state in ("queued", "running")]))
+    return Group(*parts)

@@ -22,8 +22,8 @@ from isthmus.accelerators import accelerator_names
 from isthmus.api.federated import federated_job_of
 from isthmus.api.federated_result import FederatedResult
 from isthmus.api.folder import RunFolder
-from isthmus.api.html import table_of
 from isthmus.api.job_overrides import job_of
+from isthmus.api.notebook import table_of
 from isthmus.api.run import Run
 from isthmus.api.sweep_process import SweepProcess, Task
 from isthmus.errors import UserError

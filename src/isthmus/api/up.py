@@ -43,7 +43,7 @@ from isthmus.runtime.processes.signals import Stop, uninterrupted
 from isthmus.runtime.service.agent import local_address
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.fleet_probe import probe_fleet
-from isthmus.runtime.service.layer_questions import speed_question
+from isthmus.runtime.service.probe_questions import speed_question
 
 ANY_PORT = 9
 """Of the engine's head, where only the route to it is asked for."""

@@ -27,7 +27,7 @@ def jobs(state: StateOption = None, json: JsonOption = False) -> None:
     """List the jobs that were submitted: what runs, waits, and how the others ended."""
     found = api.jobs.submitted_jobs(state)
     rows = [{k: v for k, v in msgspec.to_builtins(job).items() if k != "document"} for job in found]
-    show(rows, lambda: api.status_tables.jobs_table(found), json=json)
+    show(rows, lambda: api.status.jobs_table(found), json=json)
 
 
 @app.command()
@@ -42,7 +42,7 @@ def status(
         if json:
             print_json(api.status.status_of(queue, folder))
             return
-        view = api.status_tables.status_view
+        view = api.status.status_view
         if once or not shown.is_terminal:
             shown.print(view(api.status.status_of(queue, folder), queue.jobs()))
             return
@@ -106,7 +106,7 @@ def devices(
         member = api.jobs.revoke_device(revoke, state)
         log(f"revoked {member.name} ({member.id})")
     members = api.jobs.fleet_members(state)
-    show(members, lambda: api.status_tables.members_table(members), json=json)
+    show(members, lambda: api.status.members_table(members), json=json)
 
 
 @app.command()

@@ -82,7 +82,7 @@ def simulate(
     plans. Of a job with a table [federated]: its rounds, with clients' times as measured on this machine; faults are
     of its sites or of executor-0, executor-1, ...
     """
-    api.files.check_folder("--picture", picture)
+    api.output.check_folder("--picture", picture)
     faults = api.fault_simulation.read_faults(struck.given)
     job = asked.any_job(job_file, None, plan=plan_file, trace=trace_file, picture=picture)
     if isinstance(job, isthmus.FederatedJob):
@@ -93,8 +93,8 @@ def simulate(
     else:
         job = api.job_overrides.Changes(steps=asked.steps or STEPS).of(job)
         found = api.job_plans.simulate_job(job, _terminal(), isthmus.Stop(), plan_file)
-    api.files.write_file("--trace", trace_file, lambda path: api.output.write_perfetto([found.trace], path))
-    api.files.write_file("--picture", picture, found.draw)
+    api.output.write_file("--trace", trace_file, lambda path: api.output.write_perfetto([found.trace], path))
+    api.output.write_file("--picture", picture, found.draw)
     if json:
         print_json(found.summary())
         return
@@ -129,7 +129,7 @@ def describe_data(
     if target is None:
         typer.echo(text.decode(), nl=False)
         return
-    api.files.write_file("--out", target, lambda path: path.write_bytes(text))
+    api.output.write_file("--out", target, lambda path: path.write_bytes(text))
     log(f'wrote {target}: [data] description = "{target}" plans with it')
 
 
@@ -194,10 +194,10 @@ def _terminal() -> api.terminal.Terminal:
 
 def _plan(job: isthmus.Job, *, explain: bool, picture: Path | None, json: bool) -> None:
     """With `json` the plan document; with `explain` too, both in one object. UserError where no PNG can be written."""
-    api.files.check_folder("--picture", picture)
+    api.output.check_folder("--picture", picture)
     found = api.job_plans.plan_job(job, _terminal(), isthmus.Stop(), words=explain)
     plan, fleet, explanation = found.plan, found.fleet, found.explanation
-    api.files.write_file("--picture", picture, lambda path: api.output.draw_plan(plan, fleet, path))
+    api.output.write_file("--picture", picture, lambda path: api.output.draw_plan(plan, fleet, path))
     if json:
         document = {"plan": plan, "explanation": explanation, "leaving": found.leaving}
         print_json(plan if explanation is None else document)

@@ -1,21 +1,29 @@
-"""What a coordinator knows of data that stay with their holder: columns, counts and keyed digests."""
+"""What a coordinator knows of data that stay with their holder: columns, counts and keyed digests; and the data of
+several holders as one set, what a run that they feed together equals a plain loop over."""
 
 from __future__ import annotations
 
+import bisect
+import hashlib
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from isthmus.data.dataset import ColumnSpec, Dataset, Split
+from isthmus.data.dataset import ColumnSpec, Dataset, Indices, Split, checked, joined
 from isthmus.data.registry import DataSpec, load_dataset
 from isthmus.errors import UserError, unknown_name
 from isthmus.plans import OwnSamples
 from isthmus.plans.schedule import whole
 from isthmus.run_files import as_json
+
+if TYPE_CHECKING:
+    import torch
+
 
 BYTES_OF = {
     "bool": 1,
@@ -177,3 +185,61 @@ def _shown(column: ColumnSpec | None) -> str:
         return "none"
     limit = f" below {column.limit}" if column.limit is not None else ""
     return f"{column.dtype} {list(column.shape)}{limit}"
+
+
+class JoinedDataset:
+    """The samples of one part after those of another, in the order of the parts."""
+
+    def __init__(self, parts: Sequence[Dataset]) -> None:
+        """UserError where there are none, or their columns differ."""
+        self._parts = tuple(parts)
+        self._columns = joined_columns({f"part {number}": part.columns for number, part in enumerate(parts)})
+        self._starts = list(itertools.accumulate((len(part) for part in parts), initial=0))
+
+    @property
+    def columns(self) -> Mapping[str, ColumnSpec]:
+        return self._columns
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) over those of the parts, in their order."""
+        return hashlib.sha256("\n".join(part.fingerprint for part in self._parts).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def batch(self, indices: Indices, columns: Sequence[str]) -> dict[str, torch.Tensor]:
+        parts = [self._sample(position, columns) for position in checked(indices, len(self)).tolist()]
+        return joined(parts) if parts else self._parts[0].batch([], columns)
+
+    def _sample(self, position: int, columns: Sequence[str]) -> dict[str, torch.Tensor]:
+        part = bisect.bisect_right(self._starts, position) - 1
+        return self._parts[part].batch([position - self._starts[part]], columns)
+
+
+def joined_descriptions(described: Mapping[str, DataDescription]) -> DataDescription:
+    """Of the data of several holders together, in their order. UserError where their columns differ."""
+    return DataDescription(
+        columns=joined_columns({name: found.columns for name, found in described.items()}),
+        train=sum(found.train for found in described.values()),
+        heldout=sum(found.heldout for found in described.values()),
+        holders={name: OwnSamples(train=found.train, heldout=found.heldout) for name, found in described.items()},
+    )
+
+
+def joined_columns(parts: Mapping[str, Mapping[str, ColumnSpec]]) -> dict[str, ColumnSpec]:
+    """By holder. Each column has the largest of its limits. UserError where they differ in more, or there are none."""
+    if not parts:
+        raise UserError("data of several holders: got none, expected one at least")
+    found: dict[str, ColumnSpec] = {}
+    first, columns = next(iter(parts.items()))
+    for name, part in parts.items():
+        if list(part) != list(columns):
+            raise UserError(f"data: {name} has columns {', '.join(part)}, {first} has {', '.join(columns)}")
+        for column, spec in part.items():
+            known = found.setdefault(column, spec)
+            if not known.fits(spec):
+                raise UserError(f"data: column {column!r}: {name} has {spec}, {first} has {columns[column]}")
+            if spec.limit is not None and known.limit is not None and spec.limit > known.limit:
+                found[column] = spec
+    return found

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from isthmus.accelerators import AUTO, Accelerator, open_accelerator
 from isthmus.data import DataSpec, load_dataset
 from isthmus.data.availability import Availability, read_availability
-from isthmus.data.client_files import TextClients
-from isthmus.data.clients import ClientData, share_out
+from isthmus.data.clients import ClientData, TextClients, share_out
 from isthmus.data.dataset import NothingHeldOut
 from isthmus.data.description import refuse_description
 from isthmus.data.femnist import FemnistOptions, FemnistShaped

@@ -14,8 +14,7 @@ from torch import nn
 
 from isthmus.cost import ParameterState, Problem, parameter_state
 from isthmus.cost.problem import FLOAT32_BYTES
-from isthmus.data.description import DataDescription, describe, read_description
-from isthmus.data.joined import joined_descriptions
+from isthmus.data.description import DataDescription, describe, joined_descriptions, read_description
 from isthmus.errors import UserError
 from isthmus.extensions import import_object
 from isthmus.fleet import Device, Fleet, Links

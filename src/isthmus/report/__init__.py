@@ -3,12 +3,10 @@
 from isthmus.report.comparison import ComparedPlan, Comparison, Headroom, compared_table, least_headroom, ranked
 from isthmus.report.explanation import Explanation, explain, explanation_text
 from isthmus.report.fleet_tables import fleet_table, fleets_table, planners_table
-from isthmus.report.memory import memory_table, memory_use
+from isthmus.report.measured import during, last_period, memory_table, memory_use, run_summary
 from isthmus.report.overview import plan_overview
-from isthmus.report.periods import during, last_period, run_summary
 from isthmus.report.pictures import draw_faults, draw_loss, draw_plan, draw_timeline
-from isthmus.report.planning_progress import PlanningProgress
-from isthmus.report.progress import Progress
+from isthmus.report.progress import PlanningProgress, Progress
 from isthmus.report.summary import (
     ComparisonSummary,
     DeviceMemoryUse,
@@ -22,8 +20,7 @@ from isthmus.report.summary import (
     plan_summary,
     prediction_error,
 )
-from isthmus.report.tables import comparison_table, plan_table
-from isthmus.report.verdict_table import verdict_table
+from isthmus.report.tables import comparison_table, plan_table, verdict_table
 from isthmus.report.what_if import Improvement, improvements
 
 __all__ = [

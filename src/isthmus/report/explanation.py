@@ -12,7 +12,7 @@ from rich.text import Text
 from isthmus.cost import Placement, Problem, is_priced, step_price
 from isthmus.cost.stage_costs import compute_s
 from isthmus.plans import Plan, Replica, ReplicaSync, SyncGroup
-from isthmus.report.certificates import certificate_text
+from isthmus.report.tables import certificate_text
 from isthmus.report.what_if import Improvement, improvements, placements, with_device
 from isthmus.units import format_bandwidth, format_duration, format_size
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from isthmus.federated.history import RoundLine
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_rules import Why
-from isthmus.report.live import still_live
+from isthmus.report.progress import still_live
 from isthmus.report.tables import new_table, titled
 from isthmus.sanitize import sanitize
 from isthmus.simulator.federated import SimulatedRound

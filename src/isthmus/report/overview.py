@@ -9,9 +9,8 @@ from rich.text import Text
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.plans import ANY_PLAN, Plan
-from isthmus.report.certificates import proof_text
 from isthmus.report.summary import PlanSummary, StageSummary, plan_summary
-from isthmus.report.tables import new_table, noted, stage_number, titled
+from isthmus.report.tables import new_table, noted, proof_text, stage_number, titled
 from isthmus.units import format_duration, format_size
 
 COLUMNS = ("stage", "device", "layers", "weights", "compute", "memory", "sends")

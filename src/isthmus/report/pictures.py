@@ -23,8 +23,8 @@ def draw_loss(
     unit: str = "nats per token",
     references: Mapping[str, float] = {},
 ) -> None:
-    """`loss.draw_loss`: training loss and held-out loss, both (step, loss), over the steps."""
-    importlib.import_module("isthmus.report.loss").draw_loss(points, heldout, path, unit, references)
+    """`run_pictures.draw_loss`: training loss and held-out loss, both (step, loss), over the steps."""
+    importlib.import_module("isthmus.report.run_pictures").draw_loss(points, heldout, path, unit, references)
 
 
 def draw_faults(
@@ -35,8 +35,8 @@ def draw_faults(
     *,
     seconds: float,
 ) -> None:
-    """`fault_timeline.draw_faults`: a run's steps over time, what struck it, and while it did not train."""
-    module = importlib.import_module("isthmus.report.fault_timeline")
+    """`run_pictures.draw_faults`: a run's steps over time, what struck it, and while it did not train."""
+    module = importlib.import_module("isthmus.report.run_pictures")
     module.draw_faults(done_s, faults, stopped_s, path, seconds=seconds)
 
 

@@ -1,4 +1,5 @@
-"""Training as it goes, for people, on standard error: a live view on a terminal, occasional plain lines elsewhere."""
+"""Planning and training as they go, for people, on standard error: a live view on a terminal, occasional plain lines
+elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from rich.live import Live
 from rich.text import Text
 
 from isthmus.plans import Plan
-from isthmus.report.live import is_watched
 from isthmus.sanitize import sanitize
 from isthmus.units import format_duration, format_size
 
@@ -185,3 +185,92 @@ def _speed(tokens_per_s: float | None, samples_per_s: float | None) -> str:
 
 def _loss(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f}"
+
+
+QUIET_S = 2.0
+"""A search that ends within that says nothing."""
+REFRESH_S = 0.25
+PLAN_AFTER_S, PLAN_EVERY_S = 5.0, 10.0
+
+
+class PlanningProgress:
+    """A context manager and an observer of planners: it says what is searched, how far it is and what was found.
+
+    `end` asks the search to end. A planner that was never heard of cannot, which it says.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._live = still_live(console)
+        self._began_s = clock()
+        self._due_s = self._began_s + (PLAN_AFTER_S if self._live is None else QUIET_S)
+        self._planner, self._part = "", ""
+        self._candidates = 0
+        self._best_s: float | None = None
+        self._heard = False
+        self._ending = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def planning(self, name: str) -> None:
+        self._planner, self._part = name, ""
+        self._candidates, self._best_s, self._heard = 0, None, False
+
+    def part(self, words: str) -> None:
+        self._part = words
+
+    def looked_at(self, candidates: int) -> None:
+        self._heard = True
+        self._candidates += candidates
+
+    def found(self, step_s: float) -> None:
+        self._best_s = step_s
+
+    def stopped(self) -> bool:
+        return self._ending
+
+    def end(self) -> bool:
+        self._ending = self._heard
+        return self._heard
+
+    def show(self) -> None:
+        """Called now and then, by another thread than the planner's: that may be in a solver."""
+        now_s = self._clock()
+        if now_s >= self._due_s:
+            self._due_s = now_s + (PLAN_EVERY_S if self._live is None else REFRESH_S)
+            self._log(now_s)
+
+    def _log(self, now_s: float) -> None:
+        best = "no plan yet" if self._best_s is None else f"best step so far {format_duration(self._best_s)}"
+        what = [part for part in (self._planner, self._part) if part]
+        took = format_duration(now_s - self._began_s)
+        facts = [f"planning: {self._candidates:,} plans tried", best, took, *(["ending"] if self._ending else [])]
+        details = f" ({sanitize(', '.join(what))})" if what else ""
+        text = Text(", ".join(facts), no_wrap=True, overflow="ellipsis")
+        if self._live is None:
+            self._console.print(text.append(details), soft_wrap=True, highlight=False)
+            return
+        self._live.start()  # nothing is shown of a search that ends sooner
+        text.append("; Ctrl-C takes the best so far" if self._best_s is not None else "; Ctrl-C ends it", "dim")
+        text.append(details, "dim")  # last: a narrow window cuts it
+        self._live.update(text, refresh=True)
+
+
+def is_watched(console: Console) -> bool:
+    """Whether a view may stay in place; elsewhere plain lines are written."""
+    return console.is_terminal and console.is_interactive
+
+
+def still_live(console: Console) -> Live | None:
+    """A view that changes when it is updated, without a thread of its own and without taking over standard error, for
+    processes are forked while it is shown; None where nothing stays in place."""
+    if not is_watched(console):
+        return None
+    return Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)

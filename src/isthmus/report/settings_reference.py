@@ -1,4 +1,4 @@
-"""Every key of every file that people write, from the structs that read them: one Markdown page, or one table."""
+"""Every key of every file that people write, from the structs that read them, and tables of what files name."""
 
 from __future__ import annotations
 
@@ -56,19 +56,6 @@ def tables_by_file() -> dict[str, tuple[TableDoc, ...]]:
     return {**found, "Fleet": tuple(fleet)}
 
 
-def reference_page() -> str:
-    """`docs/reference/files.md`."""
-    parts = [
-        "# Files",
-        "Every key of every file that you write. This page is made from the structs that read the files "
-        '(`make reference`); a test compares the two. Quantities are texts with a unit: `"20 ms"`, `"100 Mbit/s"`, '
-        '`"16 GiB"`, `"10 GFLOPS"`.',
-    ]
-    for title, tables in tables_by_file().items():
-        parts += _page_part(title, tables)
-    return "\n\n".join(parts) + "\n"
-
-
 KINDS: Mapping[str, tuple[str, Callable[[], list[str]], Callable[[str], tuple[str, tuple[OptionDoc, ...]]]]] = {
     "model": ("[model] name", model_names, describe_model),
     "data set": ("[data] kind", dataset_kinds, describe_dataset),
@@ -124,26 +111,6 @@ def described(name: str) -> list[Described]:
     return found
 
 
-def kinds_page() -> str:
-    """`docs/reference/options.md`: options of models, data sets and algorithms."""
-    parts = [
-        "# Models, data sets, algorithms",
-        "What a job can name, with its options. This page is made from the code (`make reference`). "
-        "`isthmus describe NAME` prints the same, and the options of Hugging Face models and of your own "
-        "`package.module:callable` too.",
-    ]
-    for kind, (where, names, describe) in KINDS.items():
-        parts.append(f"## {kind.capitalize()}s: `{where}`")
-        for name in names():
-            if name.startswith("hf-"):
-                continue  # options of another library, of the version that is installed
-            summary, options = describe(name)
-            parts += [f"### `{name}`", summary]
-            if options:
-                parts.append("\n".join(_markdown(options)))
-    return "\n\n".join(parts) + "\n"
-
-
 def option_rows(options: Iterable[OptionDoc]) -> Iterator[tuple[str, str, str, str]]:
     """(key, type, default, meaning)"""
     for option in options:
@@ -159,32 +126,6 @@ def described_table(one: Described) -> RenderableType:
     if not one.options:
         return Group(Text(title, "bold"), Text(one.summary), Text("It takes no options."), Text())
     return Group(Text(title, "bold"), Text(one.summary), table, Text())
-
-
-def _page_part(title: str, tables: Iterable[TableDoc]) -> Iterator[str]:
-    yield f"## {title}"
-    for table in tables:
-        if table.heading:
-            yield f"### `{table.heading}`"
-        yield table.summary
-        yield "\n".join(_markdown(table.options))
-
-
-def _markdown(options: Iterable[OptionDoc]) -> Iterator[str]:
-    yield "| key | type and default | meaning |"  # three columns fit on a phone
-    yield "|---|---|---|"
-    for key, kind, default, meaning in option_rows(options):
-        yield f"| `{key}` | {_cell(_type_and_default(kind, default))} | {_cell(meaning)} |"
-
-
-def _type_and_default(kind: str, default: str) -> str:
-    if default in ("", "required"):
-        return f"{kind}, {default}".removesuffix(", ")
-    return f"{kind}, `{default}`"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _summary(struct: type[msgspec.Struct]) -> str:

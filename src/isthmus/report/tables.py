@@ -1,4 +1,5 @@
-"""A plan and a run as terminal tables. Nothing is printed here: the caller has the console."""
+"""A plan, a run and the verdict on a plan as terminal tables, and a certificate in one sentence. Nothing is printed
+here: the caller has the console."""
 
 from __future__ import annotations
 
@@ -11,8 +12,7 @@ from rich.text import Text
 
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
-from isthmus.plans import Plan
-from isthmus.report.certificates import certificate_text
+from isthmus.plans import Certificate, Plan, is_of_any_plan
 from isthmus.report.summary import (
     ComparisonSummary,
     PlanSummary,
@@ -21,6 +21,8 @@ from isthmus.report.summary import (
     plan_summary,
 )
 from isthmus.units import format_bandwidth, format_duration, format_share, format_size
+from isthmus.verification import Verdict
+from isthmus.verification.question import Figure
 
 MOST_LEFT_OUT = 8
 """Devices of which it is said why: the document says it of all."""
@@ -224,3 +226,45 @@ def _rate(bytes_per_s: float | None) -> str:
 def _seconds(seconds: float) -> str:
     """Four digits, as errors of a percent are what this is read for."""
     return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"
+
+
+def bound_text(certificate: Certificate) -> str:
+    """The bound with its unit."""
+    if certificate.objective == "cost":
+        return f"{1000 * certificate.lower_bound:.4g} per 1,000 steps"
+    return format_duration(certificate.lower_bound)
+
+
+def certificate_text(certificate: Certificate) -> str:
+    """With the question in full."""
+    known = "at best" if certificate.exact else "at least"
+    return f"gap {certificate.gap:.2%} to a lower bound: {known} {bound_text(certificate)} is {certificate.question}"
+
+
+def proof_text(certificate: Certificate) -> str:
+    """For a reader who knows no bounds."""
+    best = "cheapest" if certificate.objective == "cost" else "best"
+    whose = "possible plan" if is_of_any_plan(certificate.question) else "plan of this planner's kind"
+    how = "to be" if certificate.gap == 0 else f"within {100 * certificate.gap:.1f} % of"
+    return f"Proven {how} the {best} {whose}"
+
+
+def verdict_table(verdict: Verdict, plan: Plan, source: str) -> RenderableType:
+    """One row per field that differs, and what was done about the certificate."""
+    words = "planner and notes are words, and were not judged"
+    bound = [f"bound {verdict.bound.text}"]
+    if verdict.bound.status == "unchecked":
+        bound.append("A bound that was not checked is no pass; --bound-unchecked passes it.")
+    if plan.certificate is not None:
+        bound.insert(0, f"certificate: {certificate_text(plan.certificate)}")
+    if not verdict.differences:
+        return Text("\n".join([f"{source}: all {verdict.checked} figures hold ({words})", *bound]))
+    table = new_table(("field", "document", "computed", "by"))
+    for d in verdict.differences:
+        table.add_row(*(Text(cell) for cell in (d.field, _shown(d.got), _shown(d.expected), d.by or "-")))
+    title = f"{source}: {len(verdict.differences)} of {verdict.checked} figures do not hold"
+    return titled(title, table, "\n".join([words, *bound]))
+
+
+def _shown(figure: Figure) -> str:
+    return f"{figure:.9g}" if isinstance(figure, float) else str(figure)

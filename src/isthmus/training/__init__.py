@@ -3,7 +3,6 @@
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_tensors
 from isthmus.training.engine import Engine, EngineConfig, TorchEngine
 from isthmus.training.optim import LearningRate, OptimizerConfig
-from isthmus.training.reference import reference_loss, reference_step, reference_update
 
 __all__ = [
     "Engine",
@@ -14,7 +13,4 @@ __all__ = [
     "latest_checkpoint",
     "load_checkpoint",
     "read_tensors",
-    "reference_loss",
-    "reference_step",
-    "reference_update",
 ]

@@ -68,11 +68,10 @@ from isthmus.runtime.messages.state_transfer import (
     StateMessage,
     StatePart,
 )
-from isthmus.runtime.processes.compute_threads import ComputeThreads
-from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.processes.signals import ComputeThreads, Stop
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
-from isthmus.runtime.transport.heartbeat import start_heartbeats
 from isthmus.runtime.transport.lanes import SendLane
+from isthmus.runtime.transport.message_sender import start_heartbeats
 from isthmus.trace import Span
 from isthmus.training.layout import header_of
 

@@ -1,4 +1,5 @@
-"""A device's connection to the coordinator of a run; when it breaks it is made again.
+"""A device's connection to the coordinator of a run, made again when it breaks; and what it tells the coordinator of an
+error.
 
 The device works on meanwhile, as far as its leases reach, and keeps what it holds in memory. A coordinator that was
 started again asks for that. One that has fenced this device takes it back as a joining device.
@@ -11,22 +12,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 from torch import Tensor
 
-from isthmus.errors import PeerError
+from isthmus.errors import IsthmusError, PeerError, StepError, UserError
+from isthmus.protocol.failures import StepFailure
+from isthmus.protocol.memory_shortage import MemoryShortage
 from isthmus.protocol.recovery import StateHolding
-from isthmus.protocol.run_messages import Halt, OpenItem
-from isthmus.runtime.device.events import CoordinatorMessage
+from isthmus.protocol.run_messages import DeviceFailed, Halt, OpenItem
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import AssignMessage, Heartbeat, JoinRun, ToDevice
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
-from isthmus.runtime.transport.connect_retries import WAITS_S, Unreached, until_reached
-from isthmus.runtime.transport.heartbeat import start_heartbeats
 from isthmus.runtime.transport.lanes import PackedMessage, Packer, SendLane
+from isthmus.runtime.transport.message_sender import start_heartbeats
+from isthmus.runtime.transport.tcp import WAITS_S, Unreached, until_reached
+from isthmus.training.faults import is_drivers
 from isthmus.training.layout import pack
 from isthmus.training.snapshot import Snapshot
 
@@ -161,3 +165,44 @@ def _when_whole(message: AnyMessage, tensors: Sequence[Tensor], of: Snapshot | N
         return PackedMessage(message, [pack(tensor) for tensor in tensors])
 
     return packed
+
+
+class CoordinatorMessage(NamedTuple):
+    """What the coordinator said that is nothing for a stage at work."""
+
+    message: AnyMessage
+    tensors: list[Tensor]
+
+
+def failed(
+    epoch: int,
+    error: Exception,
+    failure: StepFailure | None = None,
+    shortage: MemoryShortage | None = None,
+) -> DeviceFailed:
+    """`failure` and `shortage` of an error that was for want of memory."""
+    if isinstance(error, StepError) and failure is None:
+        failure = StepFailure(step=error.step, what=error.what, reason=_reason(error))
+    return DeviceFailed(
+        epoch=epoch,
+        reason=failure.reason if shortage is not None and failure is not None else _reason(error),
+        fault="device" if shortage is not None else _fault(error),
+        failure=failure,
+        shortage=shortage,
+        starts_again=shortage is None and is_drivers(error),
+    )
+
+
+def _reason(error: Exception) -> str:
+    text = in_one_line(error)
+    return text if isinstance(error, IsthmusError) else f"{type(error).__name__}: {text}"
+
+
+def in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
+
+
+def _fault(error: Exception) -> Literal["user", "device", "other"]:
+    if isinstance(error, UserError):
+        return "user"
+    return "other" if isinstance(error, PeerError) else "device"

@@ -50,19 +50,20 @@ from isthmus.protocol.run_messages import (
     StateReceived,
     TransferEnded,
 )
-from isthmus.runtime.device.batches import Batches
-from isthmus.runtime.device.compiling import compile_stage
-from isthmus.runtime.device.coordinator_link import CoordinatorGone, CoordinatorLink
-from isthmus.runtime.device.endpoint import Endpoint
-from isthmus.runtime.device.events import CoordinatorMessage
-from isthmus.runtime.device.failures import failed, in_one_line
+from isthmus.runtime.device.coordinator_link import (
+    CoordinatorGone,
+    CoordinatorLink,
+    CoordinatorMessage,
+    failed,
+    in_one_line,
+)
 from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.runtime.device.links import StageLinks
 from isthmus.runtime.device.parcel_checks import expected_parcels, expected_parts
-from isthmus.runtime.device.peer_connections import PeerConnections
-from isthmus.runtime.device.sample_check import check_samples_apart
-from isthmus.runtime.device.snapshot_replicas import SnapshotReceiver
-from isthmus.runtime.device.stage_data import stage_data
+from isthmus.runtime.device.peer_connections import Endpoint, PeerConnections
+from isthmus.runtime.device.snapshots import SnapshotReceiver
+from isthmus.runtime.device.stage_data import Batches, stage_data
+from isthmus.runtime.device.stage_preparation import check_samples_apart, compile_stage
 from isthmus.runtime.device.stage_runner import StageRunner
 from isthmus.runtime.device.state_transfer import StateDonor, StateJoiner
 from isthmus.runtime.messages.assignment import Assignment

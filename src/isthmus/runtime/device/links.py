@@ -18,14 +18,14 @@ from isthmus.plans import Packing
 from isthmus.protocol.events import Send, SendParts
 from isthmus.protocol.run_messages import Arrived, Parcel, PartsArrived
 from isthmus.runtime.device.copy_streams import CopyStreams, Encode, LinkCopyStreams
-from isthmus.runtime.device.snapshot_replicas import SnapshotReceiver
+from isthmus.runtime.device.snapshots import SnapshotReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage, content
 from isthmus.runtime.messages.assignment import Assignment, Neighbour
-from isthmus.runtime.messages.recovery import SnapshotMessage, SnapshotPart
 from isthmus.runtime.messages.run import Credit, Heartbeat, ToPeer
+from isthmus.runtime.messages.state_transfer import SnapshotMessage, SnapshotPart
 from isthmus.runtime.transport.channel import SocketChannel, in_host_memory
-from isthmus.runtime.transport.heartbeat import start_heartbeats
 from isthmus.runtime.transport.lanes import Credits, PackedMessage, QueuedSend, SendLane
+from isthmus.runtime.transport.message_sender import start_heartbeats
 from isthmus.trace import Span
 from isthmus.training.compression import Codec, SampleFeedback, codec_of
 from isthmus.training.finite import is_finite

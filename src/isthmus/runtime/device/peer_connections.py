@@ -1,4 +1,5 @@
-"""How the devices of a plan get a connection for each pair: the lower stage dials, the higher one accepts.
+"""Where a device is, and how the devices of a plan get a connection for each pair: the lower stage dials, the higher
+one accepts.
 
 A device listens for as long as its process lives. Who dials says for which plan epoch: one that this device has not
 come to yet waits, one that is over is shut out.
@@ -9,18 +10,57 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
 
 from isthmus.errors import PeerError
 from isthmus.protocol.run_messages import PeerPath
-from isthmus.runtime.identity import Party
+from isthmus.runtime.device.tasklets import ComputeTurns
+from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.identity.blinded_digests import ONE_OWNER
 from isthmus.runtime.messages.assignment import Assignment, Neighbour
-from isthmus.runtime.messages.relay import StreamHello
-from isthmus.runtime.messages.run import Hello
+from isthmus.runtime.messages.run import Hello, StreamHello
 from isthmus.runtime.transport.acceptor import first_message
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.multi_stream import StreamAssembler
 from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute, RelayStandby
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a device is, and how it talks to others."""
+
+    device: str
+    host: str = "127.0.0.1"
+    """Address to listen on for other devices."""
+    port: int = 0
+    """0: any that is free."""
+    address: str = ""
+    """How others reach that address, where it is not the same."""
+    identity: Identity | None = None
+    """With one all connections are TLS; without, plain TCP."""
+    trusted_network: bool = False
+    """Plain TCP beyond loopback."""
+    relayed: bool = False
+    """Other devices reach this device only through the coordinator's relay."""
+    island: Path | None = None
+    """Where this process meets the other ranks of the device, if there are any."""
+    ranks: int = 1
+    sharded: bool = False
+    """Each of them holds its part of a stage's weights."""
+    accelerator: str = "cpu"
+    """Where it computes, as `open_accelerator` takes it."""
+    data_kinds: tuple[str, ...] | None = None
+    """Kinds of data that its owner allows; None: all that are installed."""
+    sharing: ComputeTurns | None = None
+    """With its other stages, where it may get several."""
+
+    @property
+    def data_key(self) -> bytes:
+        """The key that blinds this device's digests of samples."""
+        return ONE_OWNER if self.identity is None else self.identity.data_key()
+
 
 MOST_WAITING = 256
 """Connections that nobody has asked for yet."""

@@ -23,13 +23,13 @@ import torch
 
 from isthmus.errors import InternalError, IsthmusError, PeerError
 from isthmus.plans.worker_ids import worker_id
-from isthmus.runtime.device.compute_turns import ComputeTurns
+from isthmus.runtime.device.coordinator_link import in_one_line
 from isthmus.runtime.device.device import DeviceWorker
-from isthmus.runtime.device.endpoint import Endpoint
-from isthmus.runtime.device.failures import in_one_line
+from isthmus.runtime.device.peer_connections import Endpoint
+from isthmus.runtime.device.tasklets import ComputeTurns
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.processes.children import end_with_parent
-from isthmus.runtime.processes.memory_limit import limit_memory
+from isthmus.runtime.processes.memory import limit_memory
 
 
 def main(arguments: Sequence[str]) -> None:

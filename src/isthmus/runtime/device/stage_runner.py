@@ -42,19 +42,17 @@ from isthmus.protocol.events import (
 from isthmus.protocol.run_messages import Arrived, ItemReported, OpenItem, Parcel, PartsArrived
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
-from isthmus.runtime.device.batches import Batches
-from isthmus.runtime.device.compute_turns import ComputeTurns, NoTurns
+from isthmus.runtime.device.coordinator_link import CoordinatorMessage
 from isthmus.runtime.device.copy_streams import CopyStreams
-from isthmus.runtime.device.events import CoordinatorMessage
-from isthmus.runtime.device.finite_flags import watch_of
+from isthmus.runtime.device.finite import watch_of
 from isthmus.runtime.device.links import StageLinks
 from isthmus.runtime.device.parcel_checks import label, sent_packings
-from isthmus.runtime.device.snapshot_replicas import SnapshotSender
-from isthmus.runtime.device.snapshots import Snapshots
+from isthmus.runtime.device.snapshots import Snapshots, SnapshotSender
+from isthmus.runtime.device.stage_data import Batches
 from isthmus.runtime.device.state_transfer import StateDonor
-from isthmus.runtime.device.tasklets import Tasklets
+from isthmus.runtime.device.tasklets import ComputeTurns, NoTurns, Tasklets
 from isthmus.runtime.messages.assignment import Assignment, GroupShare
-from isthmus.runtime.processes.malloc_tuning import keep_freed_pages
+from isthmus.runtime.processes.memory import keep_freed_pages
 from isthmus.trace import Span
 from isthmus.training.engine import Engine
 from isthmus.training.local_privacy import Privatizer

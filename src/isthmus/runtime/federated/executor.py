@@ -41,8 +41,7 @@ from isthmus.runtime.federated.shared_memory import SharedMemory
 from isthmus.runtime.messages.federated import FromExecutor, SummedValues, ToExecutor
 from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.transport.channel import SocketChannel, dial
-from isthmus.runtime.transport.heartbeat import start_heartbeats
-from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of
+from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of, start_heartbeats
 
 Told = dict[str, Tensor]
 Act = tuple[BeginPhase, Told] | tuple[TrainTasks, tuple[ClientTask, ...]] | SumsSent | ForgetPhase

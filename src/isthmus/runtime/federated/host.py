@@ -43,8 +43,7 @@ from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import SocketChannel
-from isthmus.runtime.transport.heartbeat import start_heartbeats
-from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of
+from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of, start_heartbeats
 from isthmus.training.layout import TensorHeader
 
 TICK_S = 0.25

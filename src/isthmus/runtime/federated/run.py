@@ -49,7 +49,7 @@ from isthmus.runtime.federated.shared_memory import SharedAccumulator, SharedBro
 from isthmus.runtime.federated.sizing import clients_each, sized
 from isthmus.runtime.federated.update_receiver import SumsReceiver
 from isthmus.runtime.processes.forked import Forked
-from isthmus.runtime.processes.malloc_tuning import ANY_SIZE, keep_freed_pages, return_freed_pages
+from isthmus.runtime.processes.memory import ANY_SIZE, keep_freed_pages, return_freed_pages
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.message_sender import SWITCH_S

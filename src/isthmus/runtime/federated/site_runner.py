@@ -32,7 +32,7 @@ from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.federated import FromExecutor, SiteValues, TaskMessage, ToExecutor
 from isthmus.runtime.messages.fleet import StartRun
 from isthmus.runtime.messages.run import Heartbeat
-from isthmus.runtime.processes.compute_threads import ComputeThreads
+from isthmus.runtime.processes.signals import ComputeThreads
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.message_sender import MessageSender, headers_of
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.runtime.messages.data import DataMessage
 from isthmus.runtime.messages.federated import FederatedMessage, FromExecutor, ToExecutor
-from isthmus.runtime.messages.fleet import FleetMessage
+from isthmus.runtime.messages.fleet import DataMessage, FleetMessage
 from isthmus.runtime.messages.probe import ProbeMessage
-from isthmus.runtime.messages.recovery import RecoveryMessage
-from isthmus.runtime.messages.relay import RelayMessage
-from isthmus.runtime.messages.run import Heartbeat, RunMessage, ToCoordinator, ToDevice, ToPeer
+from isthmus.runtime.messages.run import Heartbeat, RelayMessage, RunMessage, ToCoordinator, ToDevice, ToPeer
 from isthmus.runtime.messages.state_transfer import (
+    RecoveryMessage,
     StateMessage,
     StatePart,
     StateTransferMessage,

@@ -1,4 +1,5 @@
-"""Messages that give a joining device the state of the run before it takes part."""
+"""Messages with states of stages: a joining device gets the state of the run before it takes part; snapshots go to
+another device, for recovery after a loss."""
 
 from __future__ import annotations
 
@@ -53,3 +54,28 @@ class StatePart(OfTransfer, frozen=True, kw_only=True):
 
 
 StateTransferMessage = ReceiveStateMessage | StateMessage | StatePart
+
+
+# Between two devices
+
+
+class SnapshotMessage(Message, frozen=True, kw_only=True):
+    """A snapshot of the sender's stage begins; its bytes follow in stretches."""
+
+    source: int
+    epoch: int = 0
+    step: NotNegative
+    headers: tuple[TensorHeader, ...]
+    """Of what the buffer holds."""
+
+
+class SnapshotPart(Message, frozen=True, kw_only=True):
+    """The next stretch of the buffer, as one tensor of bytes."""
+
+    source: int
+    epoch: int = 0
+    step: NotNegative
+    offset: NotNegative
+
+
+RecoveryMessage = SnapshotMessage | SnapshotPart

@@ -22,7 +22,7 @@ from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.identity.blinded_digests import ONE_OWNER, blinded
 from isthmus.runtime.processes.device_processes import ProcessPlace
-from isthmus.runtime.processes.memory_limit import limit_memory
+from isthmus.runtime.processes.memory import limit_memory
 
 MOST_REASON = 500
 """Characters of an error message that are reported."""

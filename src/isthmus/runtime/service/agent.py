@@ -20,9 +20,11 @@ from isthmus.runtime.identity import Identity, Party, Ticket
 from isthmus.runtime.identity.files import private_folder, write_private
 from isthmus.runtime.identity.keys import REJOIN
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.data import CompareData, DataDescribed, DescribeData
 from isthmus.runtime.messages.fleet import (
     MOST_HARDWARE,
+    CompareData,
+    DataDescribed,
+    DescribeData,
     DevicePresent,
     ProcessEnded,
     Rejected,
@@ -36,12 +38,12 @@ from isthmus.runtime.messages.probe import ExpectDial, MeasureLink, MeasureSpeed
 from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace
-from isthmus.runtime.service.data_answers import DataAnswers
+from isthmus.runtime.service.data_queries import DataAnswers
 from isthmus.runtime.service.device_probe import compute_speed, expect_probe, measure_link
 from isthmus.runtime.service.enrollment import Dismissal, join
 from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
-from isthmus.runtime.transport.heartbeat import start_heartbeats
 from isthmus.runtime.transport.lanes import SendLane
+from isthmus.runtime.transport.message_sender import start_heartbeats
 from isthmus.runtime.transport.rendezvous import PeerDialer
 from isthmus.sanitize import MOST_SHOWN, sanitize
 

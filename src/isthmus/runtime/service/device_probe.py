@@ -1,4 +1,5 @@
-"""A device's part in a probe: times messages to another device, and its own computing."""
+"""A device's part in a probe: times messages to another device, and its own computing; and `isthmus probe` of one
+machine, with the loopback interface between its processes."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import torch
 
 from isthmus.errors import PeerError, UserError
+from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.fleet.changes import fit_link
 from isthmus.runtime.identity import Party
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -27,8 +29,9 @@ from isthmus.runtime.messages.probe import (
     MeasureLink,
     MeasureSpeed,
 )
-from isthmus.runtime.messages.relay import StreamHello
+from isthmus.runtime.messages.run import StreamHello
 from isthmus.runtime.processes.device_processes import ProcessPlace
+from isthmus.runtime.service.fleet_probe import NO_JOB, measured_device, measured_link
 from isthmus.runtime.service.layer_speed import share_of
 from isthmus.runtime.service.probe_results import combined_speed
 from isthmus.runtime.service.speed import TimedWork as Speed
@@ -194,3 +197,36 @@ def _speed(asked: MeasureSpeed, accelerator: str, place: ProcessPlace) -> Speed:
         env={**os.environ, "OMP_NUM_THREADS": str(asked.threads)},
     )
     return msgspec.json.decode(done.stdout, type=Speed)
+
+
+LOOPBACK = "127.0.0.1"
+TIMEOUT_S = 60.0
+
+
+def probe_machine(
+    machine: str,
+    places: Mapping[str, ProcessPlace],
+    log: Callable[[str], None],
+    asked: MeasureSpeed = NO_JOB,
+    description: str = "",
+) -> Fleet:
+    """The devices by name, one after another, as `probe_fleet` measures those of other machines. PeerError names one
+    that cannot be measured."""
+    devices: list[Device] = []
+    for name, place in places.items():
+        log(f"measuring {name} ...")
+        devices.append(measured_device(name, machine, compute_speed(asked, place), asked, log))
+    return Fleet(name="probed", description=description, devices=tuple(devices), links=Links(default=_loopback()))
+
+
+def _loopback() -> Link:
+    listener = Listener(LOOPBACK, timeout_s=TIMEOUT_S)
+    assembler = StreamAssembler(TIMEOUT_S)
+    listener.start(lambda channel: answer_loads(channel, "", assembler, TIMEOUT_S))
+    try:
+        here = LOOPBACK, listener.port
+        dialer = PeerDialer(coordinator=here, identity=None, timeout_s=TIMEOUT_S)
+        times, _ = time_loads(PeerRoute(run="", other="this machine", host=here[0], port=here[1], id=""), dialer)
+    finally:
+        listener.close()
+    return measured_link(fit_link(times))

@@ -30,8 +30,8 @@ from isthmus.runtime.identity.keys import id_of
 from isthmus.runtime.messages.fleet import JoinAnswer, JoinRequest, NewDevice
 from isthmus.runtime.messages.versions import mismatch, versions_here
 from isthmus.runtime.transport.channel import connected
-from isthmus.runtime.transport.connect_retries import HungUp, Unreached, until_reached
 from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_unknown
+from isthmus.runtime.transport.tcp import HungUp, Unreached, until_reached
 from isthmus.sanitize import MOST_SHOWN, sanitize
 
 MOST_FRAME_BYTES = 1 << 14

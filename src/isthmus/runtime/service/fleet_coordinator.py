@@ -35,9 +35,10 @@ from isthmus.runtime.identity.authority import requested_key
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.identity.keys import id_of
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.data import DataCompared, DataDescribed
 from isthmus.runtime.messages.fleet import (
     MOST_REQUEST_BYTES,
+    DataCompared,
+    DataDescribed,
     DevicePresent,
     Rejected,
     Renew,
@@ -46,8 +47,7 @@ from isthmus.runtime.messages.fleet import (
 from isthmus.runtime.messages.fleet import ProcessEnded as EndedMessage
 from isthmus.runtime.messages.message import Message
 from isthmus.runtime.messages.probe import ExpectingDial, LinkTimes, MeasuredSpeed
-from isthmus.runtime.messages.relay import RelayConnect, RelayWait
-from isthmus.runtime.messages.run import Heartbeat, JoinRun
+from isthmus.runtime.messages.run import Heartbeat, JoinRun, RelayConnect, RelayWait
 from isthmus.runtime.messages.versions import mismatch, versions_here
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.data_queries import FleetDataQueries

@@ -40,10 +40,10 @@ from isthmus.runtime.identity.roster import Roster
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.fleet import MOST_HARDWARE, StartRun, StopRun, Welcome
 from isthmus.runtime.processes.signals import Stop
-from isthmus.runtime.service.log_limiter import LogLimiter
 from isthmus.runtime.service.status_file import DeviceStatus, LinkStatus
 from isthmus.runtime.transport.channel import Channel
 from isthmus.runtime.transport.lanes import SendLane
+from isthmus.runtime.transport.rate_limit import LogLimiter
 from isthmus.runtime.transport.relay_status import RelayedLink
 from isthmus.sanitize import sanitize
 

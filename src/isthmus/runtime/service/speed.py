@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from isthmus.accelerators import Accelerator, open_accelerator
 from isthmus.job.settings import DTYPES, Precision
 from isthmus.runtime.messages.probe import AttentionShape, Kind, MatrixProduct, MeasureSpeed, SpeedSample
-from isthmus.runtime.processes.memory_limit import limit_memory, machine_memory_bytes
+from isthmus.runtime.processes.memory import limit_memory, machine_memory_bytes
 from isthmus.runtime.service.layer_speed import measure_layers
 from isthmus.training.faults import is_short_of_memory
 

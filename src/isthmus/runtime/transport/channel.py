@@ -31,9 +31,8 @@ from isthmus.errors import PeerError
 from isthmus.protocol.run_messages import Arrived
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.all_messages import AnyMessage, content
-from isthmus.runtime.transport.connect_retries import Unreached
 from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_dialled
-from isthmus.runtime.transport.tcp_congestion import round_trip_s, uses_bbr
+from isthmus.runtime.transport.tcp import Unreached, round_trip_s, uses_bbr
 from isthmus.training.layout import check_header, receive_buffer, unpack
 
 MAGIC = b"ISTH"

@@ -1,14 +1,17 @@
-"""Sending from any thread: small messages at once, large ones without holding up the sender."""
+"""Sending from any thread: small messages at once, large ones without holding up the sender, heartbeats while there is
+nothing else to say."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.transport.channel import Channel
 from isthmus.training.layout import TensorHeader, header_of, pack
 
@@ -57,3 +60,28 @@ class MessageSender:
 def headers_of(tensors: Mapping[str, Tensor]) -> tuple[TensorHeader, ...]:
     """The headers of a message that carries the mapping's tensors, in its order."""
     return tuple(header_of(name, t) for name, t in tensors.items())
+
+
+PER_TIMEOUT = 4
+"""Heartbeats in the time after which a silent party is lost."""
+
+
+class HeartbeatReceiver(Protocol):
+    """`SendLane` and `MessageSender` are."""
+
+    def put(self, message: Heartbeat, /) -> None: ...
+
+
+def start_heartbeats(
+    run: str, timeout_s: float, over: threading.Event, receivers: Callable[[], Iterable[HeartbeatReceiver]]
+) -> None:
+    """Send heartbeats of the run to `receivers()` until `over` is set, from a thread: a callback or a slow disk may
+    hold up the caller for long. `receivers` is called in that thread."""
+    heartbeat = Heartbeat(run=run)
+
+    def send() -> None:
+        while not over.wait(timeout_s / PER_TIMEOUT):
+            for sender in receivers():
+                sender.put(heartbeat)
+
+    threading.Thread(target=send, name="heartbeat", daemon=True).start()

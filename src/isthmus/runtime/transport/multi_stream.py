@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from isthmus.errors import PeerError
 from isthmus.fleet import Link
 from isthmus.runtime.identity import Party
-from isthmus.runtime.messages.relay import StreamHello
+from isthmus.runtime.messages.run import StreamHello
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.secure import Connection
 

@@ -19,11 +19,10 @@ from collections import defaultdict, deque
 
 from isthmus.errors import PeerError
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.relay import RelayConnect, RelayReady, RelayWait
-from isthmus.runtime.messages.run import Heartbeat
+from isthmus.runtime.messages.run import Heartbeat, RelayConnect, RelayReady, RelayWait
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.relay_status import RelayedLink
-from isthmus.runtime.transport.tcp_congestion import round_trip_s
+from isthmus.runtime.transport.tcp import round_trip_s
 
 COPY_BYTES = 1 << 18
 MOST_WAITING = 8

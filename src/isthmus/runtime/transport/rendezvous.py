@@ -12,12 +12,11 @@ import msgspec
 from isthmus.errors import PeerError
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.relay import RelayConnect, RelayReady, RelayWait, StreamHello
-from isthmus.runtime.messages.run import Heartbeat
+from isthmus.runtime.messages.run import Heartbeat, RelayConnect, RelayReady, RelayWait, StreamHello
 from isthmus.runtime.transport.channel import SocketChannel, connected, dial
-from isthmus.runtime.transport.connect_retries import until_reached
 from isthmus.runtime.transport.multi_stream import assembled
 from isthmus.runtime.transport.secure import secure_dialled
+from isthmus.runtime.transport.tcp import until_reached
 from isthmus.sanitize import MOST_SHOWN, sanitize
 
 DIRECT_S = 5.0

@@ -13,8 +13,7 @@ from typing import Protocol
 
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity import Identity, Party, party_of
-from isthmus.runtime.transport.connect_retries import HungUp
-from isthmus.runtime.transport.tcp_congestion import use_bbr
+from isthmus.runtime.transport.tcp import HungUp, use_bbr
 
 RECORD_BYTES = 1 << 14
 """The most that one TLS record holds."""

@@ -1,15 +1,26 @@
-"""A run's plans, one after another: what each predicted beside what was measured under it."""
+"""What plans predicted beside what was measured: a run's plans, one after another, and the memory that stages took."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
+from rich.console import RenderableType
+from rich.text import Text
 
-from isthmus.plans import PlanPeriod
-from isthmus.report.summary import ComparisonSummary, PlanComparison, comparison_summary, prediction_error
+from isthmus.plans import Plan, PlanPeriod, Stage
+from isthmus.protocol.memory_shortage import MemoryPeak
+from isthmus.report.summary import (
+    ComparisonSummary,
+    DeviceMemoryUse,
+    PlanComparison,
+    comparison_summary,
+    prediction_error,
+)
+from isthmus.report.tables import new_table, titled
 from isthmus.trace import Trace, steady_step_s, step_times
+from isthmus.units import format_size
 
 
 def during(trace: Trace, periods: Sequence[PlanPeriod], number: int) -> Trace:
@@ -66,3 +77,45 @@ def run_summary(predicted: Trace, measured: Trace, periods: Sequence[PlanPeriod]
     parts = during(predicted, periods, number), during(measured, periods, number)
     summary = comparison_summary(*parts, periods[number].plan)
     return msgspec.structs.replace(summary, plans=compared_periods(predicted, measured, periods))
+
+
+def memory_use(plan: Plan, peaks: Mapping[str, MemoryPeak]) -> tuple[DeviceMemoryUse, ...]:
+    """Predicted and measured memory of each device of the plan that reported its peak."""
+    found: dict[str, list[tuple[str, Stage]]] = {}
+    for number, replica in enumerate(plan.replicas):
+        for index, stage in enumerate(replica.workers):
+            name = str(index) if len(plan.replicas) == 1 else f"{number}.{index}"
+            found.setdefault(stage.device, []).append((name, stage))
+    return tuple(
+        DeviceMemoryUse(
+            device=device,
+            stages=tuple(name for name, _ in held),
+            predicted_bytes=sum(stage.memory.total for _, stage in held),
+            peak_bytes=peaks[device].size_bytes,
+            reserved_bytes=peaks[device].reserved_bytes,
+            resident=peaks[device].resident,
+        )
+        for device, held in found.items()
+        if device in peaks
+    )
+
+
+def memory_table(uses: Sequence[DeviceMemoryUse]) -> RenderableType:
+    """A row for each device: memory as predicted, and as its allocator counted it."""
+    numbers = ("predicted", "peak", "more or less", "reserved")
+    table = new_table(("device", "stages", *numbers), numbers)
+    for use in uses:
+        measured = (f"{use.excess:+.1%}", format_size(use.reserved_bytes))
+        table.add_row(
+            Text(use.device),
+            Text(", ".join(use.stages)),
+            Text(format_size(use.predicted_bytes)),
+            Text(format_size(use.peak_bytes) + "*" * use.resident),
+            *([""] * 2 if use.resident else measured),
+        )
+    captions = ["peak: in tensors; reserved: taken of the accelerator by torch's allocator"]
+    if any(use.resident for use in uses):
+        captions = captions * any(not use.resident for use in uses) + [
+            "* on the CPU, by how much the process's resident set grew: libraries, buffers and fragments with it"
+        ]
+    return titled("Memory of the devices", table, "\n".join(captions))

@@ -1,4 +1,5 @@
-"""Whether a stage that reads raw samples computes each by itself, tried on its own data before anything is sent.
+"""Before a stage's first micro-batch: it is compiled, where the job asks for it and a measurement says that it pays;
+and one that reads raw samples is tried on its own data, whether it computes each by itself.
 
 Shapes tell where samples are put together (`graph.mixing`); they do not tell where values keep their shape and depend
 on other samples all the same, as a softmax over them does, or lie at another sample's place. So one sample is exchanged
@@ -8,20 +9,71 @@ for another: nothing but its own values may change.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from isthmus.errors import UserError
+from isthmus.accelerators.copies import to_device
+from isthmus.errors import PeerError, UserError
 from isthmus.graph import Ref, StageGraph
 from isthmus.graph.mixing import sample_axis
-from isthmus.protocol.work import Item
+from isthmus.protocol import Item
 from isthmus.protocol.worker import StageView
-from isthmus.runtime.device.batches import Batches
+from isthmus.runtime.device.stage_data import Batches
 from isthmus.runtime.messages.assignment import Assignment
+from isthmus.training.compiled import compile_where_it_pays
+from isthmus.training.engine import Engine, TorchEngine
 from isthmus.training.program import Program
+
+LOOK_S = 0.1
+
+
+def compile_stage(
+    engine: Engine, assignment: Assignment, batches: Batches, outdated: Callable[[], bool]
+) -> tuple[str, ...]:
+    """Lines for people, if the job asks for it at all. PeerError as soon as the stage is `outdated`."""
+    if not assignment.engine.kernels.compile:
+        return ()
+    if not isinstance(engine, TorchEngine):
+        return ("not compiled: the ranks of an island compute operator by operator",)
+    columns = _columns(engine, assignment, batches)
+    return (unless_outdated(lambda: compile_where_it_pays(engine, columns).note, outdated),)
+
+
+def unless_outdated(act: Callable[[], str], outdated: Callable[[], bool]) -> str:
+    """What `act` gives. PeerError where that is of no use any more: to compile may take longer than the coordinator
+    waits for a device to stop, and cannot be ended, so that it goes on in a thread that nobody listens to."""
+    given: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+
+    def do() -> None:
+        try:
+            given.put(act())
+        except Exception as e:
+            given.put(e)
+
+    threading.Thread(target=do, name="compile", daemon=True).start()
+    while True:
+        try:
+            found = given.get(timeout=LOOK_S)
+        except queue.Empty:
+            if outdated():
+                raise PeerError("another plan was made while the stage was compiled") from None
+            continue
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def _columns(engine: TorchEngine, assignment: Assignment, batches: Batches) -> Mapping[Ref, Tensor]:
+    """Of the first micro-batch that this stage works on."""
+    item = Item(index=0, kind="train", step=0, micro_batches=assignment.engine.micro_batches)
+    found = batches.columns(assignment.train, item, next(iter(assignment.view.own(item)), 0))
+    return {ref: to_device(engine.accelerator, column) for ref, column in found.items()}
+
 
 CLOSE = 1e-4
 """Of the largest value: kernels may sum in another order, samples that mix differ by far more."""

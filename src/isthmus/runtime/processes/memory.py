@@ -1,4 +1,4 @@
-"""Memory that was freed stays with the process: new pages cost more than what is written to them.
+"""The memory of a process: a bound on it, where no other program is to lose its own, and freed pages, which stay.
 
 glibc gives large blocks back to the system at once, and the top of its heap when it has grown. A process that allocates
 the same vectors round after round then pays for zeroed pages every time (measured here: a copy of 45 MB into new pages
@@ -8,8 +8,34 @@ took 63 ms, over old ones 4 ms).
 from __future__ import annotations
 
 import ctypes
+import os
+import resource
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
+
+_STATUS = Path("/proc/self/status")
+
+
+def machine_memory_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def limit_memory(more_bytes: int) -> None:
+    """From now on this process can allocate so many bytes beyond what it has: then torch raises RuntimeError and Python
+    MemoryError, as for want of memory. Only Linux counts it so; elsewhere nothing changes.
+
+    What it can write is counted, and not all addresses: libraries reserve more of them than there is memory.
+    """
+    if not _STATUS.exists():
+        return
+    held_bytes = next(int(line.split()[1]) << 10 for line in _STATUS.read_text().splitlines() if "VmData" in line)
+    _, most_bytes = resource.getrlimit(resource.RLIMIT_DATA)
+    wanted_bytes = held_bytes + more_bytes
+    if most_bytes == resource.RLIM_INFINITY or wanted_bytes < most_bytes:
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted_bytes, wanted_bytes))
+
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 ANY_SIZE = 2**31 - 1
