@@ -13,7 +13,7 @@ def command_lines() -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            found[int(path.parent.name)] = path.read_bytes().decode(errors="replace").split("\0")
+            found[int(path.parent.name)] = path.read_bytes().decode(errors="replace").replace("\0", " ").split()
     return found
 
 
@@ -24,9 +24,8 @@ def processes_with(text: str) -> dict[int, list[str]]:
 
 def kill_agent(name: str) -> None:
     """At once, as when its machine loses power."""
-    pids = [
-        pid for pid, line in processes_with(name).items() if "join" in line and line[line.index("--name") + 1] == name
-    ]
+    agents = {pid: line for pid, line in processes_with(name).items() if "join" in line and "-c" not in line}
+    pids = [pid for pid, line in agents.items() if line[line.index("--name") + 1] == name]
     assert pids, f"no agent {name}"
     for pid in pids:
         os.kill(pid, signal.SIGKILL)

@@ -38,21 +38,22 @@ class ChildAgents:
         self._agents[agent.name] = _ChildAgent(agent, command, self._log)
 
     def states(self) -> Mapping[str, AgentState]:
-        return {name: _state(agent.poll()) for name, agent in self._agents.items()}
+        return {name: state_of(agent.poll()) for name, agent in self._agents.items()}
 
     def stop(self) -> None:
         """Each ends by itself once its input closes. What does not is killed, with its process group."""
-        end(self._agents.values())
+        _end(self._agents.values())
         self._agents.clear()
 
 
-def _state(code: int | None) -> AgentState:
+def state_of(code: int | None) -> AgentState:
+    """Of a process with this exit code; None while it runs."""
     if code is None:
         return AgentState.RUNNING
     return AgentState.LOST if code else AgentState.ENDED
 
 
-def end(agents: Collection[_ChildAgent]) -> None:
+def _end(agents: Collection[_ChildAgent]) -> None:
     for agent in agents:
         agent.close_input()
     wait_for_children(agents, GRACE_S)

@@ -10,8 +10,9 @@ from urllib.parse import quote
 
 import msgspec
 
-from isthmus.runtime.launchers.agent_command import agent_command
+from isthmus.runtime.launchers.agent_command import agent_command, join_arguments
 from isthmus.runtime.launchers.child_agents import ChildAgents
+from isthmus.runtime.launchers.forked_agents import ForkedAgents
 from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
 
 
@@ -26,7 +27,9 @@ class LocalLauncher:
     head = ""
 
     def __init__(self, options: LocalOptions) -> None:
-        self._agents: ChildAgents | None = None
+        self._agents: ForkedAgents | None = None
+        self._islands: ChildAgents | None = None
+        """torchrun starts them by itself."""
         self._folder = Path()
         self._started = 0
 
@@ -37,24 +40,29 @@ class LocalLauncher:
         return None
 
     def start(self, agents: Sequence[AgentSpec], folder: Path, log: Callable[[str, str], None]) -> None:
-        self._agents, self._folder = ChildAgents(log), folder / "local"
+        self._folder = folder / "local"
+        self._agents, self._islands = ForkedAgents(log), ChildAgents(log)
         for agent in agents:
-            self._start(agent, self._agents)
+            self.restart(agent)
 
     def states(self) -> Mapping[str, AgentState]:
-        return {} if self._agents is None else self._agents.states()
+        if self._agents is None or self._islands is None:
+            return {}
+        return {**self._agents.states(), **self._islands.states()}
 
     def restart(self, agent: AgentSpec) -> None:
-        assert self._agents is not None, "started before"
-        self._start(agent, self._agents)
+        """With a folder of its own: an agent that was revoked needs another key."""
+        assert self._agents is not None and self._islands is not None, "started before"
+        self._started += 1
+        folder = self._folder / f"{self._started}-{quote(agent.name, safe='')}"
+        state = ("--state", str(folder.absolute()), "--attached")
+        if agent.island:
+            self._islands.start(agent, agent_command(agent, sys.executable, *state))
+        else:
+            self._agents.start(agent, join_arguments(agent, *state))
 
     def stop(self) -> None:
-        if self._agents is not None:
+        if self._agents is not None and self._islands is not None:
             self._agents.stop()
+            self._islands.stop()
             shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _start(self, agent: AgentSpec, agents: ChildAgents) -> None:
-        """With a folder of its own: one that was revoked needs another key."""
-        self._started += 1
-        state = self._folder / f"{self._started}-{quote(agent.name, safe='')}"
-        agents.start(agent, agent_command(agent, sys.executable, "--state", str(state.absolute()), "--attached"))

@@ -24,7 +24,7 @@ MESSAGE_BYTES = 1 << 16
 
 
 class SpawnRequest(msgspec.Struct, frozen=True, tag=True):
-    """Launcher to fork server: fork a process of `isthmus.runtime.device.process`."""
+    """Launcher to fork server: fork a process with this command line."""
 
     number: int
     arguments: tuple[str, ...]
@@ -48,18 +48,25 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForkServer:
-    """The launcher's handle of a fork server process (`isthmus.runtime.device.fork_server`)."""
+    """The launcher's handle of a fork server process (`fork_service`)."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: int | None) -> None:
-        """`command` starts a Python interpreter, on the host or in a container or namespace. `log` is a descriptor for
-        the fork server's own standard error. UserError on systems other than Linux."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log: int | None,
+        module: str = "isthmus.runtime.device.fork_server",
+    ) -> None:
+        """`command` starts a Python interpreter, on the host or in a container or namespace; `module` calls
+        `serve_forks`. `log` is a descriptor for the fork server's own standard error. UserError on systems other than
+        Linux."""
         import_extra("setproctitle", "a device process")
         if not hasattr(os, "pidfd_open"):
             raise UserError("device processes: got a system without pidfd_open, expected Linux")
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [*command, "-m", "isthmus.runtime.device.fork_server"],
+                [*command, "-m", module],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=log,
@@ -156,6 +163,12 @@ class ForkedProcess:
 
     def signal(self, number: int) -> None:
         self._fork_server.signal(self._number, number)
+
+    def write(self, data: bytes) -> None:
+        """To its standard input; nothing where it has ended."""
+        if self._parent_pipe is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._parent_pipe, data)
 
     def let_go(self) -> None:
         parent_pipe, self._parent_pipe = self._parent_pipe, None
