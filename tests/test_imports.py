@@ -42,6 +42,7 @@ COMPONENTS = {
     "fusion": ("isthmus.planners",),
     "gpu": ("isthmus.cost.stage_costs", "isthmus.runtime.coordinator.stage_assignments"),  # bytes of states
     "joiner": ("isthmus.protocol", "isthmus.runtime"),  # a device that is held back, frame by frame
+    "launchers": ("isthmus.runtime.launchers", "isthmus.runtime.service"),  # agents without a run
     "placement_runs": ("isthmus.training",),  # the plain module beside the runs
     "reconstruction": ("isthmus.runtime.coordinator", "isthmus.training"),  # what an attacker sees of a stage
     "sky": ("isthmus.planners.network",),
