@@ -14,6 +14,7 @@ import numpy as np
 from isthmus.errors import PeerError
 from isthmus.federated import AlgorithmSpec, ClientTrainer, Server, TrainingTask, load_algorithm
 from isthmus.federated.admission import AdmissionRules
+from isthmus.federated.emulated_speed import Pacer
 from isthmus.federated.resident import Resident
 from isthmus.federated.site import Site
 from isthmus.federated.task_spec import TaskSpec
@@ -207,7 +208,7 @@ class _Run:
             take_part(channel, name, RUN, TIMEOUT_S, functools.partial(take, name, channel))
 
     def _as_executor(self, name: str, channel: SocketChannel, sender: MessageSender) -> None:
-        trainer = ClientTrainer(self._task, module(), self._data, None, lasts=self._lasts(name))
+        trainer = ClientTrainer(self._task, module(), self._data, None, pacer=Pacer(self._lasts(name)))
         sender.put(FromExecutor(run=RUN, body=ExecutorJoined()))
         Executor(trainer, channel, sender, RUN, TIMEOUT_S, 1).run()
 
@@ -215,7 +216,7 @@ class _Run:
         while (received := channel.receive(idle_s=TIMEOUT_S)) is not None and isinstance(received[0], Heartbeat):
             pass
         assert received is not None and isinstance(received[0], TaskMessage)
-        site = Site(self._task, module(), self._data, None, lasts=self._lasts(name))
+        site = Site(self._task, module(), self._data, None, pacer=Pacer(self._lasts(name)))
         samples = int(self._data.sizes[self._scenario.executors.index(name)])
         sender.put(FromExecutor(run=RUN, body=ExecutorJoined(samples=samples)))
         SiteExecutor(site, channel, sender, RUN, TIMEOUT_S, lambda _: None).run()

@@ -1,7 +1,8 @@
 """A federated job simulated: the coordinator and executors of a run on a virtual clock.
 
 What clients and rounds take is measured on this machine, by a few rounds of the job itself; how executors differ is the
-job's emulation. All other rounds are not trained, so a population of a million is a matter of seconds.
+job's emulation. Of a job with a fleet nothing is measured: times are those of the fleet's devices and links. All other
+rounds are not trained, so a population of a million is a matter of seconds.
 """
 
 from __future__ import annotations
@@ -12,23 +13,27 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from isthmus.data.clients import ClientData
 from isthmus.errors import UserError, unknown_name
+from isthmus.federated.client_costs import ClientCosts
 from isthmus.federated.cohorts import Cohorts
+from isthmus.federated.executor_fleet import ExecutorFleet, transfer_s
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import Deployment, FederatedJob, check_simulation, client_data, emulation, executors
-from isthmus.protocol.federated_messages import LinearFit
+from isthmus.protocol.federated_messages import NONE, LinearFit, PhaseId
 from isthmus.protocol.federated_participation import Participation
+from isthmus.runtime.federated.emulation import counted_costs
 from isthmus.runtime.federated.run import FederatedRun, coordinator_of
 from isthmus.runtime.federated.site_run import site_coordinator
 from isthmus.runtime.federated.sizing import with_executors
-from isthmus.simulator.federated import FederatedCosts, SimulatedRound, simulate_federated
+from isthmus.simulator.federated import FederatedCosts, MessageCosts, SimulatedRound, simulate_federated
 from isthmus.simulator.options import Fault
 
 MOST_ROUNDS, FEWEST_ROUNDS = 30, 3
@@ -38,17 +43,32 @@ CLIENTS_EACH = 5
 """Of an executor, in a round that is measured."""
 
 
+class SimulatedExecutor(msgspec.Struct, frozen=True, kw_only=True):
+    """An executor on a device of the job's fleet."""
+
+    device: str
+    seconds_per_sample: float
+    """In all epochs of the first pass."""
+    broadcast_s: float
+    """With the link's latency, as the next."""
+    sums_s: float
+
+
 class SimulatedRounds(NamedTuple):
     rounds: list[SimulatedRound]
     executors: int
     line: LinearFit
-    """Seconds of a client, as measured."""
+    """Seconds of a client as measured here, or the mean over the fleet's devices."""
     overhead_s: float
-    """Of a round, as measured."""
+    """Of a round as measured here; 0 with a fleet."""
+    fleet: str = ""
+    """As the job names it; empty where times were measured here."""
+    devices: tuple[SimulatedExecutor, ...] = ()
+    """With a fleet: of every executor."""
 
     def summary(self) -> dict[str, object]:
         """As JSON has it."""
-        return {
+        found: dict[str, object] = {
             "rounds": len(self.rounds),
             "executors": self.executors,
             "seconds_per_sample": self.line.seconds_per_sample,
@@ -60,23 +80,27 @@ class SimulatedRounds(NamedTuple):
             "late_updates": sum(len(r.record.stale) for r in self.rounds),
             "clients_missing": sum(len(r.record.missing) for r in self.rounds),
         }
+        return found | ({"fleet": self.fleet, "devices": msgspec.to_builtins(self.devices)} if self.fleet else {})
 
 
 def simulate_rounds(job: FederatedJob, faults: Sequence[Fault] = ()) -> SimulatedRounds:
-    """Measure a few rounds here, and simulate the run: over the sites of the job's deployment, if it has one, else over
-    executors. UserError for faults that no executor or site can have, PeerError where the run cannot go on."""
-    if job.scheme.per == "population":
+    """Simulate the run: over the sites of the job's deployment, if it has one, else over executors. Times are the
+    fleet's, if the job has one; else a few rounds are measured here. UserError for faults that no executor or site can
+    have, PeerError where the run cannot go on."""
+    if job.scheme.per == "population" and not job.fleet:
         raise UserError(f"execution.scheme: got {job.execution.scheme!r}, expected one with executors for many clients")
     check_simulation(job)
     data = client_data(job)
-    if job.deployment is None:
-        job = with_executors(job, data)
-        machine = coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, None)
-        emulated = [emulation(job, k) for k in range(len(machine.executors))]
-    else:
+    if job.deployment is not None:
         _check_sites(job.deployment, len(data.sizes))
         machine = site_coordinator(job, job.deployment, data.sizes.copy(), 0, None)
-        emulated = []
+        sites = tuple(data.sizes.tolist())
+    else:
+        job, sites = with_executors(job, data), ()
+        fleet = job.executor_fleet(executors(job, len(data.sizes)))
+        if fleet is not None:
+            return _on_fleet(job, data, fleet, faults)
+        machine = coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, None)
     struck = _struck(faults, machine.executors, may_return=job.deployment is not None)
     found = measured(job)
     costs = msgspec.structs.replace(
@@ -85,11 +109,65 @@ def simulate_rounds(job: FederatedJob, faults: Sequence[Fault] = ()) -> Simulate
         sums_s=found.overhead_s,
         noise=job.execution.noise,
         clients_per_vmap=found.clients_per_vmap,
-        factor=lambda k, phase: emulated[k].factor(phase.round) if emulated else 1.0,
-        sites=() if job.deployment is None else tuple(data.sizes.tolist()),
+        factor=_factor(job, 0 if sites else len(machine.executors)),
+        sites=sites,
     )
     rounds = simulate_federated(machine, costs, job.federated.seed)
     return SimulatedRounds(list(rounds), len(machine.executors), found.line, found.overhead_s)
+
+
+def _factor(job: FederatedJob, count: int) -> Callable[[int, PhaseId], float]:
+    """How much slower each of the executors is than its line says; sites are not emulated."""
+    emulated = [emulation(job, k) for k in range(count)]
+    return lambda k, phase: emulated[k].factor(phase.round) if emulated else 1.0
+
+
+def _on_fleet(job: FederatedJob, data: ClientData, fleet: ExecutorFleet, faults: Sequence[Fault]) -> SimulatedRounds:
+    """Nothing is measured. Client states move over the link between two executors; the coordinator's own work, and
+    what a device does besides products and convolutions, take no time."""
+    counted = counted_costs(job, data)
+    fleet.check_memory(counted.memory_bytes)
+    states = np.full(len(data.sizes), NONE, dtype=np.int32) if counted.state_bytes else None
+    machine = coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, states)
+    count = len(machine.executors)
+    lines = tuple(LinearFit(counted.passes[0].flops / fleet.flops_per_s(k), 0.0) for k in range(count))
+    share = [one.flops / counted.passes[0].flops for one in counted.passes]
+    slower = _factor(job, count)
+    costs = msgspec.structs.replace(
+        _struck(faults, machine.executors, may_return=False),
+        lines=lines,
+        noise=job.execution.noise,
+        clients_per_vmap=job.execution.clients_per_vmap or 1,
+        factor=lambda k, phase: slower(k, phase) * share[phase.number],
+        used=job.local.used,
+        messages=tuple(message_costs(fleet, k, counted) for k in range(count)),
+        moves_s=None if states is None else lambda a, b: fleet.between_s(a, b, counted.state_bytes),
+    )
+    rounds = simulate_federated(machine, costs, job.federated.seed)
+    devices = tuple(
+        SimulatedExecutor(
+            device=name,
+            seconds_per_sample=line.seconds_per_sample,
+            broadcast_s=message.to_s + message.broadcast_s[0],
+            sums_s=message.from_s + message.sums_s[0],
+        )
+        for name, line, message in zip(machine.executors, lines, costs.messages, strict=True)
+    )
+    mean = LinearFit(statistics.fmean(line.seconds_per_sample for line in lines), 0.0)
+    return SimulatedRounds(list(rounds), count, mean, 0.0, job.fleet, devices)
+
+
+def message_costs(fleet: ExecutorFleet, executor: int, counted: ClientCosts) -> MessageCosts:
+    """Of one executor, over the links between its device and the coordinator."""
+    incoming, outgoing = fleet.incoming(executor), fleet.outgoing(executor)
+    to_s, from_s = transfer_s(incoming, 0), transfer_s(outgoing, 0)
+    return MessageCosts(
+        to_s=to_s,
+        from_s=from_s,
+        broadcast_s=tuple(transfer_s(incoming, one.broadcast_bytes) - to_s for one in counted.passes),
+        sums_s=tuple(transfer_s(outgoing, one.sums_bytes) - from_s for one in counted.passes),
+        collected_s=tuple(transfer_s(outgoing, one.collected_bytes) - from_s for one in counted.passes),
+    )
 
 
 def _check_sites(deployment: Deployment, clients: int) -> None:

@@ -79,8 +79,8 @@ def simulate(
     """Run the plan on a virtual clock: the same machines as a real run, with modelled durations.
 
     Without --steps it simulates 4; with faults the whole run: when each is detected, how the run recovers, its new
-    plans. Of a job with a table [federated]: its rounds, with clients' times as measured on this machine; faults are
-    of its sites or of executor-0, executor-1, ...
+    plans. Of a job with a table [federated]: its rounds, with clients' times by its fleet or as measured here;
+    faults are of its sites, of its fleet's devices or of executor-0, executor-1, ...
     """
     api.output.check_folder("--picture", picture)
     faults = api.fault_simulation.read_faults(struck.given)
@@ -230,4 +230,4 @@ def _verify(job: isthmus.Job, document: Path, *, bound_unchecked: bool, json: bo
 
 
 def _simulate_rounds(found: api.federated_simulation.SimulatedRounds, *, json: bool) -> None:
-    show(found.summary(), lambda: api.output.simulated_table(found.rounds, found.line), json=json)
+    show(found.summary(), lambda: api.output.simulated_table(found.rounds, found.line, found.fleet), json=json)

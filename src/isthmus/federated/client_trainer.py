@@ -52,20 +52,20 @@ class ClientTrainer:
         data: ClientData,
         states: States | None,
         *,
-        lasts: Callable[[float, int], float] = lambda seconds, _: seconds,
+        pacer: Pacer | None = None,
         admit: Callable[[ClientUpdate], ClientUpdate] | None = None,
         log: Callable[[str], None] = lambda _: None,
         accelerator: Accelerator = HOST,
     ) -> None:
-        """`states` is None for algorithms that keep nothing. `lasts(seconds, round)` is how long training that took
-        `seconds` of a core lasts on an emulated executor; `admit` refuses an update (PeerError) or clips it; `log` is
+        """`states` is None for algorithms that keep nothing. `pacer` makes an executor as slow as an emulated one;
+        `admit` refuses an update (PeerError) or clips it; `log` is
         told of states that are lost."""
         self.resident = Resident(module, accelerator)
         self._accelerator = accelerator
         self._work = work
         self._data = data
         self._states = states
-        self._pacer = Pacer(lasts)
+        self._pacer = pacer or Pacer(lambda seconds, _: seconds)
         self._admit = admit
         self._log = log
         self._passes: Sequence[Pass] = work.algorithm.passes
@@ -135,7 +135,8 @@ class ClientTrainer:
     def open(self, opening: PhaseSetup, broadcast: Mapping[str, Tensor]) -> None:
         """A phase begins; what is left of another one is dropped."""
         self._phase_id = opening.phase
-        self._pacer.open(opening.phase.round)
+        self._pacer.received(lambda: sum(value.nbytes for value in broadcast.values()))
+        self._pacer.open(opening.phase.round, opening.phase.number)
         self._broadcast, self._past = without_stale_models(all_to_device(self._accelerator, broadcast))
         self._scale = (opening.samples, opening.clients)
         self.clear()
@@ -162,7 +163,7 @@ class ClientTrainer:
             except PeerError as e:
                 refused.append(refusal_of(task.client, e))
                 continue
-            timed.append(self._timed(task, self._pacer.end(), state))
+            timed.append(self._timed(task, self._pacer.end(task.samples), state))
         return tuple(timed), tuple(refused)
 
     def _train_one(self, task: ClientTask) -> int:
@@ -232,7 +233,7 @@ class ClientTrainer:
         with users_code(f"{len(tasks)} clients together"):
             update = self._returned(broadcast, lambda one: one.client(local, broadcast, states))
         taken, refused = self._take_in_rows(tasks, _first(_of_rows(update, len(rows)), len(tasks)))
-        each_s = self._pacer.end() / len(tasks)
+        each_s = self._pacer.end(sum(task.samples for task in tasks)) / len(tasks)
         if compare:
             self._compared.add(self._phase_id.number)
             alone = self._update_of(tasks[0], before)
@@ -283,7 +284,9 @@ class ClientTrainer:
             self._states.expect(task.state for task in tasks if task.state != NONE)
 
     def hand_over(self) -> None:
-        """What was kept is where other executors read it. Call it before anybody learns of it."""
+        """What was kept is where other executors read it. Call it before anybody learns of it, and before the sums are
+        sent."""
+        self._pacer.sends(lambda: sum(value.nbytes for value in self.partial.tensors().values()))
         if self._states is not None:
             self._states.flush()
 

@@ -34,6 +34,7 @@ from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
 from isthmus.federated.emulated_speed import SpeedEmulation
 from isthmus.federated.evaluation import Evaluator
+from isthmus.federated.executor_fleet import ExecutorFleet, executor_fleet
 from isthmus.federated.local import LocalConfig
 from isthmus.federated.privacy import Guarantee, Privacy, Private, guarantee
 from isthmus.federated.resident import Resident
@@ -158,6 +159,10 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Central differential privacy; without this table updates are not noised."""
     execution: Execution = Execution()
     """Where simulated clients train."""
+    fleet: str = ""
+    """Emulation: a built-in fleet or a path to a fleet TOML, whose devices are the executors."""
+    coordinator: str = ""
+    """Of that fleet: the device on whose machine the coordinator is; the first one, if not given."""
     deployment: Deployment | None = None
     """Real sites in place of simulated clients."""
     run_dir: str = "runs"
@@ -172,6 +177,10 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def scheme(self) -> Scheme:
         """How executors get clients."""
         return scheme(self.execution.scheme)
+
+    def executor_fleet(self, executors: int) -> ExecutorFleet | None:
+        """The emulated fleet with so many executors, 0 for one on each device; None without a fleet. UserError."""
+        return executor_fleet(self.fleet, self.coordinator, executors) if self.fleet else None
 
     @property
     def timeout_s(self) -> float:
@@ -235,6 +244,18 @@ def check(job: FederatedJob) -> None:
             raise UserError(f"{field}: got {seconds:g} s, expected at least 1 s")
     if job.execution.planner and job.execution.planner not in cohort_names():
         raise unknown_name("execution.planner", job.execution.planner, cohort_names())
+    check_emulation(job)
+
+
+def check_emulation(job: FederatedJob) -> None:
+    """UserError for executors that cannot be emulated as the job says."""
+    if job.coordinator and not job.fleet:
+        raise UserError(f"coordinator: got {job.coordinator!r} without a fleet, expected none")
+    if job.fleet and (eta := job.execution.slow_down):
+        raise UserError(f"execution.slow_down: got {len(eta)} numbers beside fleet {job.fleet!r}, expected one of them")
+    if job.fleet and job.deployment is not None:
+        raise UserError(f"fleet: got {job.fleet!r} beside [deployment], whose sites are real: expected one of them")
+    job.executor_fleet(job.execution.executors if job.scheme.per == "given" and job.scheme.processes else 1)
     if job.scheme.per != "given" and job.execution.slow_down:
         raise UserError(
             f"execution.slow_down: got {len(job.execution.slow_down)} numbers for scheme {job.execution.scheme!r}, "

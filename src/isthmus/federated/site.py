@@ -19,6 +19,7 @@ from isthmus.data.dataset import ColumnSpec, Dataset, batch_of_round, joined
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import ClientUpdate
 from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
+from isthmus.federated.emulated_speed import Pacer
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import Rows, StateLost
 from isthmus.protocol.federated_messages import (
@@ -143,12 +144,12 @@ class Site(ClientTrainer):
         data: ClientData,
         states: SiteStates | None,
         *,
-        lasts: Callable[[float, int], float] = lambda seconds, _: seconds,
+        pacer: Pacer | None = None,
         log: Callable[[str], None] = lambda _: None,
         accelerator: Accelerator = HOST,
     ) -> None:
         """As a client trainer's."""
-        super().__init__(work, module, data, states, lasts=lasts, log=log, accelerator=accelerator)
+        super().__init__(work, module, data, states, pacer=pacer, log=log, accelerator=accelerator)
         self._own_states = states
 
     def open(self, opening: PhaseSetup, broadcast: Mapping[str, Tensor]) -> None:

@@ -170,8 +170,8 @@ _ENDS: Mapping[Why, str] = {"all": "the last client", "quorum": "the quorum", "d
 """What closed a round."""
 
 
-def simulated_table(rounds: Sequence[SimulatedRound], line: LinearFit) -> RenderableType:
-    """What the virtual clock said: one row per figure."""
+def simulated_table(rounds: Sequence[SimulatedRound], line: LinearFit, fleet: str = "") -> RenderableType:
+    """What the virtual clock said: one row per figure. `line` is of this machine, or the mean over the fleet."""
     table: Table = new_table(("", "median", "least", "most"), ("median", "least", "most"))
     steady = rounds[1:] or rounds
     busy = [float(r.busy_s.sum() / (len(r.busy_s) * r.seconds)) if r.seconds else 0.0 for r in steady]
@@ -192,7 +192,8 @@ def simulated_table(rounds: Sequence[SimulatedRound], line: LinearFit) -> Render
         if known:
             table.add_row(Text(name), *(Text(shown(f(known))) for f in (statistics.median, min, max)))
     throughput = f"{format_duration(line.seconds_per_sample)} a sample and {format_duration(line.fixed_s)} a client"
+    where = f"on fleet {sanitize(fleet)}, by its figures, on average" if fleet else "on this machine"
     total = format_duration(sum(r.seconds for r in rounds))
     counted: Counter[Why] = Counter(r.record.closed_by for r in rounds)
     ends = ", ".join(f"{count} by {_ENDS[why]}" for why, count in counted.most_common())
-    return titled(f"{len(rounds)} simulated rounds ({ends}), {total} in all; on this machine {throughput}", table)
+    return titled(f"{len(rounds)} simulated rounds ({ends}), {total} in all; {where} {throughput}", table)

@@ -26,6 +26,7 @@ from isthmus.protocol.federated_events import (
 )
 from isthmus.protocol.federated_executor import ExecutorMachine
 from isthmus.protocol.federated_messages import (
+    NONE,
     ClientTask,
     ClientTime,
     ExecutorDrained,
@@ -39,6 +40,21 @@ from isthmus.protocol.federated_messages import (
 )
 from isthmus.protocol.machine import FromDevice
 from isthmus.simulator.clock import VirtualClock
+
+
+class MessageCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one executor's messages. What has values is given by pass."""
+
+    to_s: float = 0.0
+    """Latency of a message to the executor."""
+    from_s: float = 0.0
+    """Latency of its own messages."""
+    broadcast_s: tuple[float, ...] = (0.0,)
+    """The broadcast's bytes, after the latency."""
+    sums_s: tuple[float, ...] = (0.0,)
+    """The sums' bytes, after the latency."""
+    collected_s: tuple[float, ...] = (0.0,)
+    """Besides, for each client in a message with sums: values that are collected."""
 
 
 class FederatedCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,10 +72,17 @@ class FederatedCosts(msgspec.Struct, frozen=True, kw_only=True):
     """From a phase's opening until an executor has the model."""
     sums_s: float = 0.0
     """Until the coordinator has an executor's sums."""
+    messages: tuple[MessageCosts, ...] = ()
+    """Of every executor by itself, in place of the three figures above."""
     clients_per_vmap: int = 1
     """Clients of equal numbers of samples that are trained as one."""
     factor: Callable[[int, PhaseId], float] = lambda executor, phase: 1.0
     """(executor, phase) -> how much slower it is then."""
+    used: Callable[[int], int] = lambda samples: samples
+    """Of so many samples of a client, those that are trained on."""
+    moves_s: Callable[[int, int], float] | None = None
+    """(executor, executor) -> seconds of a client's state from the one that keeps it to the one that trains the client;
+    None where no states move."""
     sites: tuple[int, ...] = ()
     """Samples of each executor's only client, which has the executor's number; empty: executors have all clients."""
     losses: tuple[tuple[int, float], ...] = ()
@@ -102,6 +125,15 @@ class _RoundsSimulation:
         self._costs = costs
         self._clock = VirtualClock(seed)
         self._draws = np.random.default_rng(seed)
+        passes = machine.rules.passes
+        every = MessageCosts(
+            to_s=costs.latency_s,
+            from_s=costs.latency_s,
+            broadcast_s=(costs.broadcast_s,) * passes,
+            sums_s=(costs.sums_s,) * passes,
+            collected_s=(0.0,) * passes,
+        )
+        self._messages = costs.messages or (every,) * len(machine.executors)
         self._noise: deque[float] = deque()
         self._numbers = {name: number for number, name in enumerate(machine.executors)}
         self._executors: dict[str, _SimulatedExecutor] = {}
@@ -160,7 +192,8 @@ class _RoundsSimulation:
             match instruction:
                 case Notify(executor=executor, body=PhaseOpened() as body):
                     opened = True
-                    self._later(self._costs.broadcast_s, executor, body)
+                    costs = self._messages[self._numbers[executor]]
+                    self._later(costs.broadcast_s[body.opening.phase.number], executor, body)
                 case Notify(executor=executor, body=body):
                     self._later(0.0, executor, body)
                 case CommitRound(record=record):
@@ -182,7 +215,7 @@ class _RoundsSimulation:
         return SimulatedRound(record=record, seconds=self._clock.now_s - self._opened_s, busy_s=busy_s)
 
     def _later(self, seconds: float, name: str, event: ExecutorEvent) -> None:
-        due_s = self._clock.now_s + self._costs.latency_s + seconds
+        due_s = self._clock.now_s + self._messages[self._numbers[name]].to_s + seconds
         self._clock.at(due_s, name, partial(self._hear, self._executors[name], event))
 
     # Executors
@@ -203,8 +236,10 @@ class _RoundsSimulation:
     def _act(self, executor: _SimulatedExecutor) -> None:
         while executor.due and not executor.trains:
             match executor.due.popleft():
-                case SumsSent() as sums:
-                    self._tell(self._costs.sums_s, executor.name, sums)
+                case SumsSent(phase=phase, timed=timed) as sums:
+                    costs, number = self._messages[executor.number], phase.number
+                    values_s = costs.sums_s[number] + len(timed) * costs.collected_s[number] if timed else 0.0
+                    self._tell(values_s, executor.name, sums)
                 case TrainTasks(phase=phase) if not executor.machine.works_for(phase):
                     self._hear(executor, TasksTrained(phase=phase, timed=()))
                 case TrainTasks(phase=phase, tasks=tasks):
@@ -219,14 +254,26 @@ class _RoundsSimulation:
         self._hear(executor, done)
 
     def _tell(self, seconds: float, executor: str, report: PhaseReport) -> None:
-        due_s = self._clock.now_s + self._costs.latency_s + seconds
+        due_s = self._clock.now_s + self._messages[self._numbers[executor]].from_s + seconds
         self._clock.at(due_s, f"from {executor}", partial(self._decide, FromDevice(executor, report)))
 
     def _train(self, number: int, phase: PhaseId, tasks: Sequence[ClientTask]) -> tuple[ClientTime, ...]:
         line, factor = self._costs.lines[number], self._costs.factor(number, phase)
         slow = [slow for who, since_s, slow in self._costs.slows if who == number and since_s <= self._clock.now_s]
         factor *= slow[-1] if slow else 1.0
-        return tuple(ClientTime(t.client, t.samples, line.seconds(t.samples) * factor * self._jitter()) for t in tasks)
+        used, moves = self._costs.used, self._costs.moves_s is not None
+
+        def timed(task: ClientTask) -> ClientTime:
+            seconds = self._moved_s(task, number) + line.seconds(used(task.samples)) * factor * self._jitter()
+            return ClientTime(task.client, task.samples, seconds, number if moves else NONE)
+
+        return tuple(timed(task) for task in tasks)
+
+    def _moved_s(self, task: ClientTask, number: int) -> float:
+        """A state's number is that of the executor that keeps it."""
+        if self._costs.moves_s is None or task.state in (NONE, number):
+            return 0.0
+        return self._costs.moves_s(task.state, number)
 
     def _jitter(self) -> float:
         sigma = self._costs.noise

@@ -27,7 +27,6 @@ from isthmus.federated.job import (
     build,
     check_staleness,
     client_data,
-    emulation,
     evaluator,
     executors,
     identity,
@@ -42,6 +41,7 @@ from isthmus.federated.states import StateStore
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import FinishRounds, RoundRecord
 from isthmus.protocol.federated_throughput import ThroughputModel
+from isthmus.runtime.federated.emulation import pacers
 from isthmus.runtime.federated.executor import serve
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended
 from isthmus.runtime.federated.round_store import RoundResult, RoundStore
@@ -72,7 +72,8 @@ def coordinator_of(
         rules = msgspec.structs.replace(
             rules, needed=needed, at_work=at_work, quorum=1.0, staleness=job.participation.staleness
         )
-    names = [f"executor-{number}" for number in range(count)]
+    fleet = job.executor_fleet(count)
+    names = [f"executor-{number}" for number in range(count)] if fleet is None else fleet.names
     throughput = ThroughputModel(count, window_rounds=job.execution.window_rounds)
     own = {name: number for number, name in enumerate(names)} if scheme.per == "population" else {}
     return FederatedCoordinator(
@@ -108,6 +109,7 @@ class FederatedRun:
         self._state_form = None if first is None else StateForm(first)
         cohorts = Cohorts(job, self.data.sizes)
         self.machine = coordinator_of(job, self.data.sizes, cohorts, self.store.first_round, self.store.states)
+        self._pacer = pacers(job, self.data, len(self.machine.executors))
         personal = is_personal(self._algorithm, self.server.values["model"])
         self.store.evaluator = evaluator(job, self.data, personal=personal)
         if personal and (states := self._states(0)) is not None:
@@ -141,7 +143,7 @@ class FederatedRun:
             self._resident.module,
             self.data,
             self._states(number),
-            lasts=emulation(job, number).clock(),
+            pacer=self._pacer(number),
             admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds),
             log=_log,
             accelerator=accelerator_of(job, number),

@@ -19,7 +19,7 @@ from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.federated.admission import first_state
 from isthmus.federated.algorithms import load_algorithm
 from isthmus.federated.client_trainer import TrainingTask
-from isthmus.federated.emulated_speed import SpeedEmulation
+from isthmus.federated.emulated_speed import Pacer, SpeedEmulation
 from isthmus.federated.resident import Resident
 from isthmus.federated.site import OwnData, Site, SiteStates
 from isthmus.federated.state_form import StateForm
@@ -191,7 +191,7 @@ class SiteRunner:
             module,
             self._data,
             states,
-            lasts=SpeedEmulation(eta=self._config.slow_down).clock(),
+            pacer=Pacer(SpeedEmulation(eta=self._config.slow_down).clock()),
             log=self._log,
             accelerator=self._accelerator,
         )

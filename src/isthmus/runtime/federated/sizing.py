@@ -57,8 +57,10 @@ def sized(job: FederatedJob, data: ClientData, before: Path | None = None) -> Fe
 
 
 def with_executors(job: FederatedJob, data: ClientData) -> FederatedJob:
-    """The job with a number of executors in place of 0: as many as memory and cores hold, and as train faster
-    together."""
+    """The job with a number of executors in place of 0: one on each device of its fleet; without a fleet as many as
+    memory and cores hold, and as train faster together."""
+    if not job.execution.executors and (fleet := job.executor_fleet(0)) is not None:
+        return _with(job, executors=len(fleet.devices))
     return job if job.execution.executors else _with(job, executors=_measured_executors(job, data))
 
 
