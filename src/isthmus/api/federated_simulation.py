@@ -83,10 +83,15 @@ class SimulatedRounds(NamedTuple):
         return found | ({"fleet": self.fleet, "devices": msgspec.to_builtins(self.devices)} if self.fleet else {})
 
 
-def simulate_rounds(job: FederatedJob, faults: Sequence[Fault] = ()) -> SimulatedRounds:
-    """Simulate the run: over the sites of the job's deployment, if it has one, else over executors. Times are the
-    fleet's, if the job has one; else a few rounds are measured here. UserError for faults that no executor or site can
-    have, PeerError where the run cannot go on."""
+def simulate_rounds(
+    job: FederatedJob, faults: Sequence[Fault] = (), counted: ClientCosts | None = None
+) -> SimulatedRounds:
+    """Simulate the run: over the sites of the job's deployment, if it has one, else over executors.
+
+    Times are the fleet's, if the job has one; else a few rounds are measured here. `counted` are a client's costs on
+    the fleet where they are known already: of this model, algorithm and local training.
+    UserError for faults that no executor or site can have, PeerError where the run cannot go on.
+    """
     if job.scheme.per == "population" and not job.fleet:
         raise UserError(f"execution.scheme: got {job.execution.scheme!r}, expected one with executors for many clients")
     check_simulation(job)
@@ -99,7 +104,7 @@ def simulate_rounds(job: FederatedJob, faults: Sequence[Fault] = ()) -> Simulate
         job, sites = with_executors(job, data), ()
         fleet = job.executor_fleet(executors(job, len(data.sizes)))
         if fleet is not None:
-            return _on_fleet(job, data, fleet, faults)
+            return _on_fleet(job, data, fleet, faults, counted or counted_costs(job, data))
         machine = coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, None)
     struck = _struck(faults, machine.executors, may_return=job.deployment is not None)
     found = measured(job)
@@ -122,10 +127,11 @@ def _factor(job: FederatedJob, count: int) -> Callable[[int, PhaseId], float]:
     return lambda k, phase: emulated[k].factor(phase.round) if emulated else 1.0
 
 
-def _on_fleet(job: FederatedJob, data: ClientData, fleet: ExecutorFleet, faults: Sequence[Fault]) -> SimulatedRounds:
+def _on_fleet(
+    job: FederatedJob, data: ClientData, fleet: ExecutorFleet, faults: Sequence[Fault], counted: ClientCosts
+) -> SimulatedRounds:
     """Nothing is measured. Client states move over the link between two executors; the coordinator's own work, and
     what a device does besides products and convolutions, take no time."""
-    counted = counted_costs(job, data)
     fleet.check_memory(counted.memory_bytes)
     states = np.full(len(data.sizes), NONE, dtype=np.int32) if counted.state_bytes else None
     machine = coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, states)
