@@ -138,7 +138,8 @@ class _ActorHere:
         except ray.exceptions.RayError as e:
             log(name, " ".join(str(e).split()))
             self.state = AgentState.LOST
-        ray.kill(self._actor)
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self._actor)
 
     def end(self) -> ObjectRef[None]:
         return self._actor.end.remote()
