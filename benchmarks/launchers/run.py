@@ -6,17 +6,20 @@ python benchmarks/launchers/run.py [--agents 100] [--json PATH]
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import msgspec
-from benchmarks.harness import machine, options_of, write_figures
 
 from isthmus.runtime.launchers.launcher import AgentSpec
 from isthmus.runtime.launchers.registry import open_launcher
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.fleet_state import FleetState
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
 
 FIGURES = Path(__file__).parent / "results" / "join.json"
 LIMIT_S = 600.0
