@@ -27,8 +27,16 @@ from isthmus.federated.resident import Resident
 from isthmus.models import MLP, MLPConfig
 from isthmus.protocol.federated_buffer import Buffer
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
-from isthmus.protocol.federated_events import FinishRounds, RoundRecord
+from isthmus.protocol.federated_events import (
+    CoordinatorEvent,
+    CoordinatorInstruction,
+    FinishRounds,
+    PlanRound,
+    RoundPlanned,
+    RoundRecord,
+)
 from isthmus.protocol.federated_participation import Participation, cohort
+from isthmus.protocol.federated_planning import plan_round
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
 from tests.federated.twins import BATCH, EPOCHS, ETA, SEED
@@ -143,3 +151,16 @@ class Run:
     @property
     def model(self) -> Tensor:
         return self.server.values["model"]
+
+
+class Planned(FederatedCoordinator):
+    """The machine with a host that answers its questions for schedules, and has nothing else to do."""
+
+    def handle(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
+        out: list[CoordinatorInstruction] = []
+        for instruction in super().handle(event):
+            if isinstance(instruction, PlanRound):
+                out += self.handle(RoundPlanned(plan_round(instruction.problem)))
+            else:
+                out.append(instruction)
+        return out

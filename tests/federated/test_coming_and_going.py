@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from isthmus.protocol.federated_coordinator import FederatedCoordinator, Waiting
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
     CommitRound,
     CoordinatorInstruction,
@@ -28,7 +28,7 @@ from isthmus.protocol.federated_messages import (
     SumsSent,
     UpdateRefused,
 )
-from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules
+from isthmus.protocol.federated_rules import ExecutorChurn, RoundRules, Waiting
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.protocol.machine import FromDevice
 

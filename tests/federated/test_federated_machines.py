@@ -44,10 +44,12 @@ from isthmus.protocol.federated_messages import (
     TasksRecalled,
     TasksReturned,
 )
+from isthmus.protocol.federated_planning import plan_round
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_scheduler import ClientScheduler
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.protocol.machine import FromDevice
+from tests.federated.populations import Planned
 
 TURN = PhaseId(0)
 SIZES = np.array([40, 30, 20, 10])
@@ -130,7 +132,7 @@ def coordinator(executors: int = 2, keeps: bool = False, **rules: object) -> Fed
     options = {"rounds": 2, "needed": 4, "steals": False} | rules
     throughput = ThroughputModel(executors, window_rounds=5)
     states = np.full(len(SIZES), NONE, dtype=np.int32) if keeps else None
-    return FederatedCoordinator(names, RoundRules(**options), SIZES, lambda r: np.arange(4), throughput, states=states)
+    return Planned(names, RoundRules(**options), SIZES, lambda r: np.arange(4), throughput, states=states)
 
 
 def start(machine: FederatedCoordinator) -> dict[str, list[int]]:
@@ -431,7 +433,7 @@ def test_executors_with_a_client_of_their_own_train_only_that() -> None:
     names = ["e0", "e1", "e2"]
     rules = RoundRules(rounds=1, needed=2)
     throughput, clients = ThroughputModel(3, window_rounds=5), {name: client for client, name in enumerate(names)}
-    machine = FederatedCoordinator(names, rules, SIZES, lambda r: np.array([0, 2]), throughput, clients=clients)
+    machine = Planned(names, rules, SIZES, lambda r: np.array([0, 2]), throughput, clients=clients)
     assert start(machine) == {"e0": [0], "e2": [2]}
     machine.handle(ExecutorLost(executor="e0", reason="killed"))
     (commit,) = (i for i in machine.handle(summed("e2", 2)) if isinstance(i, CommitRound))
@@ -442,11 +444,11 @@ def test_a_schedule_that_was_made_by_sizes_says_nothing_of_seconds() -> None:
     throughput = ThroughputModel(1, window_rounds=5)
     sizes, everybody = np.array([4, 3, 2, 1]), np.arange(4)
     scheduler = ClientScheduler(["e0"], RoundRules(rounds=3), sizes, throughput, None, {})
-    scheduler.plan_ahead(1, everybody, ["e0"])
+    scheduler.take(plan_round(scheduler.ask(1, everybody, ["e0"])))
     throughput.record(0, 0, [ClientTime(client, int(size), 0.1 * int(size)) for client, size in enumerate(sizes)])
-    assert throughput.known and scheduler.assignment(1, everybody, ["e0"]).schedule is None, "it was made before"
-    scheduler.plan_ahead(2, everybody, ["e0"])
-    schedule = scheduler.assignment(2, everybody, ["e0"]).schedule
+    assert throughput.known and scheduler.assignment(everybody, ["e0"]).schedule is None, "it was made before"
+    scheduler.take(plan_round(scheduler.ask(2, everybody, ["e0"])))
+    schedule = scheduler.assignment(everybody, ["e0"]).schedule
     assert schedule is not None and schedule.makespan_s == pytest.approx(1.0)
 
 

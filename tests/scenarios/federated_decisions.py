@@ -1,7 +1,7 @@
 """What a federated coordinator decided, event by event, so that a simulation and a run can be compared.
 
-Left out are ticks without a consequence. Put in order is what arrives in any order: events of one kind from several
-executors, and instructions of one kind to them.
+Left out are ticks and the host's own events without a consequence. Put in order is what arrives in any order: events of
+one kind from several executors, and instructions of one kind to them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from isthmus.protocol.federated_events import (
     ExecutorLost,
     FinishRounds,
     Notify,
+    PhaseUnderWay,
+    PlanRound,
+    RoundPlanned,
     RoundRecord,
     Tick,
 )
@@ -49,6 +52,8 @@ def _words(instruction: CoordinatorInstruction) -> str:
             return f"TasksGranted {executor} {_numbers([t.client for t in tasks])}"
         case Notify(executor=executor, body=body):
             return f"{type(body).__name__} {executor}"
+        case PlanRound(round=round_):
+            return f"PlanRound {round_}"
         case CommitRound(record=record):
             return _committed(record)
         case FinishRounds(outcome=outcome):
@@ -69,7 +74,7 @@ class Recorded(FederatedCoordinator):
         out = super().handle(event)
         told = tuple(_words(i) for i in out)
         with self._heard:
-            if told or not isinstance(event, Tick):
+            if told or not isinstance(event, Tick | PhaseUnderWay | RoundPlanned):
                 self._found.append((_name(event), _executor(event), told))
             self._heard.notify_all()
         return out

@@ -18,7 +18,9 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
             rules=RoundRules(rounds=2, deadline_s=DEADLINE_S, steals=False),
             slow={("c", 0): NEVER},
         ),
-        "ExecutorJoined a,b,c: PhaseOpened 0.0 a 5,6,8; PhaseOpened 0.0 b 1,2,3; PhaseOpened 0.0 c 0,4,7\n"
+        "ExecutorJoined a,b,c: PlanRound 0\n"
+        "RoundPlanned: PhaseOpened 0.0 a 5,6,8; PhaseOpened 0.0 b 1,2,3; PhaseOpened 0.0 c 0,4,7\n"
+        "PhaseUnderWay: PlanRound 1\n"
         "SumsSent a,b: MergeSums a; MergeSums b\n"
         "Tick: PhaseDropped c; UpdateServer; CommitRound 0 by deadline of 1,2,3,5,6,8 without 0,4,7; "
         "PhaseOpened 1.0 a 5,6,8; PhaseOpened 1.0 b 1,2,3; PhaseOpened 1.0 c 0,4,7\n"
@@ -61,7 +63,8 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
     ),
     "clients are stolen": (
         Scenario(executors="ab", rules=RoundRules(rounds=1), slow={("b", 0): Slow("SumsSent a", 5.0)}),
-        "ExecutorJoined a,b: PhaseOpened 0.0 a 0,1,4,5,8; PhaseOpened 0.0 b 2,3,6,7\n"
+        "ExecutorJoined a,b: PlanRound 0\n"
+        "RoundPlanned: PhaseOpened 0.0 a 0,1,4,5,8; PhaseOpened 0.0 b 2,3,6,7\n"
         "ExecutorDrained a: TasksRecalled b\n"
         "TasksReturned 3,6 b: TasksGranted a 3,6\n"
         "ExecutorDrained a: TasksRecalled b\n"
@@ -79,10 +82,14 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
             slow={("b", 0): NEVER, ("a", 0): Slow("ExecutorLost b", 2.0)},
             departs=Departure("b", "PhaseOpened 0.0 b", 1.0),
         ),
-        "ExecutorJoined a,b: PhaseOpened 0.0 a 0,1,4,5,8; PhaseOpened 0.0 b 2,3,6,7\n"
+        "ExecutorJoined a,b: PlanRound 0\n"
+        "RoundPlanned: PhaseOpened 0.0 a 0,1,4,5,8; PhaseOpened 0.0 b 2,3,6,7\n"
+        "PhaseUnderWay: PlanRound 1\n"
         "ExecutorLost b: TasksGranted a 2,3,6,7\n"
         "SumsSent a: MergeSums a; UpdateServer; CommitRound 0 by all of 0,1,2,3,4,5,6,7,8; "
-        "PhaseOpened 1.0 a 0,1,2,3,4,5,6,7,8; MergeSums a; UpdateServer; "
+        "PlanRound 1\n"
+        "RoundPlanned: PhaseOpened 1.0 a 0,1,2,3,4,5,6,7,8\n"
+        "SumsSent a: MergeSums a; UpdateServer; "
         "CommitRound 1 by all of 0,1,2,3,4,5,6,7,8; Halt; FinishRounds done",
     ),
     "a site leaves and is back": (

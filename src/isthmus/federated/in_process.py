@@ -25,6 +25,8 @@ from isthmus.protocol.federated_events import (
     IgnoreSums,
     MergeSums,
     Notify,
+    PlanRound,
+    RoundPlanned,
     RoundRecord,
     RunInterrupted,
     StopExecutor,
@@ -41,6 +43,7 @@ from isthmus.protocol.federated_messages import (
     SumsSent,
     TasksReturned,
 )
+from isthmus.protocol.federated_planning import plan_round
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_messages import Halt
 
@@ -155,6 +158,8 @@ class InProcess:
                     if isinstance(body, PhaseOpened):
                         self.server.open(body.opening)
                     self._slots[executor].inbox.append(body)
+                case PlanRound(problem=problem):
+                    return self._decide(RoundPlanned(plan_round(problem)))
                 case MergeSums(executor=executor):
                     partial = self._slots[executor].site.partial
                     sums = partial.tensors()

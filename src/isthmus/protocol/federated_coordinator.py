@@ -13,7 +13,6 @@ again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,6 +29,9 @@ from isthmus.protocol.federated_events import (
     MergeSums,
     Notify,
     Outcome,
+    PhaseUnderWay,
+    PlanRound,
+    RoundPlanned,
     RoundRecord,
     RunInterrupted,
     Tick,
@@ -50,8 +52,8 @@ from isthmus.protocol.federated_messages import (
     UpdateRefused,
 )
 from isthmus.protocol.federated_phase import OpenPhase
-from isthmus.protocol.federated_reports import fault_of, refusal_texts
-from isthmus.protocol.federated_rules import RoundRules, Why
+from isthmus.protocol.federated_reports import fault_of, has_diverged, refusal_texts
+from isthmus.protocol.federated_rules import RoundRules, Waiting, Why
 from isthmus.protocol.federated_scheduler import ClientScheduler
 from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.protocol.federated_transitions import COORDINATOR, CoordinatorPhase
@@ -63,16 +65,6 @@ Integers = NDArray[np.int64]
 STEALING_PAYS_S = 0.01
 """No executor steals in a phase that is expected to end sooner. Asking in vain costs two round trips, of a millisecond
 each on busy cores."""
-
-
-class Waiting(NamedTuple):
-    """For executors, before a phase."""
-
-    needed: int
-    until_s: float | None
-    """By the clock of `Tick`; None: without an end."""
-    goes_on: bool = False
-    """Whether the phase begins without the others then; else the run ends."""
 
 
 class FederatedStatistics(msgspec.Struct, frozen=True):
@@ -209,6 +201,14 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
                 return self._gather() if self._phase == "joining" else self._look()
             case RunInterrupted():
                 return self._end("interrupted")
+            case PhaseUnderWay():
+                return self._look_ahead()
+            case RoundPlanned(schedule=schedule):
+                self._scheduler.take(schedule)
+                if self._phase == "running":
+                    return []
+                self._phase = "running"
+                return self._begin_phase(self._next)
 
     def _catches_up(self, executor: str, report: PhaseReport) -> None:
         """The executor is done with an earlier phase. Its messages of still earlier phases do not change that."""
@@ -219,17 +219,18 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         if executor in self._late and self._late[executor][0] == report.phase:
             del self._late[executor]
 
-    def look_ahead(self) -> None:
-        """Plan the next round while this one trains: its cohort is known, and times that are a round older do.
-
-        For a driver that has nothing else to do; without it, a round is planned when it is opened.
-        """
+    def _look_ahead(self) -> list[CoordinatorInstruction]:
+        """Plan the next round while this one trains: its cohort is known, and times that are a round older do."""
         following = self._next.round + 1
-        if self._phase == "running" and not self._scheduler.pinned and following < self.rules.rounds:
-            self._scheduler.plan_ahead(following, self._cohort_of(following), self._present())
+        if self._phase != "running" or self._scheduler.pinned or following >= self.rules.rounds:
+            return []
+        return [PlanRound(following, self._scheduler.ask(following, self._cohort_of(following), self._present()))]
 
     def _present(self) -> list[str]:
         return [name for name in self.executors if name in self._alive]
+
+    def _free(self) -> list[str]:
+        return [name for name in self._present() if name not in self._late]
 
     # Before a phase
 
@@ -275,8 +276,16 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         if not phase.number:
             self._asked, self._passed = self._cohort, []
             self._scheduler.late = self._late_of(phase.round)
-        alive = [name for name in self._present() if name not in self._late]
-        assignment = self._scheduler.assignment(phase.round, self._cohort, alive)
+        alive = self._free()
+        if self._scheduler.is_planned(phase.round, self._cohort, alive):
+            return [*out, *self._begin_phase(phase)]
+        self._phase = "planning"
+        return [*out, PlanRound(phase.round, self._scheduler.ask(phase.round, self._cohort, alive))]
+
+    def _begin_phase(self, phase: PhaseId) -> list[CoordinatorInstruction]:
+        out: list[CoordinatorInstruction] = []
+        alive = self._free()
+        assignment = self._scheduler.assignment(self._cohort, alive)
         clients = sum(map(len, assignment.tasks.values()))
         line = self._scheduler.line
         expected = clients + len(self._late)
@@ -400,7 +409,7 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
                 tries = f"{phase.attempt + 1} attempts" if phase.attempt else ""
                 after = f", after {' of '.join(filter(None, (tries, each)))}" if tries or each else ""
                 reason = "; ".join([what + after, *opened.reasons, *refusal_texts(opened.refused)])
-                return [*out, *self._end("diverged" if _diverged(opened, why) else "lost", reason)]
+                return [*out, *self._end("diverged" if has_diverged(opened, why) else "lost", reason)]
             return [*out, *self._try_again(PhaseId(phase.round, phase.attempt + 1, phase.number))]
         if self.rules.staleness and self.rules.gathering is not None:
             tasks = {name: next(iter(opened.held[name].values())) for name in there if opened.held[name]}
@@ -488,9 +497,3 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
     def _end(self, outcome: Outcome, reason: str = "") -> list[CoordinatorInstruction]:
         self._phase, self._open = "done", None
         return [Halt(), FinishRounds(outcome, reason)]
-
-
-def _diverged(opened: OpenPhase, why: Why) -> bool:
-    """Whether every client of the phase was trained, and none to finite numbers."""
-    everyone = why == "all" and not opened.done and not opened.reasons
-    return everyone and bool(opened.refused) and all(refusal.diverged for refusal in opened.refused)

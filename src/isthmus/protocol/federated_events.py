@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from isthmus.planners.cohort import CohortSchedule
 from isthmus.protocol.federated_messages import (
     ClientTask,
     ClientTime,
@@ -21,6 +22,7 @@ from isthmus.protocol.federated_messages import (
     PhaseSetup,
     RefusedUpdate,
 )
+from isthmus.protocol.federated_planning import PlanningProblem
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_messages import Halt
 
@@ -84,7 +86,18 @@ class RunInterrupted(msgspec.Struct, frozen=True, kw_only=True):
     """The user wants to stop: the open round is dropped."""
 
 
-CoordinatorEvent = FromDevice[ExecutorReport] | ExecutorLost | Tick | RunInterrupted
+class RoundPlanned(msgspec.Struct, frozen=True, eq=False):
+    """The answer to `PlanRound`."""
+
+    schedule: CohortSchedule
+
+
+class PhaseUnderWay(msgspec.Struct, frozen=True, kw_only=True):
+    """The executors have their tasks: there is time to plan the next round. Without it, a round is planned when it is
+    opened."""
+
+
+CoordinatorEvent = FromDevice[ExecutorReport] | ExecutorLost | Tick | RunInterrupted | RoundPlanned | PhaseUnderWay
 
 
 # From the coordinator
@@ -95,6 +108,13 @@ class Notify(msgspec.Struct, frozen=True):
 
     executor: str
     body: ExecutorOrder
+
+
+class PlanRound(msgspec.Struct, frozen=True, eq=False):
+    """Make the schedule of this round, and say `RoundPlanned` before anything else."""
+
+    round: int
+    problem: PlanningProblem
 
 
 class MergeSums(msgspec.Struct, frozen=True):
@@ -164,6 +184,6 @@ class FinishRounds(msgspec.Struct, frozen=True):
 
 
 CoordinatorInstruction = (
-    Notify | MergeSums | IgnoreSums | DismissExecutor | UpdateServer | CommitRound | Halt | FinishRounds
+    Notify | PlanRound | MergeSums | IgnoreSums | DismissExecutor | UpdateServer | CommitRound | Halt | FinishRounds
 )
 """`Halt` is for every executor."""

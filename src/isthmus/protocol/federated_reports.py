@@ -11,6 +11,8 @@ from isthmus.protocol.federated_messages import (
     RefusedUpdate,
     SumsSent,
 )
+from isthmus.protocol.federated_phase import OpenPhase
+from isthmus.protocol.federated_rules import Why
 
 MOST_STATES = 2**31
 MOST_REFUSALS = 3
@@ -35,3 +37,9 @@ def fault_of(event: SumsSent, held: Mapping[int, ClientTask]) -> str | None:
     if any(not NONE <= t.state < MOST_STATES for t in event.timed):
         return "reported a state that is none"
     return None
+
+
+def has_diverged(opened: OpenPhase, why: Why) -> bool:
+    """Whether every client of the phase was trained, and none to finite numbers."""
+    everyone = why == "all" and not opened.done and not opened.reasons
+    return everyone and bool(opened.refused) and all(refusal.diverged for refusal in opened.refused)

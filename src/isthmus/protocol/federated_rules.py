@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -71,3 +71,13 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
         if (self.quorum < 1 or wanted < waiting + done) and done >= self.enough(wanted):
             return "quorum"
         return "deadline" if open_s >= self.deadline_s else None
+
+
+class Waiting(NamedTuple):
+    """For executors, before a phase."""
+
+    needed: int
+    until_s: float | None
+    """By the clock of `Tick`; None: without an end."""
+    goes_on: bool = False
+    """Whether the phase begins without the others then; else the run ends."""

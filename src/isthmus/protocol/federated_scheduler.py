@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from isthmus.protocol.federated_messages import (
     ClientTime,
     LinearFit,
 )
+from isthmus.protocol.federated_planning import PlanningProblem
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
 
@@ -31,15 +32,15 @@ class ClientAssignment:
 
 
 @dataclass(frozen=True, eq=False)
-class _Ahead:
-    """A schedule that was made before its round."""
+class _Plan:
+    """A schedule, or the question for one, and what it is of."""
 
     round: int
     alive: tuple[str, ...]
     cohort: Integers
-    schedule: CohortSchedule
     timed: bool
     """Whether a pace was known."""
+    schedule: CohortSchedule | None = None
 
     def fits(self, round_: int, alive: Sequence[str], members: Integers) -> bool:
         """A second pass may have fewer clients, and executors may have been lost meanwhile."""
@@ -69,7 +70,7 @@ class ClientScheduler:
         """By how many rounds clients of the cohort that is dealt are late; who is not need not be there."""
         self._rules = rules
         self._number = {name: number for number, name in enumerate(executors)}
-        self._ahead: _Ahead | None = None
+        self._plan: _Plan | None = None
 
     def number(self, executor: str) -> int:
         return self._number[executor]
@@ -86,15 +87,19 @@ class ClientScheduler:
             kept = [timed_client for timed_client in timed if timed_client.state != NONE]
             self.states[[timed_client.client for timed_client in kept]] = [timed_client.state for timed_client in kept]
 
-    def assignment(self, round_: int, cohort: Integers, alive: Sequence[str]) -> ClientAssignment:
+    def is_planned(self, round_: int, cohort: Integers, alive: Sequence[str]) -> bool:
+        """Whether `assignment` needs no further schedule."""
+        return bool(self.pinned) or (self._plan is not None and self._plan.fits(round_, alive, cohort))
+
+    def assignment(self, cohort: Integers, alive: Sequence[str]) -> ClientAssignment:
+        """Of a round that is planned."""
         if self.pinned:
             chosen = set(cohort.tolist())
             mine = {name: self.pinned[name] for name in alive if self.pinned.get(name) in chosen}
             return ClientAssignment({name: self._tasks(np.array([client])) for name, client in mine.items()})
-        if self._ahead is not None and self._ahead.fits(round_, alive, cohort):
-            schedule, timed = self._ahead.schedule, self._ahead.timed
-        else:
-            schedule, timed = self._schedule(round_, cohort, alive), self.throughput.known
+        assert self._plan is not None, "a round is planned before it is opened"
+        schedule, timed = self._plan.schedule, self._plan.timed
+        assert schedule is not None, "a question is answered at once"
         sizes = self.sizes[cohort]
         dealt: dict[str, tuple[ClientTask, ...]] = {}
         for name, places in zip(alive, schedule.clients_of(), strict=True):
@@ -102,20 +107,23 @@ class ClientScheduler:
             dealt[name] = self._tasks(cohort[order])
         return ClientAssignment(dealt, schedule if timed else None)
 
-    def plan_ahead(self, round_: int, cohort: Integers, alive: Sequence[str]) -> None:
-        """Make the schedule of a later round now."""
-        schedule = self._schedule(round_, cohort, alive)
-        self._ahead = _Ahead(round_, tuple(alive), cohort, schedule, self.throughput.known)
-
-    def cohort_ahead(self, round_: int) -> Integers | None:
-        """Of a round that was planned ahead."""
-        return self._ahead.cohort if self._ahead is not None and self._ahead.round == round_ else None
-
-    def _schedule(self, round_: int, cohort: Integers, alive: Sequence[str]) -> CohortSchedule:
+    def ask(self, round_: int, cohort: Integers, alive: Sequence[str]) -> PlanningProblem:
+        """The question for a round's schedule, which `take` gets next."""
         early = round_ - self._rules.first_round < self._rules.warm_up_rounds
         planner = "uniform" if early else self._rules.planner
         sizes = self.sizes[cohort].astype(np.float64)
-        return self.throughput.schedule(planner, sizes, (self._number[name] for name in alive))
+        problem = self.throughput.problem(planner, sizes, (self._number[name] for name in alive))
+        self._plan = _Plan(round_, tuple(alive), cohort, problem.known)
+        return problem
+
+    def take(self, schedule: CohortSchedule) -> None:
+        """The answer to what was asked last."""
+        assert self._plan is not None, "a schedule is asked for"
+        self._plan = replace(self._plan, schedule=schedule)
+
+    def cohort_ahead(self, round_: int) -> Integers | None:
+        """Of a round that was planned ahead."""
+        return self._plan.cohort if self._plan is not None and self._plan.round == round_ else None
 
     def _tasks(self, clients: Integers) -> tuple[ClientTask, ...]:
         """Whole columns at a time: one number out of an array takes as long as a task."""

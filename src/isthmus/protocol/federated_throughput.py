@@ -1,4 +1,4 @@
-"""How fast the executors train: what was measured becomes a line per executor, and a round's schedule.
+"""How fast the executors train: what was measured becomes a line per executor.
 
 In the first rounds nothing is known, or too little of some: sizes alone then say how long a client takes there, at the
 pace of the others.
@@ -8,31 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from isthmus.planners.cohort import (
-    CohortProblem,
-    CohortSchedule,
-    TimeHistory,
-    TimeModel,
-    certified,
-    equal_times,
-    fit_times,
-    fractional,
-    parrot,
-    schedule_cohort,
-)
+from isthmus.planners.cohort import TimeHistory, TimeModel, equal_times, fit_times
 from isthmus.planners.cohort.problem import Floats
 from isthmus.protocol.federated_messages import ClientTime, LinearFit
+from isthmus.protocol.federated_planning import PlanningProblem
 
-STEP_S = 1e-4
-"""What one exchange of the certified search takes, roughly."""
-FEWEST_STEPS, MOST_STEPS = 300, 4000
-LARGE = 100_000_000
-"""Clients x executors from where on the certified search's tables would be larger than 1 GB; then it is Parrot's."""
-TINY_S = 1e-12
 FEWEST = 3
 """Clients that an executor must have trained before its own line is believed."""
 
@@ -98,37 +81,13 @@ class ThroughputModel:
         # A clock's resolution can make an executor look infinitely fast, which no schedule accepts.
         return TimeModel(seconds_per_sample=np.where(per_sample + fixed_s > 0, per_sample, 1e-9), fixed_s=fixed_s)
 
-    def schedule(self, planner: str, sizes: Floats, among: Iterable[int]) -> CohortSchedule:
-        """A round's schedule over the executors `among`, in their order. `sizes` (clients,) in samples.
-
-        `certified` looks no longer than a better schedule could save: short rounds are Parrot's.
-        """
-        chosen = np.array(list(among), dtype=np.int64)
-        lines = self.lines()
-        if len(chosen) == 1:
-            return _everything(planner, sizes, self.line(int(chosen[0])))
-        problem = CohortProblem(
-            sizes=sizes, seconds_per_sample=lines.seconds_per_sample[chosen], fixed_s=lines.fixed_s[chosen]
+    def problem(self, planner: str, sizes: Floats, among: Iterable[int]) -> PlanningProblem:
+        """A round's, over the executors `among`, in their order. `sizes` (clients,) in samples."""
+        chosen, lines = np.array(list(among), dtype=np.int64), self.lines()
+        return PlanningProblem(
+            planner=planner,
+            sizes=sizes,
+            seconds_per_sample=lines.seconds_per_sample[chosen],
+            fixed_s=lines.fixed_s[chosen],
+            known=self.known,
         )
-        if planner != "certified":
-            return schedule_cohort(planner, problem)
-        greedy = parrot(problem)
-        if not self.known or problem.clients * problem.executors > LARGE:
-            return greedy
-        per_sample = np.maximum(problem.seconds_per_sample, TINY_S)
-        at_least_s = float(sizes.sum() / (1 / per_sample).sum())
-        if greedy.makespan_s - at_least_s < FEWEST_STEPS * STEP_S:
-            return greedy
-        # What clients take whatever their size is left out there: it would pass for something to be saved.
-        bound_s = min(fractional(problem).lower_bound_s, greedy.makespan_s)
-        steps = int((greedy.makespan_s - bound_s) / STEP_S)
-        if steps < FEWEST_STEPS:
-            return replace(greedy, lower_bound_s=bound_s)
-        return certified(problem, steps=min(steps, MOST_STEPS))
-
-
-def _everything(planner: str, sizes: Floats, line: LinearFit) -> CohortSchedule:
-    """There is one executor: it trains them all, by every planner."""
-    load_s = line.seconds_per_sample * float(sizes.sum()) + line.fixed_s * len(sizes)
-    nobody_else = np.zeros(len(sizes), dtype=np.int64)
-    return CohortSchedule(algorithm=planner, executor_of=nobody_else, load_s=np.array([load_s]), lower_bound_s=load_s)

@@ -6,6 +6,8 @@ from typing import Literal
 
 from isthmus.protocol.federated_events import (
     ExecutorLost,
+    PhaseUnderWay,
+    RoundPlanned,
     RunInterrupted,
     TasksTrained,
     Tick,
@@ -25,12 +27,12 @@ from isthmus.protocol.federated_messages import (
 from isthmus.protocol.machine import Transitions
 from isthmus.protocol.run_messages import Halt
 
-CoordinatorPhase = Literal["joining", "running", "done"]
+CoordinatorPhase = Literal["joining", "planning", "running", "done"]
 ExecutorPhase = Literal["idle", "training", "drained", "stopped"]
 
-_BEGIN = "joining running done"
+_BEGIN = "joining planning running done"
 """Where an executor that came may lead to: a run that is resumed after its last round has nothing to do."""
-_ROUND_OVER = "running joining done"
+_ROUND_OVER = "running planning joining done"
 """Where what may end a round leads to: to the next round, to waiting for executors, to the end."""
 
 COORDINATOR = Transitions(
@@ -42,7 +44,9 @@ COORDINATOR = Transitions(
             ExecutorLost: "joining done",
             Tick: _BEGIN,
             RunInterrupted: "done",
+            PhaseUnderWay: "joining",
         },
+        "planning": {RoundPlanned: _ROUND_OVER},
         "running": {
             ExecutorJoined: "running",
             ExecutorDrained: "running",
@@ -51,6 +55,8 @@ COORDINATOR = Transitions(
             ExecutorLost: _ROUND_OVER,
             Tick: _ROUND_OVER,
             RunInterrupted: "done",
+            PhaseUnderWay: "running",
+            RoundPlanned: "running",
         },
     },
 )

@@ -19,6 +19,9 @@ from isthmus.protocol.federated_events import (
     ExecutorLost,
     FinishRounds,
     Notify,
+    PhaseUnderWay,
+    PlanRound,
+    RoundPlanned,
     RoundRecord,
     TasksTrained,
     Tick,
@@ -38,6 +41,7 @@ from isthmus.protocol.federated_messages import (
     SumsSent,
     TasksReturned,
 )
+from isthmus.protocol.federated_planning import plan_round
 from isthmus.protocol.machine import FromDevice
 from isthmus.simulator.clock import VirtualClock
 
@@ -196,6 +200,8 @@ class _RoundsSimulation:
                     self._later(costs.broadcast_s[body.opening.phase.number], executor, body)
                 case Notify(executor=executor, body=body):
                     self._later(0.0, executor, body)
+                case PlanRound(problem=problem):
+                    self._handle(RoundPlanned(plan_round(problem)))
                 case CommitRound(record=record):
                     self._rounds.append(self._measured(record))
                     self._opened_s = self._clock.now_s
@@ -204,7 +210,7 @@ class _RoundsSimulation:
                 case _:
                     pass
         if opened:
-            self._machine.look_ahead()
+            self._handle(PhaseUnderWay())
 
     def _measured(self, record: RoundRecord) -> SimulatedRound:
         busy_s = np.zeros(len(self._numbers))

@@ -27,12 +27,16 @@ from isthmus.protocol.federated_events import (
     IgnoreSums,
     MergeSums,
     Notify,
+    PhaseUnderWay,
+    PlanRound,
+    RoundPlanned,
     RoundRecord,
     RunInterrupted,
     Tick,
     UpdateServer,
 )
 from isthmus.protocol.federated_messages import PhaseDropped, PhaseId, PhaseOpened, TasksGranted
+from isthmus.protocol.federated_planning import plan_round
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.runtime.federated.shared_memory import SharedBroadcast
@@ -260,13 +264,10 @@ class FederatedHost:
     def _decide(self, events: Sequence[CoordinatorEvent]) -> None:
         """The caller holds the lock. Work that can wait until executors have new tasks comes last."""
         for event in events:
-            instructions = self._machine.handle(event)
-            finish = self._carry_out(instructions)
+            finish = self._step(event)
             if isinstance(event, ExecutorLost) and (finish is None or event.reason not in finish.reason):
                 who = "site" if self._policy.may_reconnect else "executor"
                 self._note(f"{who} {event.executor} was lost: {event.reason}")
-            if any(isinstance(i, Notify) and isinstance(i.body, PhaseOpened) for i in instructions):
-                self._machine.look_ahead()
             for act in self._later:
                 act()
             self._later.clear()
@@ -275,6 +276,13 @@ class FederatedHost:
         if self._failure is not None and self._finish is None:
             self._carry_out([Halt()])
             self._end(FinishRounds("lost", str(self._failure)))
+
+    def _step(self, event: CoordinatorEvent) -> FinishRounds | None:
+        instructions = self._machine.handle(event)
+        finish = self._carry_out(instructions)
+        if any(isinstance(i, Notify) and isinstance(i.body, PhaseOpened) for i in instructions):
+            finish = self._step(PhaseUnderWay()) or finish
+        return finish
 
     def _end(self, finish: FinishRounds) -> None:
         self._finish = finish
@@ -377,6 +385,8 @@ class FederatedHost:
                     if isinstance(body, PhaseDropped) and self._policy.may_reconnect and not body.again:
                         self._note_behind(executor, body.phase.round + 1)
                     self._senders[executor].put(ToExecutor(run=self._run, body=body))
+                case PlanRound(problem=problem):  # a short round's plan is made sooner than another thread wakes up
+                    finish = self._step(RoundPlanned(plan_round(problem))) or finish
                 case MergeSums(executor=executor):
                     self._receiver.merge(executor)
                     if executor in self._behind:
