@@ -59,7 +59,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing PyTorch (`tail -n 1 constraints.txt`; see constraints.txt) ..."
 	@$(PIP) -r constraints.txt $(UNWARNED)
 	@echo "installing Isthmus and what its tests need ..."
-	@$(PIP) -c constraints.txt -e ".[train,hf,privacy,ray,dev]" $(UNWARNED)
+	@$(PIP) -c constraints.txt -e ".[train,hf,privacy,ray,slurm,kubernetes,dev]" $(UNWARNED)
 	touch $(READY)
 
 clean:

@@ -32,6 +32,8 @@ EXTRAS = {
     "pyarrow": "vision",
     "torchvision": "vision",
     "ray": "ray",
+    "submitit": "slurm",
+    "kubernetes": "kubernetes",
 }
 """By importable module, the extra of ours that installs it. torch brings sympy along."""
 POSIX = frozenset({"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"})

@@ -37,7 +37,7 @@ from isthmus.fleet import Fleet, dump_fleet, load_fleet
 from isthmus.job import Job, prepare
 from isthmus.planners import check_planner
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
-from isthmus.runtime.launchers.launcher import AgentSpec, Launcher
+from isthmus.runtime.launchers.launcher import AgentSpec, Launcher, Renders
 from isthmus.runtime.launchers.registry import open_launcher
 from isthmus.runtime.processes.signals import Stop, uninterrupted
 from isthmus.runtime.service.agent import local_address
@@ -84,6 +84,17 @@ def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) ->
         if not folder.begun and (log := folder.path / AGENTS_LOG).is_file() and not log.stat().st_size:
             log.unlink()
         folder.leave()
+
+
+def rendered(job: Job, asked: UpChoices) -> str:
+    """What the engine would be handed, without tickets. Nothing is started or asked for. UserError for an engine that
+    is handed nothing to show."""
+    launcher = open_launcher(asked.engine, asked.options)
+    if not isinstance(launcher, Renders):
+        raise UserError(f"--dry-run: --on {asked.engine} is handed no file that could be shown")
+    fleet = fleet_for(job) if is_known(job.fleet, asked.measure) else None
+    specs = agent_specs(agent_names(asked, fleet, None), asked, fleet, here=False)
+    return launcher.render(specs, Path(job.run_dir).absolute())
 
 
 def _serving(asked: UpChoices, head: str) -> Serving:

@@ -50,6 +50,9 @@ def up(
         bool | None,
         typer.Option("--measure/--no-measure", help="Measure devices; default: unless the job has a fleet file."),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what the engine would be handed, without tickets; start nothing.")
+    ] = False,
     resume: ResumeOption = False,
     run: RunOption = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what agents print.")] = False,
@@ -73,5 +76,8 @@ def up(
         verbose=verbose,
     )
     api.up.refuse_federated(job_file)
+    if dry_run:
+        typer.echo(api.up.rendered(asked.pipeline_job(job_file), how), nl=False)
+        return
     job, stop = asked.pipeline_job(job_file), isthmus.Stop()
     raise typer.Exit(show_run(lambda terminal: api.up.run_on_engine(job, how, terminal, stop), json=json))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -40,6 +40,16 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"AgentSpec(name={self.name!r}, arguments={self.arguments!r}, island={self.island})"
+
+
+@runtime_checkable
+class Renders(Protocol):
+    """A `Launcher` that can show what it hands to its engine."""
+
+    def render(self, agents: Sequence[AgentSpec], folder: Path) -> str:
+        """What `start` would hand over: a script or a manifest, without tickets. Nothing is made or asked for, and the
+        engine need not be there. UserError for options of which nothing can be made."""
+        ...
 
 
 class Launcher(Protocol):

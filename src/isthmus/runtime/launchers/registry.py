@@ -36,6 +36,9 @@ _OURS: Mapping[str, ClusterEngine] = {
     "local": _ours("local", "Local"),
     "ray": _ours("ray", "Ray"),
     "ssh": _ours("ssh", "Ssh"),
+    "slurm": _ours("slurm", "Slurm"),
+    "kubernetes": _ours("kubernetes", "Kubernetes"),
+    "skypilot": _ours("skypilot", "SkyPilot"),
 }
 
 
