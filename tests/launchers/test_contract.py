@@ -47,7 +47,7 @@ def _ssh_options(folder: Path) -> Mapping[str, object]:
 ENGINES = {
     "local": Case(),
     "ssh": Case(_ssh_options, prepare=_ssh_here),
-    "slurm": Case(lambda *_: {"cluster": "local"}),
+    "slurm": Case(lambda _: {"cluster": "local"}),
 }
 
 

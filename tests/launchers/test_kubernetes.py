@@ -22,9 +22,9 @@ from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
 from isthmus.runtime.launchers.registry import open_launcher
 from tests.fleet_service.parties import soon
 
-from . import test_contract
 from .api_server import JOBSETS, PODS, SECRETS, ApiServer, serving_api
 from .schemas import check_manifest
+from .test_contract import Case, check_engine
 
 IMAGE = "registry.example.org/isthmus:1"
 
@@ -218,10 +218,6 @@ def test_what_is_missing_is_said_in_one_line(
         _launcher().check()
 
 
-def test_agents_in_pods_are_as_of_every_engine(
-    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = test_contract.Case(lambda *_: {"image": IMAGE, "python": sys.executable})
-    monkeypatch.setitem(test_contract.ENGINES, "kubernetes", case)
-    test_contract.test_agents_start_are_watched_start_again_and_end("kubernetes", tmp_path, monkeypatch)
+def test_agents_in_pods_are_as_of_every_engine(server: ApiServer, tmp_path: Path) -> None:
+    check_engine("kubernetes", Case(lambda _: {"image": IMAGE, "python": sys.executable}), tmp_path)
     assert not (server.jobsets or server.secrets or server.pods)
