@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import statistics
 from pathlib import Path
 
@@ -65,29 +64,31 @@ def ends(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_interrupted_killed_and_resumed_it_trains_each_run_once(tmp_path: Path) -> None:
+def test_killed_stopped_and_resumed_it_trains_each_run_once(tmp_path: Path) -> None:
     sweep, folder = write(tmp_path), tmp_path / "runs" / "rates"
     sweeping = start("sweep", sweep)
     wait_until(lambda: (folder / "sweep.json").is_file() and "done" in outcomes(folder))
-    sweeping.send_signal(signal.SIGINT)
-    _, said = sweeping.communicate()
-    assert sweeping.returncode == 130, said
-    first = folder / record(folder).results[0].folder
-    changed = (first / "job.json").stat().st_mtime_ns
-    assert outcomes(folder)[0] == "done" and "done" not in outcomes(folder)[2:]
-    refused(command("sweep", sweep), 2, f"--run {folder}: holds a sweep already; add --resume to continue it")
-
-    sweeping = start("sweep", sweep, "--resume")
     pids = Path(f"/proc/{sweeping.pid}/task/{sweeping.pid}/children")
     wait_until(lambda: pids.read_text().split())
     child = int(pids.read_text().split()[0])
     sweeping.kill()
     sweeping.communicate()
     wait_until(lambda: ends(child))
+    assert outcomes(folder) == ["done", "waiting", "waiting", "waiting"]
+    first = folder / record(folder).results[0].folder
+    changed = (first / "job.json").stat().st_mtime_ns
+    refused(command("sweep", sweep), 2, f"--run {folder}: holds a sweep already; add --resume to continue it")
+
+    stop = isthmus.Stop()
+    stopped = isthmus.sweep(
+        sweep, resume=True, stop=stop, note=lambda line: stop.request() if "(2 of 4 done)" in line else None
+    )
+    assert stopped.outcome == "interrupted"
+    assert outcomes(folder) == ["done", "done", "waiting", "waiting"]
 
     ended = command("sweep", sweep, "--resume", "--at-once", "2")
     assert ended.code == 0, ended.err
-    assert "1 of 4 runs are done already" in ended.err or "2 of 4 runs are done already" in ended.err
+    assert "2 of 4 runs are done already" in ended.err
     assert (first / "job.json").stat().st_mtime_ns == changed
     found = isthmus.Sweep(folder)
     assert found.outcome == "done"
