@@ -94,8 +94,10 @@ def machines_page() -> str:
         "A state machine decides the next action. It takes one event and returns a list of instructions. It knows no "
         "clock, socket, thread or tensor. The host executes the instructions and reports their results as new events. "
         "The runtime and the simulator are hosts of the same machines.",
-        "Each machine has one table: phase x event -> the phases that may follow. The kernel "
-        "([machine.py](../src/isthmus/protocol/machine.py)) checks every event against the table. All machines have "
+        "Each machine of this page has one table: phase x event -> the phases that may follow. Two others combine them "
+        "and have no phases of their own: `RunMachine` (the coordinator, the failure detector, the adaptation) and "
+        "`FleetMembership` (the devices of a fleet). The kernel "
+        "([machine.py](../src/isthmus/protocol/machine.py)) checks every event against the table. All tables have "
         "the same rule:",
         "| event | result |\n|---|---|\n"
         "| late (`_is_stale`): of another plan epoch, of another phase of a round, or of a device's former "

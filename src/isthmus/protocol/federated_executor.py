@@ -70,7 +70,7 @@ class ExecutorMachine(Machine[ExecutorPhase, ExecutorEvent, ExecutorInstruction]
         self._queue: deque[ClientTask] = deque()
         self._busy = self._holds = self._reported = False
         self._dropped: set[PhaseId] = set()
-        """Turns that were dropped while a client of theirs was trained."""
+        """Phases that ended while a client of theirs was trained."""
         self._timed: list[ClientTime] = []
         self._refused: list[RefusedUpdate] = []
         self._trained = 0
@@ -130,7 +130,7 @@ class ExecutorMachine(Machine[ExecutorPhase, ExecutorEvent, ExecutorInstruction]
     def _open(self, opening: PhaseSetup, tasks: tuple[ClientTask, ...], holds: bool) -> list[ExecutorInstruction]:
         self._clear()
         self._phase_id, self._holds = opening.phase, holds
-        # What still trains belongs to the phase before: its `Trained` is stale, and must not hold this one up.
+        # What still trains belongs to the phase before: its `TasksTrained` is stale, and must not hold this one up.
         self._busy = False
         self._queue.extend(tasks)
         return [BeginPhase(opening), *self._next()]

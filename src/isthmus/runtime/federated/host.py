@@ -138,7 +138,7 @@ class FederatedHost:
         self._begun = threading.Event()
         self._ended: Callable[[], Mapping[str, str]] = dict
         self._bell: queue.SimpleQueue[RunInterrupted | None] = queue.SimpleQueue()
-        """Wakes the thread that conducts: for Ctrl-C, and at the end. A signal may put where it could not lock."""
+        """Wakes the thread in `coordinate`: for Ctrl-C, and at the end. A signal may put where it could not lock."""
         self._joining = Waits(note)
         self._deadlines = Deadlines(self._timeout_s, 0.0, note)
         self._senders: dict[str, MessageOutput] = {}
@@ -257,7 +257,7 @@ class FederatedHost:
                 return
             try:
                 self._decide(self._translate(received))
-            except BaseException as e:  # the thread that conducts raises it
+            except BaseException as e:  # the thread in `coordinate` raises it
                 self._failure = e
                 self._end(FinishRounds("lost", str(e)))
 
