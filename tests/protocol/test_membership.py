@@ -307,8 +307,33 @@ def test_a_device_that_drains_is_not_called_to_its_run_again() -> None:
     assert machine.handle(DrainRequested(device="oslo"), 0.0) == [AskToLeave("oslo")]
     assert machine.handle(DeviceCalled(device="oslo", run="run"), 0.0) == []
     assert machine.offers(("oslo",), "run") == []
-    machine.handle(DeviceConnected(device="oslo", id="oslo", connection=2), 0.0)  # it was started again
-    assert machine.offers(("oslo",), "run") == ["oslo"]
+    machine.handle(RunClosed(run="run"), 0.0)
+    assert machine.handle(RunOpened(run="next", devices=("oslo",)), 0.0) == [StartWorker("oslo", 1, "next")]
+
+
+@pytest.mark.parametrize("long_lived", [False, True])
+@pytest.mark.parametrize("ends", ["disconnected", "replaced", "failed"])
+def test_a_drained_device_stays_out_of_its_run_after_its_connection_or_its_process_ended(
+    ends: str, long_lived: bool
+) -> None:
+    machine = fleet("oslo")
+    machine.handle(RunOpened(run="run", devices=("oslo",), long_lived=long_lived), 0.0)
+    machine.handle(WorkerConnected(device="oslo", worker="oslo", run="run"), 0.0)
+    machine.handle(DrainRequested(device="oslo"), 0.0)
+    out: list[FleetInstruction] = []
+    if ends == "failed":
+        out += machine.handle(WorkerFailed(device="oslo", connection=1, run="run", how="killed"), 0.0)
+    if ends == "disconnected":
+        out += machine.handle(DeviceDisconnected(device="oslo", connection=1), 0.0)
+    if ends != "failed":
+        out += machine.handle(DeviceConnected(device="oslo", id="oslo", connection=2), 0.0)
+    assert not machine.at_work("oslo", "run") and machine.offers(("oslo",), "run") == []
+    assert machine.leaves("oslo", "run"), "nor is it waited for"
+    out += machine.handle(DeviceCalled(device="oslo", run="run"), 0.0)
+    assert not any(isinstance(instruction, StartWorker) for instruction in out)
+    machine.handle(RunClosed(run="run"), 0.0)
+    machine.handle(RunOpened(run="run", devices=()), 0.0)
+    assert machine.offers(("oslo",), "run") == ["oslo"], "the wish ended with the run"
 
 
 def test_a_revoked_device_has_ended_for_its_run_and_is_refused_for_good() -> None:

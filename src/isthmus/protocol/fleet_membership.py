@@ -59,6 +59,8 @@ class _Run(msgspec.Struct):
     opened: RunOpened
     failed: dict[str, str]
     """By device, how its process ended."""
+    leaving: set[str]
+    """Devices that were asked to leave it while they worked for it: not called again, whatever connection they have."""
 
 
 class _Wait(msgspec.Struct):
@@ -114,8 +116,14 @@ class FleetMembership:
         return member is not None and member.at_work and member.run == run
 
     def offers(self, devices: Iterable[str], run: str) -> list[str]:
-        """Those of them that could be called to the run: they are connected, and work for no run that goes on."""
-        return [d for d in devices if self._is_here(d) and not self.at_work(d, run) and self._is_free(d, run)]
+        """Those of them that could be called to the run: they are connected, were not asked to leave it, and work for
+        no run that goes on."""
+        here = [d for d in devices if self._is_here(d) and not self.leaves(d, run)]
+        return [d for d in here if not self.at_work(d, run) and self._is_free(d, run)]
+
+    def leaves(self, device: str, run: str) -> bool:
+        """Whether the device was asked to leave the run: once its process has ended, the run gets it no more."""
+        return run in self._runs and device in self._runs[run].leaving
 
     def failed(self, run: str) -> dict[str, str]:
         """How processes for the run have ended, by device."""
@@ -199,6 +207,8 @@ class FleetMembership:
         match event:
             case DrainRequested(device=device):
                 self._out.append(AskToLeave(device))
+                if member is not None and (run := self._runs.get(member.run)) is not None:
+                    run.leaving.add(device)
             case DeviceCalled(device=device, run=run):
                 self._call(device, run)
                 return
@@ -239,7 +249,7 @@ class FleetMembership:
     # Runs
 
     def _open_run(self, event: RunOpened) -> None:
-        self._runs[event.run] = _Run(event, {})
+        self._runs[event.run] = _Run(event, {}, set())
         if event.long_lived:
             for device in sorted(self.connected - set(event.devices)):
                 self._out.append(FleetNote(f"{device} waits: {_meant_for(event)}"))
@@ -249,6 +259,8 @@ class FleetMembership:
     def _call(self, device: str, run: str) -> None:
         member, wanted = self._members.get(device), self._runs.get(run)
         if member is None or wanted is None or member.phase == "revoked" or not self._is_free(device, run):
+            return
+        if self.leaves(device, run):
             return
         wanted.failed.pop(device, None)  # what is known to have ended is not at work
         self._out += member.handle(DeviceCalled(device=device, run=run))

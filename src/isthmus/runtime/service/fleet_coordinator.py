@@ -362,7 +362,7 @@ class _FleetSession:
         return self._presence.at_work(device, self._call.run)
 
     def returns(self, device: str) -> bool:
-        return self._service.may_return(device)
+        return self._service.may_return(device) and not self._presence.leaves(device, self._call.run)
 
     def offers(self) -> list[str]:
         return self._presence.offers((*self._call.devices, *self._call.others), self._call.run)

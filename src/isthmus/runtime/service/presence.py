@@ -186,6 +186,11 @@ class Presence:
         with self._changed:
             return self._machine.at_work(device, run)
 
+    def leaves(self, device: str, run: str) -> bool:
+        """Whether the device was asked to leave the run."""
+        with self._changed:
+            return self._machine.leaves(device, run)
+
     def offers(self, devices: Sequence[str], run: str) -> list[str]:
         """Those of them that could be called to the run."""
         with self._changed:
