@@ -59,8 +59,8 @@ class Presence:
         self, roster: Roster, log: Callable[[str], None], *, timeout_s: float, cut: Callable[[str], None]
     ) -> None:
         self._roster = roster
-        self._log = log
-        self._limiter = LogLimiter(log)
+        self._write = log
+        self._limiter = LogLimiter(self._log)
         self._timeout_s = timeout_s
         self._cut = cut
         self._machine = FleetMembership()
@@ -80,13 +80,30 @@ class Presence:
         """The run that the device works for, and how it got to others."""
 
     def handle(self, event: FleetEvent) -> list[FleetInstruction]:
-        """Carry out what is decided, and return it."""
+        """Carry out what is decided, and return it. Lines of the log come last, and without the lock: a reader
+        of them may be slow."""
         with self._changed:
-            decided = self._machine.handle(event, time.monotonic())
-            for instruction in decided:
-                self._do(instruction)
-            self._changed.notify_all()
+            try:
+                decided = self._machine.handle(event, time.monotonic())
+                for instruction in decided:
+                    self._do(instruction)
+            finally:
+                self._changed.notify_all()
+        for note in decided:
+            if isinstance(note, FleetNote):
+                self._tell(note)
         return decided
+
+    def _tell(self, note: FleetNote) -> None:
+        if note.device:
+            self._limiter.about(note.device, note.text)
+        else:
+            self._log(note.text)
+
+    def _log(self, text: str) -> None:
+        """A line that cannot be written, as the disk is full or nobody reads it, changes nothing for the fleet."""
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the file is closed
+            self._write(text)
 
     def _do(self, instruction: FleetInstruction) -> None:
         match instruction:
@@ -111,11 +128,7 @@ class Presence:
                 self._put(connection, self._questions[question][0])
             case FailQuestion(question=question, reason=reason):
                 self._questions[question][1].put(reason)
-            case FleetNote(text=text, device=""):
-                self._log(text)
-            case FleetNote(text=text, device=device):
-                self._limiter.about(device, text)
-            case _:  # the connection's own thread waits for the answer
+            case _:  # a line of the log, or the connection's own thread waits for the answer
                 pass
 
     def _put(self, connection: int, message: AnyMessage) -> None:
@@ -148,10 +161,12 @@ class Presence:
         return number
 
     def disconnected(self, device: str, number: int) -> None:
-        self.handle(DeviceDisconnected(device=device, connection=number))
-        with self._changed:
-            lane, _ = self._lanes.pop(number)
-        lane.close(FLUSH_S)
+        try:
+            self.handle(DeviceDisconnected(device=device, connection=number))
+        finally:
+            with self._changed:
+                lane, _ = self._lanes.pop(number)
+            lane.close(FLUSH_S)
 
     def close(self) -> None:
         for lane, _ in list(self._lanes.values()):
@@ -204,22 +219,24 @@ class Presence:
         revoked = self._revoked(devices)
         with self._changed:
             number = next(self._numbers)
-            self.handle(WaitBegan(wait=number, devices=tuple(devices), every=every, revoked=revoked))
-            try:
+        self.handle(WaitBegan(wait=number, devices=tuple(devices), every=every, revoked=revoked))
+        try:
+            with self._changed:
                 while number not in self._over:
                     stop.check()
                     self._changed.wait(LOOK_S)
                 return self._over[number]
-            finally:
+        finally:
+            self.handle(WaitStopped(wait=number))
+            with self._changed:
                 self._over.pop(number, None)
-                self.handle(WaitStopped(wait=number))
 
     def ask(self, device: str, message: AnyMessage, within_s: float) -> AnyMessage:
         """What the device answers to a question, which `run` names. PeerError when it does not, or leaves."""
         answers: queue.SimpleQueue[AnyMessage | str] = queue.SimpleQueue()
         with self._changed:
             self._questions[message.run] = (message, answers)
-            self.handle(DeviceAsked(question=message.run, device=device, within_s=within_s))
+        self.handle(DeviceAsked(question=message.run, device=device, within_s=within_s))
         answer = answers.get()
         with self._changed:
             del self._questions[message.run]
@@ -228,9 +245,8 @@ class Presence:
         return answer
 
     def answered(self, device: str, message: AnyMessage) -> None:
-        with self._changed:
-            if TakeAnswer(message.run) in self.handle(DeviceAnswered(question=message.run, device=device)):
-                self._questions[message.run][1].put(message)
+        if TakeAnswer(message.run) in self.handle(DeviceAnswered(question=message.run, device=device)):
+            self._questions[message.run][1].put(message)  # `ask` keeps it until an answer is there
 
     # What is shown
 
