@@ -30,6 +30,8 @@ ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "isth
 from .ray_cluster import RayCluster  # noqa: E402
 from .test_contract import Case, check_engine  # noqa: E402
 
+LONG = bool(os.environ.get("ISTHMUS_FAULTS"))
+long = pytest.mark.skipif(not LONG, reason="takes long: make test-faults runs it")
 WITHIN_S = 300.0
 MANY = 100_000
 """Steps of a run that is ended before it has done them."""
@@ -108,6 +110,7 @@ def test_agents_start_are_watched_start_again_and_end(cluster: RayCluster, tmp_p
     assert not cluster.groups()
 
 
+@long
 def test_a_job_trains_on_three_nodes(cluster: RayCluster, tmp_path: Path) -> None:
     up = Up(tmp_path, 12)
     assert up.process.wait(WITHIN_S) == 0, up.notes
@@ -115,7 +118,7 @@ def test_a_job_trains_on_three_nodes(cluster: RayCluster, tmp_path: Path) -> Non
     up.check_nothing_is_left(cluster)
 
 
-@pytest.mark.parametrize("seed", [0] if not os.environ.get("ISTHMUS_FAULTS") else range(1, 4))
+@pytest.mark.parametrize("seed", range(1, 4) if LONG else [0])
 def test_a_killed_node_is_replaced(seed: int, cluster: RayCluster, tmp_path: Path) -> None:
     """At a moment that the seed draws: `make test-faults` tries three."""
     draw = random.Random(seed)
@@ -136,6 +139,7 @@ def test_a_killed_node_is_replaced(seed: int, cluster: RayCluster, tmp_path: Pat
     up.check_nothing_is_left(cluster)
 
 
+@long
 def test_agents_end_where_the_command_is_killed(cluster: RayCluster, tmp_path: Path) -> None:
     up = Up(tmp_path, MANY)
     up.wait_for_steps(5)
