@@ -71,6 +71,34 @@ def test_the_sites_of_a_deployment_are_simulated(
     assert missing is None or found["clients_missing"] == missing
 
 
+def test_a_deployments_faults_are_told(tmp_path: Path) -> None:
+    done = isthmus("simulate", deployed(tmp_path), "--fault", "south@0s", "--slow", "east@1000000s:2")
+    assert done.code == 0, done.err
+    text = " ".join(done.out.split())
+    assert "south is lost" in text and "without effect: east: computing takes 2 times as long" in text
+    assert "done after 6 rounds" in text and "rounds/h; without faults" in text
+
+
+def test_rounds_closed_early_and_tried_again_are_told(tmp_path: Path) -> None:
+    few = ("--set", "participation.minimum=3", "--slow", "east@0s:1e9")
+    found = json.loads(isthmus("simulate", deployed(tmp_path), "--json", *few).out)
+    told = [event["text"] for event in found["events"]]
+    assert "round 1 is tried again: attempt 2" in told and found["outcome"] == "lost"
+    slow = ("--set", "participation.quorum=0.6", "--slow", "east@0s:1e9")
+    found = json.loads(isthmus("simulate", deployed(tmp_path), "--json", *slow).out)
+    assert sum("closed by its quorum" in event["text"] for event in found["events"]) == found["closed_by"]["quorum"]
+
+
+@pytest.mark.parametrize("when", ["0s", "0.001s"])
+def test_a_simulation_without_sites_left_says_why_it_ended(when: str, tmp_path: Path) -> None:
+    lost = [word for name in ("north", "south", "east") for word in ("--fault", f"{name}@{when}")]
+    done = isthmus("simulate", deployed(tmp_path), "--json", *lost)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["outcome"] == "lost" and found["reason"] and found["rounds"] < 6
+    assert {"text": "north is lost", "time_s": float(when[:-1])} in found["events"] and len(found["faults"]) == 3
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

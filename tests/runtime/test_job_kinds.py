@@ -35,6 +35,12 @@ def test_options_of_the_other_kind_are_refused(command: str, option: str, value:
     refused(isthmus(command, EXAMPLES / "fed-digits.toml", option, value), 2, f"{option}: got ", " for a federated job")
 
 
+def test_a_federated_simulation_has_no_trace() -> None:
+    done = isthmus("simulate", EXAMPLES / "fed-digits.toml", "--trace", "t.json")
+    refused(done, 2, "--trace: got ", "t.json for a federated job")
+    assert "Path(" not in done.err and "--scheme" not in done.err
+
+
 @pytest.mark.parametrize("option", ["--scheme", "--executors", "--rounds"])
 def test_a_pipelines_job_is_no_federated_one(option: str) -> None:
     value = "ours" if option == "--scheme" else "2"

@@ -7,10 +7,11 @@ import pytest
 
 from isthmus.errors import PeerError
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.protocol.federated_throughput import ThroughputModel
-from isthmus.simulator.federated import FederatedCosts, SimulatedRound, simulate_federated
+from isthmus.simulator.federated import FederatedCosts, SimulatedRound, record_texts, simulate_federated
 
 SIZES = np.random.default_rng(1).integers(10, 400, 300)
 SPEEDS = (1.0, 2.0, 4.0, 8.0)
@@ -109,3 +110,12 @@ def test_a_round_ends_with_its_quorum() -> None:
 def test_too_few_by_the_deadline_are_tried_again_and_then_the_run_ends() -> None:
     with pytest.raises(PeerError, match=r"expected at least 90, after 3 attempts of 3 s"):
         run(FederatedCosts(lines=lines(1, 40)), rounds=3, single=True, deadline_s=3.0, minimum=90)
+
+
+def test_a_record_tells_its_early_end_and_its_late_updates() -> None:
+    record = RoundRecord(round=4, attempt=0, trained={}, missing=(3,), stolen=2, stale=((7, 2),), closed_by="quorum")
+    assert record_texts(record) == [
+        "round 5: closed by its quorum; clients missing: 1",
+        "round 5: clients given to other executors: 2",
+        "client 7: its update of round 3 counts in round 5",
+    ]

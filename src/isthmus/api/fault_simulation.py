@@ -70,7 +70,7 @@ class FaultedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     def timeline(self) -> list[tuple[float, str]]:
         """What happened, in words, by second of the run."""
-        found = [(fault.time_s, _text(fault)) for fault in self.faults if fault.time_s <= self.run.seconds]
+        found = [(fault.time_s, fault_text(fault)) for fault in self.faults if fault.time_s <= self.run.seconds]
         found += self.run.notes
         for number, period in enumerate(self.run.periods[1:], 1):
             step_s, devices = period.plan.predicted.step_s, ", ".join(dict.fromkeys(period.plan.devices))
@@ -80,7 +80,7 @@ class FaultedRun(msgspec.Struct, frozen=True, kw_only=True):
     def lines(self) -> list[str]:
         """The timeline, and what came of it."""
         happened = [f"{time_s:8.1f} s  {text}" for time_s, text in self.timeline()]
-        too_late = [_text(fault) for fault in self.faults if fault.time_s > self.run.seconds]
+        too_late = [fault_text(fault) for fault in self.faults if fault.time_s > self.run.seconds]
         after = [f"after the end of the run, so without effect: {'; '.join(too_late)}"] if too_late else []
         return [*happened, *after, self._conclusion()]
 
@@ -125,7 +125,7 @@ class FaultedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     def draw(self, path: Path) -> None:
         """Steps over time, with faults and recoveries. UserError for a path that cannot be written."""
-        marks = [(fault.time_s, _text(fault)) for fault in self.faults]
+        marks = [(fault.time_s, fault_text(fault)) for fault in self.faults]
         draw_faults(self.run.done_s, marks, self.run.recovered_s, path, seconds=self.run.seconds)
 
 
@@ -191,7 +191,8 @@ class _Planner:
         return eval_edges(self._prepared, plan)
 
 
-def _text(fault: Fault) -> str:
+def fault_text(fault: Fault) -> str:
+    """What the fault is, in words."""
     lasts = f" for {format_duration(fault.lasts_s)}" if math.isfinite(fault.lasts_s) else ""
     match fault.kind:
         case "lost":

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from isthmus.api.federated_timeline import FederatedTimeline, simulate_struck
 from isthmus.data.clients import ClientData
 from isthmus.errors import UserError, unknown_name
 from isthmus.federated.client_costs import ClientCosts
@@ -27,13 +28,14 @@ from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.executor_fleet import ExecutorFleet, transfer_s
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import Deployment, FederatedJob, check_simulation, client_data, emulation, executors
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_messages import NONE, LinearFit, PhaseId
 from isthmus.protocol.federated_participation import Participation
 from isthmus.runtime.federated.emulation import counted_costs
 from isthmus.runtime.federated.run import FederatedRun, coordinator_of
 from isthmus.runtime.federated.site_run import site_coordinator
 from isthmus.runtime.federated.sizing import with_executors
-from isthmus.simulator.federated import FederatedCosts, MessageCosts, SimulatedRound, simulate_federated
+from isthmus.simulator.federated import FederatedCosts, MessageCosts, SimulatedRound
 from isthmus.simulator.options import Fault
 
 MOST_ROUNDS, FEWEST_ROUNDS = 30, 3
@@ -65,6 +67,8 @@ class SimulatedRounds(NamedTuple):
     """As the job names it; empty where times were measured here."""
     devices: tuple[SimulatedExecutor, ...] = ()
     """With a fleet: of every executor."""
+    timeline: FederatedTimeline | None = None
+    """Where faults were given."""
 
     def summary(self) -> dict[str, object]:
         """As JSON has it."""
@@ -74,12 +78,14 @@ class SimulatedRounds(NamedTuple):
             "seconds_per_sample": self.line.seconds_per_sample,
             "fixed_s": self.line.fixed_s,
             "overhead_s": self.overhead_s,
-            "round_s": statistics.median(r.seconds for r in self.rounds),
+            "round_s": statistics.median(r.seconds for r in self.rounds) if self.rounds else None,
             "total_s": sum(r.seconds for r in self.rounds),
             "closed_by": dict(Counter(r.record.closed_by for r in self.rounds)),
             "late_updates": sum(len(r.record.stale) for r in self.rounds),
             "clients_missing": sum(len(r.record.missing) for r in self.rounds),
         }
+        if self.timeline is not None:
+            found |= self.timeline.summary()
         return found | ({"fleet": self.fleet, "devices": msgspec.to_builtins(self.devices)} if self.fleet else {})
 
 
@@ -98,14 +104,15 @@ def simulate_rounds(
     data = client_data(job)
     if job.deployment is not None:
         _check_sites(job.deployment, len(data.sizes))
-        machine = site_coordinator(job, job.deployment, data.sizes.copy(), 0, None)
+        deployment = job.deployment
+        machine, other = (site_coordinator(job, deployment, data.sizes.copy(), 0, None) for _ in range(2))
         sites = tuple(data.sizes.tolist())
     else:
         job, sites = with_executors(job, data), ()
         fleet = job.executor_fleet(executors(job, len(data.sizes)))
         if fleet is not None:
             return _on_fleet(job, data, fleet, faults, counted or counted_costs(job, data))
-        machine = coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, None)
+        machine, other = (coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, None) for _ in range(2))
     struck = _struck(faults, machine.executors, may_return=job.deployment is not None)
     found = measured(job)
     costs = msgspec.structs.replace(
@@ -117,8 +124,14 @@ def simulate_rounds(
         factor=_factor(job, 0 if sites else len(machine.executors)),
         sites=sites,
     )
-    rounds = simulate_federated(machine, costs, job.federated.seed)
-    return SimulatedRounds(list(rounds), len(machine.executors), found.line, found.overhead_s)
+    timeline = simulate_struck((machine, other), costs, faults, job.federated.seed)
+    return SimulatedRounds(
+        list(timeline.run.rounds),
+        len(machine.executors),
+        found.line,
+        found.overhead_s,
+        timeline=timeline if faults else None,
+    )
 
 
 def _factor(job: FederatedJob, count: int) -> Callable[[int, PhaseId], float]:
@@ -133,8 +146,12 @@ def _on_fleet(
     """Nothing is measured. Client states move over the link between two executors; the coordinator's own work, and
     what a device does besides products and convolutions, take no time."""
     fleet.check_memory(counted.memory_bytes)
-    states = np.full(len(data.sizes), NONE, dtype=np.int32) if counted.state_bytes else None
-    machine = coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, states)
+
+    def coordinator() -> FederatedCoordinator:
+        states = np.full(len(data.sizes), NONE, dtype=np.int32) if counted.state_bytes else None
+        return coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, states)
+
+    machine = coordinator()
     count = len(machine.executors)
     lines = tuple(LinearFit(counted.passes[0].flops / fleet.flops_per_s(k), 0.0) for k in range(count))
     share = [one.flops / counted.passes[0].flops for one in counted.passes]
@@ -147,9 +164,9 @@ def _on_fleet(
         factor=lambda k, phase: slower(k, phase) * share[phase.number],
         used=job.local.used,
         messages=tuple(message_costs(fleet, k, counted) for k in range(count)),
-        moves_s=None if states is None else lambda a, b: fleet.between_s(a, b, counted.state_bytes),
+        moves_s=None if not counted.state_bytes else lambda a, b: fleet.between_s(a, b, counted.state_bytes),
     )
-    rounds = simulate_federated(machine, costs, job.federated.seed)
+    timeline = simulate_struck((machine, coordinator()), costs, faults, job.federated.seed)
     devices = tuple(
         SimulatedExecutor(
             device=name,
@@ -160,7 +177,8 @@ def _on_fleet(
         for name, line, message in zip(machine.executors, lines, costs.messages, strict=True)
     )
     mean = LinearFit(statistics.fmean(line.seconds_per_sample for line in lines), 0.0)
-    return SimulatedRounds(list(rounds), count, mean, 0.0, job.fleet, devices)
+    happened = timeline if faults else None
+    return SimulatedRounds(list(timeline.run.rounds), count, mean, 0.0, job.fleet, devices, happened)
 
 
 def message_costs(fleet: ExecutorFleet, executor: int, counted: ClientCosts) -> MessageCosts:

@@ -97,8 +97,7 @@ def read_job(
         return changes.of(job_of(path, overrides))
     for option, value in {**_options(changes), **others}.items():
         if value is not None:
-            what = f"got {value!r} for a federated job, expected none: see --scheme and --executors"
-            raise UserError(f"{option}: {what}")
+            raise UserError(f"{option}: got {value} for a federated job, expected none: it has no such option")
     return federated.of(load_federated_job(path, overrides))
 
 

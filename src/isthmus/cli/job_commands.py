@@ -231,3 +231,5 @@ def _verify(job: isthmus.Job, document: Path, *, bound_unchecked: bool, json: bo
 
 def _simulate_rounds(found: api.federated_simulation.SimulatedRounds, *, json: bool) -> None:
     show(found.summary(), lambda: api.output.simulated_table(found.rounds, found.line, found.fleet), json=json)
+    if found.timeline is not None and not json:
+        out().print("\n".join(found.timeline.lines()), highlight=False)

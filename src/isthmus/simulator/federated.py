@@ -105,11 +105,52 @@ class SimulatedRound(msgspec.Struct, frozen=True, kw_only=True):
     """(executors,) seconds of training."""
 
 
+class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event or an instruction of the coordinator, in words."""
+
+    time_s: float
+    """Since the run's beginning."""
+    text: str
+
+
+class SimulatedFederation(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole run, also one that could not go on."""
+
+    rounds: tuple[SimulatedRound, ...]
+    """Committed ones."""
+    events: tuple[SimulatedEvent, ...]
+    finish: FinishRounds
+    seconds: float
+    """Until the coordinator finished."""
+
+
 def simulate_federated(
     machine: FederatedCoordinator, costs: FederatedCosts, seed: int = 0
 ) -> tuple[SimulatedRound, ...]:
     """Every committed round. The same seed gives the same run. PeerError when the run cannot go on."""
+    found = simulate_federation(machine, costs, seed)
+    if found.finish.outcome == "lost":
+        raise PeerError(found.finish.reason)
+    return found.rounds
+
+
+def simulate_federation(machine: FederatedCoordinator, costs: FederatedCosts, seed: int = 0) -> SimulatedFederation:
+    """The run until its end, whatever that is. The same seed gives the same run."""
     return _RoundsSimulation(machine, costs, seed).run()
+
+
+def record_texts(record: RoundRecord) -> list[str]:
+    """What a committed round's record says beyond its clients: an early end, clients that others took, late updates."""
+    found: list[str] = []
+    if record.closed_by != "all":
+        missing = f"; clients missing: {len(record.missing)}" if record.missing else ""
+        found.append(f"round {record.round + 1}: closed by its {record.closed_by}{missing}")
+    if record.stolen:
+        found.append(f"round {record.round + 1}: clients given to other executors: {record.stolen}")
+    for client, late in record.stale:
+        made, counts = record.round + 1 - late, record.round + 1
+        found.append(f"client {client}: its update of round {made} counts in round {counts}")
+    return found
 
 
 class _SimulatedExecutor:
@@ -145,9 +186,13 @@ class _RoundsSimulation:
         """Of the tick that comes next."""
         self._finish: FinishRounds | None = None
         self._opened_s = 0.0
+        self._ended_s = self._lost_s = 0.0
+        self._attempt = (0, 0)
+        """Round and attempt that were opened last."""
         self._rounds: list[SimulatedRound] = []
+        self._events: list[SimulatedEvent] = []
 
-    def run(self) -> tuple[SimulatedRound, ...]:
+    def run(self) -> SimulatedFederation:
         for name in self._numbers:
             self._clock.at(0.0, name, partial(self._join, name))
         for act, times in ((self._lose, self._costs.losses), (self._join, self._costs.returns)):
@@ -155,21 +200,37 @@ class _RoundsSimulation:
                 name = self._machine.executors[number]
                 self._clock.at(time_s, name, partial(act, name))
         self._clock.run()
+        if self._finish is None and self._last_lost_s is not None:
+            reason = "every executor is lost, and a run would wait for them"
+            self._finish, self._ended_s = FinishRounds("lost", reason), self._last_lost_s
         if self._finish is None:
             raise InternalError("federated simulation: nobody has anything to do, and the run is not over")
-        if self._finish.outcome == "lost":
-            raise PeerError(self._finish.reason)
-        return tuple(self._rounds)
+        return SimulatedFederation(
+            rounds=tuple(self._rounds), events=tuple(self._events), finish=self._finish, seconds=self._ended_s
+        )
+
+    @property
+    def _last_lost_s(self) -> float | None:
+        """None while an executor is there."""
+        return self._lost_s if all(one.gone for one in self._executors.values()) else None
+
+    def _note(self, text: str) -> None:
+        if self._finish is None:
+            self._events.append(SimulatedEvent(time_s=self._clock.now_s, text=text))
 
     # The coordinator
 
     def _join(self, name: str) -> None:
         number, sites = self._numbers[name], self._costs.sites
+        if name in self._executors:
+            self._note(f"{name} is back")
         self._executors[name] = _SimulatedExecutor(number, name, self._costs.clients_per_vmap)
         self._decide(FromDevice(name, ExecutorJoined(samples=sites[number] if sites else None)))
 
     def _lose(self, name: str) -> None:
         self._executors[name].gone = True
+        self._lost_s = self._clock.now_s
+        self._note(f"{name} is lost")
         self._decide(ExecutorLost(executor=name, reason="lost in the simulation"))
 
     def _decide(self, event: CoordinatorEvent) -> None:
@@ -196,6 +257,7 @@ class _RoundsSimulation:
             match instruction:
                 case Notify(executor=executor, body=PhaseOpened() as body):
                     opened = True
+                    self._note_attempt(body.opening.phase)
                     costs = self._messages[self._numbers[executor]]
                     self._later(costs.broadcast_s[body.opening.phase.number], executor, body)
                 case Notify(executor=executor, body=body):
@@ -204,13 +266,21 @@ class _RoundsSimulation:
                     self._handle(RoundPlanned(plan_round(problem)))
                 case CommitRound(record=record):
                     self._rounds.append(self._measured(record))
+                    for text in record_texts(record):
+                        self._note(text)
                     self._opened_s = self._clock.now_s
                 case FinishRounds():
-                    self._finish = instruction
+                    self._finish, self._ended_s = instruction, self._clock.now_s
                 case _:
                     pass
         if opened:
             self._handle(PhaseUnderWay())
+
+    def _note_attempt(self, phase: PhaseId) -> None:
+        opened = (phase.round, phase.attempt)
+        if opened[0] == self._attempt[0] and opened[1] > self._attempt[1]:
+            self._note(f"round {phase.round + 1} is tried again: attempt {phase.attempt + 1}")
+        self._attempt = opened
 
     def _measured(self, record: RoundRecord) -> SimulatedRound:
         busy_s = np.zeros(len(self._numbers))
