@@ -61,6 +61,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     labels_stay: bool = False
     """The first device has the data: it runs the first stage and the last one, and another device those between."""
     flops_per_s: float = 2e7
+    snapshots: bool = False
+    """Whether a neighbour has a copy of each stage's state in its memory, as by default in a run."""
     settles_at_a_step: bool = True
     """Whether the steps at which epochs begin follow from the scenario, and not from time."""
 
@@ -71,7 +73,8 @@ def job_for(scenario: Scenario) -> Job:
         "emulate": True,
         "timeout": f"{TIMEOUT_S} s",
         "lease_ahead": 1,
-        "snapshots": False,
+        "snapshots": scenario.snapshots,
+        "snapshot_every": 1,
         "adapt": False,
     }
     if scenario.strikes is not None and scenario.strikes.kind == "slow":

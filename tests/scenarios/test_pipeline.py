@@ -27,6 +27,14 @@ DeviceJoined d2: BeginEpoch 1 step 4 from the checkpoint; \
 AssignStage d0; PlaceWeights d0; AssignStage d2; PlaceWeights d2
 DeviceReady d0,d2
 """
+THE_SPARE_GETS_THE_COPY = """\
+Observation: RejectDevice d1 False; Disconnect d1; Pause d0
+Inventory d0: MakePlan d0,d2 True True
+PlanMade: CallDevice d2
+DeviceJoined d2: BeginEpoch 1 from memory; FetchState d0
+StateFetched d0: AssignStage d0; PlaceWeights d0; AssignStage d2; PlaceWeights d2
+DeviceReady d0,d2
+"""
 THE_SPARE_COMES_IN = """\
 DeviceJoined d2: ReceiveState d2; SendState d1
 work goes on: Pause d0; Pause d1; Pause d2
@@ -43,6 +51,18 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
     "a device is lost, a spare replaces it": (
         Scenario(spares=1, strikes=Fault(device="d1", time_s=0)),
         BEGIN + READY + THE_SPARE_REPLACES_D1 + THE_END,
+    ),
+    "a device is lost, its state is a neighbour's copy": (
+        Scenario(
+            spares=1,
+            steps=20,
+            at=12,
+            save_every=0,
+            snapshots=True,
+            strikes=Fault(device="d1", time_s=0),
+            settles_at_a_step=False,
+        ),
+        BEGIN_ANY + READY + THE_SPARE_GETS_THE_COPY + THE_END,
     ),
     "a device is lost, the other goes on alone": (
         Scenario(strikes=Fault(device="d1", time_s=0)),
