@@ -24,8 +24,6 @@ from isthmus.protocol.coordinator_events import (
 from isthmus.protocol.device_session import StateInventory
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.recovery import recovery_step, state_donors
-from isthmus.protocol.run_events import Note, Observation
-from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import (
     DeviceReady,
     FetchState,
@@ -185,20 +183,6 @@ def test_who_leaves_waits_until_the_others_hold_its_part():
     assert out == [BeginEpoch(1, 2, 2, False), Order("tokyo", FetchState(step=2, parts=B, epoch=1))]
     coordinator.handle(FromDevice("tokyo", StateFetched(epoch=1)))
     assert coordinator.handle(FromDevice("oslo", DeviceReady(epoch=1)))[-1] == ReleaseDevice("tokyo")
-
-
-def test_who_cannot_leave_stays_and_it_is_said_while_the_others_wishes_are_kept():
-    machine = RunMachine(running(), timeout_s=9.0)
-    asked = Observation(leaving=frozenset({"oslo", "tokyo"}))
-    for device in ("oslo", "tokyo"):
-        machine.handle(DeviceJoined(device=device), 0.0)
-    out = machine.handle(asked, 1.0)
-    assert [i.devices for i in out if isinstance(i, MakePlan)] == [("tokyo",), ()]
-    stays = "was asked to leave and stays: there is no plan without it: too small"
-    out = machine.handle(NoPlan(reason="too small"), 2.0)
-    assert out == [MakePlan(("tokyo",), must=True), Note(f"tokyo {stays}")]
-    assert machine.handle(NoPlan(reason="too small"), 3.0) == [Note(f"oslo {stays}")]
-    assert machine.handle(NoPlan(reason="too small"), 4.0) == [], "nobody is to leave"
 
 
 def test_the_work_goes_on_while_a_device_starts_that_a_better_plan_wants():

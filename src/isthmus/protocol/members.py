@@ -14,14 +14,13 @@ class Members:
         """Devices with a process that has joined the run."""
         self._offered: set[str] = set()
         """Devices that could be called."""
-        self._leaving: dict[str, None] = {}
-        """In the order in which they were asked to."""
+        self._leaving: set[str] = set()
         self._held: dict[str, Sequence[StateHolding]] = {}
 
     @property
     def available(self) -> frozenset[str]:
         """Whom a plan may use."""
-        return frozenset((self.here | self._offered) - self._leaving.keys())
+        return frozenset((self.here | self._offered) - self._leaving)
 
     @property
     def holdings(self) -> Mapping[str, Sequence[StateHolding]]:
@@ -52,30 +51,26 @@ class Members:
         self._offered.add(device)
 
     def leaves(self, device: str) -> None:
-        self._leaving[device] = None
+        self._leaving.add(device)
 
-    def stay(self, devices: Collection[str]) -> bool:
-        """The one of them that was asked last to leave: there is no plan without it. False where none was."""
-        asked = [device for device in self._leaving if device in devices]
-        for device in asked[-1:]:
-            del self._leaving[device]
-        return bool(asked)
+    def stay(self) -> None:
+        """All that were to leave: there is no plan without them."""
+        self._leaving.clear()
 
     def leaving(self, devices: Collection[str]) -> frozenset[str]:
         """Those of them that are to leave."""
-        return frozenset(self._leaving.keys() & set(devices))
+        return frozenset(self._leaving.intersection(devices))
 
     def released(self, devices: Collection[str]) -> list[str]:
         """Those here that are to leave, beside these devices, whom the plan uses: they are gone now."""
-        gone = sorted(self._leaving.keys() & self.here - set(devices))
+        gone = sorted(self._leaving & self.here - set(devices))
         for device in gone:
             self.gone(device)
         return gone
 
     def gone(self, device: str) -> None:
         self._held.pop(device, None)
-        self._leaving.pop(device, None)
-        for devices in (self.here, self._offered):
+        for devices in (self.here, self._offered, self._leaving):
             devices.discard(device)
 
 

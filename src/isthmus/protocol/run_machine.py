@@ -227,8 +227,6 @@ class RunMachine:
             event = self._judged(event)
         if isinstance(event, NoPlan) and event.epoch == self.epoch and self._adaptation is not None:
             self._adaptation.made(-1, None, must=False)
-        machine = self.coordinator
-        leaving = machine.members.leaving(machine.devices)
         here = DeviceJoined | DeviceOffered | DeviceLeaving | DeviceLost | FleetChanged | StopRequested
         try:
             self._coordinate(event, now_s, now=isinstance(event, here))
@@ -237,9 +235,6 @@ class RunMachine:
             if not device:
                 raise
             self._failures.reported(device_of(device), PeerError(f"device {device!r}: {e}"))
-        if isinstance(event, NoPlan):
-            for device in sorted(leaving - machine.members.leaving(machine.devices)):
-                self._note(f"{device} was asked to leave and stays: there is no plan without it: {event.reason}")
 
     def _judged(self, made: PlanMade) -> PlanMade:
         """With whether it is worth the change."""
