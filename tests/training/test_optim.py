@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -111,3 +113,32 @@ def test_fused_is_refused_where_torch_has_none():
 def test_decay_steps_are_of_one_schedule():
     with pytest.raises(ValueError, match="decay_steps: got it with schedule 'cosine'"):
         LearningRate(schedule="cosine", decay_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("config", "torchs"),
+    [
+        (OptimizerConfig(name="sgd", lr=0.1), lambda p: torch.optim.SGD(p, 0.1)),
+        (
+            OptimizerConfig(name="sgd", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+            lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        ),
+        (OptimizerConfig(lr=0.1, weight_decay=0.01), lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.01)),
+    ],
+)
+def test_steps_have_the_bits_of_torch(
+    config: OptimizerConfig, torchs: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+):
+    """Whose own methods are not called as torch wraps them."""
+    generator = torch.Generator().manual_seed(0)
+    mine, expected = (nn.Parameter(torch.linspace(-1, 1, 24).view(4, 6)) for _ in range(2))
+    optimizers, optimizer = Optimizers([config], {"w": mine}), torchs([expected])
+    for _ in range(4):
+        mine.grad = torch.randn(4, 6, generator=generator)
+        expected.grad = mine.grad.clone()
+        optimizers.step(1.0)
+        optimizer.step()
+        assert mine.grad is None and torch.equal(mine, expected)
+    kept = {key.rpartition(".")[2]: value for key, value in optimizers.state().items()}
+    for key, value in optimizer.state[expected].items():
+        assert (value is None and key not in kept) or torch.equal(kept[key], value), key

@@ -8,18 +8,18 @@ otherwise.
 
 from __future__ import annotations
 
+import importlib
 import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import msgspec
 import torch
 from torch import Tensor, fx
-from torch._inductor import config as inductor
 from torch._ops import OpOverload
 from torch.fx.node import Argument
 
@@ -167,6 +167,12 @@ class CompileChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One line for people."""
 
 
+class _Inductor(Protocol):
+    """Settings of torch's compiler."""
+
+    compile_threads: int
+
+
 def compile_where_it_pays(
     engine: TorchEngine, columns: Mapping[Ref, Tensor], backend: Backend = "inductor"
 ) -> CompileChoice:
@@ -185,6 +191,8 @@ def compile_where_it_pays(
 
 def _chosen(engine: TorchEngine, columns: Mapping[Ref, Tensor], backend: Backend) -> CompileChoice:
     started_s = time.perf_counter()
+    # Imported when it is needed: with it comes torch's compiler, for seconds.
+    inductor = cast("_Inductor", importlib.import_module("torch._inductor.config"))
     inductor.compile_threads = 1  # others are processes that outlive this one, or forks of a process with threads
     batch = {**_made_up(engine), **columns}
     try:

@@ -10,6 +10,7 @@ Every replica averages to the same bits and makes the same outer step: outer par
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
@@ -157,6 +158,22 @@ def choose(configs: Sequence[OptimizerConfig], parameter: str) -> int:
     raise UserError(f"optimizer: no pattern matches parameter {parameter!r}: got {[c.pattern for c in configs]}")
 
 
+class _NotCompiled(torch.optim.Optimizer):
+    """torch's methods without what they do for torch.compile: at the first call they import its compiler, which takes a
+    second or two and 90 MB in every process of a device."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class _SGD(_NotCompiled, torch.optim.SGD):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
+
+
+class _AdamW(_NotCompiled, torch.optim.AdamW):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
 def _make(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     kind = parameters[0].device.type
     fused = kind in FUSED_KINDS if config.fused == "auto" else config.fused
@@ -164,7 +181,7 @@ def _make(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.opti
         raise UserError(f"optimizer: fused: got true for {kind}, which has none: expected false or 'auto'")
     # None: torch chooses between a loop and kernels for many tensors, by device
     if config.name == "sgd":
-        return torch.optim.SGD(
+        return _SGD(
             parameters,
             lr=config.lr,
             momentum=config.momentum,
@@ -172,7 +189,7 @@ def _make(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.opti
             weight_decay=config.weight_decay,
             fused=fused or None,
         )
-    return torch.optim.AdamW(
+    return _AdamW(
         parameters,
         lr=config.lr,
         betas=config.betas,
@@ -223,7 +240,7 @@ class OuterStep:
         self._values = [nn.Parameter(value, requires_grad=False) for value in start]
         self._mixing = config.mixing
         nesterov = config.momentum > 0
-        self._sgd = torch.optim.SGD(self._values, config.rate, momentum=config.momentum, nesterov=nesterov)
+        self._sgd = _SGD(self._values, config.rate, momentum=config.momentum, nesterov=nesterov)
 
     @property
     def values(self) -> list[Tensor]:

@@ -1,13 +1,11 @@
 """The process that device processes are forked from: it has imported what they need.
 
-A fresh interpreter imports torch for two seconds of a core, and for more than another one what torch imports when the
-first optimizer is made; a copy of one that has done so takes milliseconds, and shares its memory. Nothing is computed
-here, as torch would start threads.
+A fresh interpreter imports torch for two seconds of a core; a copy of one that has done so takes milliseconds, and
+shares its memory. Nothing is computed here, as torch would start threads.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 
 from isthmus.runtime.device import process
@@ -17,7 +15,6 @@ from isthmus.runtime.processes.fork_service import serve_forks
 
 def main() -> None:
     """Until the launcher at the other end of standard input is gone."""
-    importlib.import_module("torch._dynamo")  # or the first optimizer does, for a second, in every copy
     serve_forks(_work, "isthmus fork server")
 
 
