@@ -175,7 +175,8 @@ def test_a_jobset_that_failed_has_lost_its_agents(server: ApiServer, tmp_path: P
 @pytest.mark.parametrize(
     ("phase", "container", "expected"),
     [
-        ("Pending", None, AgentState.STARTING),
+        ("Pending", None, AgentState.QUEUED),
+        ("Pending", {"waiting": {"reason": "ContainerCreating"}}, AgentState.STARTING),
         ("Running", {"running": {}}, AgentState.RUNNING),
         ("Running", {"terminated": {"exitCode": 2}}, AgentState.STARTING),
         ("Running", {"waiting": {"reason": "CrashLoopBackOff"}}, AgentState.LOST),

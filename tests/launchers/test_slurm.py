@@ -19,7 +19,7 @@ import pytest
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
 from isthmus.runtime.launchers.registry import open_launcher
-from isthmus.runtime.launchers.slurm import SlurmLauncher
+from isthmus.runtime.launchers.slurm import MODULE, SlurmLauncher
 from isthmus.runtime.launchers.slurm_task import AgentFolder
 from isthmus.runtime.service import fleet_coordinator
 from tests.fleet_service.parties import serving, soon
@@ -28,7 +28,7 @@ from .agents import processes_with
 from .stand_ins import StandIns
 
 WITHIN_S = 120.0
-RUNNING, STARTING, LOST = AgentState.RUNNING, AgentState.STARTING, AgentState.LOST
+RUNNING, QUEUED, STARTING, LOST = AgentState.RUNNING, AgentState.QUEUED, AgentState.STARTING, AgentState.LOST
 SCRIPT = """\
 #!/bin/bash
 
@@ -49,7 +49,7 @@ SCRIPT = """\
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output {folder}/%j_%t_log.out {python} -u -m submitit.core._submit {folder}
+srun --unbuffered --output {folder}/%j_%t_log.out {python} -u -m {module} {folder}/tasks-1.json
 """
 OPTIONS = {
     "partition": "gpu",
@@ -87,20 +87,21 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
 def test_the_script_is_shown_without_slurm_and_is_what_is_submitted(programs: StandIns, tmp_path: Path) -> None:
     launcher, specs = _launcher(**OPTIONS), _specs("desk", "rack/1")
     shown = launcher.render(specs, tmp_path)
-    folder = shown.split()[-1]
-    assert shown == SCRIPT.format(folder=folder, python=sys.executable)
+    folder = str(Path(shown.split()[-1]).parent)
+    assert shown == SCRIPT.format(folder=folder, python=sys.executable, module=MODULE)
     assert not Path(folder).exists() and not programs.calls("sbatch")
 
     launcher.check()
     launcher.start(specs, tmp_path, lambda *_: None)
     (submitted,) = tmp_path.glob("slurm-*/7_submission.sh")
-    assert submitted.read_text() == SCRIPT.format(folder=submitted.parent, python=sys.executable)
+    assert submitted.read_text() == SCRIPT.format(folder=submitted.parent, python=sys.executable, module=MODULE)
     assert stat.S_IMODE(submitted.parent.stat().st_mode) == 0o700
     tickets = sorted(submitted.parent.glob("agents/*/ticket"))
     assert [path.read_text() for path in tickets] == ["isthmus1-desk", "isthmus1-rack/1"]
     assert {stat.S_IMODE(path.stat().st_mode) for path in tickets} == {0o600}
     held = [path for path in submitted.parent.rglob("*") if path.is_file() and b"isthmus1-" in path.read_bytes()]
-    assert sorted(held) == tickets, "neither the script nor what submitit pickles has a ticket"
+    assert sorted(held) == tickets, "neither the script nor the list of agents has a ticket"
+    assert not list(submitted.parent.rglob("*.pkl"))
 
     programs.say("squeue", "CANCELLED\n")
     launcher.stop()
@@ -120,9 +121,9 @@ def test_states_follow_the_job_and_its_tasks(
         programs.say("squeue", f"{job}\n" if job else "", error, 1 if error else 0)
         return launcher.states()["desk"]
 
-    assert [state("PENDING"), state("RUNNING")] == [STARTING, STARTING], "no task has begun"
+    assert [state("PENDING"), state("RUNNING")] == [QUEUED, STARTING], "no task has begun"
     task.note(type(task.status()).RUNNING)
-    assert [state("RUNNING"), state("COMPLETING"), state("PENDING")] == [RUNNING, RUNNING, STARTING], "requeued"
+    assert [state("RUNNING"), state("COMPLETING"), state("PENDING")] == [RUNNING, RUNNING, QUEUED], "requeued"
     assert state("RUNNING") is RUNNING
     assert state("", "slurm_load_jobs error: Unable to contact slurm controller") is RUNNING, "as it was"
     assert state("NODE_FAIL") is LOST and state("RUNNING") is LOST, "a job that is over is not asked for again"
@@ -196,4 +197,4 @@ def test_preempted_agents_come_back_as_the_same_members(tmp_path: Path, monkeypa
 
 
 def _tasks(folder: Path) -> list[int]:
-    return [pid for pid, line in processes_with(str(folder)).items() if "submitit.core._submit" in line]
+    return [pid for pid, line in processes_with(str(folder)).items() if MODULE in line]

@@ -18,6 +18,7 @@ from isthmus.protocol.coordinator_events import (
     DeviceLeaving,
     DeviceLost,
     DeviceOffered,
+    DevicesQueued,
     FinishRun,
     FleetChanged,
     NoPlan,
@@ -143,6 +144,7 @@ def next_event(draw: random.Random, machine: Coordinator) -> CoordinatorEvent:
         FromDevice(at_work, TransferEnded(number=draw.randint(1, 2), epoch=epoch)),
         DeviceOffered(device=device, epoch=epoch),
         DeviceLeaving(device=device, epoch=epoch),
+        DevicesQueued(devices=frozenset(draw.sample(DEVICES, draw.randint(0, 3))), epoch=epoch),
         FleetChanged(epoch=epoch),
         StopRequested(epoch=epoch),
     ]

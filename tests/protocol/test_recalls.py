@@ -11,6 +11,7 @@ from isthmus.protocol.coordinator_events import (
     DeviceJoined,
     DeviceLost,
     DeviceOffered,
+    DevicesQueued,
     Disconnect,
     FinishRun,
     MakePlan,
@@ -138,6 +139,74 @@ def test_who_does_not_come_back_after_all_is_done_without() -> None:
     run.lose("oslo", returns=False)
     *_, finish = run.lose("tokyo", returns=False)
     assert isinstance(finish, FinishRun) and "no other device is left" in finish.reason
+
+
+def queue(run: Run, *devices: str) -> list[CoordinatorInstruction]:
+    return run.log(DevicesQueued(devices=frozenset(devices)))
+
+
+def test_who_is_queued_by_its_engine_is_waited_for_until_it_has_started() -> None:
+    run = Run()
+    run.lose("tokyo")
+    run.log(FromDevice("oslo", Inventory(holdings=())))
+    assert queue(run, "tokyo") == []
+    assert run.log(NoPlan(reason="oslo is too small")) == []
+    assert (run.machine.awaited, run.machine.queued) == (set(), {"tokyo"}), "there is no time limit"
+    assert queue(run) == [] and (run.machine.awaited, run.machine.queued) == ({"tokyo"}, set()), "it starts"
+    _, plan = run.log(DeviceOffered(device="tokyo"))
+    assert plan == MakePlan(DEVICES, waits=True)
+
+
+def test_who_is_queued_is_not_waited_for_where_there_is_a_plan_without_it() -> None:
+    run = Run()
+    run.lose(*DEVICES)
+    queue(run, *DEVICES)
+    assert queue(run, "tokyo") == [] and run.machine.awaited == {"oslo"}
+    told, plan = run.log(DeviceOffered(device="oslo"))
+    assert isinstance(told, RestartRun) and plan == MakePlan(("oslo",), waits=True)
+    run.log(PlanMade(layout=StateLayout(parts={"oslo": A | B})))
+    assert isinstance(run.log(DeviceJoined(device="oslo"))[0], BeginEpoch)
+    run.log(FromDevice("oslo", DeviceReady()))
+    assert run.machine.statistics().phase == "running"
+
+
+def test_attempts_without_a_plan_do_not_count_while_more_devices_are_queued() -> None:
+    run = Run()
+    run.lose(*DEVICES)
+    queue(run, *DEVICES)
+    for device in DEVICES * MOST_RECALLS:
+        assert run.log(DeviceOffered(device=device))[-1] == MakePlan((device,), waits=True)
+        assert run.log(NoPlan(reason="it is too small")) == []
+        run.lose(device)
+    run.log(DeviceOffered(device="oslo"))
+    run.log(DeviceOffered(device="tokyo"))
+    assert run.log(NoPlan(reason="oslo is too small")) == recall(1)
+
+
+def test_who_leaves_the_queue_and_is_lost_for_good_ends_the_run() -> None:
+    run = Run()
+    run.lose(*DEVICES)
+    queue(run, *DEVICES)
+    queue(run)
+    assert run.machine.awaited == set(DEVICES)
+    run.lose("oslo", returns=False)
+    *_, finish = run.lose("tokyo", returns=False)
+    assert isinstance(finish, FinishRun) and "no other device is left" in finish.reason
+
+
+def test_a_stop_ends_the_wait_for_the_queue() -> None:
+    run = Run()
+    run.lose("tokyo")
+    run.log(FromDevice("oslo", Inventory(holdings=())))
+    queue(run, "tokyo")
+    run.log(NoPlan(reason="oslo is too small"))
+    assert run.log(StopRequested())[-1] == FinishRun("interrupted")
+    run = Run()
+    run.lose("tokyo")
+    run.log(FromDevice("oslo", Inventory(holdings=())))
+    queue(run, "tokyo")
+    run.log(StopRequested())
+    assert run.log(NoPlan(reason="oslo is too small"))[-1] == FinishRun("interrupted")
 
 
 def test_a_person_need_not_wait_for_them() -> None:

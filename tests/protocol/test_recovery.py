@@ -24,6 +24,8 @@ from isthmus.protocol.coordinator_events import (
 from isthmus.protocol.device_session import StateInventory
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.recovery import recovery_step, state_donors
+from isthmus.protocol.run_events import Note, Observation
+from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import (
     DeviceReady,
     FetchState,
@@ -183,6 +185,34 @@ def test_who_leaves_waits_until_the_others_hold_its_part():
     assert out == [BeginEpoch(1, 2, 2, False), Order("tokyo", FetchState(step=2, parts=B, epoch=1))]
     coordinator.handle(FromDevice("tokyo", StateFetched(epoch=1)))
     assert coordinator.handle(FromDevice("oslo", DeviceReady(epoch=1)))[-1] == ReleaseDevice("tokyo")
+
+
+def leaving(*devices: str) -> RunMachine:
+    """A run of two devices, which were asked to leave."""
+    machine = RunMachine(running(), timeout_s=9.0)
+    for device in ("oslo", "tokyo"):
+        machine.handle(DeviceJoined(device=device), 0.0)
+    machine.handle(Observation(leaving=frozenset(devices)), 1.0)
+    return machine
+
+
+def test_who_cannot_leave_stays_and_it_is_said():
+    machine = leaving("oslo", "tokyo")
+    stays = "was asked to leave and stays: no plan could be made without it: too small; ask again to try again"
+    out = machine.handle(NoPlan(reason="too small"), 2.0)
+    assert out == [Note(f"oslo {stays}"), Note(f"tokyo {stays}")]
+    assert machine.handle(NoPlan(reason="too small"), 3.0) == [], "nobody is to leave"
+    again = machine.handle(Observation(leaving=frozenset({"tokyo"})), 4.0)
+    assert [i.devices for i in again if isinstance(i, MakePlan)] == [("oslo",)]
+
+
+def test_a_run_that_ends_for_want_of_a_device_that_was_to_leave_says_so():
+    machine = leaving("tokyo")
+    machine.handle(DeviceLost(device="oslo", reason="silent"), 2.0)
+    machine.handle(FromDevice("tokyo", Inventory(holdings=(held(0, 2, B),), epoch=1)), 2.0)
+    *_, finish, note = machine.handle(NoPlan(reason="none", epoch=1), 3.0)
+    assert isinstance(finish, FinishRun) and finish.outcome == "lost"
+    assert note == Note("tokyo was asked to leave: the plan that could not be made was one without it")
 
 
 def test_the_work_goes_on_while_a_device_starts_that_a_better_plan_wants():

@@ -57,6 +57,14 @@ def test_a_newcomer_takes_part_and_a_device_leaves(tmp_path: Path) -> None:
     assert found.redone == 0, "nobody was lost"
 
 
+def test_devices_that_cannot_leave_stay_and_it_is_told(tmp_path: Path) -> None:
+    wishes = read_faults({"leave": [f"{name}@2s" for name in ("d0", "d1", "d2")]})
+    found = simulate_faults(_job(tmp_path), wishes, _Quiet(), Stop())
+    assert found.run.finish.outcome == "done"
+    stays = [text for _, text in found.timeline() if "was asked to leave and stays: no plan" in text]
+    assert [text[:2] for text in stays] == ["d0", "d1", "d2"]
+
+
 def test_the_same_faults_give_the_same_run(tmp_path: Path) -> None:
     first, again = (_run(tmp_path, fault="silent:d1@2s+90s", slow="d0@3s:2") for _ in range(2))
     assert first.run == again.run
@@ -84,8 +92,17 @@ def test_a_coordinator_that_is_started_again_goes_on(tmp_path: Path) -> None:
         ({"fault": "coordinator@2s"}, "until when"),
         ({"fault": "d1@soon"}, "time"),
         ({"slow": "d1@2s"}, "factor"),
-        ({"slow": "d1@2s:-1"}, "positive"),
+        ({"slow": "d1@2s:-1"}, r"--slow: factor: got '-1', expected a positive number"),
+        ({"slow": "d1@2s:0"}, r"--slow: factor: got '0', expected a positive number"),
+        ({"slow": "d1@2s:much"}, r"--slow: factor: got 'much', expected a positive number"),
+        ({"slow": "d9@2s:2"}, "unknown device in --slow 'd9'"),
+        ({"slow": "d1@soon:2"}, "--slow: time: .*'soon'"),
+        ({"fault": "d1@2s+soon"}, "--fault: duration: .*'soon'"),
+        ({"fault": "link:d1:d9@2s"}, "unknown device in --fault 'd9'"),
         ({"join": "d1@2s+3s"}, "--join"),
+        ({"join": "d9@2s"}, "unknown device in --join 'd9'"),
+        ({"leave": "d1@2s:4"}, r"--leave: got 'd1@2s:4', expected a device and a time"),
+        ({"leave": "d9@2s"}, "unknown device in --leave 'd9'"),
     ],
 )
 def test_refusals(tmp_path: Path, options: dict[str, str], words: str) -> None:

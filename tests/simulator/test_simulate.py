@@ -187,7 +187,7 @@ def two_on_one_device() -> Plan:
 
 def test_refusals():
     plan, fleet = make_plan([(1, 1)] * 2), make_fleet(2)
-    with pytest.raises(UserError, match=r"device in the faults 'd7'"):
+    with pytest.raises(UserError, match=r"device in --fault 'd7'"):
         simulate(plan, fleet, spec(), SimulationOptions(faults=(Fault(device="d7", time_s=1),)))
     with pytest.raises(UserError, match="stages 0 and 1 are both on device 'd0'"):
         simulate(two_on_one_device(), fleet, spec())

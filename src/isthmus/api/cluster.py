@@ -48,6 +48,8 @@ class Cluster:
         self._restarts: dict[str, AgentRestarts] = {}
         self._devices: dict[str, list[str]] = {}
         """By agent, once all have joined."""
+        self._queued: frozenset[str] = frozenset()
+        """Agents that the run waits for while the engine has no node for them."""
         self._over = threading.Event()
 
     def start(self, folder: Path) -> None:
@@ -91,6 +93,7 @@ class Cluster:
             self._over.set()
             keeper.join()
             self._service.brings_back(())
+            self._service.are_queued(())
 
     def _keep(self) -> None:
         while not self._over.wait(LOOK_S):
@@ -106,6 +109,14 @@ class Cluster:
                 elif name in self._restarts and self._is_here(name):
                     self._note(f"{name} has joined again")
                     del self._restarts[name]
+            self._wait_for(frozenset(name for name in self._specs if states.get(name) is AgentState.QUEUED))
+
+    def _wait_for(self, queued: frozenset[str]) -> None:
+        if fresh := sorted(queued - self._queued):
+            self._note(f"{_few(fresh)}: in the queue of the engine, which starts it once it has a node")
+        if queued != self._queued:
+            self._service.are_queued(device for name in queued for device in self._devices[name])
+        self._queued = queued
 
     def _bring_back(self, name: str) -> None:
         restarts, now_s = self._restarts.get(name, AgentRestarts()), time.monotonic()
@@ -170,6 +181,10 @@ class AgentRestarts(msgspec.Struct, frozen=True):
 
 
 def _waiting(missing: Sequence[str], states: Mapping[str, AgentState], waited_s: float) -> str:
-    few = [f"{name} ({states.get(name, AgentState.STARTING).value})" for name in missing[:MOST_NAMES]]
-    more = f" and {len(missing) - MOST_NAMES} more" if len(missing) > MOST_NAMES else ""
-    return f"waiting for {', '.join(few)}{more} to join, for {format_duration(waited_s)}"
+    named = [f"{name} ({states.get(name, AgentState.STARTING).value})" for name in missing]
+    return f"waiting for {_few(named)} to join, for {format_duration(waited_s)}"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{', '.join(names[:MOST_NAMES])}{more}"

@@ -14,7 +14,8 @@ whole, in memory or in the last checkpoint. A change to a better plan, for a dev
 goes the same way, but all devices finish their leased items first: then nothing is lost. A joining device gets its
 state before that, while the others train (`state_transfer`). A device may be lost at any point: then one more epoch
 begins. Where no device is left, or too few for any plan, the coordinator waits for lost devices whose machines are
-there (`restarts`).
+there (`restarts`). While a lost device is in the queue of a cluster's engine there is no time limit: the run
+goes on without it if there is a plan, else it waits.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from isthmus.protocol.coordinator_events import (
     DeviceLeaving,
     DeviceLost,
     DeviceOffered,
+    DevicesQueued,
     Disconnect,
     Ending,
     FinishRun,
@@ -103,7 +105,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         self._began = self._restarted = lineage is not None
         """Whether there may be more than the checkpoint to go on from; whether devices may be at work for an epoch
         before."""
-        self._members = Members()
+        self.members = Members()
         self._next: StateLayout | None = None
         self._transfer: StateTransfer | None = None
         """What joining devices of the next plan get beforehand."""
@@ -117,6 +119,8 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         self._suspects = Suspects()
         self._recalls = Restarts()
         self._planned_for: frozenset[str] = frozenset()
+        self._without_plan: frozenset[str] = frozenset()
+        """There is no plan for these devices."""
         self._interrupted = False
         self._reason = ""
 
@@ -124,14 +128,19 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
     def awaited(self) -> frozenset[str]:
         """The devices that it waits for before it goes on."""
         if self._phase == "joining":
-            return frozenset(self._members.missing(self.devices))
+            return frozenset(self.members.missing(self.devices))
         if self._phase == "holding":
-            return self._members.silent
+            return self.members.silent
         if self._phase == "recalling":
             return self._recalls.awaited
         if self._phase == "settling" and self._transfer is not None and not self._leases.open:
             return self._transfer.waited_for
         return frozenset(self._awaited) if self._phase in ("fetching", "placing") else frozenset()
+
+    @property
+    def queued(self) -> frozenset[str]:
+        """The devices without which there is no plan, that come whenever their engine starts them."""
+        return self._recalls.queued if self._phase == "recalling" else frozenset()
 
     @property
     def open_items(self) -> Collection[int]:
@@ -165,7 +174,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
             case NoPlan(reason=reason):
                 return self._on_no_plan(reason)
             case DeviceOffered(device=device):
-                self._members.offered(device)
+                self.members.offered(device)
                 self._recalls.back(device)
                 if self._phase == "recalling":
                     return self._begin_anew()
@@ -173,8 +182,11 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
                     return [CallDevice(device)]  # it is here, and does not know that it is awaited
                 return self._reconsider()
             case DeviceLeaving(device=device):
-                self._members.leaves(device)
+                self.members.leaves(device)
                 return self._reconsider(must=True)
+            case DevicesQueued(devices=devices):
+                self._recalls.wait_in_queue(devices)
+                return self._begin_anew() if self._phase == "recalling" else []
             case FleetChanged():
                 return self._reconsider()
 
@@ -187,7 +199,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
             case DeviceFailed(failure=failure):
                 return [] if failure is None else self._on_step_failed(device, failure)
             case Inventory(holdings=holdings):
-                self._members.holds(device, holdings)
+                self.members.holds(device, holdings)
                 return self._on_held()
             case StateFetched():
                 self._awaited.discard(device)
@@ -200,7 +212,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
     # Joining, fetching, placing
 
     def _on_joined(self, device: str, holdings: Sequence[StateHolding]) -> Out:
-        self._members.joined(device, holdings)
+        self.members.joined(device, holdings)
         self._recalls.at_work(device)
         if self._phase == "joining":
             return self._restore()
@@ -210,17 +222,17 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
             return self._on_held()
         called = self._next is not None and device in self._next.parts
         if self._phase == "running" and called and self._next is not None:  # the work went on while it started
-            return [] if self._members.missing(self._next.parts) else self._bring()
+            return [] if self.members.missing(self._next.parts) else self._bring()
         return self._reconsider()
 
     def _restore(self) -> Out:
         """Once all are here: choose the state to go on from, and have what the plan moved brought here."""
-        if self._members.missing(self.devices):
+        if self.members.missing(self.devices):
             return []
         if self._restarted:
             self._next = self.layout
             return self._hold()
-        held = self._members.holdings
+        held = self.members.holdings
         found = recovery_step(self.layout.all_parts, held, self._lineage) if self._began else None
         from_memory = found is not None and found >= self._saved
         self._step = found if found is not None and from_memory else self._saved
@@ -257,9 +269,9 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         out = self._lease()
         if not self._leases.keeps:
             out += self._release()
-        if self._members.leaving(self.devices):
+        if self.members.leaving(self.devices):
             return out + self._reconsider(must=True)
-        return out + self._reconsider() if self._members.available.difference(self.devices) else out
+        return out + self._reconsider() if self.members.available.difference(self.devices) else out
 
     # Running
 
@@ -297,7 +309,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         return [] if step is None else [RetireSnapshots(step=step, epoch=self._epoch), *self._release()]
 
     def _release(self) -> Out:
-        gone = self._members.released(self.devices)
+        gone = self.members.released(self.devices)
         self._plan_without(gone)
         return [ReleaseDevice(device) for device in gone]
 
@@ -307,7 +319,8 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
 
     def _on_interrupted(self) -> Out:
         begins = self._phase in ("joining", "fetching", "placing") and not self._began
-        if begins or (self._phase == "recalling" and not self._members.here):
+        waits = self._phase == "recalling" and not (self.members.here and self._recalls.awaited)
+        if begins or waits:
             return self._end("interrupted")
         if self._phase == "closing" or self._leases.over:
             return []  # the run's last item is leased already: it ends as if nobody had asked
@@ -337,7 +350,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
             return []
         out = self._stop_sending_state()
         self._next = layout
-        missing = self._members.missing(layout.parts)
+        missing = self.members.missing(layout.parts)
         return out + ([CallDevice(d) for d in missing] if missing else self._bring())
 
     def _bring(self) -> Out:
@@ -387,13 +400,16 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
 
     def _on_no_plan(self, reason: str) -> Out:
         if self._phase == "planning":
-            if self._suspects.devices & self._members.available - self._planned_for:
+            if self._suspects.devices & self.members.available - self._planned_for:
                 return self._make_plan(of_all=True)
-            if self._recalls.awaited or self._members.available > self._planned_for:
+            self._without_plan = self._planned_for
+            if self._recalls.queued:
+                self._recalls.too_few()
+            if self._recalls.awaited or self._recalls.queued or self.members.available > self._planned_for:
                 self._phase = "recalling"
                 return self._begin_anew()
             return self._end("lost", f"{self._reason}; no plan for what is left: {reason}" if self._reason else reason)
-        self._members.stay()
+        self.members.stay()
         return []
 
     def _move(self) -> Out:
@@ -408,9 +424,9 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         if not self.survives:
             return self._end("lost", f"device {device!r} was lost: {reason}")
         self._recalls.lost(device, reason, returns=lost.returns)
-        concerns = bool(gone & (self._members.here | self.awaited)) or self._phase == "recalling"
+        concerns = bool(gone & (self.members.here | self.awaited)) or self._phase == "recalling"
         for name in gone:
-            self._members.gone(name)
+            self.members.gone(name)
         self._plan_without(gone)
         fences: Out = [Disconnect(name) for name in sorted(gone)]
         if not concerns:
@@ -450,16 +466,16 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         self._epoch += 1
         self._phase, self._restarted, self._transfer = "holding", False, None
         self._reports.clear()
-        self._members.asked()
-        return [Order(d, Pause(epoch=self._epoch)) for d in sorted(self._members.here)] or self._on_held()
+        self.members.asked()
+        return [Order(d, Pause(epoch=self._epoch)) for d in sorted(self.members.here)] or self._on_held()
 
     def _on_held(self) -> Out:
-        if self._phase != "holding" or self._members.silent:
+        if self._phase != "holding" or self.members.silent:
             return []
         planned, self._next = self._next, None
-        if planned is not None and self._members.available >= planned.parts.keys():
+        if planned is not None and self.members.available >= planned.parts.keys():
             return self._adopt(planned)
-        if not self._members.here:
+        if not self.members.here:
             self._phase = "recalling"
             return self._begin_anew()
         return self._make_plan()
@@ -467,28 +483,31 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
     @property
     def _trusted(self) -> frozenset[str]:
         """Without those on which a step failed, as long as there are others."""
-        return self._members.available - self._suspects.devices or self._members.available
+        return self.members.available - self._suspects.devices or self.members.available
 
     def _make_plan(self, *, of_all: bool = False) -> Out:
-        self._phase, self._planned_for = "planning", self._members.available if of_all else self._trusted
+        self._phase, self._planned_for = "planning", self.members.available if of_all else self._trusted
         return [MakePlan(tuple(sorted(self._planned_for)), waits=True)]
 
     def _begin_anew(self) -> Out:
-        """Once everybody is back who can come back, where too few are left."""
+        """Once everybody is back who can come back soon, where too few are left."""
         if self._recalls.awaited:
             return []
-        if not self._members.available:
+        if self._recalls.queued and self.members.available <= self._without_plan:
+            return self._end("interrupted") if self._interrupted else []
+        if not self.members.available:
             return self._end("lost", f"{self._reason}; no other device is left")
-        step = max(self._saved, self._leases.acknowledged) if self._members.here else self._saved
+        step = max(self._saved, self._leases.acknowledged) if self.members.here else self._saved
         if not self._recalls.again(step):
             return self._end("lost", f"{self._reason}; {self._recalls.vain(step)}")
-        return [self._recalls.recall(self._members.available), *self._make_plan()]
+        return [self._recalls.recall(self.members.available), *self._make_plan()]
 
     def _adopt(self, layout: StateLayout) -> Out:
         self.layout = layout
         self.devices = tuple(layout.parts)
-        self._phase = "joining"
-        missing = self._members.missing(self.devices)
+        self._phase, self._without_plan = "joining", frozenset()
+        self._recalls.planned()
+        missing = self.members.missing(self.devices)
         return [CallDevice(d) for d in missing] if missing else self._restore()
 
     def _end(self, outcome: Ending, reason: str = "") -> Out:

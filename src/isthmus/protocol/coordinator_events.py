@@ -64,6 +64,12 @@ class DeviceLeaving(Event, frozen=True, kw_only=True):
     device: str
 
 
+class DevicesQueued(Event, frozen=True, kw_only=True):
+    """These devices wait for a node in the queue of their engine, and no others: they come back, nobody knows when."""
+
+    devices: frozenset[str]
+
+
 class FleetChanged(Event, frozen=True, kw_only=True):
     """Devices or links are not as the plan assumed."""
 
@@ -184,6 +190,7 @@ CoordinatorEvent = (
     | NoPlan
     | DeviceOffered
     | DeviceLeaving
+    | DevicesQueued
     | FleetChanged
 )
 CoordinatorInstruction = (

@@ -86,14 +86,22 @@ class Restarts:
         self._reasons: dict[str, str] = {}
         """Of all that were lost and are not back."""
         self._returning: set[str] = set()
+        self._in_queue: frozenset[str] = frozenset()
         self._step = -1
         self._count = 0
         """How often the run was begun anew from the state that it was begun from last."""
+        self._counted = False
+        """Whether the last time has no plan yet."""
 
     @property
     def awaited(self) -> frozenset[str]:
-        """Lost, and expected back."""
-        return frozenset(self._returning)
+        """Lost, and expected back soon."""
+        return frozenset(self._returning - self._in_queue)
+
+    @property
+    def queued(self) -> frozenset[str]:
+        """Lost, and expected back at any time."""
+        return self._in_queue & self._reasons.keys()
 
     @property
     def reasons(self) -> str:
@@ -103,6 +111,11 @@ class Restarts:
     def lost(self, device: str, reason: str, *, returns: bool) -> None:
         self._reasons.setdefault(device, reason)
         (self._returning.add if returns else self._returning.discard)(device)
+
+    def wait_in_queue(self, devices: frozenset[str]) -> None:
+        """These devices, and no others. Who leaves the queue comes soon."""
+        self._returning |= (self._in_queue - devices) & self._reasons.keys()
+        self._in_queue = devices
 
     def back(self, device: str) -> None:
         """It could work now."""
@@ -116,7 +129,17 @@ class Restarts:
         """The run is to begin anew from the state after `step` steps; False where it did so too often."""
         self._count = self._count + 1 if step <= self._step else 1
         self._step = max(self._step, step)
+        self._counted = True
         return self._count <= MOST_RECALLS
+
+    def planned(self) -> None:
+        """There is a plan: the run was begun anew."""
+        self._counted = False
+
+    def too_few(self) -> None:
+        """There is no plan yet, and more devices come: this time does not count."""
+        self._count -= self._counted
+        self._counted = False
 
     def recall(self, devices: Collection[str]) -> RestartRun:
         """Told to people: the run begins anew with these devices."""

@@ -11,6 +11,7 @@ from isthmus.protocol.coordinator_events import (
     DeviceLeaving,
     DeviceLost,
     DeviceOffered,
+    DevicesQueued,
     FleetChanged,
     NoPlan,
     PlanMade,
@@ -62,6 +63,7 @@ COORDINATOR = Transitions(
             NoPlan: "joining",
             DeviceOffered: "joining",
             DeviceLeaving: "joining",
+            DevicesQueued: "joining",
             FleetChanged: "joining",
         },
         "fetching": {
@@ -74,6 +76,7 @@ COORDINATOR = Transitions(
             NoPlan: "fetching",
             DeviceOffered: "fetching",
             DeviceLeaving: "fetching",
+            DevicesQueued: "fetching",
             FleetChanged: "fetching",
         },
         "placing": {
@@ -86,6 +89,7 @@ COORDINATOR = Transitions(
             NoPlan: "placing",
             DeviceOffered: "placing",
             DeviceLeaving: "placing",
+            DevicesQueued: "placing",
             FleetChanged: "placing",
         },
         "running": {
@@ -101,6 +105,7 @@ COORDINATOR = Transitions(
             TransferEnded: "running settling holding done",
             DeviceOffered: "running",
             DeviceLeaving: "running",
+            DevicesQueued: "running",
             FleetChanged: "running",
         },
         "settling": {
@@ -116,6 +121,7 @@ COORDINATOR = Transitions(
             TransferEnded: "settling holding done",
             DeviceOffered: "settling",
             DeviceLeaving: "settling",
+            DevicesQueued: "settling",
             FleetChanged: "settling",
         },
         "closing": {
@@ -131,6 +137,7 @@ COORDINATOR = Transitions(
             TransferEnded: "closing",
             DeviceOffered: "closing",
             DeviceLeaving: "closing",
+            DevicesQueued: "closing",
             FleetChanged: "closing",
         },
         "holding": {
@@ -141,6 +148,7 @@ COORDINATOR = Transitions(
             StopRequested: "holding",
             DeviceOffered: "holding",
             DeviceLeaving: "holding",
+            DevicesQueued: "holding",
             FleetChanged: "holding",
         },
         "planning": {
@@ -152,6 +160,7 @@ COORDINATOR = Transitions(
             NoPlan: "planning recalling done",
             DeviceOffered: "planning",
             DeviceLeaving: "planning",
+            DevicesQueued: "planning",
             FleetChanged: "planning",
         },
         "recalling": {
@@ -163,6 +172,7 @@ COORDINATOR = Transitions(
             NoPlan: "recalling",
             DeviceOffered: "planning recalling done",
             DeviceLeaving: "recalling",
+            DevicesQueued: "planning recalling done",
             FleetChanged: "recalling",
         },
     },

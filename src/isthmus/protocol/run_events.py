@@ -22,6 +22,8 @@ class Observation(Event, frozen=True, kw_only=True):
     """Whose process is known to be there, or on its way."""
     returning: frozenset[str] = frozenset()
     """Who is expected among the offers if it is lost."""
+    queued: frozenset[str] = frozenset()
+    """Who waits in the queue of an engine, and is expected among the offers whenever it has a node for it."""
     offers: frozenset[str] = frozenset()
     """Who could work and does not."""
     leaving: frozenset[str] = frozenset()

@@ -25,6 +25,7 @@ from isthmus.protocol.coordinator_events import (
     DeviceLeaving,
     DeviceLost,
     DeviceOffered,
+    DevicesQueued,
     Disconnect,
     FinishRun,
     FleetChanged,
@@ -84,6 +85,7 @@ class RunMachine:
         self._connected: set[str] = set()
         self._offered: frozenset[str] = frozenset()
         self._leaving: set[str] = set()
+        self._queued: frozenset[str] = frozenset()
         self._due: dict[str, int] = dict.fromkeys(coordinator.devices, 0)
         """By worker, the item that it reports next."""
         self._verdict = ""
@@ -138,8 +140,12 @@ class RunMachine:
         """Who is lost, and who could work."""
         self._tick = tick
         self._leaving |= tick.leaving
+        if tick.queued != self._queued:
+            self._queued = tick.queued
+            self._coordinate(DevicesQueued(devices=tick.queued), now_s)
         machine, phase = self.coordinator, self.coordinator.phase
         awaited = {device_of(worker_id) for worker_id in machine.awaited}
+        self._deadlines.in_queue(machine.queued if not awaited else (), now_s)
         for device, why in self._deadlines.missed(phase, awaited, now_s, tick.starting.__contains__):
             self._failures.disconnected(device, why)
         for device in sorted(machine.awaited) if phase == "recalling" else ():
@@ -227,7 +233,8 @@ class RunMachine:
             event = self._judged(event)
         if isinstance(event, NoPlan) and event.epoch == self.epoch and self._adaptation is not None:
             self._adaptation.made(-1, None, must=False)
-        here = DeviceJoined | DeviceOffered | DeviceLeaving | DeviceLost | FleetChanged | StopRequested
+        leaving = self._leaving_devices()
+        here = DeviceJoined | DeviceOffered | DeviceLeaving | DeviceLost | DevicesQueued | FleetChanged | StopRequested
         try:
             self._coordinate(event, now_s, now=isinstance(event, here))
         except OutOfPhase as e:
@@ -235,6 +242,23 @@ class RunMachine:
             if not device:
                 raise
             self._failures.reported(device_of(device), PeerError(f"device {device!r}: {e}"))
+        if isinstance(event, NoPlan):
+            self._note_leaving(leaving, event.reason)
+
+    def _leaving_devices(self) -> frozenset[str]:
+        """Who is here and was asked to leave."""
+        members = self.coordinator.members
+        return frozenset(map(device_of, members.leaving(members.here)))
+
+    def _note_leaving(self, asked: frozenset[str], reason: str) -> None:
+        """After a plan could not be made: those that were asked to leave are not in it, and may have to stay."""
+        for device in sorted(asked - self._leaving_devices()):
+            self._note(
+                f"{device} was asked to leave and stays: no plan could be made without it: {reason}; "
+                "ask again to try again"
+            )
+        for device in sorted(asked) if self._over else ():
+            self._note(f"{device} was asked to leave: the plan that could not be made was one without it")
 
     def _judged(self, made: PlanMade) -> PlanMade:
         """With whether it is worth the change."""

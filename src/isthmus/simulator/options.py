@@ -48,6 +48,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if not 0 < self.factor < math.inf:
             raise UserError(f"fault: factor: got {self.factor}, expected a positive number")
 
+    @property
+    def option(self) -> str:
+        """Of `isthmus simulate`, that gives such a fault."""
+        return f"--{self.kind}" if self.kind in ("slow", "join", "leave") else "--fault"
+
 
 _SHAPE = re.compile(r"(?P<what>[^@]+)@(?P<time>[^+:]+)(\+(?P<lasts>[^:]+))?(:(?P<factor>.+))?")
 
@@ -95,9 +100,12 @@ _EXAMPLES = {
 
 def _factor(text: str) -> float:
     try:
-        return float(text)
+        factor = float(text)
     except ValueError:
-        raise UserError(f"--slow: factor: got {text!r}, expected a number") from None
+        factor = math.nan
+    if not 0 < factor < math.inf:
+        raise UserError(f"--slow: factor: got {text!r}, expected a positive number, as in home-0@40s:4")
+    return factor
 
 
 Timed = Literal["F", "B", "E", "update"]

@@ -40,4 +40,4 @@ def check_faults(faults: Iterable[Fault], fleet: Fleet) -> None:
     for fault in faults:
         for name in filter(None, (fault.device, fault.other)):
             if name not in fleet.names:
-                raise unknown_name("device in the faults", name, fleet.names)
+                raise unknown_name(f"device in {fault.option}", name, fleet.names)

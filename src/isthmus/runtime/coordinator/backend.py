@@ -58,6 +58,10 @@ class Session(Protocol):
         """Whether one that is lost is expected among the offers."""
         ...
 
+    def queued(self) -> Collection[str]:
+        """Who waits in the queue of an engine, which starts it at any time."""
+        ...
+
     def offers(self) -> Collection[str]:
         """Who could work and does not, as far as is known here."""
         ...
@@ -96,6 +100,9 @@ class NoSession:
 
     def returns(self, device: str) -> bool:
         return False
+
+    def queued(self) -> Collection[str]:
+        return ()
 
     def offers(self) -> Collection[str]:
         return ()
@@ -227,6 +234,9 @@ class _LocalSession:
 
     def returns(self, device: str) -> bool:
         return self._respawn_after_s is not None
+
+    def queued(self) -> Collection[str]:
+        return ()
 
     @property
     def _respawn_after_s(self) -> float | None:

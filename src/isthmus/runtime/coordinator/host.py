@@ -161,11 +161,13 @@ class CoordinatorHost:
 
     def _look(self) -> Observation:
         session, machine = self._session, self.machine.coordinator
-        known: Collection[str] = {*map(device_of, self._lanes), *machine.devices, *machine.awaited}
+        awaited = machine.awaited | machine.queued
+        known: Collection[str] = {*map(device_of, self._lanes), *machine.devices, *awaited}
         return Observation(
             ended=session.ended(),
             starting=frozenset(filter(session.starting, known)),
             returning=frozenset(filter(session.returns, known)),
+            queued=frozenset(filter(self._callbacks.is_known, session.queued())),
             offers=frozenset(filter(self._callbacks.is_known, session.offers())),
             leaving=frozenset(session.leaving()),
         )

@@ -49,6 +49,8 @@ class Watcher(msgspec.Struct, frozen=True, kw_only=True):
     """Everything was checked, the checkpoint to go on from too, and nothing was written yet."""
     planned: Callable[[Plan, int], None] = lambda plan, epoch: None
     """The run begins or goes on with this plan, in this epoch."""
+    period: Callable[[PlanPeriod], None] = lambda period: None
+    """The same, with the fleet as it is believed to be; its time is the monotonic clock's."""
     advanced: Callable[[Item, float | None, tuple[Span, ...]], None] = lambda item, loss, spans: None
     saved: Callable[[int, Path], None] = lambda step, directory: None
     acknowledged: Callable[[int], None] = lambda step: None
@@ -209,6 +211,7 @@ class RunController:
         first, self._begun = self._begun is None and self._record is None, begin
         self._lineage.begin(begin.epoch, begin.step)
         self._watcher.planned(self.now.plan, begin.epoch)
+        self._watcher.period(self._periods[-1])
         if self._options.backend.survives_coordinator:
             write_record(self._folder, RecoveryRecord(run=self.run, lineage=self._lineage.began, plan=self.now.plan))
         if not begin.from_checkpoint:

@@ -94,7 +94,7 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> AgentState:
-        """LOST where the container keeps failing: Kubernetes waits before it starts it again."""
+        """LOST where the container keeps failing: Kubernetes waits before it starts it again. QUEUED without a node."""
         phases = {"Succeeded": AgentState.ENDED, "Failed": AgentState.LOST, "Running": AgentState.RUNNING}
         for container in self.status.container_statuses:
             waiting, terminated = container.state.waiting, container.state.terminated
@@ -102,6 +102,8 @@ class Pod(msgspec.Struct, frozen=True):
                 return AgentState.LOST
             if terminated is not None and terminated.exit_code and self.status.phase == "Running":
                 return AgentState.STARTING
+        if self.status.phase == "Pending" and not self.status.container_statuses:
+            return AgentState.QUEUED
         return phases.get(self.status.phase, AgentState.STARTING)
 
 

@@ -16,8 +16,10 @@ import msgspec
 class AgentState(Enum):
     """How an agent is, as far as its engine knows."""
 
+    QUEUED = "queued"
+    """The engine has no node for it yet, and starts it when it has one: its job was requeued, say."""
     STARTING = "starting"
-    """The engine has not placed it yet."""
+    """It has a node, and does not run there yet."""
     RUNNING = "running"
     ENDED = "ended"
     """With exit code 0: it was dismissed."""

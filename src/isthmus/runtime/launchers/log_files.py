@@ -12,9 +12,8 @@ LOOK_S = 0.5
 class LogFiles:
     """A thread that reads the files from their beginnings, also those that are made later."""
 
-    def __init__(self, log: Callable[[str, str], None], skip: tuple[str, ...] = ()) -> None:
-        """`log(name, line)` is not given lines that begin with one of `skip`."""
-        self._log, self._skip = log, skip
+    def __init__(self, log: Callable[[str, str], None]) -> None:
+        self._log = log
         self._files: list[_LogFile] = []
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._read, name="log files", daemon=True)
@@ -36,8 +35,7 @@ class LogFiles:
     def _give(self, files: Collection[_LogFile]) -> None:
         for file in tuple(files):
             for line in file.lines():
-                if not line.startswith(self._skip):
-                    self._log(file.name, line)
+                self._log(file.name, line)
 
 
 class _LogFile:

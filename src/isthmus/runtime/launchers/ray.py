@@ -119,7 +119,7 @@ class _ActorHere:
 
     def __init__(self, actor: ActorHandle[RayActor], agent: AgentSpec, log: Callable[[str, str], None]) -> None:
         """The ticket is an argument of a call, so it is no part of what Ray shows or logs."""
-        self.state = AgentState.STARTING
+        self.state = AgentState.QUEUED
         self._actor = actor
         found = actor.run.options(num_returns="streaming").remote(agent)
         self._thread = threading.Thread(target=self._read, args=(found, agent.name, log), name="agent", daemon=True)

@@ -1,7 +1,9 @@
 """Slurm: one allocation of as many nodes as there are agents, one task per node, submitted through submitit.
 
-A preempted job is requeued, by Slurm or by submitit, and its agents go on as the same members of the fleet. An agent
-that was lost alone is started again by a job of one node.
+A preempted job is requeued, by Slurm or by its first task, and its agents go on as the same members of the fleet. An
+agent that was lost alone is started again by a job of one node.
+
+submitit submits a command here, not a function: it would pickle that.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from isthmus.atomic_write import atomic_write
 from isthmus.errors import PeerError, UserError, unknown_name
 from isthmus.extensions import import_extra
 from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
 from isthmus.runtime.launchers.log_files import LogFiles
-from isthmus.runtime.launchers.slurm_task import AgentFolder, AgentStatus, AgentTask, Placed
+from isthmus.runtime.launchers.slurm_task import AgentFolder, AgentStatus, Placed, SharedFolder
 from isthmus.units import parse_duration
 
 OWNER = "isthmus up --on slurm"
@@ -35,8 +38,7 @@ ASK_S = 10.0
 END_S = 120.0
 """How long a cancelled job may take to end."""
 COMMAND_S = 60.0
-RESTARTS_OF_JOB = 100
-"""How often submitit requeues a job that has reached its limit."""
+MODULE = "isthmus.runtime.launchers.slurm_task"
 
 JobState = Literal["waiting", "running", "over"]
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
@@ -87,6 +89,8 @@ class SlurmLauncher:
         self._attempts: dict[str, int] = {}
         self._known: dict[str, tuple[float, JobState]] = {}
         self._logs: LogFiles | None = None
+        self._shared: SharedFolder | None = None
+        self._submitted = 0
 
     @property
     def head(self) -> str:
@@ -117,18 +121,20 @@ class SlurmLauncher:
 
     def render(self, agents: Sequence[AgentSpec], folder: Path) -> str:
         """As of `Renders`."""
-        at = self._folder if self._jobs else self._place(folder)
-        command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(at))}"
+        at = self._place(folder)
         made = import_extra("submitit", OWNER).slurm.slurm._make_sbatch_string
+        command = _task_command(SharedFolder(at).tasks(1))
         return str(made(command=command, folder=at, **_script(self._options, len(agents))))
 
     def start(self, agents: Sequence[AgentSpec], folder: Path, log: Callable[[str, str], None]) -> None:
         self._folder = self._place(folder)
         self._folder.mkdir(mode=0o700, parents=True)
-        self._logs = LogFiles(log, skip=("submitit ",))
+        self._logs, self._shared = LogFiles(log), SharedFolder(self._folder)
         self._submit(agents, self._logs)
 
     def states(self) -> Mapping[str, AgentState]:
+        if self._shared is not None:
+            self._shared.beat()
         return {name: self._state(name, job) for name, job in self._jobs.items()}
 
     def restart(self, agent: AgentSpec) -> None:
@@ -148,7 +154,7 @@ class SlurmLauncher:
             self._logs.close()
             shutil.rmtree(self._folder)
         self._jobs.clear()
-        self._logs = None
+        self._logs = self._shared = None
 
     def _cancel(self, job: _Job) -> None:
         if self._options.cluster == "slurm":
@@ -170,14 +176,17 @@ class SlurmLauncher:
             attempt = self._attempts[agent.name] = self._attempts.get(agent.name, 0) + 1
             AgentFolder(self._folder, agent.name).prepare(agent.ticket, attempt)
             placed.append(Placed(agent.name, agent.arguments, agent.island, attempt))
+        self._submitted += 1
+        tasks = SharedFolder(self._folder).tasks(self._submitted)
+        atomic_write(tasks, msgspec.json.encode(placed))
         if self._options.cluster == "local":
-            executor = submitit.LocalExecutor(self._folder, max_num_timeout=RESTARTS_OF_JOB)
+            executor = submitit.LocalExecutor(self._folder)
             executor.update_parameters(**_processes(self._options, len(agents)))
         else:
-            executor = submitit.SlurmExecutor(self._folder, max_num_timeout=RESTARTS_OF_JOB)
+            executor = submitit.SlurmExecutor(self._folder)
             executor.update_parameters(**_script(self._options, len(agents)))
         try:
-            job: _Job = executor.submit(AgentTask(self._folder, placed))
+            job: _Job = executor._submit_command(_task_command(tasks))
         except (submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedSubmissionError, OSError) as e:
             raise PeerError(f"slurm: the job was refused: {_last_line(str(e))}") from None
         for number, agent in enumerate(agents):
@@ -190,8 +199,9 @@ class SlurmLauncher:
             return AgentState.ENDED if status is AgentStatus.ENDED else AgentState.LOST
         if of_job == "over":
             return AgentState.LOST
-        running = status is AgentStatus.RUNNING and of_job == "running"
-        return AgentState.RUNNING if running else AgentState.STARTING
+        if of_job == "waiting":
+            return AgentState.QUEUED
+        return AgentState.RUNNING if status is AgentStatus.RUNNING else AgentState.STARTING
 
     def _job_state(self, job: _Job, within_s: float) -> JobState:
         """As Slurm had it at most `within_s` ago; as it was known where Slurm's controller does not answer."""
@@ -207,6 +217,11 @@ class SlurmLauncher:
                 known = "over"
             self._known[job.job_id] = (time.monotonic(), known)
         return known
+
+
+def _task_command(tasks: Path) -> str:
+    """Of each node."""
+    return shlex.join([sys.executable, "-u", "-m", MODULE, str(tasks)])
 
 
 def _job_state_of(text: str) -> JobState:

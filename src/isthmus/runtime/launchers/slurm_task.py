@@ -1,6 +1,8 @@
 """A task of a Slurm allocation: starts the agent of its number, ends it, and notes how it is, in a folder that all
 nodes share.
 
+    FOLDER/tasks-N.json   agents of the Nth job, by the number of their task
+    FOLDER/beat           changes for as long as the launcher runs
     FOLDER/agents/NAME/   ticket    handed to the agent on standard input and removed
                           state-N/  the agent's key and certificate: a requeued task needs no new ticket
                           attempt   N, of the newest task for this name; an older task leaves the name alone
@@ -10,10 +12,11 @@ nodes share.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -29,6 +32,12 @@ from isthmus.runtime.launchers.launcher import AgentSpec
 
 GRACE_S = 20.0
 """How long an agent may take to end. Slurm kills 30 s after SIGTERM (KillWait)."""
+LOOK_S = 20.0
+BEAT_S = 30.0
+GONE_S = 900.0
+"""Without a beat for so long the launcher is gone."""
+MOST_REQUEUES = 100
+"""Of a job at its time limit."""
 NO_TICKET = b"-"
 """First line for an agent that is a member already."""
 
@@ -41,6 +50,33 @@ class AgentStatus(Enum):
     RUNNING = "running"
     ENDED = "ended"
     LOST = "lost"
+
+
+class SharedFolder:
+    """What the launcher and all tasks share."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._beat = path / "beat"
+        self._next_s = 0.0
+
+    def tasks(self, number: int) -> Path:
+        """The file with the agents of a job."""
+        return self.path / f"tasks-{number}.json"
+
+    def beat(self) -> None:
+        """The launcher runs."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + BEAT_S
+            atomic_write(self._beat, b"%f" % now_s, durable=False)
+
+    def last_beat(self) -> bytes:
+        """Of a clock that is not this node's: to be compared for equality only."""
+        try:
+            return self._beat.read_bytes()
+        except OSError:
+            return b""
 
 
 class AgentFolder:
@@ -98,54 +134,78 @@ class Placed(msgspec.Struct, frozen=True):
         return agent_command(agent, sys.executable, "--state", str(state), "--attached")
 
 
-class AgentTask:
-    """What submitit calls in each task, and again after a requeue. submitit pickles it by the names of its classes,
-    with names and arguments of agents."""
+class SlurmTask:
+    """One task of the allocation, on a node of its own."""
 
-    def __init__(self, folder: Path, agents: Sequence[Placed]) -> None:
-        self._folder, self._agents = folder, tuple(agents)
+    def __init__(self, tasks: Path) -> None:
+        """`tasks`: the file with the agents of the allocation."""
+        self._folder = SharedFolder(tasks.parent)
+        self._agents = msgspec.json.decode(tasks.read_bytes(), type=list[Placed])
+        self._environment = import_extra("submitit").JobEnvironment()
+        self._number: int = self._environment.global_rank
 
-    def __call__(self) -> None:
-        """SystemExit where the task was signalled, or the agent failed."""
-        environment = import_extra("submitit").JobEnvironment()
-        number: int = environment.global_rank
-        placed = self._agents[number]
-        shared = AgentFolder(self._folder, placed.name)
+    def run(self) -> int:
+        """The exit code. SystemExit where the task was signalled."""
+        placed = self._agents[self._number]
+        shared = AgentFolder(self._folder.path, placed.name)
         if shared.attempt() != placed.attempt or shared.status() is AgentStatus.ENDED:
-            return
-        preempted = signal.Signals[f"SIG{environment.USR_SIG}"]
+            return 0
+        preempted = signal.Signals[f"SIG{self._environment.USR_SIG}"]
         signal.signal(signal.SIGTERM, _leave)
-        if number:  # of task 0 submitit's handler requeues the job, for all tasks
-            signal.signal(preempted, _leave)
-        code = _run(placed, shared, preempted)
+        signal.signal(preempted, _leave)
+        try:
+            code = self._run(placed, shared, preempted)
+        except SystemExit as e:
+            if e.code == 128 + preempted and not self._number:
+                self._requeue()
+            raise
         shared.note(AgentStatus.LOST if code else AgentStatus.ENDED)
         if code:
             print(f"`isthmus join` ended with code {code}", flush=True)
-            raise SystemExit(1)
+        return 1 if code else 0
 
-    def checkpoint(self) -> object:
-        """What submitit runs after a requeue: the same, as the state of each agent is in the shared folder."""
-        return import_extra("submitit").helpers.DelayedSubmission(self)
+    def _requeue(self) -> None:
+        """The whole job, at its time limit: for the other tasks too. Where Slurm preempts a job it requeues it."""
+        if int(os.environ.get("SLURM_RESTART_COUNT", "0")) >= MOST_REQUEUES:
+            print(f"the job was requeued {MOST_REQUEUES} times: it ends", flush=True)
+            return
+        try:
+            self._environment._requeue(0)
+        except (OSError, subprocess.SubprocessError) as e:
+            print(f"the job is not requeued: {e}", flush=True)
 
+    def _run(self, placed: Placed, shared: AgentFolder, preempted: signal.Signals) -> int:
+        """The agent's exit code. The agent ends with this task, whatever ends the task: its standard input closes."""
+        # Slurm signals all processes of a step; that an agent has to leave is for its task to say.
+        ignored = partial(signal.signal, preempted, signal.SIG_IGN)
+        agent = subprocess.Popen(placed.command(shared.state()), stdin=subprocess.PIPE, preexec_fn=ignored)
+        assert agent.stdin is not None, "asked for"
+        ticket = shared.take_ticket()
+        try:
+            with contextlib.suppress(OSError):  # it has ended, as its code tells
+                agent.stdin.write((ticket or NO_TICKET) + b"\n")
+                agent.stdin.flush()
+            shared.note(AgentStatus.RUNNING)
+            return self._wait(agent)
+        finally:
+            if agent.returncode is None:
+                _end(agent)
+                shared.put_back(ticket)
+                shared.note(AgentStatus.WAITING)
 
-def _run(placed: Placed, shared: AgentFolder, preempted: signal.Signals) -> int:
-    """The agent's exit code. The agent ends with this task, whatever ends the task: its standard input closes."""
-    # Slurm signals all processes of a step; that an agent has to leave is for its task to say.
-    ignored = partial(signal.signal, preempted, signal.SIG_IGN)
-    agent = subprocess.Popen(placed.command(shared.state()), stdin=subprocess.PIPE, preexec_fn=ignored)
-    assert agent.stdin is not None, "asked for"
-    ticket = shared.take_ticket()
-    try:
-        with contextlib.suppress(OSError):  # it has ended, as its code tells
-            agent.stdin.write((ticket or NO_TICKET) + b"\n")
-            agent.stdin.flush()
-        shared.note(AgentStatus.RUNNING)
-        return agent.wait()
-    finally:
-        if agent.returncode is None:
-            _end(agent)
-            shared.put_back(ticket)
-            shared.note(AgentStatus.WAITING)
+    def _wait(self, agent: subprocess.Popen[bytes]) -> int:
+        """Until the agent ends, or the launcher is gone: it was killed, and the run with it."""
+        beat, beat_s = b"", time.monotonic()
+        while True:
+            try:
+                return agent.wait(LOOK_S)
+            except subprocess.TimeoutExpired:
+                now, now_s = self._folder.last_beat(), time.monotonic()
+            if now != beat:
+                beat, beat_s = now, now_s
+            elif now_s - beat_s > GONE_S:
+                print(f"`isthmus up` has given no sign of life for {GONE_S:g} s: the agent ends", flush=True)
+                raise SystemExit(0)
 
 
 def _end(agent: subprocess.Popen[bytes]) -> None:
@@ -158,4 +218,11 @@ def _end(agent: subprocess.Popen[bytes]) -> None:
 
 
 def _leave(number: int, _: object) -> NoReturn:
+    """Slurm may send several signals, one after the other."""
+    for another in (signal.SIGTERM, number):
+        signal.signal(another, signal.SIG_IGN)
     raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(SlurmTask(Path(sys.argv[1])).run())

@@ -93,7 +93,7 @@ class FleetCoordinator:
         self._acceptors: dict[str, Acceptor] = {}
         """By run."""
         self._relay = Relay(timeout_s)
-        self._brought_back: frozenset[str] = frozenset()
+        self._brought_back = self._queued = frozenset[str]()
         self._over = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._listener = Listener(
@@ -152,6 +152,13 @@ class FleetCoordinator:
     def brings_back(self, devices: Iterable[str]) -> None:
         """Those of them that are lost will join again: a run that has too few devices waits for them."""
         self._brought_back = frozenset(devices)
+
+    def are_queued(self, devices: Iterable[str]) -> None:
+        """These wait for a node in the queue of their engine: a run that has too few devices waits for as long."""
+        self._queued = frozenset(devices)
+
+    def queued(self) -> frozenset[str]:
+        return self._queued - self._presence.names
 
     def may_return(self, device: str) -> bool:
         """Whether a device that a run has lost can work for it again."""
@@ -363,6 +370,9 @@ class _FleetSession:
 
     def returns(self, device: str) -> bool:
         return self._service.may_return(device) and not self._presence.leaves(device, self._call.run)
+
+    def queued(self) -> frozenset[str]:
+        return self._service.queued()
 
     def offers(self) -> list[str]:
         return self._presence.offers((*self._call.devices, *self._call.others), self._call.run)

@@ -11,7 +11,6 @@ and their ratio is lambda.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from collections.abc import Callable, Generator, Iterator
 
@@ -188,8 +187,6 @@ def measure_copies(accelerator: Accelerator) -> float:
 if __name__ == "__main__":
     wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=MeasureSpeed)
     name, offered = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None
-    if wanted.trial is not None:
-        importlib.import_module("torch._dynamo")  # the first optimizer does: that is not what a stage takes
     if offered is not None and name == "cpu":  # a driver maps more than it uses
         limit_memory(offered)
     torch.set_num_threads(wanted.threads)
