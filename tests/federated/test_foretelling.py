@@ -75,7 +75,10 @@ def test_a_deployments_faults_are_told(tmp_path: Path) -> None:
     done = isthmus("simulate", deployed(tmp_path), "--fault", "south@0s", "--slow", "east@1000000s:2")
     assert done.code == 0, done.err
     text = " ".join(done.out.split())
-    assert "south is lost" in text and "without effect: east: computing takes 2 times as long" in text
+    assert (
+        "site south was lost: its connection closed" in text
+        and "without effect: east: computing takes 2 times as long" in text
+    )
     assert "done after 6 rounds" in text and "rounds/h; without faults" in text
 
 
@@ -96,14 +99,17 @@ def test_a_simulation_without_sites_left_says_why_it_ended(when: str, tmp_path: 
     assert done.code == 0, done.err
     found = json.loads(done.out)
     assert found["outcome"] == "lost" and found["reason"] and found["rounds"] < 6
-    assert {"text": "north is lost", "time_s": float(when[:-1])} in found["events"] and len(found["faults"]) == 3
+    assert {"text": "site north was lost: its connection closed", "time_s": float(when[:-1])} in found[
+        "events"
+    ] and len(found["faults"]) == 3
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--fault", "west@2s"), ["unknown executor in the faults 'west'"]),
-        (("--join", "east@2s"), ["faults: got 'join' for a federated job", "--slow"]),
+        (("--fault", "west@2s"), ["unknown executor in --fault 'west'"]),
+        (("--slow", "west@2s:2"), ["unknown executor in --slow 'west'"]),
+        (("--leave", "east@2s"), ["--leave: got 'east is to leave' for a federated job", "--slow NAME@12s:4"]),
         (("--set", 'deployment.sites=["north", "south"]'), ["deployment.sites: got 2 sites for data of 3 clients"]),
     ],
 )

@@ -1,7 +1,8 @@
 """What a federated coordinator decided, event by event, so that a simulation and a run can be compared.
 
 Left out are ticks and the host's own events without a consequence. Put in order is what arrives in any order: events of
-one kind from several executors, and instructions of one kind to them.
+one kind from several executors, and instructions of one kind to them. The plan that is made after a phase's messages
+are sent stands behind the phase's opening: a quick executor may answer before.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Recorded(FederatedCoordinator):
         told = tuple(_words(i) for i in out)
         with self._heard:
             if told or not isinstance(event, Tick | PhaseUnderWay | RoundPlanned):
-                self._found.append((_name(event), _executor(event), told))
+                place = self._opening() if isinstance(event, PhaseUnderWay) else len(self._found)
+                self._found.insert(place, (_name(event), _executor(event), told))
             self._heard.notify_all()
         return out
 
@@ -83,6 +85,11 @@ class Recorded(FederatedCoordinator):
         """Until it has heard or told what begins with these words, or the run is over; False after `limit_s`."""
         with self._heard:
             return self._heard.wait_for(lambda: self._knows(words) or self._knows("FinishRounds"), limit_s)
+
+    def _opening(self) -> int:
+        """The place behind the last phase's opening."""
+        opened = [any(word.startswith("PhaseOpened") for word in words) for _, _, words in self._found]
+        return len(opened) - opened[::-1].index(True)
 
     def _knows(self, words: str) -> bool:
         event, _, count = words.partition(" x")

@@ -160,7 +160,6 @@ class _Run:
                 acceptor=SiteAcceptor,
                 out=SiteConnection,
                 exit_grace_s=0.0,
-                may_reconnect=True,
             )
             receiver = SiteUpdateReceiver(
                 server,

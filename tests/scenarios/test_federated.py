@@ -80,7 +80,7 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
             executors="ab",
             rules=RoundRules(rounds=2, steals=False),
             slow={("b", 0): NEVER, ("a", 0): Slow("ExecutorLost b", 2.0)},
-            departs=Departure("b", "PhaseOpened 0.0 b", 1.0),
+            departs=Departure("b", "PlanRound 1", 1.0),
         ),
         "ExecutorJoined a,b: PlanRound 0\n"
         "RoundPlanned: PhaseOpened 0.0 a 0,1,4,5,8; PhaseOpened 0.0 b 2,3,6,7\n"

@@ -77,7 +77,7 @@ def test_the_clients_of_a_lost_executor_are_trained_by_others() -> None:
 
 
 def test_a_run_without_executors_says_so() -> None:
-    with pytest.raises(PeerError, match="lost in the simulation"):
+    with pytest.raises(PeerError, match="executor 'e0' was lost"):
         run(FederatedCosts(lines=lines(1), losses=((0, 0.5),)))
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from isthmus.api.fault_simulation import fault_text
 from isthmus.api.federated_timeline import FederatedTimeline, simulate_struck
 from isthmus.data.clients import ClientData
 from isthmus.errors import UserError, unknown_name
@@ -121,6 +122,7 @@ def simulate_rounds(
         sums_s=found.overhead_s,
         noise=job.execution.noise,
         clients_per_vmap=found.clients_per_vmap,
+        timeout_s=job.timeout_s,
         factor=_factor(job, 0 if sites else len(machine.executors)),
         sites=sites,
     )
@@ -161,6 +163,7 @@ def _on_fleet(
         lines=lines,
         noise=job.execution.noise,
         clients_per_vmap=job.execution.clients_per_vmap or 1,
+        timeout_s=job.timeout_s,
         factor=lambda k, phase: slower(k, phase) * share[phase.number],
         used=job.local.used,
         messages=tuple(message_costs(fleet, k, counted) for k in range(count)),
@@ -203,15 +206,16 @@ def _check_sites(deployment: Deployment, clients: int) -> None:
 
 
 def _struck(faults: Sequence[Fault], executors: Sequence[str], *, may_return: bool) -> FederatedCosts:
-    """Costs with these losses and slow executors. UserError for other faults."""
+    """Costs with executors that come late, are lost or slow. UserError for other faults."""
     numbers = {name: number for number, name in enumerate(executors)}
     for fault in faults:
-        if fault.kind not in ("lost", "slow"):
+        if fault.kind not in ("lost", "slow", "join"):
             raise UserError(
-                f"faults: got {fault.kind!r} for a federated job, expected --fault NAME@12s or --slow NAME@12s:4"
+                f"{fault.option}: got {fault_text(fault)!r} for a federated job, expected --fault NAME@12s, "
+                "--slow NAME@12s:4 or --join NAME@12s"
             )
         if fault.device not in numbers:
-            raise unknown_name("executor in the faults", fault.device, executors)
+            raise unknown_name(f"executor in {fault.option}", fault.device, executors)
         if not may_return and math.isfinite(fault.lasts_s):
             raise UserError(
                 f"--fault: got {fault.device!r} with a time after which it is back, expected none: an executor that is "
@@ -220,6 +224,7 @@ def _struck(faults: Sequence[Fault], executors: Sequence[str], *, may_return: bo
     lost = [fault for fault in faults if fault.kind == "lost"]
     return FederatedCosts(
         lines=(),
+        joins=tuple((numbers[f.device], f.time_s) for f in faults if f.kind == "join"),
         losses=tuple((numbers[f.device], f.time_s) for f in lost),
         returns=tuple((numbers[f.device], f.time_s + f.lasts_s) for f in lost if math.isfinite(f.lasts_s)),
         slows=tuple((numbers[f.device], f.time_s, f.factor) for f in faults if f.kind == "slow"),

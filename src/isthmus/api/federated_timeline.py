@@ -77,7 +77,7 @@ def simulate_struck(
         raise PeerError(run.finish.reason)
     undisturbed_s: float | None = run.seconds
     if faults:
-        calm = msgspec.structs.replace(costs, losses=(), returns=(), slows=())
+        calm = msgspec.structs.replace(costs, joins=(), losses=(), returns=(), slows=())
         other = simulate_federation(machines[1], calm, seed)
         undisturbed_s = None if other.finish.outcome == "lost" else other.seconds
     return FederatedTimeline(run=run, faults=tuple(faults), undisturbed_s=undisturbed_s)

@@ -64,6 +64,7 @@ class Deadlines:
         """`start_s`: how long a device may take to start its process."""
         self._limits_s = {"joining": max(start_s, timeout_s), "holding": timeout_s, "recalling": timeout_s}
         self._phases = Waits(log)
+        self._queue = Waits(log)
         self._items = Waits(log)
         self._item, self._waited_s, self._longest_s = -1, 0.0, 0.0
         """Of the item that others have finished: its number, for how long somebody is behind, and for how long somebody
@@ -84,6 +85,10 @@ class Deadlines:
             allowed_s = limit_s * STARTING if late and phase == "joining" and starting(device) else limit_s
             if now_s - since_s > allowed_s:
                 yield device, f"it did not {BOUNDED[phase]} within {allowed_s:g} s"
+
+    def in_queue(self, devices: Collection[str], now_s: float) -> None:
+        """Note that the run waits for these devices, and they for their engine: there is no time limit."""
+        self._queue.look("for the engine to start what it has queued", devices, now_s)
 
     def lag(self, item: int, behind: Collection[str], now_s: float) -> None:
         """Note that these devices have not finished an item that others have. Stages of a pipeline end one after the

@@ -222,7 +222,8 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
     def _look_ahead(self) -> list[CoordinatorInstruction]:
         """Plan the next round while this one trains: its cohort is known, and times that are a round older do."""
         following = self._next.round + 1
-        if self._phase != "running" or self._scheduler.pinned or following >= self.rules.rounds:
+        planned = self._scheduler.pinned or self._scheduler.cohort_ahead(following) is not None
+        if self._phase != "running" or planned or following >= self.rules.rounds:
             return []
         return [PlanRound(following, self._scheduler.ask(following, self._cohort_of(following), self._present()))]
 

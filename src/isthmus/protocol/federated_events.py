@@ -24,7 +24,8 @@ from isthmus.protocol.federated_messages import (
 )
 from isthmus.protocol.federated_planning import PlanningProblem
 from isthmus.protocol.machine import FromDevice
-from isthmus.protocol.run_messages import Halt
+from isthmus.protocol.run_events import Note
+from isthmus.protocol.run_messages import DeviceFailed, Halt
 
 # To the executor, besides the coordinator's orders
 
@@ -80,6 +81,8 @@ class ExecutorLost(msgspec.Struct, frozen=True, kw_only=True):
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
     now_s: float
+    ended: Mapping[str, str] = {}
+    """By executor whose process has ended, how."""
 
 
 class RunInterrupted(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,8 +177,9 @@ class CommitRound(msgspec.Struct, frozen=True):
     record: RoundRecord
 
 
-Outcome = Literal["done", "interrupted", "lost", "diverged"]
-"""Diverged: the numbers of every client of a round are not finite. Lost: the run cannot go on for another reason."""
+Outcome = Literal["done", "interrupted", "lost", "diverged", "failed"]
+"""Diverged: the numbers of every client of a round are not finite. Failed: the job is at fault. Lost: the run cannot go
+on for another reason."""
 
 
 class FinishRounds(msgspec.Struct, frozen=True):
@@ -187,3 +191,30 @@ CoordinatorInstruction = (
     Notify | PlanRound | MergeSums | IgnoreSums | DismissExecutor | UpdateServer | CommitRound | Halt | FinishRounds
 )
 """`Halt` is for every executor."""
+
+
+# Between a run's machine and its host, besides
+
+
+class ExecutorConnected(msgspec.Struct, frozen=True, kw_only=True):
+    """An executor's process, or a site, is connected. It joins by a report of its own."""
+
+    executor: str
+
+
+class ExecutorDisconnected(msgspec.Struct, frozen=True, kw_only=True):
+    """Its connection closed, or it was silent for too long."""
+
+    executor: str
+    reason: str
+
+
+class ReportRefused(msgspec.Struct, frozen=True, kw_only=True):
+    """It sent values that cannot be believed."""
+
+    executor: str
+    reason: str
+
+
+FederatedEvent = CoordinatorEvent | FromDevice[DeviceFailed] | ExecutorConnected | ExecutorDisconnected | ReportRefused
+FederatedInstruction = CoordinatorInstruction | Note

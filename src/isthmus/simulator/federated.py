@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -14,9 +15,10 @@ from isthmus.errors import InternalError, PeerError
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
     CommitRound,
-    CoordinatorEvent,
+    ExecutorConnected,
+    ExecutorDisconnected,
     ExecutorEvent,
-    ExecutorLost,
+    FederatedEvent,
     FinishRounds,
     Notify,
     PhaseUnderWay,
@@ -39,10 +41,13 @@ from isthmus.protocol.federated_messages import (
     PhaseOpened,
     PhaseReport,
     SumsSent,
+    TasksGranted,
     TasksReturned,
 )
 from isthmus.protocol.federated_planning import plan_round
+from isthmus.protocol.federated_run import EXIT_GRACE_S, FederatedRunMachine
 from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_events import Note
 from isthmus.simulator.clock import VirtualClock
 
 
@@ -89,10 +94,16 @@ class FederatedCosts(msgspec.Struct, frozen=True, kw_only=True):
     None where no states move."""
     sites: tuple[int, ...] = ()
     """Samples of each executor's only client, which has the executor's number; empty: executors have all clients."""
+    joins: tuple[tuple[int, float], ...] = ()
+    """(executor, second) that it connects first; infinity: never. Others connect at the beginning."""
     losses: tuple[tuple[int, float], ...] = ()
-    """(executor, second) that it is lost."""
+    """(executor, second) that it is lost: its process ends, or the site leaves."""
+    cuts: tuple[tuple[int, float], ...] = ()
+    """(executor, second) that its connection closes while its process goes on."""
     returns: tuple[tuple[int, float], ...] = ()
     """(executor, second) that a lost one connects again."""
+    timeout_s: float = 60.0
+    """How long an executor may take to join; sites may take what the rules say."""
     slows: tuple[tuple[int, float, float], ...] = ()
     """(executor, second, factor): clients that begin later take so many times as long, until its next entry."""
 
@@ -139,18 +150,33 @@ def simulate_federation(machine: FederatedCoordinator, costs: FederatedCosts, se
     return _RoundsSimulation(machine, costs, seed).run()
 
 
-def record_texts(record: RoundRecord) -> list[str]:
+Moves = Mapping[tuple[str, str], Sequence[int]]
+"""By executor that took clients and executor that had them, those clients."""
+MOST_NAMED = 8
+"""Clients in one line; of more than a few, their number."""
+
+
+def record_texts(record: RoundRecord, moves: Moves | None = None) -> list[str]:
     """What a committed round's record says beyond its clients: an early end, clients that others took, late updates."""
     found: list[str] = []
     if record.closed_by != "all":
         missing = f"; clients missing: {len(record.missing)}" if record.missing else ""
         found.append(f"round {record.round + 1}: closed by its {record.closed_by}{missing}")
-    if record.stolen:
+    if moves:
+        taken = (f"{thief} took {_clients(clients)} from {victim}" for (thief, victim), clients in moves.items())
+        found.append(f"round {record.round + 1}: {'; '.join(taken)}")
+    elif record.stolen:
         found.append(f"round {record.round + 1}: clients given to other executors: {record.stolen}")
     for client, late in record.stale:
         made, counts = record.round + 1 - late, record.round + 1
         found.append(f"client {client}: its update of round {made} counts in round {counts}")
     return found
+
+
+def _clients(numbers: Sequence[int]) -> str:
+    if len(numbers) > MOST_NAMED:
+        return f"{len(numbers)} clients"
+    return f"client{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
 
 
 class _SimulatedExecutor:
@@ -166,7 +192,8 @@ class _SimulatedExecutor:
 
 class _RoundsSimulation:
     def __init__(self, machine: FederatedCoordinator, costs: FederatedCosts, seed: int) -> None:
-        self._machine = machine
+        grace_s = 0.0 if machine.rules.gathering is not None else EXIT_GRACE_S
+        self._machine = FederatedRunMachine(machine, timeout_s=costs.timeout_s, exit_grace_s=grace_s, notes_waits=False)
         self._costs = costs
         self._clock = VirtualClock(seed)
         self._draws = np.random.default_rng(seed)
@@ -180,29 +207,38 @@ class _RoundsSimulation:
         )
         self._messages = costs.messages or (every,) * len(machine.executors)
         self._noise: deque[float] = deque()
+        self._names = machine.executors
         self._numbers = {name: number for number, name in enumerate(machine.executors)}
         self._executors: dict[str, _SimulatedExecutor] = {}
+        self._ended: dict[str, str] = {}
+        """Processes that ended, and how."""
         self._due_s: float | None = None
         """Of the tick that comes next."""
         self._finish: FinishRounds | None = None
         self._opened_s = 0.0
         self._ended_s = self._lost_s = 0.0
+        self._moves: dict[tuple[str, str], list[int]] = {}
+        """Of the open round."""
         self._attempt = (0, 0)
         """Round and attempt that were opened last."""
         self._rounds: list[SimulatedRound] = []
         self._events: list[SimulatedEvent] = []
 
     def run(self) -> SimulatedFederation:
-        for name in self._numbers:
-            self._clock.at(0.0, name, partial(self._join, name))
-        for act, times in ((self._lose, self._costs.losses), (self._join, self._costs.returns)):
+        costs, later = self._costs, dict(self._costs.joins)
+        joins = [(number, later.get(number, 0.0)) for number in range(len(self._names))]
+        acts = ((self._join, joins), (self._lose, costs.losses), (self._cut, costs.cuts), (self._join, costs.returns))
+        for act, times in acts:
             for number, time_s in times:
-                name = self._machine.executors[number]
-                self._clock.at(time_s, name, partial(act, name))
+                if time_s < math.inf:
+                    self._clock.at(time_s, name := self._names[number], partial(act, name))
         self._clock.run()
         if self._finish is None and self._last_lost_s is not None:
             reason = "every executor is lost, and a run would wait for them"
             self._finish, self._ended_s = FinishRounds("lost", reason), self._last_lost_s
+        if self._finish is None and (waiting := self._machine.coordinator.waiting) is not None:
+            reason = f"{len(self._executors)} executors came, and a run would wait for {waiting.needed}"
+            self._finish, self._ended_s = FinishRounds("lost", reason), self._clock.now_s
         if self._finish is None:
             raise InternalError("federated simulation: nobody has anything to do, and the run is not over")
         return SimulatedFederation(
@@ -211,35 +247,40 @@ class _RoundsSimulation:
 
     @property
     def _last_lost_s(self) -> float | None:
-        """None while an executor is there."""
-        return self._lost_s if all(one.gone for one in self._executors.values()) else None
+        """None while an executor is there, or where none came."""
+        executors = self._executors.values()
+        return self._lost_s if executors and all(one.gone for one in executors) else None
 
     def _note(self, text: str) -> None:
-        if self._finish is None:
-            self._events.append(SimulatedEvent(time_s=self._clock.now_s, text=text))
+        self._events.append(SimulatedEvent(time_s=self._clock.now_s, text=text))
 
     # The coordinator
 
     def _join(self, name: str) -> None:
         number, sites = self._numbers[name], self._costs.sites
-        if name in self._executors:
-            self._note(f"{name} is back")
         self._executors[name] = _SimulatedExecutor(number, name, self._costs.clients_per_vmap)
+        self._decide(ExecutorConnected(executor=name))
         self._decide(FromDevice(name, ExecutorJoined(samples=sites[number] if sites else None)))
 
     def _lose(self, name: str) -> None:
-        self._executors[name].gone = True
-        self._lost_s = self._clock.now_s
-        self._note(f"{name} is lost")
-        self._decide(ExecutorLost(executor=name, reason="lost in the simulation"))
+        if not self._costs.sites:
+            self._ended[name] = "its process was killed by SIGKILL"
+        self._cut(name)
 
-    def _decide(self, event: CoordinatorEvent) -> None:
+    def _cut(self, name: str) -> None:
+        if (executor := self._executors.get(name)) is None or executor.gone:
+            return
+        executor.gone = True
+        self._lost_s = self._clock.now_s
+        self._decide(ExecutorDisconnected(executor=name, reason="its connection closed"))
+
+    def _decide(self, event: FederatedEvent) -> None:
         """The machine learns the time with whatever may open or close a phase."""
         if self._finish is not None:
             return
         waits = isinstance(event, FromDevice) and isinstance(event.body, ExecutorDrained | TasksReturned)
         if not (waits or isinstance(event, Tick)):
-            self._handle(Tick(now_s=self._clock.now_s))
+            self._handle(self._look())
         self._handle(event)
         due_s = self._machine.due_s
         if self._finish is None and due_s is not None and due_s != self._due_s:
@@ -249,26 +290,34 @@ class _RoundsSimulation:
     def _tick(self, due_s: float) -> None:
         if self._due_s == due_s:
             self._due_s = None
-            self._decide(Tick(now_s=self._clock.now_s))
+            self._decide(self._look())
 
-    def _handle(self, event: CoordinatorEvent) -> None:
+    def _look(self) -> Tick:
+        return Tick(now_s=self._clock.now_s, ended=self._ended)
+
+    def _handle(self, event: FederatedEvent) -> None:
         opened = False
         for instruction in self._machine.handle(event):
             match instruction:
                 case Notify(executor=executor, body=PhaseOpened() as body):
-                    opened = True
-                    self._note_attempt(body.opening.phase)
+                    opened, attempt = True, (body.opening.phase.round, body.opening.phase.attempt)
+                    if attempt != self._attempt:
+                        self._attempt, self._moves = attempt, {}
                     costs = self._messages[self._numbers[executor]]
                     self._later(costs.broadcast_s[body.opening.phase.number], executor, body)
                 case Notify(executor=executor, body=body):
+                    if isinstance(body, TasksGranted):
+                        self._moved(event, executor, body)
                     self._later(0.0, executor, body)
                 case PlanRound(problem=problem):
                     self._handle(RoundPlanned(plan_round(problem)))
                 case CommitRound(record=record):
                     self._rounds.append(self._measured(record))
-                    for text in record_texts(record):
+                    for text in record_texts(record, self._moves):
                         self._note(text)
                     self._opened_s = self._clock.now_s
+                case Note(text=text):
+                    self._note(text)
                 case FinishRounds():
                     self._finish, self._ended_s = instruction, self._clock.now_s
                 case _:
@@ -276,11 +325,13 @@ class _RoundsSimulation:
         if opened:
             self._handle(PhaseUnderWay())
 
-    def _note_attempt(self, phase: PhaseId) -> None:
-        opened = (phase.round, phase.attempt)
-        if opened[0] == self._attempt[0] and opened[1] > self._attempt[1]:
-            self._note(f"round {phase.round + 1} is tried again: attempt {phase.attempt + 1}")
-        self._attempt = opened
+    def _moved(self, event: FederatedEvent, thief: str, granted: TasksGranted) -> None:
+        """Clients that one executor has just given back were granted to another."""
+        if isinstance(event, FromDevice) and isinstance(event.body, TasksReturned):
+            returned = {task.client for task in event.body.tasks}
+            moved = [task.client for task in granted.tasks if task.client in returned]
+            if moved:
+                self._moves.setdefault((thief, event.device), []).extend(moved)
 
     def _measured(self, record: RoundRecord) -> SimulatedRound:
         busy_s = np.zeros(len(self._numbers))

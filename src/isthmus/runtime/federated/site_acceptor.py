@@ -10,7 +10,7 @@ from torch import Tensor
 from isthmus.protocol.federated_messages import PhaseOpened
 from isthmus.runtime.messages.all_messages import AnyMessage, content
 from isthmus.runtime.messages.run import JoinRun
-from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
+from isthmus.runtime.transport.acceptor import Acceptor, OnMessage
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 
@@ -26,7 +26,7 @@ class SiteAcceptor(Acceptor):
         run: str,
         devices: Collection[str],
         *,
-        on_message: Callable[[ReceivedMessage], None],
+        on_message: OnMessage,
         guard: Callable[[str, AnyMessage], None],
         timeout_s: float,
     ) -> None:

@@ -128,7 +128,6 @@ class SiteRun:
             acceptor=SiteAcceptor,
             out=SiteConnection,
             exit_grace_s=0.0,
-            may_reconnect=True,
         )
         host = FederatedHost(self.machine, self.server, receiver, policy, committed=self._commit, note=note)
         call = RunRequest(

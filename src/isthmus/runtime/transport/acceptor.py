@@ -18,6 +18,8 @@ from isthmus.runtime.transport.rate_limit import RateLimit
 
 ReceivedMessage = tuple[str, AnyMessage | Exception | None, list[Tensor]]
 """A device's name and its message with tensors; or what ended its connection, None if it closed it."""
+OnMessage = Callable[[ReceivedMessage], Callable[[], None] | None]
+"""Takes a message; what may take longer it returns, to be called without the acceptor's lock."""
 MOST_MESSAGES_PER_S = 5000.0
 """Of one device of a run: a report for each item, and heartbeats. Steps take longer than a millisecond."""
 MOST_AT_ONCE = 50_000.0
@@ -52,7 +54,7 @@ class Acceptor:
         run: str,
         devices: Collection[str],
         *,
-        on_message: Callable[[ReceivedMessage], None],
+        on_message: OnMessage,
         guard: Callable[[str, AnyMessage], None],
         timeout_s: float,
     ) -> None:
@@ -114,9 +116,12 @@ class Acceptor:
             self._tell(channel, (device, e, []))
 
     def _tell(self, channel: SocketChannel, heard: ReceivedMessage) -> None:
+        then: Callable[[], None] | None = None
         with self._admitting:
             if self._channels.get(heard[0]) is channel:
-                self._on_message(heard)
+                then = self._on_message(heard)
+        if then is not None:
+            then()
 
     def _takes(self, channel: SocketChannel, join: JoinRun) -> bool:
         if join.run != self._run or join.device not in self._devices:
