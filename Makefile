@@ -11,7 +11,7 @@ UNWARNED := 2> >(grep --invert-match --line-buffered '^WARNING: ' >&2)
 # How often `make fuzz` searches, each time with a fresh seed.
 ROUNDS ?= 1
 
-.PHONY: train test fuzz test-faults test-gpu check reference docs benchmarks clean
+.PHONY: train test fuzz test-faults test-gpu test-browser check reference docs benchmarks clean
 
 train: $(READY)
 	$(BIN)/isthmus train examples/gpt-stdlib.toml
@@ -33,6 +33,11 @@ test-faults: $(READY)
 # Everything that has a GPU side, on this machine's accelerator; ISTHMUS_GPU names another than the first.
 test-gpu: $(READY)
 	$(BIN)/python -m tests.gpu
+
+# The page in a browser: Debian's chromium (apt-get install chromium), or the one that ISTHMUS_CHROMIUM names.
+test-browser: $(READY)
+	$(PIP) -c constraints.txt -e ".[browser]" $(UNWARNED)
+	$(BIN)/pytest tests/browser
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -59,7 +64,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing PyTorch (`tail -n 1 constraints.txt`; see constraints.txt) ..."
 	@$(PIP) -r constraints.txt $(UNWARNED)
 	@echo "installing Isthmus and what its tests need ..."
-	@$(PIP) -c constraints.txt -e ".[train,hf,privacy,ray,slurm,kubernetes,dev]" $(UNWARNED)
+	@$(PIP) -c constraints.txt -e ".[train,hf,privacy,ray,slurm,kubernetes,dashboard,dev]" $(UNWARNED)
 	touch $(READY)
 
 clean:

@@ -44,7 +44,8 @@ try:
 except ModuleNotFoundError as e:
     print(e)
 """
-PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn", "dp_accounting": "dp-accounting"}
+PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn"}
+PACKAGES |= {"dp_accounting": "dp-accounting", "sse_starlette": "sse-starlette"}
 JOB = """
 name = "small"
 [model]
@@ -87,6 +88,7 @@ def _arguments(command: str, folder: Path) -> list[str]:
         "resume": ["1"],
         "drain": ["desk"],
         "probe": ["a", "b"],
+        "dashboard": [str(folder)],
     }
     return [command, *given.get(command, [])]
 
@@ -148,7 +150,7 @@ def test_each_module_is_in_the_extra_that_is_named() -> None:
     extras = {
         name: {re.split("[<>=]", package)[0] for package in packages}
         for name, packages in project["optional-dependencies"].items()
-        if name not in ("dev", "docs")
+        if name not in ("dev", "docs", "browser")
     }
     named = {(extra, PACKAGES.get(module, module)) for module, extra in EXTRAS.items() if module != "sympy"}
     assert named == {(extra, package) for extra, packages in extras.items() for package in packages}

@@ -46,6 +46,7 @@ PUBLIC = {
         "Pass RunIdentity Server StateForm StateStore TrainingTask Values algorithm_names describe_algorithm "
         "load_algorithm"
     ),
+    "dashboard": "",
     "data": (
         "ColumnSpec DataSpec Dataset JoinedDataset JoinedOrder SampleOrder Split dataset_kinds "
         "describe_dataset load_dataset"
@@ -136,4 +137,4 @@ def test_every_package_is_listed() -> None:
 def test_the_command_line_stays_thin() -> None:
     """It parses, calls the API and prints."""
     modules = (Path(isthmus.__file__).parent / "cli").rglob("*.py")
-    assert sum(len(module.read_text(encoding="utf-8").splitlines()) for module in modules) <= 1310
+    assert sum(len(module.read_text(encoding="utf-8").splitlines()) for module in modules) <= 1345

@@ -42,6 +42,20 @@ import isthmus.api.job_overrides, isthmus.api.serve, isthmus.federated.job
 print(json.dumps(sorted(sys.modules)))
 """
 """What `serve` imports before it listens."""
+WORKED = """
+import sys, torch
+import isthmus.runtime.device.fork_server
+from isthmus.plans import OuterOptimizer
+from isthmus.training.optim import OptimizerConfig, Optimizers, OuterStep
+for name in ("sgd", "adamw"):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizers = Optimizers([OptimizerConfig(name=name, momentum=0.5 if name == "sgd" else 0.0)], {"w": parameter})
+    parameter.sum().backward()
+    optimizers.step(1.0)
+OuterStep([torch.ones(3)], OuterOptimizer()).step([torch.ones(3)])
+print(*[name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
+"""
+"""What a device imports before its first step, and with its optimizers in it."""
 
 
 def test_what_commands_do_not_import(tmp_path: Path) -> None:
@@ -66,6 +80,12 @@ def test_a_coordinator_listens_before_it_can_plan_capture_and_draw() -> None:
     assert "isthmus.runtime.service.fleet_coordinator" in found
     late = ("matplotlib", "networkx", "scipy.optimize", "sympy", "torch._dynamo", "isthmus.graph.capture")
     assert [name for name in late if name in found] == []
+
+
+def test_a_device_does_not_import_torchs_compiler() -> None:
+    """Which takes longer than torch itself."""
+    done = subprocess.run([sys.executable, "-c", WORKED], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == []
 
 
 def test_a_picture_is_drawn_only_when_it_is_asked_for() -> None:

@@ -4,9 +4,9 @@
     plan = isthmus.plan(model, fleet, inputs=example)
     trace = isthmus.simulate(plan, fleet)
 
-Names are imported when they are used: `import isthmus` needs no torch. The packages, from the top: `cli`, `api`,
-`report`, `simulator` and `runtime`, `job`, `training`, `models`, `data`, `protocol`, `planners`, `cost`, `plans`,
-`graph`, `fleet`. See ARCHITECTURE.md.
+Names are imported when they are used: `import isthmus` needs no torch. The packages, from the top: `cli`,
+`dashboard`, `api`, `report`, `simulator` and `runtime`, `job`, `training`, `models`, `data`, `protocol`, `planners`,
+`cost`, `plans`, `graph`, `fleet`. See ARCHITECTURE.md.
 """
 
 import importlib

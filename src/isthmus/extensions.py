@@ -34,6 +34,9 @@ EXTRAS = {
     "ray": "ray",
     "submitit": "slurm",
     "kubernetes": "kubernetes",
+    "starlette": "dashboard",
+    "sse_starlette": "dashboard",
+    "uvicorn": "dashboard",
 }
 """By importable module, the extra of ours that installs it. torch brings sympy along."""
 POSIX = frozenset({"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"})

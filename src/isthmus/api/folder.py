@@ -8,7 +8,10 @@ runs/NAME/
   fitted.json                                     the fleet as its first steps showed it
   plans.json                                      each plan that was in force, and since when
   privacy.json                                    of a run whose values leave under noise: how much they disclosed of
-  samples losses.jsonl                                    one line per step and per evaluation
+  samples
+  losses.jsonl                                    one line per step and per evaluation
+  events.jsonl                                    what happened, with times: who watches the run reads it
+  spans.jsonl                                     the trace so far, while the run works
   plan.png  timeline.png  loss.png  summary.json
   given/                                          of Python objects: the samples as arrays, and the fleet
   logs/DEVICE.log                                 what each device's process wrote to standard error
@@ -32,6 +35,7 @@ from typing import TypeVar
 import msgspec
 
 from isthmus.api.losses import LossPoint, losses_file
+from isthmus.api.run_entries import SPANS
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
@@ -240,6 +244,7 @@ class RunFolder:
         (self.path / PERIODS).write_bytes(msgspec.json.encode(periods))
         write_jsonl(predicted, self.path / PREDICTED)
         write_jsonl(measured, self.path / MEASURED)
+        (self.path / SPANS).unlink(missing_ok=True)
 
     def traces(self) -> tuple[Trace, Trace]:
         """(predicted, measured)"""

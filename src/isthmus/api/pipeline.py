@@ -112,6 +112,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
             if choices.backend is not None:
                 keep_prepared(prepared, folder.captured)
             draw_plan(plan, fleet, folder.plan_picture)
+        watch.log.began(start_step, job.training.steps)
 
     watch = Watch(prepared, plan, folder, observer, hooks)
     observer.began(plan)
@@ -125,10 +126,12 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
             Watcher(
                 accepted=begin,
                 planned=watch.planned,
+                period=watch.log.planned,
                 advanced=watch.advanced,
                 saved=watch.saved,
                 rolled_back=watch.rolled_back,
-                noted=observer.note,
+                noted=watch.noted,
+                decided=watch.log.decided,
             ),
         )
     finally:
@@ -138,6 +141,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
     predicted = predict_periods(prepared, outcome.periods)
     measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=plan.sync.period)
     folder.write_traces(predicted, measured, outcome.periods)
+    watch.log.ended(outcome.outcome, "" if outcome.outcome in ("done", "interrupted") else outcome.reason)
     _report(folder, prepared, (predicted, measured), outcome)
     run = Run(folder.path, outcome.outcome)
     observer.reported(run)

@@ -11,6 +11,7 @@ from pathlib import Path
 from isthmus.api.folder import RunFolder
 from isthmus.api.losses import LossPoint
 from isthmus.api.observer import Observer, StepDone
+from isthmus.api.run_log import RunLog
 from isthmus.errors import IsthmusError, UserError
 from isthmus.job import Hooks, Prepared, load_hooks
 from isthmus.plans import Plan
@@ -47,6 +48,7 @@ class Watch:
     def __init__(
         self, prepared: Prepared, plan: Plan, folder: RunFolder, observer: Observer, hooks: LoadedHooks
     ) -> None:
+        self.log = RunLog(folder.path, observer.note)
         self._job = prepared.job
         self._eval_micro_batches = run_spec(prepared).eval_micro_batches
         self._folder = folder
@@ -66,8 +68,14 @@ class Watch:
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         if item.kind == "train":
             self._trained(item, loss, spans)
-        elif item.kind == "eval" and loss is not None:
+            return
+        self.log.measured(spans)
+        if item.kind == "eval" and loss is not None:
             self._evaluated(item, loss)
+
+    def noted(self, text: str) -> None:
+        self.log.noted(text)
+        self._observer.note(text)
 
     def _trained(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         self._ends_s.append(time.monotonic())
@@ -100,6 +108,7 @@ class Watch:
             plan_epoch=self._epoch,
             run=self._folder.path,
         )
+        self.log.stepped(facts, spans)
         self._observer.stepped(facts)
         self._hooks.call("step", facts)
 
@@ -112,6 +121,7 @@ class Watch:
         if total == self._eval_micro_batches:
             self._heldout_loss = mean
             self._folder.log(LossPoint(step=item.step, loss=mean, split="heldout"))
+            self.log.evaluated(item.step, mean)
             self._observer.evaluated(item.step, mean)
 
     def rolled_back(self, step: int) -> None:
@@ -119,8 +129,10 @@ class Watch:
         self._folder.forget_losses(step)
         self._heldout = {at: parts for at, parts in self._heldout.items() if at < step}
         self._ends_s.clear()
+        self.log.went_back(step)
         self._observer.went_back(step)
 
     def saved(self, step: int, directory: Path) -> None:
+        self.log.saved(step)
         self._observer.saved(step, directory)
         self._hooks.call("checkpoint", step, directory)

@@ -16,6 +16,7 @@ from isthmus import __version__
 from isthmus.api.stop import terminable
 from isthmus.cli import (
     cluster_commands,
+    dashboard_commands,
     device_commands,
     doctor_commands,
     first_files,
@@ -41,6 +42,7 @@ GROUPS = (
     job_commands,
     lists,
     run_commands,
+    dashboard_commands,
     serve_commands,
     cluster_commands,
     fleet_commands,

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan
-from isthmus.report.picture_layout import RECOMPUTES, PictureSlot, UsedLink, link_uses_of, slots_of
+from isthmus.report.link_uses import UsedLink, link_uses_of
+from isthmus.report.picture_layout import RECOMPUTES, PictureSlot, slots_of
 from isthmus.units import format_bandwidth, format_duration, format_size
 
 MOST_MARKED = 5

@@ -1,0 +1,93 @@
+"""Which runs the page shows: one folder, the folders of a folder, or those of a fleet's jobs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Protocol
+
+from isthmus.api.jobs import opened, served_folder
+from isthmus.api.states import state_folder
+from isthmus.api.status import status_of
+from isthmus.dashboard.run_folder import WatchedRun
+from isthmus.errors import UserError
+from isthmus.run_files import JOB
+
+MOST_RUNS = 200
+"""Of a list, the newest."""
+DEPTH = ("*", "*/*")
+"""A sweep's folder holds its runs one folder further down."""
+
+
+class Source(Protocol):
+    def runs(self) -> dict[str, WatchedRun]:
+        """By name, the newest first."""
+        ...
+
+    def fleet(self) -> dict[str, object] | None:
+        """Of a fleet: who is here, and its jobs."""
+        ...
+
+
+class FolderSource:
+    """A run's folder, or one that holds such folders. UserError for what is none of this machine's folders."""
+
+    def __init__(self, path: Path) -> None:
+        if "://" in str(path) or (":/" in str(path) and not path.exists()):
+            raise UserError(
+                f"dashboard: got {str(path)!r}, expected a folder of this machine: start the page on the machine that "
+                "has the run, and reach it with `ssh -L 7434:127.0.0.1:7434 MACHINE`"
+            )
+        if path.exists() and not path.is_dir():
+            raise UserError(f"dashboard: {path}: is a file, expected the folder of a run, or a folder of runs")
+        self._path = path
+        self._known: dict[Path, WatchedRun] = {}
+
+    def runs(self) -> dict[str, WatchedRun]:
+        if (self._path / JOB).is_file():
+            return {self._path.resolve().name: self._run(self._path)}
+        paths = [found.parent for depth in DEPTH for found in self._path.glob(f"{depth}/{JOB}")]
+        paths.sort(key=lambda path: -(path / JOB).stat().st_mtime)
+        return {str(path.relative_to(self._path)): self._run(path) for path in paths[:MOST_RUNS]}
+
+    def _run(self, path: Path) -> WatchedRun:
+        return self._known.setdefault(path, WatchedRun(path))
+
+    def fleet(self) -> dict[str, object] | None:
+        return None
+
+
+class FleetSource:
+    """The runs of a fleet's jobs. UserError where no fleet was served from the state folder."""
+
+    def __init__(self, state: Path | None) -> None:
+        self._folder = served_folder(state or state_folder("fleet"))
+        self._known: dict[str, WatchedRun] = {}
+
+    def runs(self) -> dict[str, WatchedRun]:
+        with opened(self._folder) as (queue, _):
+            jobs = [job for job in queue.jobs() if job.folder]
+        return {
+            f"{job.number}-{job.name}": self._known.setdefault(job.folder, WatchedRun(Path(job.folder)))
+            for job in reversed(jobs[-MOST_RUNS:])
+        }
+
+    def fleet(self) -> dict[str, object]:
+        with opened(self._folder) as (queue, folder):
+            jobs = queue.jobs()
+            found = status_of(queue, folder)
+        return {
+            "folder": str(self._folder),
+            "coordinator": found.coordinator,
+            "jobs": [
+                {
+                    "number": job.number,
+                    "name": job.name,
+                    "state": job.state,
+                    "detail": job.detail,
+                    "run": f"{job.number}-{job.name}" if job.folder else "",
+                    "took_s": (job.ended_s or time.time()) - job.began_s if job.began_s else None,
+                }
+                for job in reversed(jobs[-MOST_RUNS:])
+            ],
+        }

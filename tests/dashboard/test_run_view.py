@@ -1,0 +1,150 @@
+"""What the page shows, as documents: no browser is needed for it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.api.observer import StepDone
+from isthmus.api.run_entries import ENTRIES, SPANS, run_entries
+from isthmus.api.run_log import RunLog
+from isthmus.dashboard.run_folder import WatchedRun
+from isthmus.dashboard.run_view import overview, state_at, timeline
+from isthmus.dashboard.sources import FolderSource
+from isthmus.dashboard.spans import LightSpan, SpanTable
+from isthmus.errors import UserError
+from isthmus.trace import Span
+
+
+def _devices(shown: dict[str, Any]) -> dict[str, str]:
+    return {d["name"]: d["state"] for region in shown["regions"] for d in region["devices"]}
+
+
+def _lost(run: WatchedRun) -> int:
+    return next(n for n, entry in enumerate(run.entries()) if entry.kind == "lost")
+
+
+def test_the_moment_before_a_loss_shows_the_device_at_work(recorded: Path) -> None:
+    run = WatchedRun(recorded)
+    before: Any = state_at(run, _lost(run) - 1)
+    after: Any = state_at(run, _lost(run))
+    now: Any = state_at(run)
+    assert _devices(before)["home-1"] == "working" and _devices(after)["home-1"] == "lost"
+    assert {link["state"] for link in after["links"] if "home-1" in link["ends"]} == {"broken"}
+    assert "broken" not in {link["state"] for link in before["links"]}
+    assert (before["plans"], now["plans"]) == (1, 2)
+    assert [s["device"] for s in now["stages"]] == ["home-0", "office-0", "office-1", "cloud-0", "cloud-1"]
+    assert set(_devices(now).values()) == {"done", "lost"}
+
+
+def test_a_run_at_once(recorded: Path) -> None:
+    shown: Any = overview(WatchedRun(recorded))
+    assert (shown["state"], shown["kind"], shown["unread"]) == ("done", "pipeline", 0)
+    assert shown["done"] == shown["of"]
+    steps = shown["speed_curve"]["step"]
+    assert steps == sorted(set(steps)), "steps that were done again count once"
+    assert [m["device"] for m in shown["marks"] if m["kind"] == "lost"] == ["home-1"]
+
+
+def test_links_are_measured_against_the_plan(recorded: Path) -> None:
+    shown: Any = state_at(WatchedRun(recorded))
+    link = next(link for link in shown["links"] if set(link["ends"]) == {"office-1", "cloud-0"})
+    assert link["planned_per_s"] == 20e6 / 8
+    assert link["share"] == pytest.approx(link["measured_per_s"] / link["planned_per_s"])
+    assert link["state"] == ("slow" if link["share"] < 0.6 else "used")
+
+
+def test_a_step_as_predicted_and_as_measured(recorded: Path) -> None:
+    run = WatchedRun(recorded)
+    shown: Any = timeline(run, 5, None, 800)
+    again: Any = timeline(run, 17, None, 800)
+    assert {r["device"] for r in shown["measured"]["rows"]} == {r["device"] for r in shown["predicted"]["rows"]}
+    assert "home-1" not in {r["device"] for r in shown["measured"]["rows"]}, "step 5 was done again, without it"
+    assert shown["predicted"]["step_s"] != shown["measured"]["step_s"] and again["step"] == 17
+    near: Any = timeline(run, 5, (0.0, 0.1), 800)
+    assert sum(len(r["bars"]) for r in near["measured"]["rows"]) < sum(
+        len(r["bars"]) for r in shown["measured"]["rows"]
+    )
+    assert "problem" in timeline(run, 4000, None, 800)
+
+
+def test_a_run_that_works_has_its_prediction_simulated(recorded: Path) -> None:
+    (recorded / "predicted.jsonl").unlink()
+    lines = (recorded / "trace.jsonl").read_bytes().splitlines(keepends=True)[1:]
+    (recorded / SPANS).write_bytes(b"".join(lines))
+    (recorded / "trace.jsonl").unlink()
+    shown: Any = timeline(WatchedRun(recorded), 5, None, 800)
+    assert shown["predicted"]["step_s"] > 0 and shown["measured"]["step_s"] > 0
+
+
+def test_lines_that_are_added_are_seen(recorded: Path) -> None:
+    run = WatchedRun(recorded)
+    count, stamp = len(run.entries()), run.stamp()
+    with (recorded / ENTRIES).open("a") as file:
+        file.write('{"at_s": 1e9, "kind": "lost", "device": "cloud-1"}\n{"at_s": 1e9, "ki')
+    assert len(run.entries()) == count + 1 and run.stamp() != stamp and run.unread == 0
+    assert _devices(state_at(run))["cloud-1"] == "lost"
+
+
+def test_what_is_no_run_says_so(recorded: Path, tmp_path: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    assert "empty" in WatchedRun(tmp_path / "nothing").problem
+    assert "no run" in WatchedRun(recorded.parent).problem
+    (recorded / "plan.json").write_text("{")
+    shown: Any = overview(WatchedRun(recorded))
+    assert shown["state"] == "broken" and "plan.json" in shown["problem"]
+    with pytest.raises(UserError, match="expected a folder of this machine"):
+        FolderSource(Path("s3://bucket/run"))
+    assert list(FolderSource(recorded.parent).runs()) == ["recorded"]
+
+
+def test_half_a_million_spans_are_few_bars() -> None:
+    table, count = SpanTable(), 500_000
+    table.add(
+        [
+            LightSpan("a", "compute", "F" if n % 3 else "B", n * 1e-3, n * 1e-3 + 8e-4, n // 8, n % 8)
+            for n in range(count)
+        ]
+    )
+    bars = table.bars(0.0, count * 1e-3, 1000)["a", "compute"]
+    assert sum(bar.spans for bar in bars) == count and len(bars) <= 1001
+    assert all(bar.busy == pytest.approx(0.8, abs=0.05) for bar in bars)
+    assert {bar.name for bar in bars} == {"F"}
+    assert [bar.spans for bar in table.bars(10.0, 10.01, 1000)["a", "compute"]] == [1] * 10
+
+
+def test_the_log_of_a_run(tmp_path: Path) -> None:
+    clock, notes = iter(range(100)), list[str]()
+    log = RunLog(tmp_path, notes.append, lambda: float(next(clock)))
+    log.noted("too early")
+    log.began(0, 10)
+    span = Span(device="a", track="compute", name="F", start_s=0.0, end_s=1.0, step=0)
+    log.stepped(StepDone(step=1, steps=10, loss=0.5, link_bytes={("a", "b"): 7}), (span,))
+    log.ended("done")
+    kinds = [entry.kind for entry in run_entries(tmp_path)]
+    assert kinds == ["began", "step", "ended"] and not notes
+    step = run_entries(tmp_path)[1]
+    assert (step.sent, step.sent_bytes, step.spans) == ((("a", "b", 7),), 7, 1)
+    assert json.loads((tmp_path / SPANS).read_text())["device"] == "a"
+
+
+def test_quick_steps_share_a_line(tmp_path: Path) -> None:
+    now = time.time()
+    log = RunLog(tmp_path, lambda _: None, lambda: now)
+    log.began(0, 10)
+    for step in (1, 2, 3):
+        log.stepped(StepDone(step=step, steps=10, loss=0.5), ())
+    log.evaluated(3, 0.25)
+    assert [(e.kind, e.step) for e in run_entries(tmp_path)] == [("began", 0), ("step", 1), ("step", 3), ("heldout", 3)]
+
+
+def test_a_log_that_cannot_be_written_is_noted_once(tmp_path: Path) -> None:
+    notes = list[str]()
+    log = RunLog(tmp_path / "missing", notes.append)
+    log.began(0, 10)
+    log.evaluated(1, 0.5)
+    assert len(notes) == 1 and "cannot be written" in notes[0]
