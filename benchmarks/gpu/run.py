@@ -1,6 +1,6 @@
 """Pipelines, a lost device and federated rounds on this machine's accelerator.
 
-`python benchmarks/gpu/run.py [--device cuda:0] [--quick] [--only PART ...] [--peers] [--json PATH]`
+`python benchmarks/gpu/run.py [--device cuda:0] [--quick] [--only PART ...] [--case TEXT] [--peers] [--json PATH]`
 
 With an accelerator the full sizes are run, and rows that are not run again stay in the results file. Without one, or
 with --quick, small sizes show that the benchmark works, and full rows that no machine has run yet say so.
@@ -60,17 +60,18 @@ def _key(row: Found) -> tuple[str, ...]:
 
 
 def measurements(
-    device: str, hardware: str, size: str, parts: list[str], *, peers: bool
+    device: str, hardware: str, size: str, parts: list[str], *, case: str, peers: bool
 ) -> Iterator[Callable[[], list[Found]]]:
     """Each gives its rows when it is called."""
     when = datetime.now(UTC).isoformat(timespec="minutes")
     cases = FULL if size == "full" else SMALL
     if "pipelines" in parts:
-        for case in cases:
-            yield lambda case=case: [pipelines.measure(case, device, hardware, when)]
+        for one in cases:
+            if case in one.key:
+                yield lambda one=one: [pipelines.measure(one, device, hardware, when)]
     if "recovery" in parts:
-        case = next(c for c in reversed(cases) if c.stages == 3)
-        yield lambda: [lost_device.measure(case, device, hardware, when)]
+        lost = next(c for c in reversed(cases) if c.stages == 3)
+        yield lambda: [lost_device.measure(lost, device, hardware, when)]
     if "federated" in parts:
         yield lambda: [*rounds.measure(size, device, hardware, when, peers=peers)]
         if device != "cpu":
@@ -94,6 +95,7 @@ def main() -> int:
     parser = options_of(__doc__, LATEST, "small sizes, on an accelerator too")
     parser.add_argument("--device", default="auto", help="cuda:0, cpu, checked; default: the first accelerator, if any")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, metavar="PART", help="these parts only")
+    parser.add_argument("--case", default="", metavar="TEXT", help="pipelines with this in their names, as 'GPT-2'")
     parser.add_argument("--peers", action="store_true", help="Flower too: makes its environment, about 3 GB, once")
     options = parser.parse_args()
     device = resolve_accelerator(options.device, "--device")
@@ -102,7 +104,7 @@ def main() -> int:
     host = machine()
     found = msgspec.json.decode(options.json.read_bytes(), type=Report) if options.json.is_file() else Report(host=host)
     failed = 0
-    for measure in measurements(device, hardware, size, options.only, peers=options.peers):
+    for measure in measurements(device, hardware, size, options.only, case=options.case, peers=options.peers):
         try:
             rows = measure()
         except Exception:  # on a machine that is lent for minutes the other rows are worth having

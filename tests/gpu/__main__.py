@@ -11,6 +11,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -22,6 +24,10 @@ from isthmus.accelerators import AUTO, open_accelerator
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/gpu/results"
 PATHS = ("tests/accelerators", "tests/training/test_codecs_on_devices.py", "tests/gpu")
+
+
+JOBS = 4
+"""Processes of tests at a time. Each file has its own: one that computed on hardware cannot be forked any more."""
 
 
 class Row(msgspec.Struct):
@@ -43,20 +49,20 @@ class Row(msgspec.Struct):
         return f"{self.passed} passed{where}" if self.passed else "not run"
 
 
-class Table:
-    """A plugin of pytest."""
+class Recorder:
+    """A plugin of pytest that fills one row."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, Row] = {}
+        self.row = Row("")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        for item in items:
+        for item in items[:1]:
             module = item.getparent(pytest.Module)
             said = (module.obj.__doc__ or "").strip().splitlines() if module is not None else []
-            self.rows.setdefault(item.nodeid.partition("::")[0], Row(said[0] if said else item.path.name))
+            self.row.what = said[0] if said else item.path.name
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        row = self.rows[report.nodeid.partition("::")[0]]
+        row = self.row
         row.seconds += report.duration
         row.failed += report.failed
         row.skipped += report.skipped
@@ -65,9 +71,36 @@ class Table:
             row.figures |= {name: str(value) for name, value in report.user_properties}
 
 
+def run_file(path: str, result: str) -> int:
+    """One file of tests in this process; its row goes to `result`."""
+    recorder = Recorder()
+    code = pytest.main([path, "-q", "-p", "no:cacheprovider"], plugins=[recorder])
+    Path(result).write_bytes(msgspec.json.encode(recorder.row))
+    return int(code)
+
+
+def row_of(path: Path) -> tuple[Row, str]:
+    """A file's row, and what pytest printed where a test failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "row.json"
+        command = [sys.executable, "-m", "tests.gpu", str(path), str(result)]
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        if not result.is_file():
+            return Row(path.name, failed=1), done.stdout
+        row = msgspec.json.decode(result.read_bytes(), type=Row)
+        return row, done.stdout if row.failed else ""
+
+
 def main() -> int:
-    table = Table()
-    code = pytest.main([*(path for path in PATHS if (ROOT / path).exists()), "-q"], plugins=[table])
+    given = [ROOT / path for path in PATHS]
+    files = [file for path in given for file in (sorted(path.glob("test_*.py")) if path.is_dir() else [path])]
+    rows: list[Row] = []
+    with ThreadPoolExecutor(JOBS) as pool:
+        for row, printed in pool.map(row_of, files):
+            print(printed, end="", flush=True)
+            rows.append(row)
     device = open_accelerator(os.environ.get("ISTHMUS_GPU", AUTO), "ISTHMUS_GPU")
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -83,15 +116,15 @@ def main() -> int:
         "",
         "| what | result | figures | seconds |",
         "|---|---|---|---|",
-        *(row.line(hardware=device.asynchronous) for row in table.rows.values()),
+        *(row.line(hardware=device.asynchronous) for row in rows),
     ]
     print("\n".join(lines))
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / "test-gpu.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    written = {"about": about, "rows": [msgspec.to_builtins(row) for row in table.rows.values()]}
+    written = {"about": about, "rows": [msgspec.to_builtins(row) for row in rows]}
     (RESULTS / "test-gpu.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    return int(code)
+    return 1 if any(row.failed for row in rows) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_file(*sys.argv[1:]) if sys.argv[1:] else main())

@@ -19,6 +19,8 @@ GROUP = "isthmus.accelerators"
 """Entry points: kind -> callable(index: int) -> Accelerator."""
 # To count GPUs must start no driver: a process in which one was started cannot be forked.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+_HARDWARE = torch.accelerator.current_accelerator()
+"""What this build of torch is for. Asked once: when the emulated kind is registered too, torch names that one."""
 _ON_REQUEST = {"checked": "isthmus.accelerators.checked:open_checked"}
 """Kinds that no machine has by itself, imported when they are asked for."""
 _CHECKS = {"checked": "isthmus.accelerators.checked:check_settings"}
@@ -27,10 +29,12 @@ _CHECKS = {"checked": "isthmus.accelerators.checked:check_settings"}
 
 def accelerator_names() -> tuple[str, ...]:
     """Names of this machine's accelerators, without the CPU: "cuda:0", ... `open_accelerator` takes these names."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    if _HARDWARE is None:
         return ()
-    return tuple(f"{found.type}:{index}" for index in range(torch.accelerator.device_count()))
+    module = torch.get_device_module(_HARDWARE)
+    if not module.is_available():
+        return ()
+    return tuple(f"{_HARDWARE.type}:{index}" for index in range(module.device_count()))
 
 
 def resolve_accelerator(name: str = AUTO, field: str = "device") -> str:

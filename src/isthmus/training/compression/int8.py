@@ -40,11 +40,13 @@ class Int8:
         flat = flat_floats(tensor, self.name, name)
         payload = torch.empty(self.wire_bytes(flat.numel(), flat.dtype), dtype=torch.uint8, device=flat.device)
         scales, steps = _halves(payload, flat.numel())
+        # By a number GPUs multiply with its reciprocal, which rounds otherwise
+        levels = torch.full((), float(LEVELS), device=flat.device)
         for part in pieces(flat):
             blocks = _blocks(flat[part])
             extremes = blocks.abs().amax(1)
             check_extremes(extremes.max().item(), self.name, name)
-            scale = (extremes.to(torch.float32) / LEVELS).clamp(max=LARGEST_SCALE)
+            scale = (extremes.to(torch.float32) / levels).clamp(max=LARGEST_SCALE)
             divisor = torch.where(scale > 0, scale, 1.0)  # nothing but zeros, or numbers too small for a scale
             found = (blocks / divisor[:, None]).round_().clamp_(-LEVELS, LEVELS)
             scales[_of_blocks(part)] = scale
