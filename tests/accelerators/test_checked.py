@@ -454,6 +454,7 @@ def test_settings_that_say_nothing_are_refused(monkeypatch: pytest.MonkeyPatch, 
     open_checked(5, fresh=True)
 
 
+@pytest.mark.skipif(bool(accelerator_names()), reason="torch's threads for hardware do not survive a fork")
 def test_a_forked_process_computes_too(here: Checked) -> None:
     x = torch.ones(3, device=here.device, requires_grad=True)
     (x * 2).sum().backward()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from isthmus.accelerators import Accelerator, open_accelerator
+from isthmus.accelerators import Accelerator, accelerator_names, open_accelerator
 from isthmus.accelerators.checked import open_checked
 from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundLine
@@ -15,8 +16,10 @@ from isthmus.federated.job import load_federated_job
 from isthmus.runtime.federated.run import FederatedRun
 from tests.federated.populations import Run
 
-KINDS = ("checked:0", "auto")
-"""The emulated one has the CPU's bits; hardware sums in its own order."""
+HARDWARE = accelerator_names()[:1]
+KINDS = ("auto",) if HARDWARE else ("checked:0", "auto")
+"""The emulated one has the CPU's bits; hardware sums in its own order. Torch knows one kind in a process."""
+PROCESSES = [json.dumps(names) for names in HARDWARE or ("checked:6", ["checked:6", "checked:7"])]
 FLOAT32 = 2e-8
 """Of parameters below 0.5: updates are summed as float32, and another order of sums may round one to its neighbour."""
 ALGORITHMS = {
@@ -76,13 +79,14 @@ def trained(folder: Path, device: str) -> tuple[FederatedRun, Evaluation | None]
 
 
 # Before the tests that compute on hardware: a process that has done so cannot be forked.
-@pytest.mark.parametrize("device", ['"checked:6"', '["checked:6", "checked:7"]'])
+@pytest.mark.parametrize("device", PROCESSES)
 def test_processes_train_on_the_devices_of_the_job(device: str, tmp_path: Path) -> None:
     here, host_evaluation = trained(tmp_path / "host", '"cpu"')
     there, evaluation = trained(tmp_path / "device", device)
-    assert torch.equal(here.server.values["model"], there.server.values["model"])
-    assert evaluation == host_evaluation
-    assert evaluation is not None
+    apart = (here.server.values["model"] - there.server.values["model"]).abs().max()
+    assert apart <= (1e-5 if HARDWARE else 0.0)
+    assert evaluation is not None and host_evaluation is not None
+    assert HARDWARE or evaluation == host_evaluation
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks/gpu/results"
 PATHS = ("tests/accelerators", "tests/training/test_codecs_on_devices.py", "tests/gpu")
 
 
-JOBS = 4
+JOBS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Processes of tests at a time. Each file has its own: one that computed on hardware cannot be forked any more."""
 
 
