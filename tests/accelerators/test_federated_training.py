@@ -104,6 +104,7 @@ def test_the_model_is_the_cpus(name: str, kind: str, tmp_path: Path) -> None:
     assert (device - host).abs().max() <= (0.0 if kind == "checked:0" else FLOAT32)
 
 
+@pytest.mark.skipif(bool(HARDWARE), reason="torch knows one kind of accelerators in a process")
 @pytest.mark.parametrize(("name", "values"), [("fedavg", 1), ("scaffold", 2)])
 def test_the_host_waits_once_for_each_value_of_a_client(name: str, values: int, tmp_path: Path) -> None:
     accelerator = open_checked(8)
