@@ -8,14 +8,12 @@
 It leases items ahead of the slowest device, so that no device waits for it, and commits a checkpoint once every
 device has reported its part.
 
-A lost device is fenced: a new plan epoch begins, and messages of older epochs are dropped. The remaining devices
-stop, report what they hold (`recovery`), get a new plan, and go on from the latest step whose state is
-whole, in memory or in the last checkpoint. A change to a better plan, for a device that leaves or for one that came,
-goes the same way, but all devices finish their leased items first: then nothing is lost. A joining device gets its
-state before that, while the others train (`state_transfer`). A device may be lost at any point: then one more epoch
-begins. Where no device is left, or too few for any plan, the coordinator waits for lost devices whose machines are
-there (`restarts`). While a lost device is in the queue of a cluster's engine there is no time limit: the run
-goes on without it if there is a plan, else it waits.
+A lost device is fenced: a new plan epoch begins, and messages of older epochs are dropped. The remaining devices stop,
+report what they hold (`recovery`), get a new plan, and go on from the latest step whose state is whole, in memory or
+in the last checkpoint. A change to a better plan, for a device that leaves or for one that came, goes the same way, but
+all devices finish their leased items first: then nothing is lost. A joining device gets its state before that, while
+the others train (`state_transfer`). Where no device is left, or too few for any plan, the coordinator waits for lost
+devices whose machines are there (`restarts`), without a time limit for those in the queue of a cluster's engine.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ from isthmus.protocol.leases import ItemReports, Leases, mean_loss, non_finite
 from isthmus.protocol.machine import EpochMachine, FromDevice
 from isthmus.protocol.members import Members, Restarts
 from isthmus.protocol.phases import COORDINATOR, CoordinatorStatistics, Phase
-from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout, holders_at, recovery_step, state_donors
+from isthmus.protocol.recovery import Lineage, StateHolding, StateLayout, recovery_point
 from isthmus.protocol.run_messages import (
     DeviceFailed,
     DeviceReady,
@@ -101,7 +99,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         """Whether the run goes on when a device is lost."""
         self._lineage = lineage or Lineage()
         self._leases = Leases(spec, self.layout)
-        self._step = self._saved = spec.start_step
+        self._step = self._saved = self._done_step = spec.start_step
         self._began = self._restarted = lineage is not None
         """Whether there may be more than the checkpoint to go on from; whether devices may be at work for an epoch
         before."""
@@ -110,7 +108,6 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         self._transfer: StateTransfer | None = None
         """What joining devices of the next plan get beforehand."""
         self._transfers = 0
-        self._done_step = spec.start_step
         self._awaited: set[str] = set()
         """Who is to be ready, or to have given what it holds."""
         self._reports = ItemReports()
@@ -121,7 +118,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         self._planned_for: frozenset[str] = frozenset()
         self._without_plan: frozenset[str] = frozenset()
         """There is no plan for these devices."""
-        self._interrupted = False
+        self._ending: Literal["done", "interrupted"] = "done"
         self._reason = ""
 
     @property
@@ -232,12 +229,9 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         if self._restarted:
             self._next = self.layout
             return self._hold()
-        held = self.members.holdings
-        found = recovery_step(self.layout.all_parts, held, self._lineage) if self._began else None
-        from_memory = found is not None and found >= self._saved
-        self._step = found if found is not None and from_memory else self._saved
-        self._own = holders_at(self._step, held, self._lineage) if from_memory else {}
-        donated = state_donors(self.layout.parts, self._own) if from_memory else {}
+        held = self.members.holdings if self._began else {}
+        point = recovery_point(self.layout, held, self._lineage, self._saved)
+        self._step, self._own = point.step, point.own
         self._lineage.begin(self._epoch, self._step)
         self._done_step = self._step
         self._divergence.restart()
@@ -245,15 +239,13 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         self._leases.begin(self._step, self.layout, due=self._began)
         out: Out = []
         if self.survives:
-            out.append(BeginEpoch(self._epoch, self._step, self._leases.leased, not from_memory))
-        self._phase = "fetching"
-        self._awaited = set(donated)
-        asks = {d: FetchState(step=self._step, parts=parts, epoch=self._epoch) for d, parts in sorted(donated.items())}
-        return out + ([Order(d, ask) for d, ask in asks.items()] or self._place())
+            out.append(BeginEpoch(self._epoch, self._step, self._leases.leased, not point.in_memory))
+        self._phase, self._awaited = "fetching", set(point.donors)
+        asks = {d: FetchState(step=self._step, parts=parts, epoch=self._epoch) for d, parts in point.donors.items()}
+        return out + ([Order(d, ask) for d, ask in sorted(asks.items())] or self._place())
 
     def _place(self) -> Out:
-        self._phase = "placing"
-        self._awaited = set(self.devices)
+        self._phase, self._awaited = "placing", set(self.devices)
         none = frozenset[str]()
         own = {d: self._own.get(d, none) & self.layout.parts.get(d, none) for d in self.devices}
         place = {d: Order(d, PlaceWeights(own=parts, epoch=self._epoch)) for d, parts in own.items()}
@@ -264,7 +256,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         if self._phase != "placing" or self._awaited:
             return []
         self._phase, self._began = "running", True
-        if self._interrupted:
+        if self._ending == "interrupted":
             return self._close()
         out = self._lease()
         if not self._leases.keeps:
@@ -300,10 +292,6 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
             out += self._move() if self._phase == "settling" else self._end(self._ending)
         return out
 
-    @property
-    def _ending(self) -> Literal["done", "interrupted"]:
-        return "interrupted" if self._interrupted else "done"
-
     def _acknowledged(self, step: int | None) -> Out:
         """A snapshot may be complete now."""
         return [] if step is None else [RetireSnapshots(step=step, epoch=self._epoch), *self._release()]
@@ -324,7 +312,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
             return self._end("interrupted")
         if self._phase == "closing" or self._leases.over:
             return []  # the run's last item is leased already: it ends as if nobody had asked
-        self._interrupted = True
+        self._ending = "interrupted"
         return self._close() if self._phase in ("running", "settling") else []
 
     def _close(self) -> Out:
@@ -341,7 +329,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         """Ask whether another plan is better. Never in the middle of a change of plan: afterwards is soon enough."""
         if self._phase != "running" or not self.survives or (self._transfer is not None and not must):
             return []
-        return [MakePlan(tuple(sorted(self._trusted)), must=must)]
+        return [MakePlan(tuple(sorted(self._suspects.trusted(self.members.available))), must=must)]
 
     def _on_planned(self, layout: StateLayout, *, worth_it: bool) -> Out:
         if self._phase == "planning":
@@ -452,8 +440,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
             return []
         before = self._suspects.failed(device, failure)
         if not self.survives or before or self._attempts.lost(device):
-            again = f", as on device {before!r} before" if before and before != device else ", again" if before else ""
-            return self._end("failed", f"device {device!r}{again}: {failure.reason}")
+            return self._end("failed", failure.described(device, before))
         self._reason = f"device {device!r}: {failure.reason}"
         return self._hold()
 
@@ -480,13 +467,9 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
             return self._begin_anew()
         return self._make_plan()
 
-    @property
-    def _trusted(self) -> frozenset[str]:
-        """Without those on which a step failed, as long as there are others."""
-        return self.members.available - self._suspects.devices or self.members.available
-
     def _make_plan(self, *, of_all: bool = False) -> Out:
-        self._phase, self._planned_for = "planning", self.members.available if of_all else self._trusted
+        here = self.members.available
+        self._phase, self._planned_for = "planning", here if of_all else self._suspects.trusted(here)
         return [MakePlan(tuple(sorted(self._planned_for)), waits=True)]
 
     def _begin_anew(self) -> Out:
@@ -494,7 +477,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         if self._recalls.awaited:
             return []
         if self._recalls.queued and self.members.available <= self._without_plan:
-            return self._end("interrupted") if self._interrupted else []
+            return self._end("interrupted") if self._ending == "interrupted" else []
         if not self.members.available:
             return self._end("lost", f"{self._reason}; no other device is left")
         step = max(self._saved, self._leases.acknowledged) if self.members.here else self._saved
@@ -503,8 +486,7 @@ class Coordinator(EpochMachine[Phase, CoordinatorEvent, CoordinatorInstruction])
         return [self._recalls.recall(self.members.available), *self._make_plan()]
 
     def _adopt(self, layout: StateLayout) -> Out:
-        self.layout = layout
-        self.devices = tuple(layout.parts)
+        self.layout, self.devices = layout, tuple(layout.parts)
         self._phase, self._without_plan = "joining", frozenset()
         self._recalls.planned()
         missing = self.members.missing(self.devices)

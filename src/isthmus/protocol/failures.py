@@ -99,6 +99,11 @@ class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
     def is_like(self, other: StepFailure) -> bool:
         return (self.step, self.what) == (other.step, other.what)
 
+    def described(self, device: str, before: str) -> str:
+        """In words: the device, who failed alike `before` it ("" for nobody), and the reason."""
+        again = f", as on device {before!r} before" if before and before != device else ", again" if before else ""
+        return f"device {device!r}{again}: {self.reason}"
+
 
 class Suspects:
     """Devices on which a step failed. The job is at fault if it fails alike once more, wherever that is; the device, if
@@ -110,6 +115,10 @@ class Suspects:
     @property
     def devices(self) -> frozenset[str]:
         return frozenset(self._failures)
+
+    def trusted(self, available: frozenset[str]) -> frozenset[str]:
+        """Those of them on which no step failed, as long as there are any."""
+        return available - self._failures.keys() or available
 
     def failed(self, device: str, failure: StepFailure) -> str:
         """Who failed alike before; empty for nobody: the device is suspected then, unless its memory was short."""

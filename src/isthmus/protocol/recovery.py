@@ -97,3 +97,24 @@ def state_donors(needs: Mapping[str, Set[str]], holds: Mapping[str, Set[str]]) -
         given[donor] += 1
         found.setdefault(donor, set()).add(part)
     return {device: frozenset(parts) for device, parts in found.items()}
+
+
+class RecoveryPoint(msgspec.Struct, frozen=True):
+    """From where a run goes on."""
+
+    step: int
+    in_memory: bool
+    """Whether devices hold the state; else it is the last checkpoint's."""
+    own: Mapping[str, frozenset[str]]
+    """By device, the parts that it holds."""
+    donors: Mapping[str, frozenset[str]]
+    """By device, the parts that it sends to others."""
+
+
+def recovery_point(layout: StateLayout, held: Held, lineage: Lineage, saved_step: int) -> RecoveryPoint:
+    """The latest step whose whole state is in memory, unless the last checkpoint is of a later one."""
+    step = recovery_step(layout.all_parts, held, lineage)
+    if step is None or step < saved_step:
+        return RecoveryPoint(saved_step, False, {}, {})
+    own = holders_at(step, held, lineage)
+    return RecoveryPoint(step, True, own, state_donors(layout.parts, own))
