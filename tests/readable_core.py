@@ -1,6 +1,7 @@
 """What a new engineer reads in an evening: plans, the kernel of the machines and the worker, engine, host, simulator.
 
-`python -m tests.readable_core` counts its lines, and fails above the limit.
+`python -m tests.readable_core` counts its lines, and fails above the limit, or where any file of src is longer than a
+page may be.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ PARTS = {
     "simulator": ("simulator",),
 }
 LIMIT = 6000
+LONGEST = 500
+"""Lines of any file of src."""
 
 
 def lines(part: str) -> int:
@@ -38,4 +41,6 @@ if __name__ == "__main__":
     counted = {name: sum(map(lines, parts)) for name, parts in PARTS.items()}
     total = sum(counted.values())
     print(", ".join(f"{name} {count}" for name, count in counted.items()) + f": {total} lines of {LIMIT}")
-    sys.exit(total > LIMIT)
+    long = [str(file.relative_to(SOURCES)) for file in sorted(SOURCES.rglob("*.py")) if lines(str(file)) > LONGEST]
+    print(f"files of more than {LONGEST} lines: {', '.join(long) or 'none'}")
+    sys.exit(total > LIMIT or bool(long))
