@@ -103,6 +103,33 @@ def test_killed_stopped_and_resumed_it_trains_each_run_once(tmp_path: Path) -> N
     assert re.search(rf"0\.2 +2 .*{spread.mean:.4f} ± {spread.deviation:.4f}", ended.out)
 
 
+PIPELINE = """
+name = "small"
+fleet = "two.toml"
+model = { name = "mlp", options = { features = 64, width = 16, layers = 2, classes = 10 } }
+data = { kind = "digits", options = { flat = true, holdout = 0.2 } }
+training = { steps = 3, batch_size = 8, micro_batches = 2 }
+"""
+TWO = """
+name = "two"
+links = { intra = { latency = "1 ms", bandwidth = "1 Gbit/s" } }
+device = [{ name = "d", count = 2, compute = "1 GFLOPS", memory = "1 GiB" }]
+"""
+
+
+def test_each_run_on_an_engine_is_that_of_this_machine(tmp_path: Path) -> None:
+    text = 'name = "rates"\njob = "small.toml"\nrun_dir = "{folder}/runs"\ngrid = {{ training.steps = [2] }}\n'
+    (tmp_path / "two.toml").write_text(TWO)
+    sweep = write(
+        tmp_path, text + 'engine = {{ on = "local", nodes = 2 }}\n', PIPELINE.replace("two", f"{tmp_path}/two")
+    )
+    found = isthmus.sweep(sweep)
+    assert found.outcome == "done", found.results
+    alone = isthmus.train(tmp_path / "small.toml", run=tmp_path / "alone", overrides={"training.steps": 2})
+    assert found.results[0].metrics["loss"] == alone.losses[-1].loss
+    assert (found.path / found.results[0].folder / "agents.log").stat().st_size
+
+
 def overrides(rate: float, seed: int) -> dict[str, object]:
     return {"local.learning_rate": rate, "federated.seed": seed}
 
@@ -131,6 +158,8 @@ BAD = {
     "points = [{ local.learning_rate = 1 }, { local.learning_rate = 1 }]": "twice, expected each once",
     'job = "none.toml"': "job: got 'none.toml', expected a job file",
     "at_onc = 2": "at_once",
+    'engine = { on = "local" }': "engine: got 'local' for a federated job, expected [execution] engine in",
+    'engine = { on = "local", node = 2 }': "node",
     'points = [{ "local.batch_size" = -1 }]': "(with local.batch_size=-1)",
 }
 

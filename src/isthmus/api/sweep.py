@@ -119,10 +119,10 @@ def sweep(
     its own in the sweep's folder, which `run` names.
 
     Several run at once, as many as `at_once`, or the file, says; by default as many as this machine has cores and
-    memory for, one where it has accelerators. The first run shows how much memory the others need. With `resume` runs
-    that are done stay, those that were begun continue from their newest checkpoint, and failed ones are tried again;
-    points and seeds may have been added to the file. A run that fails does not stop the others. Ctrl-C, or
-    `stop.request()`, saves every run and ends the sweep.
+    memory for, one where it has accelerators or the file names an engine. The first run shows how much memory the others
+    need. With `resume` runs that are done stay, those that were begun continue from their newest checkpoint, and failed
+    ones are tried again; points and seeds may have been added to the file. A run that fails does not stop the others.
+    Ctrl-C, or `stop.request()`, saves every run and ends the sweep.
 
     `note` gets one line for whatever a person may want to know. UserError for what is wrong with the file, or with the
     job under any of the settings: then nothing is started.
@@ -134,17 +134,26 @@ def sweep(
     said = load_sweep(path)
     job = _job_file(said, path)
     federated = is_federated(job)
+    if federated and said.engine is not None:
+        raise UserError(
+            f"{path}: engine: got {said.engine.on!r} for a federated job, expected [execution] engine in {job}"
+        )
     runs, tasks = runs_of(said), dict[str, Task]()
     folder = Path(run) if run is not None else Path(said.run_dir) / said.name
     for one in runs:
         overrides = one.overrides("federated.seed" if federated else "training.seed")
         _check(job, overrides, federated=federated)
         tasks[one.folder] = Task(
-            job=str(job), federated=federated, folder=str(folder / one.folder), overrides=overrides, resume=False
+            job=str(job),
+            federated=federated,
+            folder=str(folder / one.folder),
+            overrides=overrides,
+            resume=False,
+            engine=said.engine,
         )
     with _opened(folder, resume=resume):
         record = _begun(said, job, runs, folder)
-        limit = said.at_once if at_once is None else at_once
+        limit = (said.at_once if at_once is None else at_once) or (0 if said.engine is None else 1)
         _Runner(folder, record, tasks, limit, note).run(stop)
     return Sweep(folder)
 

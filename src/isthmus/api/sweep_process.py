@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.job.sweep import SweepEngine
 from isthmus.run_files import LOSSES, ROUND_LINES
 from isthmus.runtime.processes.children import HALT_S, how_it_ended
 from isthmus.runtime.processes.memory_use import family_bytes
@@ -25,6 +26,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The run's."""
     overrides: dict[str, object]
     resume: bool
+    engine: SweepEngine | None = None
+    """None: this machine."""
 
 
 class SweepProcess:

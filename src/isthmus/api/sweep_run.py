@@ -15,6 +15,7 @@ from isthmus.api.federated import federate
 from isthmus.api.sweep_process import Task
 from isthmus.api.terminal import logged
 from isthmus.api.training import train
+from isthmus.api.up import HowUp, up
 from isthmus.errors import Interrupted, IsthmusError
 from isthmus.runtime.processes.children import end_with_parent
 from isthmus.runtime.processes.signals import terminable
@@ -22,10 +23,18 @@ from isthmus.runtime.processes.signals import terminable
 
 def carry_out(task: Task) -> str:
     """The run's outcome: done, or interrupted with what it has saved."""
-    call = federate if task.federated else train
-    run = call(
-        task.job, run=Path(task.folder), resume=task.resume, overrides=task.overrides, observer=logged(sys.stdout)
-    )
+    folder, observer = Path(task.folder), logged(sys.stdout)
+    engine = task.engine
+    if engine is not None:
+        how = HowUp(options=engine.options)
+        if engine.nodes is not None:
+            how["nodes"] = engine.nodes
+        run = up(
+            task.job, engine.on, run=folder, resume=task.resume, overrides=task.overrides, observer=observer, **how
+        )
+    else:
+        call = federate if task.federated else train
+        run = call(task.job, run=folder, resume=task.resume, overrides=task.overrides, observer=observer)
     return run.outcome
 
 

@@ -17,6 +17,17 @@ from isthmus.errors import UserError
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
+class SweepEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The cluster on which every run of a sweep is started, as by `isthmus up`."""
+
+    on: str
+    """The engine: local, ssh, ray, slurm, kubernetes, skypilot, or one of another package."""
+    nodes: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Of each run; by default those of the job's fleet file, or all that the engine has."""
+    options: dict[str, object] = {}
+    """Of the engine, as --on-option of `isthmus up`."""
+
+
 class SweepFile(msgspec.Struct, frozen=True, kw_only=True):
     """What a sweep's file says. Settings are keys of the job with their tables, as "training.batch_size"."""
 
@@ -33,7 +44,9 @@ class SweepFile(msgspec.Struct, frozen=True, kw_only=True):
     seeds: tuple[NotNegative, ...] = ()
     """Each point is trained once with each of them; none: with the job's own."""
     at_once: NotNegative = 0
-    """So many runs at the same time; 0: as many as the memory and the cores of this machine allow."""
+    """So many runs at the same time; 0: as this machine's memory and cores allow; with an engine, one."""
+    engine: SweepEngine | None = None
+    """Where each run is started; by default on this machine. Of pipeline jobs: federated ones name it themselves."""
 
 
 class SweepRun(msgspec.Struct, frozen=True, kw_only=True):
