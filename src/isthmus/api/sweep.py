@@ -119,10 +119,10 @@ def sweep(
     its own in the sweep's folder, which `run` names.
 
     Several run at once, as many as `at_once`, or the file, says; by default as many as this machine has cores and
-    memory for, one where it has accelerators or the file names an engine. The first run shows how much memory the others
-    need. With `resume` runs that are done stay, those that were begun continue from their newest checkpoint, and failed
-    ones are tried again; points and seeds may have been added to the file. A run that fails does not stop the others.
-    Ctrl-C, or `stop.request()`, saves every run and ends the sweep.
+    memory for, one where it has accelerators or the file names an engine. The first run shows how much memory the
+    others need. With `resume` runs that are done stay, those that were begun continue from their newest checkpoint, and
+    failed ones are tried again; points and seeds may have been added to the file. A run that fails does not stop the
+    others. Ctrl-C, or `stop.request()`, saves every run and ends the sweep.
 
     `note` gets one line for whatever a person may want to know. UserError for what is wrong with the file, or with the
     job under any of the settings: then nothing is started.
