@@ -28,6 +28,7 @@ EXTRAS = {
     "transformers": "hf",
     "tokenizers": "hf",
     "datasets": "hf",
+    "peft": "lora",
     "PIL": "vision",
     "pyarrow": "vision",
     "torchvision": "vision",

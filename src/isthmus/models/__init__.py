@@ -2,6 +2,7 @@
 
 from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.hugging_face import as_eager, is_hugging_face, save_hugging_face
+from isthmus.models.lora import LoraOptions, is_peft, merged, save_adapter
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
 from isthmus.models.registry import ModelSpec, build_model, describe_model, model_names, summarize_model
 from isthmus.models.unet import UNet, UNetConfig
@@ -12,6 +13,7 @@ __all__ = [
     "MLP",
     "CNNConfig",
     "GPTConfig",
+    "LoraOptions",
     "MLPConfig",
     "ModelSpec",
     "UNet",
@@ -20,7 +22,10 @@ __all__ = [
     "build_model",
     "describe_model",
     "is_hugging_face",
+    "is_peft",
+    "merged",
     "model_names",
+    "save_adapter",
     "save_hugging_face",
     "summarize_model",
 ]

@@ -19,6 +19,7 @@ from isthmus.extensions import check_arguments, import_object, load_third_party,
 from isthmus.graph.capture_errors import built_by, reason_of, user_line
 from isthmus.models import hugging_face
 from isthmus.models.gpt import GPT, GPTConfig
+from isthmus.models.lora import LoraOptions, add_lora
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
 from isthmus.models.unet import UNet, UNetConfig
 from isthmus.option_docs import OptionDoc, argument_docs, first_line, option_docs
@@ -38,6 +39,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """One of `isthmus models`, `hf:CLASS` for a class of transformers, or `package.module:callable` of your own."""
     options: dict[str, object] = {}
     """The model's own settings: `isthmus describe NAME` lists them."""
+    lora: LoraOptions | None = None
+    """With this table the model stays as it is, and small matrices beside its layers are trained (`peft`)."""
+
+    @property
+    def base_is_kept(self) -> bool:
+        """Whether what is not trained can be read again where it came from: checkpoints leave it out."""
+        return self.lora is not None and self.name == "hf" and not self.options.get("random_weights")
 
 
 _OURS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any], nn.Module]]] = {
@@ -59,9 +67,14 @@ def build_model(spec: ModelSpec) -> nn.Module:
     """The module of `spec` with fresh weights, on torch's default device, in train mode.
 
     Its `forward(**columns)` returns a scalar loss, or a dict with `loss` first, or (loss_sum, count, ...). Weights
-    are drawn from torch's global generator: the caller sets the seed. Works under `FakeTensorMode` too.
-    Raises `UserError` for an unknown model or option, an option's value, or a callable that cannot be imported.
+    are drawn from torch's global generator, those of LoRA last: the caller sets the seed. Works under `FakeTensorMode`
+    too. Raises `UserError` for an unknown model or option, an option's value, or a callable that cannot be imported.
     """
+    module = _build(spec)
+    return module if spec.lora is None else add_lora(module, spec.lora)
+
+
+def _build(spec: ModelSpec) -> nn.Module:
     name = spec.name
     if name in _OURS:
         options, build = _OURS[name]
