@@ -51,7 +51,7 @@ for name in ("sgd", "adamw"):
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizers = Optimizers([OptimizerConfig(name=name, momentum=0.5 if name == "sgd" else 0.0)], {"w": parameter})
     parameter.sum().backward()
-    optimizers.step(1.0)
+    optimizers.step()
 OuterStep([torch.ones(3)], OuterOptimizer()).step([torch.ones(3)])
 print(*[name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
 """

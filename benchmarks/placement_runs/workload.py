@@ -60,7 +60,7 @@ def plain(prepared: Prepared) -> Plain:
     torch.manual_seed(training.seed)
     module = prepared.build()
     config, weights = wanted.engine(), dict(module.named_parameters())
-    optimizers = Optimizers(config.optimizers, weights)
+    optimizers = Optimizers(config.optimizers, weights, config.learning_rate, config.steps)
     data = load_dataset(wanted.data, "train")
     order = SampleOrder(len(data), training.seed, training.shuffle)
     losses: list[float] = []

@@ -24,7 +24,8 @@ from isthmus.runtime.lab.lab import COORDINATOR, Lab, LabStatistics, lab_unavail
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.simulator.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, read_tensors
-from isthmus.training.optim import LearningRate, OptimizerConfig
+from isthmus.training.learning_rate import LearningRate
+from isthmus.training.optim import OptimizerConfig
 
 __all__ = [
     "COORDINATOR",

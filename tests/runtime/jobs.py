@@ -85,7 +85,7 @@ def plain_run(job: Job, prepared: Prepared) -> tuple[nn.Module, list[float]]:
     torch.manual_seed(job.training.seed)
     module = prepared.build()
     config = job.engine()
-    optimizers = Optimizers(config.optimizers, dict(module.named_parameters()))
+    optimizers = Optimizers(config.optimizers, dict(module.named_parameters()), config.learning_rate, config.steps)
     data = load_dataset(job.data, "train")
     order = SampleOrder(len(data), job.training.seed, job.training.shuffle)
     losses: list[float] = []

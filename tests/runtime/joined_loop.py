@@ -21,7 +21,9 @@ class Plain:
         torch.manual_seed(self.job.training.seed)
         self.module = prepared.build()
         self.config = self.job.engine()
-        self._optimizers = Optimizers(self.config.optimizers, dict(self.module.named_parameters()))
+        self._optimizers = Optimizers(
+            self.config.optimizers, dict(self.module.named_parameters()), self.config.learning_rate, self.config.steps
+        )
         splits: tuple[Split, ...] = ("train", "heldout")
         self._sets = {split: self._joined(split) for split in splits}
         self._order = JoinedOrder(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import msgspec
@@ -10,28 +9,43 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import isthmus
+from isthmus.api.export import export_model
 from isthmus.data import SampleOrder, load_dataset
 from isthmus.data.dataset import batch_at
+from isthmus.errors import UserError
 from isthmus.experiments import Watcher
+from isthmus.fleet import dump_fleet
 from isthmus.job import Job, prepare
-from isthmus.models import LoraOptions
+from isthmus.training.checkpoint import latest_checkpoint, read_weights
 
-from .jobs import final_weights, job_of, random_cut, run
+from .jobs import fleet_of, job_of, random_cut, run
 from .test_run_parity import CAUSAL, GPT2, LLAMA
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-LORA = LoraOptions(r=4, lora_alpha=16)
-RATE, STEPS = 1e-2, 3
+STEPS, RATE, RANK, ALPHA = 3, 1e-2, 4, 16
+ONE_CYCLE = {"max_lr": 0.02, "total_steps": STEPS}
 
 
-def lora_job(model: str, options: dict[str, object], lora: LoraOptions = LORA, **training: object) -> Job:
-    job = job_of(model, options, CAUSAL, steps=STEPS, **training)
-    (optimizer,) = job.optimizer
-    optimizer = msgspec.structs.replace(optimizer, name="adamw", lr=RATE, momentum=0.0, weight_decay=0.01)
-    spec = msgspec.structs.replace(job.model, lora=lora)
-    return msgspec.structs.replace(job, model=spec, optimizer=(optimizer,))
+def base(name: str) -> nn.Module:
+    torch.manual_seed(7)
+    if name == "gpt2":
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, use_cache=False))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, use_cache=False))
+
+
+def lora_job(folder: Path, name: str) -> Job:
+    """Over three devices, with torch's OneCycleLR, which moves AdamW's first beta too."""
+    base(name).save_pretrained(folder / "base")
+    (folder / "fleet.toml").write_text(dump_fleet(fleet_of(3)))
+    job = job_of("hf", {"path": str(folder / "base"), "task": "causal-lm"}, CAUSAL, steps=STEPS, save_every=1)
+    rate = {"torch": "OneCycleLR", "options": ONE_CYCLE}
+    optimizer = {"name": "adamw", "lr": RATE, "weight_decay": 0.01}
+    tables = {**msgspec.to_builtins(job), "optimizer": [optimizer], "learning_rate": rate, "planner": "even"}
+    tables["model"] |= {"lora": {"r": RANK, "lora_alpha": ALPHA}}
+    return msgspec.convert({**tables, "fleet": str(folder / "fleet.toml")}, Job)
 
 
 def micro_batches(job: Job, step: int) -> list[dict[str, Tensor]]:
@@ -42,13 +56,16 @@ def micro_batches(job: Job, step: int) -> list[dict[str, Tensor]]:
     return [batch_at(data, order, start, size, list(data.columns)) for start in starts]
 
 
-def peft_alone(job: Job, base: nn.Module, **lora: object) -> tuple[nn.Module, list[float]]:
-    """Nothing of Isthmus but the batches. The base was built under the job's seed, just before."""
-    config = peft.LoraConfig(r=4, lora_alpha=16, task_type="CAUSAL_LM", **lora)
-    model = peft.get_peft_model(base, config).train()
+def peft_alone(job: Job, folder: Path) -> tuple[nn.Module, list[float]]:
+    """Nothing of Isthmus but the batches."""
+    torch.manual_seed(job.training.seed)
+    pretrained = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", use_cache=False)
+    config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(pretrained, config).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, **ONE_CYCLE)
     losses: list[float] = []
-    for step in range(job.training.steps):
+    for step in range(STEPS):
         total, batches = 0.0, micro_batches(job, step)
         for batch in batches:
             loss = model(**batch).loss
@@ -56,33 +73,75 @@ def peft_alone(job: Job, base: nn.Module, **lora: object) -> tuple[nn.Module, li
             total += float(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
+        if step + 1 < STEPS:
+            scheduler.step()
         losses.append(total / len(batches))
     return model, losses
 
 
-def base_of(model: str, options: dict[str, object]) -> nn.Module:
-    if model == "hf-gpt2":
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
+def trained(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize(("model", "options"), [("hf-gpt2", GPT2), ("hf-llama", LLAMA)])
-def test_three_devices_equal_peft_alone(model: str, options: dict[str, object], tmp_path: Path) -> None:
-    job = lora_job(model, options)
-    prepared = prepare(job)
+def adapter_of(folder: Path) -> dict[str, Tensor]:
+    """What the newest checkpoint holds but optimizer state: nothing of the pretrained weights."""
+    return read_weights(latest_checkpoint(folder / "checkpoints"))
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_gpt2_over_three_devices_equals_peft_alone(tmp_path: Path) -> None:
+    """Its embeddings are tied over the cut, and its weights transposed."""
+    job = lora_job(tmp_path, "gpt2")
     losses: list[float | None] = []
     watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
-    plan, outcome = run(prepared, random_cut(prepared, 3, seed=3), tmp_path, watcher=watcher)
-    assert outcome.outcome == "done"
+    prepared = prepare(job)
+    plan, _ = run(prepared, random_cut(prepared, 3, seed=3), tmp_path / "run", watcher=watcher)
+    theirs, expected = peft_alone(job, tmp_path)
+    assert losses == expected
+    assert_equal(adapter_of(tmp_path / "run"), trained(theirs))
+    count = sum(value.numel() for value in trained(theirs).values())
+    assert sum(stage.memory.gradients for stage in plan.stages) == 4 * count
+    assert sum(stage.memory.optimizer for stage in plan.stages) == 8 * count, "AdamW keeps two numbers"
 
-    torch.manual_seed(job.training.seed)
-    module, expected = peft_alone(job, base_of(model, options))
-    saved = final_weights(tmp_path)
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    assert {name.removeprefix("optimizer.").removesuffix(".exp_avg") for name in saved if "exp_avg" in name and not name.endswith("_sq")} == set(trained)
-    same = [bool(torch.equal(saved[n], p)) for n, p in trained.items()]
-    print(model, sum(same), len(same), losses, expected)
-    for name, parameter in trained.items():
-        assert torch.allclose(saved[name], parameter, rtol=1e-6, atol=1e-7), name
-    assert losses == pytest.approx(expected, rel=1e-6)
-    print([s.memory for s in plan.stages])
+
+def test_llama_over_three_devices_stopped_resumed_and_exported_equals_peft_alone(tmp_path: Path) -> None:
+    job, folder = lora_job(tmp_path, "llama"), tmp_path / "run"
+    first = isthmus.train(job, run=folder, overrides={"training.steps": STEPS - 1})
+    tuned = first.resume(steps=STEPS)
+    theirs, losses = peft_alone(job, tmp_path)
+    assert len(tuned.plan.stages) == 3 and [point.loss for point in tuned.losses] == losses
+    assert_equal(adapter_of(folder), trained(theirs))
+
+    export_model(folder, tmp_path / "adapter")
+    export_model(folder, tmp_path / "merged", merge=True)
+    loaded = peft.PeftModel.from_pretrained(base("llama"), tmp_path / "adapter").eval()
+    (batch, *_) = micro_batches(job, 0)
+    assert torch.equal(loaded(**batch).loss, theirs.eval()(**batch).loss)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert torch.equal(whole(**batch).loss, theirs.merge_and_unload()(**batch).loss)
+
+    other = base("llama")
+    with torch.no_grad():
+        other.model.norm.weight[0] += 1e-6
+    other.save_pretrained(tmp_path / "base")
+    for call in (lambda: tuned.resume(steps=STEPS + 1), lambda: export_model(folder, tmp_path / "other")):
+        with pytest.raises(UserError, match="the pretrained weights are not those it was made with"):
+            call()
+
+
+def test_a_peft_model_of_the_callers_own(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=RANK, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base("llama"), config)
+    ids = torch.randint(0, 256, (8, 16), generator=torch.Generator().manual_seed(0))
+    given = {"model": model, "data": {"input_ids": ids, "labels": ids}, "optimizer": torch.optim.AdamW, "batch": 8}
+    tuned = isthmus.train(**given, fleet=fleet_of(1), steps=2, run=tmp_path / "run")
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    assert tuned.load(model) == 2
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed == {n for n in before if "lora_" in n}
+    model.save_pretrained(tmp_path / "adapter")
+    peft.PeftModel.from_pretrained(base("llama"), tmp_path / "adapter")

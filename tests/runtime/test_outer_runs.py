@@ -49,7 +49,7 @@ class Twin:
             torch.manual_seed(job.training.seed)
             self.modules.append(prepared.build())
         self.parameters = [dict(module.named_parameters()) for module in self.modules]
-        self.optimizers = [Optimizers(job.optimizer, p) for p in self.parameters]
+        self.optimizers = [Optimizers(job.optimizer, p, job.learning_rate, job.training.steps) for p in self.parameters]
         self.values = {n: p.detach().clone() for n, p in self.parameters[0].items()}
         self.momenta = {n: torch.zeros_like(v) for n, v in self.values.items()}
         self.under_way: dict[int, list[tuple[str, Tensor]]] = {}

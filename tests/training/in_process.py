@@ -177,7 +177,12 @@ def random_cut(captured: Captured, generator: random.Random, most: int = 6) -> l
 
 
 def optimizers_of(module: nn.Module, config: EngineConfig) -> Optimizers:
-    return Optimizers(config.optimizers, {n: p for n, p in module.named_parameters() if p.requires_grad})
+    return Optimizers(
+        config.optimizers,
+        {n: p for n, p in module.named_parameters() if p.requires_grad},
+        config.learning_rate,
+        config.steps,
+    )
 
 
 def batches(columns: Mapping[str, ColumnSpec], count: int, size: int, seed: int = 0) -> list[dict[str, Tensor]]:

@@ -51,7 +51,7 @@ def reference_update(
         return
     if config.clip_norm > 0:
         clip(gradients, norms, config.clip_norm)
-    optimizers.step(config.learning_rate.factor(step, config.steps))
+    optimizers.step(step)
 
 
 @torch.no_grad()

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from isthmus.errors import UserError
-from isthmus.training.optim import NO_GRADIENT, LearningRate, OptimizerConfig, Optimizers, choose, clip, gradient_norms
+from isthmus.training.learning_rate import LearningRate
+from isthmus.training.optim import NO_GRADIENT, OptimizerConfig, Optimizers, choose, clip, gradient_norms
 
 
 def test_the_first_matching_pattern_wins():
@@ -73,7 +74,7 @@ def test_state_of_a_fresh_optimizer_is_empty_and_round_trips():
     made = Optimizers((OptimizerConfig(name="adamw"),), parameters)
     assert made.state() == {}
     parameters["a"].grad = torch.ones(3)
-    made.step(1.0)
+    made.step()
     state = made.state()
     assert set(state) == {"optimizer.a.step", "optimizer.a.exp_avg", "optimizer.a.exp_avg_sq"}
     other = Optimizers((OptimizerConfig(name="adamw"),), parameters)
@@ -95,7 +96,7 @@ def test_fused_optimizers_go_on_from_others_states_and_back(name: str):
             optimizers = Optimizers([OptimizerConfig(fused=fused, **options)], {"w": parameter})
             optimizers.load(state)
             parameter.grad = gradient.clone()
-            optimizers.step(1.0)
+            optimizers.step()
             state = optimizers.state()
         found[order] = parameter.detach()
     plain, alike, *fused = found.values()
@@ -136,7 +137,7 @@ def test_steps_have_the_bits_of_torch(
     for _ in range(4):
         mine.grad = torch.randn(4, 6, generator=generator)
         expected.grad = mine.grad.clone()
-        optimizers.step(1.0)
+        optimizers.step()
         optimizer.step()
         assert mine.grad is None and torch.equal(mine, expected)
     kept = {key.rpartition(".")[2]: value for key, value in optimizers.state().items()}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import torch
 from safetensors.torch import save_file, save_model
 
 from isthmus.api import federated_result
@@ -15,7 +16,7 @@ from isthmus.documents import follow_umask
 from isthmus.errors import UserError
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob
-from isthmus.models import build_model, is_hugging_face, save_hugging_face
+from isthmus.models import build_model, is_hugging_face, is_peft, merged, save_adapter, save_hugging_face
 from isthmus.models.registry import own_names
 from isthmus.report import ComparisonSummary, run_summary
 from isthmus.trace import write_perfetto
@@ -52,9 +53,9 @@ def write_trace(run: Path) -> Traced:
     return Traced(folder.perfetto, summary, [])
 
 
-def export_model(run: Path, directory: Path) -> tuple[Exported, list[str]]:
+def export_model(run: Path, directory: Path, *, merge: bool = False) -> tuple[Exported, list[str]]:
     """The newest checkpoint or last federated round, in a Hugging Face directory when the model is one, else as
-    safetensors; and what could not be read."""
+    safetensors; and what could not be read. Of LoRA the adapter, or with `merge` the base model with it added."""
     folder = RunFolder.existing(run)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"export: {directory} exists and is not an empty directory")
@@ -66,11 +67,19 @@ def export_model(run: Path, directory: Path) -> tuple[Exported, list[str]]:
         return _export_given(folder, job.model.name, directory), notes
     else:
         unit = "steps"
+        torch.manual_seed(job.training.seed)  # what a checkpoint leaves out may have been drawn: a new head
         module = build_model(job.model)
         done = load_checkpoint(module, latest_checkpoint(folder.checkpoints))
-    if is_hugging_face(module):
-        tokenizer = "bytes" if job.data is None else job.data.options.get("tokenizer", "bytes")
-        save_hugging_face(module, directory, Path(str(tokenizer)) if tokenizer != "bytes" else None)
+    if merge:
+        if not is_peft(module):
+            raise UserError("export: --merge: the run's model has no LoRA, expected a job with [model.lora]")
+        module = merged(module)
+    tokenizer = "bytes" if job.data is None else job.data.options.get("tokenizer", "bytes")
+    tokenizer_dir = Path(str(tokenizer)) if tokenizer != "bytes" else None
+    if is_peft(module):
+        save_adapter(module, directory, tokenizer_dir)
+    elif is_hugging_face(module):
+        save_hugging_face(module, directory, tokenizer_dir)
     else:
         directory.mkdir(parents=True, exist_ok=True)
         save_model(module, str(directory / "model.safetensors"))  # knows ties: `load_model` restores them

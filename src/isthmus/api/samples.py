@@ -15,6 +15,7 @@ from torch import nn
 from isthmus.data.arrays import ArrayDataset
 from isthmus.errors import UserError, users_code
 from isthmus.extensions import takes
+from isthmus.models import base_of
 
 
 class MapDataset(Protocol):
@@ -61,7 +62,7 @@ def write_arrays(arrays: Arrays, path: Path) -> None:
 def input_names(model: nn.Module, count: int) -> list[str]:
     """The first parameters of the model's forward. UserError where it takes fewer."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds]
+    names = [p.name for p in inspect.signature(base_of(model).forward).parameters.values() if p.kind in kinds]
     if len(names) < count:
         raise UserError(
             f"data: a sample has {count} parts, forward of {type(model).__name__} takes {len(names)} by name "

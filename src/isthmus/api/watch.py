@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import cast
 
 from isthmus.api.folder import RunFolder
 from isthmus.api.losses import LossPoint
@@ -18,6 +19,7 @@ from isthmus.plans import Plan
 from isthmus.protocol import Item
 from isthmus.runtime.coordinator.run import run_spec
 from isthmus.trace import Span
+from isthmus.training.optim import settings_of
 
 SPEED_STEPS = 16
 """Over which speeds are averaged: reports of several steps may come at once."""
@@ -49,7 +51,9 @@ class Watch:
         self, prepared: Prepared, plan: Plan, folder: RunFolder, observer: Observer, hooks: LoadedHooks
     ) -> None:
         self.log = RunLog(folder.path, observer.note)
-        self._job = prepared.job
+        self._job = job = prepared.job
+        rate, steps = job.learning_rate.tabled(job.training.steps), job.training.steps
+        self._settings = [settings_of(optimizer, rate, steps) for optimizer in job.optimizer]
         self._eval_micro_batches = run_spec(prepared).eval_micro_batches
         self._folder = folder
         self._observer = observer
@@ -92,13 +96,12 @@ class Watch:
         steps = len(self._ends_s) - 1  # the first step's start is not known
         elapsed_s = (self._ends_s[-1] - self._ends_s[0]) / steps if steps else None
         rate = t.batch_size / elapsed_s if elapsed_s else None
-        factor = self._job.learning_rate.factor(item.step, t.steps)
         facts = StepDone(
             step=done,
             steps=t.steps,
             loss=loss,
             heldout_loss=self._heldout_loss,
-            learning_rates=tuple(optimizer.lr * factor for optimizer in self._job.optimizer),
+            learning_rates=tuple(cast("float", settings(item.step)["lr"]) for settings in self._settings),
             link_bytes=sent,
             busy={device: min(1.0, busy_s / elapsed_s) for device, busy_s in busy.items()} if elapsed_s else {},
             tokens_per_s=rate * self._tokens if rate and self._tokens else None,

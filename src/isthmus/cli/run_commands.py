@@ -53,12 +53,13 @@ def calibrate(run: RunFolder, target: FleetFileOption = None, json: JsonOption =
 def export(
     run: RunFolder,
     directory: Annotated[Path, typer.Argument(metavar="DIR", parser=local_path, help="Where to write.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Of LoRA: the whole model, with the adapter added.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Write a run's newest checkpoint or last federated round: a Hugging Face directory, or safetensors.
 
-    A Hugging Face directory when the model is one."""
-    found, notes = api.export.export_model(run, directory)
+    A Hugging Face directory when the model is one; of LoRA the adapter alone, as peft reads it."""
+    found, notes = api.export.export_model(run, directory, merge=merge)
     _warn(notes)
     if json:
         print_json({"directory": str(directory), found.unit.removesuffix("s"): found.done})

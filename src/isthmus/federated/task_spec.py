@@ -90,4 +90,7 @@ def load_site(path: Path) -> SiteConfig:
 def _described(spec: AlgorithmSpec | ModelSpec) -> str:
     """On one line; equal for equal specs."""
     options = msgspec.json.encode(spec.options, order="sorted").decode()
-    return spec.name if options == "{}" else f"{spec.name} {options}"
+    text = spec.name if options == "{}" else f"{spec.name} {options}"
+    if isinstance(spec, ModelSpec) and spec.lora is not None:
+        text += f" with lora {msgspec.json.encode(spec.lora, order='sorted').decode()}"
+    return text

@@ -14,6 +14,7 @@ from isthmus.fleet import Fleet, changed, in_half, resolve_fleet
 from isthmus.job.settings import Job
 from isthmus.overrides import overridden
 from isthmus.plans import SCHEDULES, Constraints, OwnSamples
+from isthmus.training.optim import settings_of
 from isthmus.units import parse_duration
 
 
@@ -63,6 +64,7 @@ def _check_training(job: Job) -> None:
     for optimizer in job.optimizer:
         if optimizer.nesterov and not optimizer.momentum:
             raise UserError("optimizer.nesterov: got true without momentum, expected momentum above 0")
+        settings_of(optimizer, job.learning_rate.tabled(t.steps), t.steps)
 
 
 def _check_holders(job: Job) -> None:

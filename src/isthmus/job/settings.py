@@ -18,7 +18,8 @@ from isthmus.plans import ActivationNoise, CompressionConfig, Objective
 from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.engine import EngineConfig
 from isthmus.training.kernels import Kernels
-from isthmus.training.optim import LearningRate, OptimizerConfig
+from isthmus.training.learning_rate import LearningRate
+from isthmus.training.optim import OptimizerConfig
 from isthmus.training.scaling import LossScaling
 from isthmus.units import parse_duration
 
@@ -213,7 +214,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     optimizer: tuple[OptimizerConfig, ...] = (OptimizerConfig(),)
     """One table [[optimizer]] per group of parameters; the first whose pattern matches a parameter updates it."""
     learning_rate: LearningRate = LearningRate()
-    """A factor on every optimizer's learning rate, by step."""
+    """The learning rate by step: a factor on every optimizer's own, or a scheduler of torch."""
     sync: SyncPolicy = SyncPolicy()
     """Of several replicas."""
     privacy: PrivacyConfig | None = None
@@ -253,7 +254,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         t, r = self.training, self.runtime
         return EngineConfig(
             optimizers=self.optimizer,
-            learning_rate=self.learning_rate,
+            learning_rate=self.learning_rate.tabled(t.steps),
             clip_norm=t.clip_norm,
             steps=t.steps,
             micro_batches=t.micro_batches,

@@ -2,7 +2,7 @@
 
 from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.hugging_face import as_eager, is_hugging_face, save_hugging_face
-from isthmus.models.lora import LoraOptions, is_peft, merged, save_adapter
+from isthmus.models.lora import LoraOptions, base_of, is_peft, merged, save_adapter
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
 from isthmus.models.registry import ModelSpec, build_model, describe_model, model_names, summarize_model
 from isthmus.models.unet import UNet, UNetConfig
@@ -19,6 +19,7 @@ __all__ = [
     "UNet",
     "UNetConfig",
     "as_eager",
+    "base_of",
     "build_model",
     "describe_model",
     "is_hugging_face",

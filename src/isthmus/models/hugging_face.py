@@ -11,7 +11,7 @@ import inspect
 import re
 import shutil
 import sys
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -218,12 +218,23 @@ def save_hugging_face(module: nn.Module, directory: Path, tokenizer_dir: Path | 
     """
     if not is_hugging_face(module):
         raise UserError(f"cannot save {type(module).__name__} for Hugging Face: it is no transformers model")
-    tokenizer: list[Path] = []
-    if tokenizer_dir is not None:
-        tokenizer = [tokenizer_dir / name for name in _TOKENIZER_FILES if (tokenizer_dir / name).is_file()]
-        if not tokenizer:
-            raise UserError(f"{tokenizer_dir} holds no tokenizer: expected tokenizer.json or one of its older forms")
+    tokenizer = tokenizer_files(tokenizer_dir)
     module.save_pretrained(directory)  # pyright: ignore[reportCallIssue]
+    finish_directory(directory, tokenizer)
+
+
+def tokenizer_files(directory: Path | None) -> list[Path]:
+    """UserError where a directory is given and holds none."""
+    if directory is None:
+        return []
+    found = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
+    if not found:
+        raise UserError(f"{directory} holds no tokenizer: expected tokenizer.json or one of its older forms")
+    return found
+
+
+def finish_directory(directory: Path, tokenizer: Sequence[Path]) -> None:
+    """After a library wrote a model there: readable as the user's other files are, and with the tokenizer's files."""
     for file in directory.glob("*.safetensors"):
         follow_umask(file)
     for path in tokenizer:

@@ -16,9 +16,9 @@ import msgspec
 from msgspec import Meta
 from torch import nn
 
-from isthmus.documents import follow_umask
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
+from isthmus.models.hugging_face import finish_directory, tokenizer_files
 
 Positive = Annotated[int, Meta(ge=1)]
 ENDINGS = {
@@ -88,13 +88,17 @@ def base_of(module: nn.Module) -> nn.Module:
     return module.get_base_model() if is_peft(module) else module  # pyright: ignore[reportCallIssue]
 
 
-def save_adapter(module: nn.Module, directory: Path) -> None:
-    """Writes `adapter_model.safetensors` and `adapter_config.json` for `peft.PeftModel.from_pretrained`. The base model
-    is not in them: frozen embeddings neither."""
+def save_adapter(module: nn.Module, directory: Path, tokenizer_dir: Path | None = None) -> None:
+    """Writes `adapter_model.safetensors` and `adapter_config.json` for `peft.PeftModel.from_pretrained`, with the
+    tokenizer's files beside them. The base model is not in them.
+
+    Raises `UserError` if `tokenizer_dir` holds no tokenizer.
+    """
+    tokenizer = tokenizer_files(tokenizer_dir)
     with _quiet():
+        # "auto" asks the hub whether the embeddings grew: they are frozen, or in `modules_to_save`.
         module.save_pretrained(directory, save_embedding_layers=False)  # pyright: ignore[reportCallIssue]
-    for file in directory.glob("*.safetensors"):
-        follow_umask(file)
+    finish_directory(directory, tokenizer)
 
 
 def merged(module: nn.Module) -> nn.Module:

@@ -6,7 +6,8 @@
         stage-0.safetensors  weights under the module's own names, `optimizer.<parameter>.<key>` beside them
         stage-1.safetensors
         replica-1-stage-0.safetensors  what another replica holds that differs from the first's: `replica.1.<name>`
-      rest.safetensors     what no stage uses or changes, so that the plain module loads completely
+      rest.safetensors     what no stage uses or changes, so that the plain module loads completely; of a model whose
+                           pretrained weights stay as they are, their digest is in the manifest instead
       latest                 name of the newest complete directory, for people and scripts
 
 Parts are written into a hidden directory, which is renamed when all are there and on disk; a crash at any point
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from isthmus.atomic_write import atomic_path, atomic_write, flush
 from isthmus.errors import UserError
 from isthmus.run_files import newest_whole, write_json
+from isthmus.training.left_out import digest_of, rest
 from isthmus.training.scaling import LOSS_SCALE
 
 MANIFEST = "manifest.json"
@@ -74,6 +76,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What devices reported of their samples, each under its own key: by device and split."""
     finite: bool = True
     """Whether its weights are."""
+    base: str = ""
+    """Digest of the weights that are left out, since they are read again where they came from; empty: none are."""
     files: dict[str, SavedFile] = {}
     """By name."""
     sha256: str = ""
@@ -262,13 +266,14 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
 def load_checkpoint(module: nn.Module, checkpoint: Path) -> int:
     """Fill a plain module with a checkpoint's weights; returns the step. Tied parameters are filled once.
 
-    UserError when a weight of the checkpoint is not in the module or has another shape, and when a parameter of the
-    module is not in the checkpoint.
+    UserError when a weight of the checkpoint is not in the module or has another shape, when a parameter of the module
+    is not in the checkpoint, and when weights that the checkpoint leaves out are not those it was made with.
     """
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     kind, filled = type(module).__name__, set[int]()
+    weights, manifest = read_weights(checkpoint), read_manifest(checkpoint)
     with torch.no_grad():
-        for name, value in read_weights(checkpoint).items():
+        for name, value in weights.items():
             if name not in own:
                 raise UserError(f"checkpoint {checkpoint}: weight {name!r} is not in {kind}")
             if own[name].shape != value.shape:
@@ -278,7 +283,19 @@ def load_checkpoint(module: nn.Module, checkpoint: Path) -> int:
                 )
             own[name].copy_(value)
             filled.add(id(own[name]))
+    if manifest.base:
+        check_base(manifest, digest_of(rest(own, set(weights), set(own))), checkpoint)
+        return manifest.step
     for name, parameter in module.named_parameters():
         if id(parameter) not in filled:
             raise UserError(f"checkpoint {checkpoint}: holds no value for {name!r} of {kind}")
-    return read_manifest(checkpoint).step
+    return manifest.step
+
+
+def check_base(manifest: Manifest, digest: str, checkpoint: Path) -> None:
+    """UserError where the weights that a checkpoint leaves out are now others, by their digest."""
+    if digest != manifest.base:
+        raise UserError(
+            f"checkpoint {checkpoint}: the pretrained weights are not those it was made with: they were changed where "
+            "they are read from, or are of another model"
+        )

@@ -20,8 +20,9 @@ from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.faults import raise_if_jobs
 from isthmus.training.finite import HALF_TYPES
 from isthmus.training.kernels import Kernels
+from isthmus.training.learning_rate import LearningRate
 from isthmus.training.loss_accumulator import LossAccumulator
-from isthmus.training.optim import LearningRate, OptimizerConfig, Optimizers, clip, gradient_norms
+from isthmus.training.optim import OptimizerConfig, Optimizers, clip, gradient_norms
 from isthmus.training.program import Program, RunsOperators
 from isthmus.training.scaling import LOSS_SCALE, LossScale, LossScaling
 
@@ -215,7 +216,7 @@ class TorchEngine:
         for op in {o.name: o for o in (*evaluation.variables(), *train.variables())}.values():
             self._hold(op, weights, trains=op.name in trains)
         self.owned = tuple(self._master)
-        self._optimizers = Optimizers(config.optimizers, self._master)
+        self._optimizers = Optimizers(config.optimizers, self._master, config.learning_rate, config.steps)
         self._optimizers.load(weights, accelerator)
         scaling = config.loss_scaling
         self.loss_scale = LossScale(scaling, weights.get(LOSS_SCALE)) if scaling is not None else None
@@ -450,7 +451,7 @@ class TorchEngine:
             given = [g for n in self.owned if (g := self._master[n].grad) is not None]
             clip(given, norms, self.config.clip_norm)
         try:
-            self._optimizers.step(self.config.learning_rate.factor(step, self.config.steps))
+            self._optimizers.step(step)
         except Exception as e:
             raise_if_jobs("the optimizer's step", e)
             raise

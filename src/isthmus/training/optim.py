@@ -1,4 +1,4 @@
-"""Optimizers chosen by parameter name, the learning-rate schedule, clipping by the global norm, and the outer
+"""Optimizers chosen by parameter name, clipping by the global norm, and the outer
 parameters and their step (DiLoCo, Alg. 1; Streaming DiLoCo, Alg. 2).
 
     delta = mean over replicas k of (outer - w_k)              outer <- Nesterov(outer, delta)
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -24,6 +23,7 @@ from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_device
 from isthmus.errors import UserError
 from isthmus.plans import OuterOptimizer
+from isthmus.training.learning_rate import CONSTANT, LearningRate, TorchSchedule
 
 STEP = "step"
 """Of what optimizers keep of a parameter: how often they updated it. All else has its elements."""
@@ -56,66 +56,30 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """One kernel for all parameters; auto: on accelerators whose torch has it. Its bits are others."""
 
 
-class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A factor on every optimizer's rate: linear warm-up from 1/warmup to 1, then a schedule."""
-
-    schedule: Literal["constant", "linear", "cosine", "inverse-sqrt", "warmup-stable-decay"] = "constant"
-    """After the warm-up: stays at 1; falls to `final` in a line or half a cosine; falls with the root of the step
-    number; or stays at 1 and falls to `final` in a line over the last `decay_steps`."""
-    warmup_steps: Annotated[int, Meta(ge=0)] = 0
-    """Steps over which the factor rises linearly to 1."""
-    decay_steps: Annotated[int, Meta(ge=1)] | None = None
-    """Of `warmup-stable-decay`; without it a fifth of the run."""
-    final: NotNegative = 0.1
-    """The factor in the last step, unless the schedule is `constant` or `inverse-sqrt`."""
-
-    def __post_init__(self) -> None:
-        if self.decay_steps is not None and self.schedule != "warmup-stable-decay":
-            raise ValueError(f"decay_steps: got it with schedule {self.schedule!r}, expected 'warmup-stable-decay'")
-
-    def factor(self, step: int, steps: int) -> float:
-        """The factor of step number `step` (from 0) in a run of `steps`."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        match self.schedule:
-            case "constant":
-                return 1.0
-            case "inverse-sqrt":
-                peak = max(1, self.warmup_steps)
-                return math.sqrt(peak / max(peak, step + 1))
-            case "linear":
-                return self._line(self._progress(step, self.warmup_steps, steps))
-            case "cosine":
-                progress = self._progress(step, self.warmup_steps, steps)
-                return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress))
-            case "warmup-stable-decay":
-                decay_steps = math.ceil(steps / 5) if self.decay_steps is None else self.decay_steps
-                return self._line(self._progress(step, max(self.warmup_steps, steps - decay_steps), steps))
-
-    def _line(self, progress: float) -> float:
-        return 1 + (self.final - 1) * progress
-
-    @staticmethod
-    def _progress(step: int, first: int, steps: int) -> float:
-        """0 in step `first`, 1 after the last one."""
-        return min(1.0, max(0, step - first) / max(1, steps - first))
-
-
 class Optimizers:
     """The optimizers of one set of named parameters."""
 
-    def __init__(self, configs: Sequence[OptimizerConfig], parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        configs: Sequence[OptimizerConfig],
+        parameters: Mapping[str, nn.Parameter],
+        rate: LearningRate = CONSTANT,
+        steps: int = 1,
+    ) -> None:
+        """Of a run of `steps`, in which the learning rate is `rate`."""
         self._parameters = dict(parameters)
         groups: dict[int, list[nn.Parameter]] = {}
         for name, parameter in parameters.items():
             groups.setdefault(choose(configs, name), []).append(parameter)
-        self._made = [(configs[i], _make(configs[i], group)) for i, group in sorted(groups.items())]
+        self._made = [
+            (settings_of(configs[i], rate, steps), _make(configs[i], group)) for i, group in sorted(groups.items())
+        ]
 
-    def step(self, factor: float) -> None:
-        """Apply every optimizer to the parameters' `.grad`, then drop the gradients."""
-        for config, optimizer in self._made:
+    def step(self, step: int = 0) -> None:
+        """Apply every optimizer to the parameters' `.grad` in this step of training, then drop the gradients."""
+        for settings, optimizer in self._made:
             for group in optimizer.param_groups:
-                group["lr"] = config.lr * factor
+                group.update(settings(step))
             optimizer.step()
         self.drop_gradients()
 
@@ -148,6 +112,13 @@ class Optimizers:
                     k: v.clone() if k == STEP and counts_here else to_device(accelerator, v).clone()
                     for k, v in found.items()
                 }
+
+
+def settings_of(config: OptimizerConfig, rate: LearningRate, steps: int) -> Callable[[int], Mapping[str, object]]:
+    """What the optimizer's groups are set to, by step. UserError for a scheduler that torch refuses."""
+    if rate.torch:
+        return TorchSchedule(lambda: _make(config, [nn.Parameter(torch.zeros(()))]), rate, steps)
+    return lambda step: {"lr": config.lr * rate.factor(step, steps)}
 
 
 def choose(configs: Sequence[OptimizerConfig], parameter: str) -> int:

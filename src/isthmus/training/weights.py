@@ -85,16 +85,3 @@ def _check(
                 f"checkpoint {checkpoint}: optimizer state of {parameter!r} is {sorted(keys)}, "
                 f"{config.name} keeps {sorted(STATE_KEYS[config.name])}: resume with the optimizer it was trained with"
             )
-
-
-def rest(weights: Mapping[str, Tensor], held: set[str], state_names: set[str]) -> dict[str, Tensor]:
-    """Entries of the module's state that no stage holds: not an alias of one that is held."""
-    shared = {weights[name].data_ptr() for name in held if name in weights and weights[name].numel()}
-    found: dict[str, Tensor] = {}
-    for name in sorted(state_names - held):
-        tensor = weights[name]
-        if tensor.numel() and tensor.data_ptr() in shared:
-            continue
-        shared.add(tensor.data_ptr())
-        found[name] = tensor
-    return found

@@ -8,9 +8,11 @@ from pathlib import Path
 from torch import Tensor
 
 from isthmus.job import Prepared
+from isthmus.training.checkpoint import check_base, read_manifest
+from isthmus.training.left_out import digest_of, rest
 from isthmus.training.scaling import LOSS_SCALE, LossScale
 from isthmus.training.snapshot import part_of
-from isthmus.training.weights import initial_weights, rest, resume
+from isthmus.training.weights import initial_weights, resume
 
 
 class ParameterStore:
@@ -25,6 +27,8 @@ class ParameterStore:
         self._others: dict[int, dict[str, Tensor]] = {}
         """Of replicas but the first, what a checkpoint holds of theirs alone."""
         self._rest: dict[str, Tensor] | None = None
+        self.base = ""
+        """Digest of what is read again where it came from, once the module is built: no part of a checkpoint."""
 
     @property
     def rest(self) -> Mapping[str, Tensor]:
@@ -39,6 +43,7 @@ class ParameterStore:
     def load(self, checkpoint: Path) -> None:
         """UserError when it is torn, or of another model or optimizer."""
         found, unused = self._complete()
+        check_base(read_manifest(checkpoint), self.base, checkpoint)
         expected = self._written | unused.keys()
         self._found, self._others = resume(found, expected, self._prepared.job.optimizer, checkpoint)
 
@@ -71,4 +76,8 @@ class ParameterStore:
         own = {name for name in found if name not in made.captured.constants}
         if (scaling := job.training.loss_scaling) is not None:
             found[LOSS_SCALE] = LossScale(scaling).state()
-        return found, rest(found, set(self._written), own)
+        unused = rest(found, set(self._written), own)
+        if not job.model.base_is_kept:
+            return found, unused
+        self.base = digest_of(unused)
+        return found, {}

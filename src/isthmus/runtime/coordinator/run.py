@@ -312,6 +312,7 @@ class RunController:
                 batch=t.batch_size,
                 shuffle=t.shuffle,
                 finite=finite,
+                base=self._values.base,
                 data={device: dict(entry) for device, entry in self._digests.items()},
             )
         )

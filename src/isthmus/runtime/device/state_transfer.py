@@ -171,7 +171,7 @@ class CatchUpState:
         own = {name: value for name, value in state.items() if not name.startswith(OPTIMIZER)}
         self._parameters = {n: nn.Parameter(value.clone()) for n, value in own.items() if n in trained}
         self._buffers = {n: value for n, value in own.items() if n not in trained}
-        self._optimizers = Optimizers(config.optimizers, self._parameters)
+        self._optimizers = Optimizers(config.optimizers, self._parameters, config.learning_rate, config.steps)
         self._optimizers.load(state)
         self._config = config
         self.step = step
@@ -184,7 +184,7 @@ class CatchUpState:
                 self._parameters[name].grad = value
             else:
                 self._buffers[name] = value
-        self._optimizers.step(self._config.learning_rate.factor(self.step, self._config.steps))
+        self._optimizers.step(self.step)
         self.step += 1
 
     def state(self) -> dict[str, Tensor]:

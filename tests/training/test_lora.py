@@ -1,0 +1,118 @@
+"""LoRA's settings, each as peft has it; what is trained, what a plan counts, and what is refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from in_process import Pipeline, batches, capture_of, copies, module_of, random_cut, weights_of
+from tests.training.reference import reference_step
+from torch import nn
+from zoo import MODELS, TEXT
+
+from isthmus.errors import UserError
+from isthmus.extensions import read_options
+from isthmus.models import LoraOptions, ModelSpec, build_model, is_peft
+from isthmus.models.lora import add_lora
+from isthmus.training.engine import EngineConfig
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+CONFIG = EngineConfig(micro_batches=2, micro_batch_size=2)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dora": {
+        "target_modules": r".*\.(q|v)_proj",
+        "use_dora": True,
+        "modules_to_save": ["lm_head"],
+        "init_lora_weights": False,
+    },
+    "many": {
+        "target_modules": ["q_proj", "up_proj", "down_proj"],
+        "exclude_modules": ["up_proj"],
+        "bias": "all",
+        "use_rslora": True,
+        "rank_pattern": {"q_proj": 3},
+        "alpha_pattern": {"q_proj": 5},
+        "layers_to_transform": [1],
+        "init_lora_weights": "gaussian",
+    },
+}
+
+
+def lora(name: str, **options: object) -> ModelSpec:
+    spec, _ = MODELS[name]
+    return ModelSpec(name=spec.name, options=spec.options, lora=read_options("model.lora", options, LoraOptions))
+
+
+def theirs(**options: Any) -> nn.Module:
+    base = build_model(MODELS["hf-llama"][0])
+    return peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options)).train()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_cut_model_has_pefts_loss_and_gradients(name: str) -> None:
+    options, spec = OPTIONS[name], lora("hf-llama", **OPTIONS[name])
+    captured = capture_of(lambda: build_model(spec), TEXT)
+    cut = random_cut(captured, random.Random(name))
+    pipeline = Pipeline(captured, cut, weights_of(lambda: build_model(spec), captured), CONFIG)
+    data = batches(TEXT, CONFIG.micro_batches, CONFIG.micro_batch_size)
+    loss, gradients = pipeline.step(0, copies(data))
+    module = module_of(lambda: theirs(**options))
+    expected_loss, expected = reference_step(module, copies(data), CONFIG)
+    assert loss == expected_loss
+    assert set(captured.train.trainable) == {n for n, p in module.named_parameters() if p.requires_grad}
+    for parameter, value in expected.items():
+        assert (gradients[parameter] - value).norm() <= 1e-6 * value.norm() + 1e-12, parameter
+
+
+def test_dropout_and_bf16_have_the_same_bits_on_one_device_and_on_several() -> None:
+    """Dropout draws by step, micro-batch and operator: other numbers than peft's, and the same wherever it runs."""
+    spec = lora("hf-llama", target_modules=["q_proj", "v_proj"], lora_dropout=0.3, init_lora_weights=False)
+    captured = capture_of(lambda: build_model(spec), TEXT, torch.bfloat16)
+    data = batches(TEXT, CONFIG.micro_batches, CONFIG.micro_batch_size)
+    weights = weights_of(lambda: build_model(spec), captured)
+    found = [Pipeline(captured, cut, weights, CONFIG) for cut in ([], random_cut(captured, random.Random(1)))]
+    (loss, gradients), (other_loss, other) = [pipeline.step(0, copies(data)) for pipeline in found]
+    assert found[1].sums_in_order and len(found[1].engines) > 1
+    assert loss == other_loss and gradients.keys() == other.keys() == set(captured.train.trainable)
+    assert all(torch.equal(value, other[name]) for name, value in gradients.items())
+    assert {value.dtype for value in gradients.values()} == {torch.float32}, "masters and gradients stay wide"
+    assert found[0].step(1, copies(data))[0] != loss, "another step drops others"
+
+
+def test_the_new_head_of_a_classifier_is_trained_too() -> None:
+    module = build_model(lora("hf-bert"))
+    assert {name for name, p in module.named_parameters() if p.requires_grad and "lora_" not in name} == {
+        "base_model.model.classifier.modules_to_save.default.weight",
+        "base_model.model.classifier.modules_to_save.default.bias",
+    }
+
+
+def test_a_module_of_ones_own() -> None:
+    module = add_lora(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), LoraOptions(target_modules=("0",)))
+    assert is_peft(module) and not is_peft(nn.Linear(1, 1))
+    assert module(torch.ones(1, 4)).shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 8}, "unknown model.lora option 'rank'"),
+        ({"r": 0}, "model.lora option 'r': Expected `integer` >= 1"),
+        ({"lora_dropout": 1.0}, "model.lora option 'lora_dropout': Expected `number` < 1.0"),
+        ({"bias": "some"}, "unknown model.lora option 'bias': 'some': did you mean 'none'"),
+        ({"target_modules": ["query"]}, r"model.lora: Target modules \{'query'\} not found in the base model"),
+    ],
+)
+def test_bad_settings_name_the_field(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        build_model(lora("hf-llama", **options))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_peft_does_not_know_needs_names() -> None:
+    with pytest.raises(UserError, match=r"model\.lora: Please specify `target_modules`"):
+        add_lora(nn.Sequential(nn.Linear(4, 4)), LoraOptions())
