@@ -7,6 +7,7 @@ that `isthmus init` writes has fewer steps here, since emulated machines take a 
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from tests.docs.newcomer import ROOT, make_machine, type_in
 
 DOCS = ROOT / "docs"
 PAGES = ["start/first-run.md", "tutorials/own-model.md", "tutorials/federated.md", "../README.md"]
+LONG = ["tutorials/fine-tune.md"]
+"""Typed by `make test-faults` alone: every import of transformers and peft takes seconds."""
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 END = "END-OF-A-BLOCK"
 FEWER_STEPS = "sed 's/^steps = 60$/steps = 6/' job.toml > fewer.toml && mv fewer.toml job.toml\n"
@@ -60,6 +63,13 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_works_as_it_is_written(page: str, machine: dict[str, str], tmp_path: Path) -> None:
+    type_in(script_of_page(page), tmp_path, machine)
+
+
+@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="set ISTHMUS_FAULTS=1: half a minute")
+@pytest.mark.parametrize("page", LONG)
+def test_a_long_page_works_as_it_is_written(page: str, machine: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("peft")
     type_in(script_of_page(page), tmp_path, machine)
 
 

@@ -17,7 +17,9 @@ from isthmus.errors import UserError
 from isthmus.experiments import Watcher
 from isthmus.fleet import dump_fleet
 from isthmus.job import Job, prepare
-from isthmus.training.checkpoint import latest_checkpoint, read_weights
+from isthmus.models import build_model
+from isthmus.runtime.coordinator.parameter_store import ParameterStore
+from isthmus.training.checkpoint import CheckpointWriter, Manifest, latest_checkpoint, load_checkpoint, read_weights
 
 from .jobs import fleet_of, job_of, random_cut, run
 from .test_run_parity import CAUSAL, GPT2, LLAMA
@@ -32,8 +34,8 @@ ONE_CYCLE = {"max_lr": 0.02, "total_steps": STEPS}
 def base(name: str) -> nn.Module:
     torch.manual_seed(7)
     if name == "gpt2":
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, use_cache=False))
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, use_cache=False))
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2 | {"n_layer": 2}, use_cache=False))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA | {"num_hidden_layers": 2}, use_cache=False))
 
 
 def lora_job(folder: Path, name: str) -> Job:
@@ -108,10 +110,9 @@ def test_gpt2_over_three_devices_equals_peft_alone(tmp_path: Path) -> None:
     assert sum(stage.memory.optimizer for stage in plan.stages) == 8 * count, "AdamW keeps two numbers"
 
 
-def test_llama_over_three_devices_stopped_resumed_and_exported_equals_peft_alone(tmp_path: Path) -> None:
+def test_llama_over_three_devices_and_exported_equals_peft_alone(tmp_path: Path) -> None:
     job, folder = lora_job(tmp_path, "llama"), tmp_path / "run"
-    first = isthmus.train(job, run=folder, overrides={"training.steps": STEPS - 1})
-    tuned = first.resume(steps=STEPS)
+    tuned = isthmus.train(job, run=folder)
     theirs, losses = peft_alone(job, tmp_path)
     assert len(tuned.plan.stages) == 3 and [point.loss for point in tuned.losses] == losses
     assert_equal(adapter_of(folder), trained(theirs))
@@ -124,13 +125,32 @@ def test_llama_over_three_devices_stopped_resumed_and_exported_equals_peft_alone
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert torch.equal(whole(**batch).loss, theirs.merge_and_unload()(**batch).loss)
 
+
+def test_a_run_goes_on_from_a_checkpoint_and_the_pretrained_weights(tmp_path: Path) -> None:
+    job = lora_job(tmp_path, "llama")
+    prepared, names = prepare(job), frozenset(n for n, _ in build_model(job.model).named_parameters() if "lora_" in n)
+    first = ParameterStore(prepared, names)
+    first.begin()
+    everything = {op.target for op in prepared.captured.train.ops if op.kind == "parameter"}
+    given = {name: value + 1 for name, value in first.of(names, (), replica=0, without=()).items()}
+    writer = CheckpointWriter(tmp_path / "checkpoints")
+    writer.write(3, "stage-0", given)
+    writer.write(3, "rest", first.rest)
+    checkpoint = writer.commit(Manifest(step=3, seed=0, batch=8, base=first.base))
+    second = ParameterStore(prepared, names)
+    second.load(checkpoint)
+    assert_equal(
+        second.of(everything, (), replica=0, without=()),
+        first.of(everything, (), replica=0, without=()) | given,
+    )
+
     other = base("llama")
     with torch.no_grad():
         other.model.norm.weight[0] += 1e-6
     other.save_pretrained(tmp_path / "base")
-    for call in (lambda: tuned.resume(steps=STEPS + 1), lambda: export_model(folder, tmp_path / "other")):
+    for load in (ParameterStore(prepared, names).load, lambda path: load_checkpoint(prepared.build(), path)):
         with pytest.raises(UserError, match="the pretrained weights are not those it was made with"):
-            call()
+            load(checkpoint)
 
 
 def test_a_peft_model_of_the_callers_own(tmp_path: Path) -> None:
@@ -138,9 +158,9 @@ def test_a_peft_model_of_the_callers_own(tmp_path: Path) -> None:
     model = peft.get_peft_model(base("llama"), config)
     ids = torch.randint(0, 256, (8, 16), generator=torch.Generator().manual_seed(0))
     given = {"model": model, "data": {"input_ids": ids, "labels": ids}, "optimizer": torch.optim.AdamW, "batch": 8}
-    tuned = isthmus.train(**given, fleet=fleet_of(1), steps=2, run=tmp_path / "run")
+    tuned = isthmus.train(**given, fleet=fleet_of(1), steps=1, run=tmp_path / "run")
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    assert tuned.load(model) == 2
+    assert tuned.load(model) == 1
     changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert changed == {n for n in before if "lora_" in n}
     model.save_pretrained(tmp_path / "adapter")

@@ -36,19 +36,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "use_rslora": True,
         "rank_pattern": {"q_proj": 3},
         "alpha_pattern": {"q_proj": 5},
-        "layers_to_transform": [1],
+        "layers_to_transform": [0],
         "init_lora_weights": "gaussian",
     },
 }
 
 
+SMALL = {
+    "hf-llama": {**MODELS["hf-llama"][0].options, "num_hidden_layers": 1},
+    "hf-bert-classifier": MODELS["hf-bert"][0].options,
+}
+
+
 def lora(name: str, **options: object) -> ModelSpec:
-    spec, _ = MODELS[name]
-    return ModelSpec(name=spec.name, options=spec.options, lora=read_options("model.lora", options, LoraOptions))
+    return ModelSpec(name=name, options=SMALL[name], lora=read_options("model.lora", options, LoraOptions))
 
 
 def theirs(**options: Any) -> nn.Module:
-    base = build_model(MODELS["hf-llama"][0])
+    base = build_model(ModelSpec(name="hf-llama", options=SMALL["hf-llama"]))
     return peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options)).train()
 
 
@@ -84,7 +89,7 @@ def test_dropout_and_bf16_have_the_same_bits_on_one_device_and_on_several() -> N
 
 
 def test_the_new_head_of_a_classifier_is_trained_too() -> None:
-    module = build_model(lora("hf-bert"))
+    module = build_model(lora("hf-bert-classifier"))
     assert {name for name, p in module.named_parameters() if p.requires_grad and "lora_" not in name} == {
         "base_model.model.classifier.modules_to_save.default.weight",
         "base_model.model.classifier.modules_to_save.default.bias",
