@@ -62,8 +62,8 @@ PUBLIC = {
         "prepare"
     ),
     "models": (
-        "CNN CNNConfig GPT GPTConfig MLP MLPConfig ModelSpec UNet UNetConfig as_eager build_model "
-        "describe_model is_hugging_face model_names save_hugging_face summarize_model"
+        "CNN CNNConfig GPT GPTConfig LoraOptions MLP MLPConfig ModelSpec UNet UNetConfig as_eager base_of build_model "
+        "describe_model is_hugging_face is_peft merged model_names save_adapter save_hugging_face summarize_model"
     ),
     "plans": (
         "ANY_PLAN ActivationNoise Averages Certificate Collective Compression CompressionConfig Constraints "

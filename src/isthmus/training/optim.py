@@ -1,5 +1,5 @@
-"""Optimizers chosen by parameter name, clipping by the global norm, and the outer
-parameters and their step (DiLoCo, Alg. 1; Streaming DiLoCo, Alg. 2).
+"""Optimizers chosen by parameter name, clipping by the global norm, and the outer parameters and their step (DiLoCo,
+Alg. 1; Streaming DiLoCo, Alg. 2).
 
     delta = mean over replicas k of (outer - w_k)              outer <- Nesterov(outer, delta)
     w_k <- mixing x w_k + (1 - mixing) x outer                 DiLoCo mixes nothing: w_k <- outer
