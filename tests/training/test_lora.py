@@ -12,8 +12,12 @@ from tests.training.reference import reference_step
 from torch import nn
 from zoo import MODELS, TEXT
 
+from isthmus.data import DataSpec
 from isthmus.errors import UserError
 from isthmus.extensions import read_options
+from isthmus.federated.algorithms.registry import AlgorithmSpec
+from isthmus.federated.local import LocalConfig
+from isthmus.federated.task_spec import SiteConfig, TaskSpec
 from isthmus.models import LoraOptions, ModelSpec, build_model, is_peft
 from isthmus.models.lora import add_lora
 from isthmus.training.engine import EngineConfig
@@ -121,3 +125,13 @@ def test_bad_settings_name_the_field(options: dict[str, object], message: str) -
 def test_a_model_that_peft_does_not_know_needs_names() -> None:
     with pytest.raises(UserError, match=r"model\.lora: Please specify `target_modules`"):
         add_lora(nn.Sequential(nn.Linear(4, 4)), LoraOptions())
+
+
+def test_a_site_allows_the_lora_that_its_owner_names() -> None:
+    algorithm, given = AlgorithmSpec(name="fedavg"), {"job": "clinics", "seed": 0, "client": 0, "local": LocalConfig()}
+    site = SiteConfig(job="clinics", algorithm=algorithm, model=lora("hf-llama", r=4), data=DataSpec(kind="digits"))
+    site.check(TaskSpec(run="clinics-1", algorithm=algorithm, model=lora("hf-llama", r=4), **given))
+    with pytest.raises(
+        UserError, match=r'model: this site allows hf-llama .*"r":4.*, the coordinator asks for .*"r":8'
+    ):
+        site.check(TaskSpec(run="clinics-1", algorithm=algorithm, model=lora("hf-llama", r=8), **given))
