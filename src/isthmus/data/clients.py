@@ -121,7 +121,7 @@ def refuse_stream(dataset: Dataset) -> None:
     """UserError for data that are read block by block."""
     if isinstance(dataset, Blocked):
         raise UserError(
-            "data: got a stream in a federated job, expected data that are read as a whole: a client's samples are held "
+            "data: got a stream in a federated job, expected data that are read whole: a client's samples are held "
             "together while it trains"
         )
 
