@@ -25,8 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.data import DataSpec, load_dataset, sample_order
-from isthmus.data.dataset import batch_at
+from isthmus.data import DataSpec, batch_at, load_dataset, sample_order
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import machine, options_of, write_figures

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import tarfile
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +22,7 @@ from isthmus.data.clients import share_out
 from isthmus.data.dataset import batch_at
 from isthmus.data.description import describe, difference, joined_descriptions
 from isthmus.data.partition import PartitionSpec
+from isthmus.data.streams import tar_shards
 from isthmus.data.streams.parquet_shards import ParquetShards
 from isthmus.errors import StepError, UserError
 
@@ -171,6 +176,61 @@ def test_a_url_is_read_as_a_path_is(tmp_path: Path) -> None:
     assert len(stream_of(f"file://{path}", columns={"input": "x"})) == len(here)
 
 
+class _Ranges(SimpleHTTPRequestHandler):
+    """Serves ranges of the files in a folder, and counts bytes."""
+
+    served = 0
+
+    def do_GET(self) -> None:
+        file = Path(self.translate_path(self.path))
+        if not file.exists():
+            self.send_error(404)
+            return
+        content = file.read_bytes()
+        begin, _, end = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        part = content[int(begin) : int(end or len(content)) + 1]
+        _Ranges.served += len(part)
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(part)))
+        self.send_header("Content-Range", f"bytes {begin}-{int(begin) + len(part) - 1}/{len(content)}")
+        self.end_headers()
+        self.wfile.write(part)
+
+    def do_HEAD(self) -> None:
+        file = Path(self.translate_path(self.path))
+        if not file.exists():
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(file.stat().st_size))
+        self.send_header("Accept-Ranges", "bytes")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+def test_of_a_file_behind_a_url_ranges_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    x = np.random.default_rng(0).random((400, 1024), dtype=np.float32)
+    table = arrow.table({"x": arrow.FixedSizeListArray.from_arrays(arrow.array(x.ravel()), 1024)})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=20, compression="NONE", use_dictionary=False)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Ranges, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/a.parquet"
+        data = stream_of(url, holdout=0.0, shuffle_blocks=1)
+        assert len(data) == 400 and _Ranges.served < 300_000
+        assert np.array_equal(data.batch([30, 31], ["x"])["x"].numpy(), x[30:32])
+        assert _Ranges.served < 700_000 < (tmp_path / "a.parquet").stat().st_size
+        with pytest.raises(UserError, match=r"b.parquet: nothing is there, or nobody answers"):
+            stream_of(f"http://127.0.0.1:{server.server_port}/b.parquet")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_images_are_decoded_and_transformed(tmp_path: Path) -> None:
     pillow = pytest.importorskip("PIL.Image")
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
@@ -204,6 +264,32 @@ def test_an_index_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: py
     for file in (tmp_path / "cache").rglob("*.msgpack"):
         file.write_bytes(b"\xc1 damaged")
     assert len(stream_of(path, columns={"input": "npy"}, holdout=0.0)) == 100
+
+
+def test_with_an_index_a_shard_is_looked_through_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tar(tmp_path, files=3, rows=300)
+    listed = [{"url": f"here/shard-{number:03d}.tar", "nsamples": 300, "filesize": 1} for number in range(3)]
+    index = tmp_path / "index.json"
+    index.write_text(json.dumps({"wids_version": 1, "shardlist": listed}))
+    looked: list[str] = []
+    inner = tar_shards._look_through
+    monkeypatch.setattr(tar_shards, "_look_through", lambda file: looked.append(file.url) or inner(file))
+    options: dict[str, object] = {"columns": {"input": "npy"}, "index": str(index), "holdout": 0.0}
+    data = stream_of(path, **options)
+    assert len(data) == 900 and data.layout.runs == tuple([(1, 256), (1, 44)] * 3)
+    assert [Path(url).name for url in looked] == ["shard-000.tar"], "for its columns"
+    assert np.array_equal(data.batch([290, 310], ["input"])["input"].numpy(), vectors(900)[[290, 310]])
+    assert [Path(url).name for url in looked] == ["shard-000.tar", "shard-001.tar"]
+    index.write_text(json.dumps({"shardlist": [{**one, "nsamples": 301} for one in listed[:2]]}))
+    with pytest.raises(UserError, match=r"option 'index': lists no shard-002.tar"):
+        stream_of(path, **options)
+    with pytest.raises(UserError, match="got 300 samples, the index says 301"):
+        stream_of(str(tmp_path / "shard-000.tar"), **options)
+    index.write_text("[]")
+    with pytest.raises(UserError, match=r"cannot read .*index.json: Expected `object`, got `array`"):
+        stream_of(path, **options)
 
 
 def test_other_contents_have_another_fingerprint(tmp_path: Path) -> None:
@@ -253,6 +339,8 @@ def test_a_federated_job_is_refused(tmp_path: Path) -> None:
         ({"path": "a/train-*.parquet", "columns": {"a": "note"}}, "'note': holds neither numbers nor images"),
         ({"path": "a/train-*.parquet", "columns": {"a": "x"}, "text": "text"}, "columns': got them beside text"),
         ({"path": "one/train-0.parquet"}, "1 cannot be divided: expected at least 2, or holdout = 0"),
+        ({"path": "a/train-*.parquet", "index": "a.json"}, "'index': got 'a.json' for Parquet files, expected none"),
+        ({"path": "t/*.tar", "columns": {"a": "cls"}, "index": "a.json"}, "cannot read a.json: nothing is there"),
         ({"path": "a/train-*.parquet", "shuffle_blocks": 0}, "shuffle_blocks"),
     ],
 )

@@ -23,7 +23,7 @@ from isthmus.rng import stream
 Held = TypeVar("Held")
 
 
-class Block(msgspec.Struct, frozen=True):
+class StreamBlock(msgspec.Struct, frozen=True):
     file: int
     number: int
     """In the file."""
@@ -32,17 +32,17 @@ class Block(msgspec.Struct, frozen=True):
     samples: int
 
 
-class Rows(msgspec.Struct, frozen=True):
+class BlockRows(msgspec.Struct, frozen=True):
     """Samples of one block in the epochs in which they are read."""
 
-    block: Block
+    block: StreamBlock
     rows: NDArray[np.int64]
     """In the block."""
     seed: int
     epochs: NDArray[np.int64]
 
 
-class Column(Protocol):
+class StreamColumn(Protocol):
     """One column of the model's."""
 
     @property
@@ -50,7 +50,7 @@ class Column(Protocol):
         """The first block may be read for it."""
         ...
 
-    def read(self, wanted: Rows) -> Array:
+    def read(self, wanted: BlockRows) -> Array:
         """[rows, *shape]"""
         ...
 
@@ -58,12 +58,12 @@ class Column(Protocol):
 class RecentBlocks(Generic[Held]):
     """The blocks of one column that were used last."""
 
-    def __init__(self, most: int, load: Callable[[Block], Held]) -> None:
+    def __init__(self, most: int, load: Callable[[StreamBlock], Held]) -> None:
         self._most = most
         self._load = load
         self._held: OrderedDict[int, Held] = OrderedDict()
 
-    def get(self, block: Block) -> Held:
+    def get(self, block: StreamBlock) -> Held:
         if block.first not in self._held:
             while len(self._held) >= self._most:
                 self._held.popitem(last=False)  # before the next is read: both at once may be too much
@@ -73,7 +73,7 @@ class RecentBlocks(Generic[Held]):
 
 
 class Numbers:
-    def __init__(self, shards: Shards, name: str, first: Block, most: int) -> None:
+    def __init__(self, shards: Shards, name: str, first: StreamBlock, most: int) -> None:
         self._name = name
         self._first = first
         self._limit = shards.classes(name)
@@ -84,7 +84,7 @@ class Numbers:
         first = self._blocks.get(self._first)
         return ColumnSpec(dtype=first.dtype.name, shape=first.shape[1:], limit=self._limit)
 
-    def read(self, wanted: Rows) -> Array:
+    def read(self, wanted: BlockRows) -> Array:
         return self._blocks.get(wanted.block)[wanted.rows]
 
 
@@ -95,7 +95,7 @@ class Images:
         self,
         shards: Shards,
         name: str,
-        first: Block,
+        first: StreamBlock,
         most: int,
         *,
         pixels: PixelOptions,
@@ -112,11 +112,11 @@ class Images:
     def spec(self) -> ColumnSpec:
         return ColumnSpec(dtype="float32", shape=self._decoded(self._first, 0, 0, 0).shape)
 
-    def read(self, wanted: Rows) -> Array:
+    def read(self, wanted: BlockRows) -> Array:
         rows = zip(wanted.rows.tolist(), wanted.epochs.tolist(), strict=True)
         return np.stack([self._decoded(wanted.block, row, wanted.seed, epoch) for row, epoch in rows])
 
-    def _decoded(self, block: Block, row: int, seed: int, epoch: int) -> NDArray[np.float32]:
+    def _decoded(self, block: StreamBlock, row: int, seed: int, epoch: int) -> NDArray[np.float32]:
         sample = block.first + row
         named = f"{KIND} {self._shards.files[block.file].url} column {self._name!r} (sample {sample})"
         image = decode(io.BytesIO(self._blocks.get(block)[row]), named, self._pixels)
@@ -142,7 +142,7 @@ class TokenRings:
     def spec(self) -> ColumnSpec:
         return ColumnSpec(dtype="int64", shape=(self._length,), limit=self._tokenizer.vocab_size)
 
-    def tokens(self, block: Block) -> NDArray[np.integer]:
+    def tokens(self, block: StreamBlock) -> NDArray[np.integer]:
         """[tokens] of a block. StepError for one without any."""
         texts = self._shards.contents(block.file, block.number, self._name)
         parts = [self._tokenizer.tokens(text.rstrip(b"\n") + b"\n") for text in texts]
@@ -152,7 +152,7 @@ class TokenRings:
             raise StepError(f"{KIND} {url} column {self._name!r}", f"block {block.number} holds no text")
         return found
 
-    def read(self, wanted: Rows, shift: int = 0) -> Array:
+    def read(self, wanted: BlockRows, shift: int = 0) -> Array:
         """Windows that begin `shift` tokens later."""
         ring = self._blocks.get(wanted.block)
         windows = wanted.epochs * wanted.block.samples + wanted.rows
@@ -171,5 +171,5 @@ class TokenColumn:
     def spec(self) -> ColumnSpec:
         return self._rings.spec
 
-    def read(self, wanted: Rows) -> Array:
+    def read(self, wanted: BlockRows) -> Array:
         return self._rings.read(wanted, self._shift)

@@ -27,11 +27,11 @@ from isthmus.data.dataset import (
 from isthmus.data.images.decoding import Mode, PixelOptions
 from isthmus.data.images.pipeline import Table, read_pipeline
 from isthmus.data.layout import Layout, layout_of
-from isthmus.data.streams.columns import Block, Column, Images, Numbers, Rows, TokenColumn, TokenRings
-from isthmus.data.streams.files import KIND, PARQUET, ending_of, stream_files
+from isthmus.data.streams.columns import BlockRows, Images, Numbers, StreamBlock, StreamColumn, TokenColumn, TokenRings
+from isthmus.data.streams.files import KIND, TAR, StreamFile, ending_of, stream_file, stream_files
 from isthmus.data.streams.parquet_shards import ParquetShards
 from isthmus.data.streams.shards import Shard, Shards
-from isthmus.data.streams.tar_shards import TarShards
+from isthmus.data.streams.tar_shards import TarShards, listed_shards
 from isthmus.data.text import WindowOptions
 from isthmus.data.tokenizer import load_tokenizer
 from isthmus.errors import UserError, unknown_name
@@ -53,6 +53,9 @@ class StreamOptions(WindowOptions, frozen=True, kw_only=True, forbid_unknown_fie
     """Those of held-out samples; without it a share of the blocks."""
     holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
     """That share, drawn at random."""
+    index: str = ""
+    """Of tar shards, a JSON file of `widsindex create`, which says how many samples each has; without it the headers of
+    all shards are looked through before the first step."""
     text: str = ""
     """The column of texts, for a language model: they are joined, one per line, and cut into windows of tokens. Without
     it rows are samples."""
@@ -76,7 +79,9 @@ class StreamDataset:
     KiB, of which blocks the split has, and of the settings: to read all samples for it would take as long as an epoch.
     """
 
-    def __init__(self, columns: Mapping[str, Column], blocks: Sequence[Block], window: int, identity: str) -> None:
+    def __init__(
+        self, columns: Mapping[str, StreamColumn], blocks: Sequence[StreamBlock], window: int, identity: str
+    ) -> None:
         self._columns = columns
         self._blocks = blocks
         self._window = window
@@ -122,12 +127,12 @@ class StreamDataset:
         blocks, block_of = np.unique(np.searchsorted(self._ends, samples, side="right"), return_inverse=True)
         for number, at in enumerate(blocks.tolist()):
             block, places = self._blocks[at], np.flatnonzero(block_of == number)
-            wanted = Rows(block, samples[places] - block.first, seed, epochs[places])
+            wanted = BlockRows(block, samples[places] - block.first, seed, epochs[places])
             for name in columns:
                 arrays[name][places] = self._read(name, wanted)
         return as_tensors(arrays)
 
-    def _read(self, name: str, wanted: Rows) -> Array:
+    def _read(self, name: str, wanted: BlockRows) -> Array:
         found, spec = self._columns[name].read(wanted), self._spec(name)
         if found.shape[1:] != spec.shape or found.dtype.name != spec.dtype:
             first = wanted.block.first + int(wanted.rows[0])
@@ -143,7 +148,7 @@ def load_stream(options: StreamOptions, split: Split) -> StreamDataset:
     separate = options.heldout_path is not None
     paths = options.heldout_path if split == "heldout" and options.heldout_path is not None else options.path
     files = stream_files((paths,) if isinstance(paths, str) else paths)
-    shards = ParquetShards(files) if ending_of(files[0].url) == PARQUET else TarShards(files)
+    shards = _shards(files, options.index)
     index = _index(shards, options.text)
     places = [(file, number) for file, shard in enumerate(index) for number in range(len(shard.blocks))]
     if not places:
@@ -156,12 +161,20 @@ def load_stream(options: StreamOptions, split: Split) -> StreamDataset:
     if options.text:
         rings = TokenRings(shards, options.text, load_tokenizer(options.tokenizer), options.sequence_length, most)
     sizes = _rows(index) if rings is None else _windows(rings, index, options)
-    blocks: list[Block] = []
+    blocks: list[StreamBlock] = []
     for at in chosen.tolist():
         first = blocks[-1].first + blocks[-1].samples if blocks else 0
-        blocks.append(Block(*places[at], first, sizes[at]))
+        blocks.append(StreamBlock(*places[at], first, sizes[at]))
     columns = _token_columns(rings, options) if rings is not None else _columns(shards, options, split, blocks[0], most)
     return StreamDataset(columns, blocks, options.shuffle_blocks, _identity(options, index, chosen, sizes))
+
+
+def _shards(files: Sequence[StreamFile], index: str) -> Shards:
+    if ending_of(files[0].url) == TAR:
+        return TarShards(files, listed_shards(stream_file(index)) if index else None)
+    if index:
+        raise UserError(f"{KIND} option 'index': got {index!r} for Parquet files, expected none: each has its own")
+    return ParquetShards(files)
 
 
 def _index(shards: Shards, text: str) -> list[Shard]:
@@ -179,24 +192,26 @@ def _rows(index: Sequence[Shard]) -> list[int]:
 
 def _windows(rings: TokenRings, index: Sequence[Shard], options: StreamOptions) -> list[int]:
     """Of each block, what its size promises, by the tokens that the first block has for its size."""
-    sizes = [size for shard in index for size in shard.text_bytes]
+    sizes = [size for shard in index for size in shard.text_sizes]
     file = next(number for number, shard in enumerate(index) if shard.blocks)
-    tokens = len(rings.tokens(Block(file, 0, 0, 0)))
+    tokens = len(rings.tokens(StreamBlock(file, 0, 0, 0)))
     return [max(1, size * tokens // (sizes[0] * options.sequence_length)) for size in sizes]
 
 
-def _token_columns(rings: TokenRings, options: StreamOptions) -> dict[str, Column]:
+def _token_columns(rings: TokenRings, options: StreamOptions) -> dict[str, StreamColumn]:
     if options.columns:
         raise UserError(f"{KIND} option 'columns': got them beside text, expected one of the two")
     return {"input_ids": TokenColumn(rings, 0), "labels": TokenColumn(rings, int(options.shift_labels))}
 
 
-def _columns(shards: Shards, options: StreamOptions, split: Split, first: Block, most: int) -> dict[str, Column]:
+def _columns(
+    shards: Shards, options: StreamOptions, split: Split, first: StreamBlock, most: int
+) -> dict[str, StreamColumn]:
     forms = shards.columns()
     wanted = options.columns or {name: name for name, form in forms.items() if form == "numbers"}
     if not wanted:
         raise UserError(f"{KIND} option 'columns': missing, expected some of: {', '.join(forms)}")
-    found: dict[str, Column] = {}
+    found: dict[str, StreamColumn] = {}
     for ours, theirs in wanted.items():
         if theirs not in forms:
             raise unknown_name(f"column of {shards.files[0].url}", theirs, forms)
@@ -217,7 +232,7 @@ def _columns(shards: Shards, options: StreamOptions, split: Split, first: Block,
     return found
 
 
-_PLACES = ("path", "heldout_path", "shuffle_blocks")
+_PLACES = ("path", "heldout_path", "index", "shuffle_blocks")
 """Settings that say nothing of the samples."""
 
 

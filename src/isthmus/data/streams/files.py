@@ -37,13 +37,16 @@ class StreamFile:
     def is_remote(self) -> bool:
         return self._open_here is None
 
-    def open(self) -> BinaryIO:
-        """UserError where it cannot be opened."""
+    def open(self, ahead_bytes: int = 0) -> BinaryIO:
+        """Behind a URL each read is a request for as many bytes, and for `ahead_bytes` more, which the next reads take.
+        UserError where it cannot be opened."""
         with readable(self.url):
             if self._open_here is not None:
                 return self._open_here(self.url)
             system, path = _at(self.url)
-            return cast(BinaryIO, system.open(path, "rb"))
+            if ahead_bytes:
+                return cast(BinaryIO, system.open(path, "rb", block_size=ahead_bytes, cache_type="readahead"))
+            return cast(BinaryIO, system.open(path, "rb", cache_type="none"))
 
     def version(self) -> str:
         """Other for other contents: of a path its inode, size and times; of a URL what the store says of it."""
@@ -81,6 +84,12 @@ def stream_files(sources: Sequence[str]) -> list[StreamFile]:
     if len(endings) > 1:
         raise UserError(f"{KIND} option 'path': got {' and '.join(sorted(endings))} files, expected one format")
     return list(found.values())
+
+
+def stream_file(source: str) -> StreamFile:
+    """One file of any ending."""
+    local = _local(source)
+    return StreamFile(source, None) if local is None else StreamFile(local, opener())
 
 
 def ending_of(name: str) -> str:
@@ -154,6 +163,8 @@ def readable(url: str) -> Generator[None]:
         yield
     except (UserError, StepError, MemoryError):
         raise
+    except FileNotFoundError as e:
+        raise UserError(f"{KIND}: cannot read {url}: nothing is there, or nobody answers") from e
     except OSError as e:
         raise UserError(f"{KIND}: cannot read {url}: {e.strerror or ' '.join(str(e).split())}") from e
     except Exception as e:  # pyarrow, tarfile and each of fsspec's file systems raise families of their own

@@ -45,7 +45,7 @@ class ParquetShards:
         groups = [metadata.row_group(number) for number in _filled(metadata)]
         return Shard(
             blocks=tuple(group.num_rows for group in groups),
-            text_bytes=tuple(_text_bytes(group, text, self.files[file].url) for group in groups) if text else (),
+            text_sizes=tuple(_text_size(group, text, self.files[file].url) for group in groups) if text else (),
             digest=_digest(self.files[file]),
         )
 
@@ -120,7 +120,7 @@ def _filled(metadata: Any) -> list[int]:
     return [number for number in range(metadata.num_row_groups) if metadata.row_group(number).num_rows]
 
 
-def _text_bytes(group: Any, column: str, url: str) -> int:
+def _text_size(group: Any, column: str, url: str) -> int:
     sizes = {
         chunk.path_in_schema: chunk.total_uncompressed_size
         for chunk in (group.column(number) for number in range(group.num_columns))

@@ -31,8 +31,8 @@ class Shard(msgspec.Struct, frozen=True):
 
     blocks: tuple[int, ...]
     """Samples of each block: what is read together."""
-    text_bytes: tuple[int, ...]
-    """About how many bytes of text each has; empty where no text was asked for."""
+    text_sizes: tuple[int, ...]
+    """How much text each has beside the others, about; empty where no text was asked for."""
     digest: str
     """sha256 (hex) of the file's index and its first `HEAD_BYTES`."""
 

@@ -9,7 +9,7 @@ import posixpath
 import tarfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO, cast
+from typing import Annotated, BinaryIO, cast
 
 import msgspec
 import numpy as np
@@ -26,6 +26,8 @@ BLOCK_BYTES = 8 << 20
 """A block has no more of either, or one sample."""
 MOST_TABLES = 32
 """Of members, in memory."""
+HEADERS_AHEAD_BYTES, CONTENTS_AHEAD_BYTES = 16 << 10, 1 << 20
+"""What a request for a header takes with it: those of small members; and a request for a member: its neighbours."""
 _NUMBERS = {"cls", "id", "index", "inx", "json", "npy"}
 _TEXTS = {"txt", "text"}
 
@@ -40,19 +42,44 @@ class _Members(msgspec.Struct, frozen=True):
     digest: str
 
 
+class _Listed(msgspec.Struct, frozen=True):
+    """A shard in an index of WebDataset's `widsindex`."""
+
+    url: str
+    nsamples: Annotated[int, msgspec.Meta(ge=0)]
+    md5sum: str = ""
+
+
+class _List(msgspec.Struct, frozen=True):
+    shardlist: list[_Listed]
+
+
+def listed_shards(index: StreamFile) -> dict[str, _Listed]:
+    """By the shard's name without its folder. UserError for a file that is no index."""
+    with readable(index.url), index.open() as opened:
+        found = msgspec.json.decode(opened.read(), type=_List)
+    return {posixpath.basename(one.url): one for one in found.shardlist}
+
+
 class TarShards:
-    def __init__(self, files: Sequence[StreamFile]) -> None:
+    def __init__(self, files: Sequence[StreamFile], listed: Mapping[str, _Listed] | None = None) -> None:
+        """With an index, a shard is looked through when its first sample is read; without, before that."""
         self.files = files
+        self._listed = listed
         self._tables: OrderedDict[int, _Members] = OrderedDict()
 
     def shard(self, file: int, text: str) -> Shard:
+        if self._listed is not None:
+            one = self._entry(file)
+            sizes = tuple(np.diff(_even(one.nsamples), prepend=0).tolist())
+            return Shard(sizes, sizes if text else (), hashlib.sha256(msgspec.json.encode(one)).hexdigest())
         members = self._looked_through(file)  # not one of the kept tables: several threads look into files at once
         ends = _of(members.ends)
-        text_bytes: list[int] = []
+        text_sizes: list[int] = []
         if text:
             sizes = self._table(members, file, text)[:, 1].clip(min=0) + 1  # a line's end
-            text_bytes = [int(part.sum()) for part in np.split(sizes, ends[:-1])]
-        return Shard(tuple(np.diff(ends, prepend=0).tolist()), tuple(text_bytes), members.digest)
+            text_sizes = [int(part.sum()) for part in np.split(sizes, ends[:-1])]
+        return Shard(tuple(np.diff(ends, prepend=0).tolist()), tuple(text_sizes), members.digest)
 
     def columns(self) -> dict[str, Form]:
         return {name: _form(name) for name in self._members(0).columns}
@@ -79,7 +106,7 @@ class TarShards:
     def contents(self, file: int, block: int, name: str) -> list[bytes]:
         ends = _of(self._members(file).ends)
         first = int(ends[block - 1]) if block else 0
-        with readable(self.files[file].url), self.files[file].open() as opened:
+        with readable(self.files[file].url), self.files[file].open(CONTENTS_AHEAD_BYTES) as opened:
             places = self._table(self._members(file), file, name)[first : int(ends[block])]
             return [self._content(file, opened, name, first + row, place) for row, place in enumerate(places.tolist())]
 
@@ -109,7 +136,25 @@ class TarShards:
 
     def _looked_through(self, file: int) -> _Members:
         found = self.files[file]
-        return kept(found, "tar", _Members, lambda: _look_through(found))
+        members = kept(found, "tar", _Members, lambda: _look_through(found))
+        if self._listed is None:
+            return members
+        samples = int(_of(members.ends)[-1]) if members.ends else 0
+        if samples != (expected := self._entry(file).nsamples):
+            raise UserError(f"{KIND} {found.url}: got {samples} samples, the index says {expected}")
+        return msgspec.structs.replace(members, ends=_even(samples).astype("<i8").tobytes())
+
+    def _entry(self, file: int) -> _Listed:
+        assert self._listed is not None, "there is an index"
+        name = posixpath.basename(self.files[file].url)
+        if name not in self._listed:
+            raise UserError(f"{KIND} option 'index': lists no {name}")
+        return self._listed[name]
+
+
+def _even(samples: int) -> NDArray[np.int64]:
+    """The ends of blocks where nothing is known of the members."""
+    return np.array([*range(BLOCK_SAMPLES, samples, BLOCK_SAMPLES), *([samples] if samples else [])], dtype=np.int64)
 
 
 def _of(written: bytes) -> NDArray[np.int64]:
@@ -129,7 +174,7 @@ def _look_through(file: StreamFile) -> _Members:
     """Reads headers only: it seeks from one to the next."""
     samples: list[dict[str, tuple[int, int]]] = []
     last_key = ""
-    with readable(file.url), file.open() as opened:
+    with readable(file.url), file.open(HEADERS_AHEAD_BYTES) as opened:
         digest = hashlib.sha256(opened.read(HEAD_BYTES))
         opened.seek(0)
         with tarfile.open(fileobj=opened, mode="r:") as archive:
