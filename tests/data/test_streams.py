@@ -340,7 +340,10 @@ def test_a_federated_job_is_refused(tmp_path: Path) -> None:
         ({"path": "a/train-*.parquet", "columns": {"a": "x"}, "text": "text"}, "columns': got them beside text"),
         ({"path": "one/train-0.parquet"}, "1 cannot be divided: expected at least 2, or holdout = 0"),
         ({"path": "a/train-*.parquet", "index": "a.json"}, "'index': got 'a.json' for Parquet files, expected none"),
-        ({"path": "t/*.tar", "columns": {"a": "cls"}, "index": "a.json"}, "cannot read a.json: nothing is there"),
+        (
+            {"path": "t/*.tar", "columns": {"a": "cls"}, "index": "a.json"},
+            "cannot read a.json: No such file",
+        ),
         ({"path": "a/train-*.parquet", "shuffle_blocks": 0}, "shuffle_blocks"),
     ],
 )
@@ -393,9 +396,10 @@ def test_a_url_is_fetched_for_nobody_else_unless_the_owner_names_the_kind(
     kinds = ("stream",)
     with allowed(DataSpec(kind="stream", options={"path": "train-*.parquet"}), kinds, foreign=True):
         assert len(stream_of("train-*.parquet", columns={"a": "x"}))
-        for inside in (f"file://{tmp_path}/secret/train-0.parquet", "link.parquet"):
-            with pytest.raises(UserError, match="leads out of this device's data folder"):
-                stream_of(inside, columns={"a": "x"})
+        with pytest.raises(UserError, match="leads out of this device's data folder"):
+            stream_of("link.parquet", columns={"a": "x"})
+        with pytest.raises(UserError, match=r"got 'file://.*', expected one of: abfs"):
+            stream_of(f"file://{tmp_path}/secret/train-0.parquet")
         with pytest.raises(UserError, match=r"got 'memory://x.parquet', expected one of: abfs"):
             stream_of("memory://x.parquet")
 

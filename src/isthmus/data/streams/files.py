@@ -20,7 +20,7 @@ ENDINGS = (PARQUET, TAR)
 FETCHED = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "http", "https", "hf"})
 """Protocols that a device opens for somebody else, where its owner allows this kind. Others lead back into the machine
 or its network."""
-_LOCAL = ("file://", "local://")
+_LOCAL = ("file", "local")
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 MOST_IN_RANGE = 1_000_000
 
@@ -122,15 +122,12 @@ def _local(source: str) -> str | None:
     """The path, if the source is of this machine. UserError for a URL that may not be opened."""
     if "::" in source:
         raise UserError(f"{KIND} option 'path': got {source!r}, expected one URL without '::'")
-    for prefix in _LOCAL:
-        if source.startswith(prefix):
-            return source.removeprefix(prefix)
-    protocol, separator, _ = source.partition("://")
+    protocol, separator, path = source.partition("://")
     if not separator:
         return os.path.expanduser(source)
     if is_confined() and protocol not in FETCHED:
         raise UserError(f"{KIND} option 'path': got {source!r}, expected one of: {', '.join(sorted(FETCHED))}")
-    return None
+    return path if protocol in _LOCAL else None
 
 
 def _here(path: str) -> list[str]:
@@ -163,9 +160,8 @@ def readable(url: str) -> Generator[None]:
         yield
     except (UserError, StepError, MemoryError):
         raise
-    except FileNotFoundError as e:
-        raise UserError(f"{KIND}: cannot read {url}: nothing is there, or nobody answers") from e
     except OSError as e:
-        raise UserError(f"{KIND}: cannot read {url}: {e.strerror or ' '.join(str(e).split())}") from e
+        nothing = "nothing is there, or nobody answers" if isinstance(e, FileNotFoundError) else ""
+        raise UserError(f"{KIND}: cannot read {url}: {e.strerror or nothing or ' '.join(str(e).split())}") from e
     except Exception as e:  # pyarrow, tarfile and each of fsspec's file systems raise families of their own
         raise UserError(f"{KIND}: cannot read {url}: {' '.join(str(e).split()) or type(e).__name__}") from e
