@@ -18,7 +18,7 @@ from isthmus.data.streams.shards import HEAD_BYTES, Form, Shard, as_numbers, kep
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
 
-MOST_OPEN_FILES = 16
+MOST_OPEN_FILES = 8
 _TAIL_BYTES = 8
 """The footer's length and PAR1."""
 
