@@ -48,8 +48,8 @@ PUBLIC = {
     ),
     "dashboard": "",
     "data": (
-        "ColumnSpec DataSpec Dataset JoinedDataset JoinedOrder SampleOrder Split dataset_kinds "
-        "describe_dataset load_dataset"
+        "ColumnSpec DataSpec Dataset JoinedDataset JoinedOrder SampleOrder Split batch_at dataset_kinds "
+        "describe_dataset load_dataset sample_order"
     ),
     "fleet": (
         "Device Fleet FleetChange Link LinkTrace Links Measurement RANDOM Region Route changed corrected "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.cost import build_plan
-from isthmus.data import DataSpec, SampleOrder, load_dataset
+from isthmus.data import DataSpec, load_dataset, sample_order
 from isthmus.data.dataset import batch_at
 from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import Device, Fleet, Link, Links
@@ -87,7 +87,7 @@ def plain_run(job: Job, prepared: Prepared) -> tuple[nn.Module, list[float]]:
     config = job.engine()
     optimizers = Optimizers(config.optimizers, dict(module.named_parameters()), config.learning_rate, config.steps)
     data = load_dataset(job.data, "train")
-    order = SampleOrder(len(data), job.training.seed, job.training.shuffle)
+    order = sample_order(data, job.training.seed, job.training.shuffle)
     losses: list[float] = []
     for step in range(job.training.steps):
         batches = [

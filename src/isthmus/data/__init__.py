@@ -1,6 +1,6 @@
 """Data sets with deterministic, random access to any samples of any columns."""
 
-from isthmus.data.dataset import ColumnSpec, Dataset, Split
+from isthmus.data.dataset import ColumnSpec, Dataset, Split, batch_at, sample_order
 from isthmus.data.description import JoinedDataset
 from isthmus.data.order import JoinedOrder, SampleOrder
 from isthmus.data.registry import DataSpec, dataset_kinds, describe_dataset, load_dataset
@@ -13,7 +13,9 @@ __all__ = [
     "JoinedOrder",
     "SampleOrder",
     "Split",
+    "batch_at",
     "dataset_kinds",
     "describe_dataset",
     "load_dataset",
+    "sample_order",
 ]

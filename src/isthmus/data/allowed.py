@@ -10,6 +10,7 @@ from typing import cast
 from isthmus.data.callables import is_callable_name
 from isthmus.data.hugging_face import HUB
 from isthmus.data.registry import DataSpec
+from isthmus.data.streams.files import KIND as STREAM
 from isthmus.data.within import check_pattern_within, confined_to
 from isthmus.errors import UserError
 
@@ -49,6 +50,12 @@ def check_kind(data: DataSpec, allowed: Collection[str] | None, *, foreign: bool
         raise UserError(
             f"data.kind: got {HUB!r}, expected data that are here: nothing is fetched for somebody else unless the "
             "owner of this device names it (`isthmus join --data-kinds`)"
+        )
+    fetches = data.kind == STREAM and any("://" in text for _, text in _texts("", data.options))
+    if allowed is None and foreign and fetches:
+        raise UserError(
+            f"data.kind: got {STREAM!r} with a URL, expected data that are here: nothing is fetched for somebody else "
+            "unless the owner of this device names the kind (`isthmus join --data-kinds`)"
         )
     if allowed is None and foreign and is_callable_name(data.kind):
         raise UserError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.data.dataset import Array, ColumnSpec, Dataset, as_tensors, batch_of_round, fingerprint_of, joined
+from isthmus.data.dataset import Array, Blocked, ColumnSpec, Dataset, as_tensors, batch_of_round, fingerprint_of, joined
 from isthmus.data.partition import Partition, PartitionSpec, partition
 from isthmus.data.text import TextOptions, files_of
 from isthmus.data.tokenizer import BYTES, load_tokenizer
@@ -99,7 +99,9 @@ class PartitionedData:
 
 
 def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedData:
-    """UserError as `partition`. A natural column is read, and is no column of the clients' samples any more."""
+    """UserError as `partition`, and for a stream. A natural column is read, and is no column of the clients' samples
+    any more."""
+    refuse_stream(dataset)
     natural = spec.scheme == "natural"
     if natural and isinstance(dataset, Owned):
         looked_at: dict[str, NDArray[np.generic]] = {spec.column: dataset.owners(spec.column)}
@@ -113,6 +115,15 @@ def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedDa
         looked_at = {name: column.numpy() for name, column in whole.items()}
     parts = partition(spec, len(dataset), looked_at, seed)
     return PartitionedData(dataset, parts, without=spec.column if natural else "")
+
+
+def refuse_stream(dataset: Dataset) -> None:
+    """UserError for data that are read block by block."""
+    if isinstance(dataset, Blocked):
+        raise UserError(
+            "data: got a stream in a federated job, expected data that are read whole: a client's samples are held "
+            "together while it trains"
+        )
 
 
 class TextClients:

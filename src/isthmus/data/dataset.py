@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
+from isthmus.data.layout import Layout
 from isthmus.data.order import SampleOrder
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
@@ -141,6 +142,20 @@ class Augmented(Protocol):
         """As `Dataset.batch`, each sample as it is in its epoch: `epochs` is [len(indices)]. Equal arguments give
         equal batches."""
         ...
+
+
+@runtime_checkable
+class Blocked(Protocol):
+    """What a data set has besides `Dataset` whose samples are read block by block."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+
+def sample_order(dataset: Dataset, seed: int, shuffle: bool = True) -> SampleOrder:
+    """The order in which a run with this seed uses the samples. UserError for a negative seed."""
+    layout = dataset.layout if isinstance(dataset, Blocked) else None
+    return SampleOrder(len(dataset), seed, shuffle, layout=layout)
 
 
 def batch_at(

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from isthmus.data.dataset import ColumnSpec, Dataset, Indices, Split, checked, joined
+from isthmus.data.dataset import Blocked, ColumnSpec, Dataset, Indices, Split, checked, joined
+from isthmus.data.layout import Layout, check_layout
 from isthmus.data.registry import DataSpec, load_dataset
 from isthmus.errors import UserError, unknown_name
 from isthmus.plans import OwnSamples
@@ -57,6 +58,8 @@ class DataDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     digests: dict[str, str] = {}
     """By split, the fingerprint of its samples under the holder's key (`concealed`), in hexadecimal: equal for equal
     data of one holder. Empty where nobody compares."""
+    layout: Layout | None = None
+    """Of training samples that lie in blocks: with their count, the seed and `shuffle` the order of their use."""
     holders: dict[str, OwnSamples] = {}
     """Of the data of several holders, each of whom has its own: by name, in their order. The counts above are sums."""
 
@@ -78,7 +81,11 @@ def describe(spec: DataSpec, *, heldout: bool, conceal: Callable[[str], str] | N
     if conceal is not None:
         digests = {split: conceal(found.fingerprint) for split, found in sets.items()}
     return DataDescription(
-        columns=dict(sets["train"].columns), train=counts["train"], heldout=counts.get("heldout", 0), digests=digests
+        columns=dict(sets["train"].columns),
+        train=counts["train"],
+        heldout=counts.get("heldout", 0),
+        digests=digests,
+        layout=sets["train"].layout if isinstance(sets["train"], Blocked) else None,
     )
 
 
@@ -91,12 +98,15 @@ class _DescriptionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     columns: dict[str, ColumnSpec]
     train: int
     heldout: int
+    layout: Layout | None = None
 
 
 def description_file(spec: DataSpec, description: DataDescription) -> bytes:
     """For a machine that does not have the data: JSON, without digests."""
     d = description
-    file = _DescriptionFile(kind=spec.kind, options=spec.options, columns=d.columns, train=d.train, heldout=d.heldout)
+    file = _DescriptionFile(
+        kind=spec.kind, options=spec.options, columns=d.columns, train=d.train, heldout=d.heldout, layout=d.layout
+    )
     return as_json(file) + b"\n"
 
 
@@ -116,7 +126,7 @@ def read_description(path: Path, spec: DataSpec, *, heldout: bool) -> DataDescri
             f"data.description: {path}: heldout: got none, but the job evaluates (training.eval_every): make it again "
             "with `isthmus describe-data`"
         )
-    description = DataDescription(columns=found.columns, train=found.train, heldout=found.heldout)
+    description = DataDescription(columns=found.columns, train=found.train, heldout=found.heldout, layout=found.layout)
     try:
         check_description(description, heldout=heldout)
     except UserError as e:
@@ -144,6 +154,8 @@ def check_description(description: DataDescription, *, heldout: bool) -> None:
         least = 1 if split == "train" or heldout else 0
         if not least <= count <= MOST_SAMPLES:
             raise UserError(f"{split}: got {count} samples, expected {least} to {MOST_SAMPLES}")
+    if description.layout is not None:
+        check_layout(description.layout, description.train)
     for split, digest in description.digests.items():
         if not _DIGEST.fullmatch(digest):
             raise UserError(f"digests.{split}: got {len(digest)} characters, expected 64 hexadecimal digits")
@@ -177,6 +189,8 @@ def difference(a: DataDescription, b: DataDescription, *, counts: bool) -> str |
     for split, (one, other) in sizes.items():
         if counts and one != other:
             return f"{one} and {other} {split} samples"
+    if counts and a.layout != b.layout:
+        return "blocks of other sizes, or another `shuffle_blocks`"
     return None
 
 
@@ -218,7 +232,14 @@ class JoinedDataset:
 
 
 def joined_descriptions(described: Mapping[str, DataDescription]) -> DataDescription:
-    """Of the data of several holders together, in their order. UserError where their columns differ."""
+    """Of the data of several holders together, in their order. UserError where their columns differ, or one's are a
+    stream."""
+    for name, found in described.items():
+        if found.layout is not None:
+            raise UserError(
+                f"plan.holders_data: got 'own', but the data of {name} are a stream: expected 'same', or data that are "
+                "read as a whole"
+            )
     return DataDescription(
         columns=joined_columns({name: found.columns for name, found in described.items()}),
         train=sum(found.train for found in described.values()),

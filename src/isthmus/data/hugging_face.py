@@ -24,6 +24,7 @@ from isthmus.data.dataset import (
     fingerprint_of,
     rows_of_split,
 )
+from isthmus.data.streams.dataset import StreamOptions, load_stream
 from isthmus.data.text import TokenWindows, WindowOptions
 from isthmus.data.within import check_within
 from isthmus.errors import UserError, unknown_name
@@ -154,7 +155,11 @@ class HubOptions(WindowOptions, frozen=True, kw_only=True, forbid_unknown_fields
     """Where rows are samples: the model's names of columns, each with the data set's name; without it every column of
     numbers is taken."""
     holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
-    """Share of the rows that training never sees, where there is no split for it."""
+    """Share of the rows that training never sees, where there is no split for it; when streaming, of the blocks."""
+    streaming: bool = False
+    """Read Parquet files or tar shards while the run goes on, and download no others: as the kind `stream`."""
+    shuffle_blocks: Annotated[int, Meta(ge=1)] = 8
+    """When streaming, how many blocks are mixed, and held in memory."""
 
 
 def load_hub(options: HubOptions, split: Split) -> Dataset:
@@ -163,6 +168,8 @@ def load_hub(options: HubOptions, split: Split) -> Dataset:
     Raises UserError for what cannot be found or read, an unknown split or column, or an empty split.
     """
     source = f"{HUB} {options.path}"
+    if options.streaming:
+        return load_stream(_as_stream(options, source), split)
     splits = _load(options)
     held = [name for name in ([options.heldout_split] if options.heldout_split else HELD_OUT_NAMES) if name in splits]
     if options.heldout_split and not held:
@@ -183,8 +190,28 @@ def load_hub(options: HubOptions, split: Split) -> Dataset:
     return TokenWindows(partial(_texts, table, rows, options.text, source), options, f"{source} {split}")
 
 
+def _as_stream(options: HubOptions, source: str) -> StreamOptions:
+    """Of the files that `datasets` finds for the splits; it reads none of them."""
+    files = _load(options)
+    held = [name for name in ([options.heldout_split] if options.heldout_split else HELD_OUT_NAMES) if name in files]
+    for name in (options.train_split, *([options.heldout_split] if options.heldout_split else [])):
+        if name not in files:
+            raise unknown_name(f"split of {source}", name, list(files))
+    return StreamOptions(
+        path=files[options.train_split],
+        heldout_path=files[held[0]] if held else None,
+        holdout=options.holdout,
+        text=options.text,
+        columns=options.columns,
+        shuffle_blocks=options.shuffle_blocks,
+        sequence_length=options.sequence_length,
+        tokenizer=options.tokenizer,
+        shift_labels=options.shift_labels,
+    )
+
+
 def _load(options: HubOptions) -> dict[str, Any]:
-    """The splits by name."""
+    """The splits by name: tables, or when streaming the paths of their files."""
     library = import_extra("datasets", f"data of kind {HUB}")
     folder = Path(options.path).expanduser()
     if folder.is_dir():
@@ -194,10 +221,13 @@ def _load(options: HubOptions) -> dict[str, Any]:
     elif options.path.startswith(("/", ".", "~")):
         raise UserError(f"{HUB} option 'path': no folder {options.path}")
     library.disable_progress_bars()
+    asked = str(folder) if folder.is_dir() else options.path, options.name or None
+    revision = options.revision or None
     try:
-        found = library.load_dataset(
-            str(folder) if folder.is_dir() else options.path, options.name or None, revision=options.revision or None
-        )
+        if options.streaming:
+            builder = library.load_dataset_builder(*asked, revision=revision)
+            return {str(split): tuple(map(str, files)) for split, files in (builder.config.data_files or {}).items()}
+        found = library.load_dataset(*asked, revision=revision)
     except Exception as e:  # no network, an unknown id, a script, malformed files: one family each
         raise UserError(f"{HUB} option 'path': cannot load {options.path}: {' '.join(str(e).split())}") from e
     return dict(found)

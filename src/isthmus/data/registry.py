@@ -15,6 +15,8 @@ from isthmus.data.images import folder, parquet
 from isthmus.data.leaf import KIND as LEAF
 from isthmus.data.leaf import LeafOptions, load_leaf
 from isthmus.data.pairs import PairsOptions, load_pairs
+from isthmus.data.streams.dataset import StreamOptions, load_stream
+from isthmus.data.streams.files import KIND as STREAM
 from isthmus.data.text import TextOptions, load_text
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, read_options, third_party
@@ -51,6 +53,7 @@ _OURS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any, Split], Dataset]]
     LEAF: (LeafOptions, load_leaf),
     "npz": (NpzOptions, load_npz),
     "pairs": (PairsOptions, load_pairs),
+    STREAM: (StreamOptions, load_stream),
     "text": (TextOptions, load_text),
 }
 """By kind: what its options are, and what loads it."""

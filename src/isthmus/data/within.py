@@ -30,6 +30,11 @@ def confined_to(folder: Path) -> Generator[None]:
         _FOLDER.reset(before)
 
 
+def is_confined() -> bool:
+    """Whether this thread reads for somebody else."""
+    return _FOLDER.get() is not None
+
+
 def open_file(path: str | Path) -> BinaryIO:
     """To read it. UserError for one out of the folder: it is the open file's place that counts, whatever was put under
     its name since. OSError where it cannot be opened."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_host
 from isthmus.atomic_write import atomic_write
-from isthmus.data.clients import ClientData
+from isthmus.data.clients import ClientData, refuse_stream
 from isthmus.data.dataset import ColumnSpec, Dataset, batch_of_round, joined
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import ClientUpdate
@@ -34,7 +34,8 @@ class OwnData:
     """A whole data set as the one client that there is, whatever its number."""
 
     def __init__(self, dataset: Dataset) -> None:
-        """UserError for one without samples."""
+        """UserError for one without samples, and for a stream."""
+        refuse_stream(dataset)
         self.samples = len(dataset)
         if not self.samples:
             raise UserError("data: holds no samples: a client without data cannot train")

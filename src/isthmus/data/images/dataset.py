@@ -135,12 +135,7 @@ class ImageDataset:
         named = self._named(sample)
         with self._images.open(sample) as file:
             image = decode(file, named, self._options)
-        try:
-            return self._pipeline(image, stream(seed, "augment", epoch, sample))
-        except (UserError, StepError, MemoryError):
-            raise
-        except Exception as e:  # torchvision's transforms may raise anything
-            raise StepError(named, " ".join(str(e).split()) or type(e).__name__) from e
+        return self._pipeline.applied(image, stream(seed, "augment", epoch, sample), named)
 
     def _named(self, sample: int) -> str:
         return f"{self._kind} {self._images.name(sample)} (sample {sample})"

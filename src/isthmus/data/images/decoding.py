@@ -24,6 +24,7 @@ MOST_PIXELS = 89_478_485
 """Pillow's own limit (`Image.MAX_IMAGE_PIXELS`): beyond it a small file may be meant to fill the memory."""
 CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1, "I;16": 1}
 _SIXTEEN_BITS = 65535
+Mode = Literal["RGB", "RGBA", "L", "I;16"]
 Colour = Annotated[int, Meta(ge=0, le=255)]
 
 
@@ -35,7 +36,7 @@ class PixelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `background` are laid on that colour; `RGBA` keeps it. `exif_orientation` turns photographs upright.
     """
 
-    mode: Literal["RGB", "RGBA", "L", "I;16"] = "RGB"
+    mode: Mode = "RGB"
     """What every image is converted to; the names are Pillow's."""
     background: tuple[Colour, Colour, Colour] | None = None
     """Colour (red, green, blue) on which transparent images are laid; without it alpha is dropped."""

@@ -149,7 +149,7 @@ def _labels(table: Table, options: ImageParquetOptions) -> tuple[Array, int | No
         return _fractions(column.to_numpy(), named, options), None
     if not (kinds.is_integer(column.type) or kinds.is_boolean(column.type)):
         raise UserError(f"{named}: got {column.type}, expected numbers or texts")
-    return _numbers(column.to_numpy(), named, options, _declared_classes(table.schema, options.label))
+    return _numbers(column.to_numpy(), named, options, declared_classes(table.schema, options.label))
 
 
 def _fractions(values: Array, named: str, options: ImageParquetOptions) -> Array:
@@ -185,7 +185,7 @@ def _is_text(held: Any) -> bool:
     return kinds.is_string(held) or kinds.is_large_string(held) or kinds.is_string_view(held)
 
 
-def _declared_classes(schema: Any, label: str) -> int:
+def declared_classes(schema: Any, label: str) -> int:
     """As Hugging Face's `datasets` writes them beside the columns; 0 where it did not."""
     written: bytes = (schema.metadata or {}).get(b"huggingface", b"{}")
     try:

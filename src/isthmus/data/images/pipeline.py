@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from isthmus.data.images.decoding import CHANNELS, pixels
 from isthmus.data.images.transforms import BUILT_IN, Transform
-from isthmus.errors import UserError, unknown_name
+from isthmus.errors import StepError, UserError, unknown_name
 from isthmus.extensions import import_extra, read_options
 
 if TYPE_CHECKING:
@@ -125,6 +125,15 @@ class ImagePipeline:
             return found
         mean, std = (_narrow(v)[:, None, None] for v in (self._normalize.mean, self._normalize.std))
         return (found - mean) / std
+
+    def applied(self, image: Image, draws: np.random.Generator, named: str) -> NDArray[np.float32]:
+        """As a call. `StepError` that begins with `named` for an image that cannot go through."""
+        try:
+            return self(image, draws)
+        except (UserError, StepError, MemoryError):
+            raise
+        except Exception as e:  # torchvision's transforms may raise anything
+            raise StepError(named, " ".join(str(e).split()) or type(e).__name__) from e
 
     def heldout(self) -> ImagePipeline:
         """The same without chance: random crops become central ones, flips are left out. UserError where a transform

@@ -214,6 +214,7 @@ class StageAssignments:
                 data=self.job.data.at(stage.device),
                 shuffle=self.job.training.shuffle,
                 train_samples=self._prepared.samples.train,
+                layout=self._prepared.samples.layout,
                 neighbours=self._neighbours(pair, addresses),
                 emulation=self._emulation(stage),
                 norm_positions={s: positions[s] for s in (view.stage, *view.others)},

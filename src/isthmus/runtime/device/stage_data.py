@@ -91,7 +91,7 @@ class Batches:
         self._up = None if ways is None else ways.way("up")
         self._size = assignment.engine.micro_batch_size
         seed, shuffle = assignment.engine.seed, assignment.shuffle
-        self._order = SampleOrder(assignment.train_samples, seed, shuffle)
+        self._order = SampleOrder(assignment.train_samples, seed, shuffle, layout=assignment.layout)
         feeding = assignment.view.feeding
         self._joined = JoinedOrder(feeding.train, seed, shuffle) if feeding is not None else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from isthmus.data import DataSpec
+from isthmus.data.layout import Layout
 from isthmus.fleet import Link
 from isthmus.graph import StageGraph
 from isthmus.plans import OuterOptimizer, Packing
@@ -97,7 +98,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """What this device told of its samples before the run, by split: under its own key, so that it alone can tell
     whether they are still the same. Empty where it told nothing."""
     train_samples: int
-    """With the seed, and whether they are shuffled, this is the order in which they are used."""
+    """With the seed, whether they are shuffled, and their layout, this is the order in which they are used."""
+    layout: Layout | None = None
+    """Of samples that lie in blocks."""
     shuffle: bool = True
     evaluates: bool = True
     """Whether held-out data are needed at all."""

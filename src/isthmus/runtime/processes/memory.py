@@ -35,6 +35,8 @@ def limit_memory(more_bytes: int) -> None:
     wanted_bytes = held_bytes + more_bytes
     if most_bytes == resource.RLIM_INFINITY or wanted_bytes < most_bytes:
         resource.setrlimit(resource.RLIMIT_DATA, (wanted_bytes, wanted_bytes))
+    # pyarrow's own allocator reserves 1 GiB, which counts. It is read when pyarrow is imported, with the first data.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
