@@ -93,7 +93,9 @@ PUBLIC = {
         "Fault Overheads RecoveryTimes SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run"
     ),
     "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
-    "trackers": "Track TrackedRun Tracker TrackerCallback check_trackers tracker_builders tracker_names tracker_options",
+    "trackers": (
+        "Track TrackedRun Tracker TrackerCallback check_trackers tracker_builders tracker_names tracker_options"
+    ),
     "training": (
         "Engine EngineConfig LearningRate OptimizerConfig TorchEngine latest_checkpoint load_checkpoint read_tensors"
     ),

@@ -28,6 +28,7 @@ EXTRAS = {
     "transformers": "hf",
     "tokenizers": "hf",
     "datasets": "hf",
+    "accelerate": "hf",
     "PIL": "vision",
     "pyarrow": "vision",
     "torchvision": "vision",
