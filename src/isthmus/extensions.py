@@ -29,6 +29,7 @@ EXTRAS = {
     "tokenizers": "hf",
     "datasets": "hf",
     "accelerate": "hf",
+    "lightning": "lightning",
     "PIL": "vision",
     "pyarrow": "vision",
     "torchvision": "vision",

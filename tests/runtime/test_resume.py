@@ -303,6 +303,10 @@ def test_a_run_that_loses_a_device_goes_on_and_ctrl_c_saves_and_exits_130() -> N
     for name in ("timeline.png", "loss.png", "trace.jsonl"):
         assert (folder.path / name).exists()
     assert "device 'laptop-1' was lost: its process was killed by SIGKILL" in errors and "training again" in errors
+    faults = [line for line in Path("callback.log").read_text().splitlines() if line.startswith("fault")]
+    lost = "fault lost laptop-1: device 'laptop-1' was lost: its process was killed by SIGKILL"
+    assert faults[0].startswith(lost) and "fault another plan: " in "\n".join(faults)
+    assert not any("joined" in line for line in faults), "those that the run began with are no news"
     trained = [p.step for p in folder.losses() if p.split == "train"]
     assert trained == sorted(set(trained)), "what was done again is called once"
     unreported = set(range(1, trained[-1] + 1)) - set(trained)
