@@ -94,7 +94,8 @@ PUBLIC = {
     ),
     "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
     "trackers": (
-        "Track TrackedRun Tracker TrackerCallback check_trackers tracker_builders tracker_names tracker_options"
+        "Track TrackedRun Tracker TrackerCallback check_trackers describe_tracker tracker_builders "
+        "tracker_names tracker_options"
     ),
     "training": (
         "Engine EngineConfig LearningRate OptimizerConfig TorchEngine latest_checkpoint load_checkpoint read_tensors"

@@ -21,7 +21,7 @@ STATUS = {"done": "FINISHED", "interrupted": "KILLED"}
 
 
 class MlflowOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `mlflow`."""
+    """MLflow: a server, or an SQLite file that `mlflow ui` shows."""
 
     uri: str = ""
     """Of the server or the store, as `sqlite:///runs/mlflow.db`. Empty: MLFLOW_TRACKING_URI, else `mlflow.db` beside

@@ -18,7 +18,7 @@ WRITE_S = 1.0
 
 
 class PrometheusOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `prometheus`."""
+    """Prometheus: a text file for the node exporter, or a page at /metrics."""
 
     file: str = ""
     """For the node exporter's textfile collector; its name ends in `.prom`. Empty: `metrics.prom` in the run's

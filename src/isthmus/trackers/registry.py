@@ -14,6 +14,7 @@ import msgspec
 
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import EXTRAS, check_arguments, import_object, load_third_party, read_options, third_party
+from isthmus.option_docs import OptionDoc, argument_docs, first_line, option_docs
 from isthmus.trackers.settings import Track
 from isthmus.trackers.tracker import Tracker
 
@@ -53,6 +54,18 @@ def tracker_names() -> list[str]:
 def tracker_options(name: str) -> type[msgspec.Struct]:
     """The options of one of ours."""
     return cast("type[msgspec.Struct]", import_object("track.to", _OURS[name].options))
+
+
+def describe_tracker(name: str) -> tuple[str, tuple[OptionDoc, ...]]:
+    """One line on a tracker, and its options. UserError for an unknown name."""
+    if name in _OURS:
+        struct = tracker_options(name)
+        return first_line(struct), option_docs(struct)
+    others = third_party(ENTRY_POINTS)
+    if name not in others:
+        raise unknown_name("tracker", name, tracker_names())
+    found = load_third_party(others[name])
+    return first_line(found), argument_docs(found)
 
 
 def check_trackers(track: Track) -> None:

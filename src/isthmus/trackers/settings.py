@@ -24,7 +24,7 @@ class Track(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     group: str = ""
     """Runs that belong together. Empty: of a sweep its name, else none."""
     options: dict[str, dict[str, object]] = {}
-    """By tracker, a table of its own options ([trackers.md](../trackers.md))."""
+    """By tracker, a table of its own options (`isthmus describe NAME`)."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from isthmus.trackers.tracker import TrackedRun
 
 
 class TensorBoardOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `tensorboard`."""
+    """TensorBoard: event files that `tensorboard --logdir` shows."""
 
     folder: str = ""
     """Where event files go, in a folder of the run's name. Empty: into `tensorboard` in the run's folder, so that

@@ -14,7 +14,9 @@ from isthmus.trackers.tracker import TrackedRun
 
 
 class WandbOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `wandb`. The key of an account comes from `wandb login` or WANDB_API_KEY, never from a job."""
+    """Weights & Biases, online, or offline into files that `wandb sync` uploads.
+
+    The key of an account comes from `wandb login` or WANDB_API_KEY, never from a job."""
 
     mode: Literal["online", "offline", "shared", "disabled", ""] = ""
     """Empty: as WANDB_MODE says, else `online`."""
