@@ -34,7 +34,7 @@ from harness import machine, options_of, write_figures
 LATEST = Path(__file__).parent / "results" / "latest.json"
 LIMIT = 0.01
 FIRST_S = 20.0
-"""Of a run: until then trackers begin."""
+"""After a run's first step: until then trackers begin."""
 TO = ("tensorboard", "wandb", "trackio", "mlflow", "prometheus")
 TRACK = isthmus.Track(to=TO, options={"wandb": {"mode": "offline"}})
 OPTIONS = {"vocab_size": 256, "sequence_length": 32, "width": 32, "layers": 2, "heads": 2}
@@ -65,12 +65,8 @@ class Clock(isthmus.Callback):
     """When steps were done. It is called before the trackers."""
 
     def __init__(self) -> None:
-        self.began_s = 0.0
         self.steps_s: list[float] = []
         self.ended_s = 0.0
-
-    def start(self, started: isthmus.RunStarted) -> None:
-        self.began_s = time.monotonic()
 
     def step(self, done: isthmus.StepDone) -> None:
         self.steps_s.append(time.monotonic())
@@ -111,7 +107,7 @@ def one_run(report: Report, steps: int, *, tracked: bool) -> None:
         end_s = time.monotonic() - clock.ended_s
         assert run.outcome == "done"
     times = [after - before for before, after in pairwise(clock.steps_s)]
-    first = sum(1 for at in clock.steps_s[1:] if at < clock.began_s + FIRST_S)
+    first = sum(at < clock.steps_s[0] + FIRST_S for at in clock.steps_s[1:])
     (report.with_s if tracked else report.without_s).append(times[first:])
     (report.first_with_s if tracked else report.first_without_s).append(statistics.fmean(times[:first]))
     if tracked:

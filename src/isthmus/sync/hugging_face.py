@@ -30,6 +30,8 @@ except ModuleNotFoundError as e:
         raise
     raise ModuleNotFoundError(missing, name=e.name) from e
 
+__all__ = ["SyncCallback"]
+
 
 class SyncCallback(TrainerCallback):
     """Keeps the replicas of a Trainer's model together, in place of the DistributedDataParallel that it wraps them in.

@@ -28,6 +28,8 @@ except ModuleNotFoundError as e:
         raise
     raise ModuleNotFoundError(missing, name=e.name) from e
 
+__all__ = ["SyncStrategy"]
+
 
 class SyncStrategy(DDPStrategy):
     """As Lightning's `ddp`, but `isthmus.sync` keeps the replicas together: nothing is wrapped in

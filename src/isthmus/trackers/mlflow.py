@@ -41,7 +41,7 @@ class MlflowTracker:
     def start(self, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         library = import_extra("mlflow", OWNER)
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of each table that it makes
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it names each table that it makes
         self._entities = import_extra("mlflow.entities", OWNER)
         beside = run.folder.parent
         uri = self._options.uri or os.environ.get("MLFLOW_TRACKING_URI", "")

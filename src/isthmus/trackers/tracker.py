@@ -10,7 +10,7 @@ import msgspec
 
 
 class TrackedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What trackers are told of a run at its start."""
+    """A run as trackers get it at its start."""
 
     name: str
     """Of its folder."""
