@@ -52,6 +52,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     first_without_s: list[float] = []
     """Of each run, the mean time from step to step before that."""
     first_with_s: list[float] = []
+    cpu_without_s: list[float] = []
+    """Of each run, the coordinator's processor time of a step after the first `FIRST_S`."""
+    cpu_with_s: list[float] = []
     end_s: list[float] = []
     """Of each run with trackers, what they took at its end."""
 
@@ -66,10 +69,12 @@ class Clock(isthmus.Callback):
 
     def __init__(self) -> None:
         self.steps_s: list[float] = []
+        self.cpu_s: list[float] = []
         self.ended_s = 0.0
 
     def step(self, done: isthmus.StepDone) -> None:
         self.steps_s.append(time.monotonic())
+        self.cpu_s.append(time.process_time())
 
     def end(self, ended: isthmus.RunEnded) -> None:
         self.ended_s = time.monotonic()
@@ -110,6 +115,8 @@ def one_run(report: Report, steps: int, *, tracked: bool) -> None:
     first = sum(at < clock.steps_s[0] + FIRST_S for at in clock.steps_s[1:])
     (report.with_s if tracked else report.without_s).append(times[first:])
     (report.first_with_s if tracked else report.first_without_s).append(statistics.fmean(times[:first]))
+    cpu_s = (clock.cpu_s[-1] - clock.cpu_s[first]) / (len(clock.cpu_s) - 1 - first)
+    (report.cpu_with_s if tracked else report.cpu_without_s).append(cpu_s)
     if tracked:
         report.end_s.append(end_s)
     print(f"  {'with' if tracked else 'without'}: {statistics.median(times[first:]):.4f} s", file=sys.stderr)
@@ -127,7 +134,8 @@ def main() -> int:
         table.add_column(column, justify="right")
     both = [statistics.median(chain(*times)) for times in (report.without_s, report.with_s)]
     early = [statistics.fmean(times) for times in (report.first_without_s, report.first_with_s)]
-    for name, (without_s, with_s) in (("a step", both), ("of the first", early)):
+    processor = [statistics.fmean(times) for times in (report.cpu_without_s, report.cpu_with_s)]
+    for name, (without_s, with_s) in (("a step", both), ("of the first", early), ("coordinator's CPU", processor)):
         share = f"{with_s / without_s - 1:+.1%}"
         table.add_row(name, f"{1e3 * without_s:.2f} ms", f"{1e3 * with_s:.2f} ms", share)
     table.add_row("the end", "", f"{statistics.fmean(report.end_s):.1f} s", "")

@@ -63,8 +63,8 @@ def tracked(tmp_path: Path, name: str) -> Found:
     options: dict[str, dict[str, object]] = {"wandb": {"mode": "offline"}} if name == "wandb" else {}
     notes: list[str] = []
     track = Track(to=name, group="rates", options=options)
-    session(TrackerCallback(track, notes.append), run, 0, 3)
-    session(TrackerCallback(track, notes.append), run, 3, STEPS)
+    session(TrackerCallback(track, notes.append, drain_s=600.0), run, 0, 3)
+    session(TrackerCallback(track, notes.append, drain_s=600.0), run, 3, STEPS)
     assert notes == []
     return READERS[name](tmp_path)
 

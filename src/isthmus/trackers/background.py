@@ -33,8 +33,8 @@ class BackgroundTracker:
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
 
     def put(self, act: Act, *, figures: bool = False) -> None:
-        """To be done. `figures` may be left out where too many wait. The thread begins with the first figures: the
-        executors of a federated run are forked before its first round is done."""
+        """To be done. `figures` may be left out where too many wait. The thread begins with the first of them, or by
+        `begin`."""
         with self._changed:
             if self._failed or self._ending:
                 return
@@ -43,7 +43,12 @@ class BackgroundTracker:
                 return
             self._waiting.append(act)
             self._changed.notify()
-        if figures and not self._thread.is_alive():
+        if figures:
+            self.begin()
+
+    def begin(self) -> None:
+        """Its thread, with the library. Not before a process that will fork has done so."""
+        if self._thread.ident is None:
             self._thread.start()
 
     def end(self) -> None:
@@ -51,8 +56,7 @@ class BackgroundTracker:
         with self._changed:
             self._ending = True
             self._changed.notify()
-        if self._thread.ident is None:  # a run of no step
-            self._thread.start()
+        self.begin()  # a run of no step
 
     def wait(self, timeout_s: float) -> None:
         """For what was put, after `end`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +17,10 @@ from isthmus.trackers.tracker import TrackedRun, flat
 ID_FILE = "tracked.id"
 """In the run's folder: what names the run in trackers, in all its sessions."""
 
+SWITCH_S = 0.0005
+"""The coordinator's own threads wait no longer for the interpreter while a tracker's computes: Python's 5 ms would be
+added to each message."""
+
 
 class TrackerCallback(Callback):
     """All trackers of a run. No method raises, and none but `end` waits."""
@@ -26,9 +31,11 @@ class TrackerCallback(Callback):
         self._trackers = [BackgroundTracker(name, build) for name, build in tracker_builders(track).items()]
         self._faults = 0
         self._step = 0
+        self._switch_s = sys.getswitchinterval()
 
     def start(self, started: RunStarted) -> None:
         self._step = started.first_step
+        sys.setswitchinterval(min(self._switch_s, SWITCH_S))
         try:
             run = self._described(started)
         except OSError as e:
@@ -36,6 +43,9 @@ class TrackerCallback(Callback):
             self._trackers = []
             return
         self._put(lambda tracker: tracker.start(run))
+        if started.kind == "pipeline":  # while its devices start; executors of federated runs are forked from here
+            for tracker in self._trackers:
+                tracker.begin()
         self._put_pictures(started.pictures)
 
     def step(self, done: StepDone) -> None:
@@ -70,6 +80,7 @@ class TrackerCallback(Callback):
             tracker.end()
         for tracker in self._trackers:
             tracker.wait(until_s - time.monotonic())
+        sys.setswitchinterval(self._switch_s)
         self._complain()
 
     def _put(self, act: Act, *, figures: bool = False) -> None:

@@ -17,6 +17,10 @@ from isthmus.trackers.tracker import TrackedRun
 OWNER = "track.to: mlflow"
 RUN_TAG = "isthmus.run"
 """Of a run: how a later session finds it."""
+FLUSH_S = 1.0
+"""Between two transactions: one for each step would take milliseconds of it."""
+MOST_METRICS = 1000
+"""That a server takes at once."""
 STATUS = {"done": "FINISHED", "interrupted": "KILLED"}
 
 
@@ -37,6 +41,8 @@ class MlflowTracker:
         self._client: Any = None
         self._run = ""
         self._events = 0
+        self._metrics: list[Any] = []
+        self._flushed_s = 0.0
 
     def start(self, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -65,8 +71,9 @@ class MlflowTracker:
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
-        metrics = [self._entities.Metric(name, value, now_ms, step) for name, value in figures.items()]
-        self._client.log_batch(self._run, metrics=metrics)
+        self._metrics += [self._entities.Metric(name, value, now_ms, step) for name, value in figures.items()]
+        if time.monotonic() - self._flushed_s >= FLUSH_S or len(self._metrics) >= MOST_METRICS:
+            self._flush()
 
     def event(self, step: int, text: str) -> None:
         self._events += 1
@@ -76,5 +83,12 @@ class MlflowTracker:
         self._client.log_artifact(self._run, str(path), "pictures")
 
     def end(self, outcome: str) -> None:
+        self._flush()
         self._client.set_tag(self._run, "outcome", outcome)
         self._client.set_terminated(self._run, STATUS.get(outcome, "FAILED"))
+
+    def _flush(self) -> None:
+        self._flushed_s = time.monotonic()
+        for first in range(0, len(self._metrics), MOST_METRICS):
+            self._client.log_batch(self._run, metrics=self._metrics[first : first + MOST_METRICS])
+        self._metrics = []
