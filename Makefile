@@ -27,7 +27,7 @@ fuzz: $(READY)
 
 # What takes too long for every time, and each fault at twenty moments, over real processes.
 test-faults: $(READY)
-	ISTHMUS_FAULTS=1 $(BIN)/pytest tests/faults tests/fleet_service/test_fleet_faults.py tests/fleet_service/test_far_sites.py tests/fleet_service/test_islands.py tests/launchers/test_ray.py tests/docs/test_pages.py
+	ISTHMUS_FAULTS=1 $(BIN)/pytest tests/faults tests/fleet_service/test_fleet_faults.py tests/fleet_service/test_far_sites.py tests/fleet_service/test_islands.py tests/launchers/test_ray.py tests/docs/test_pages.py tests/sync/test_sync_trainer.py
 	$(BIN)/python -m tests.faults.table
 
 # Everything that has a GPU side, on this machine's accelerator; ISTHMUS_GPU names another than the first.
@@ -64,7 +64,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing PyTorch (`tail -n 1 constraints.txt`; see constraints.txt) ..."
 	@$(PIP) -r constraints.txt $(UNWARNED)
 	@echo "installing Isthmus and what its tests need ..."
-	@$(PIP) -c constraints.txt -e ".[train,hf,lora,stream,privacy,ray,slurm,kubernetes,dashboard,dev]" $(UNWARNED)
+	@$(PIP) -c constraints.txt -e ".[train,hf,lora,stream,privacy,ray,slurm,kubernetes,dashboard,tensorboard,wandb,trackio,mlflow,prometheus,lightning,dev]" $(UNWARNED)
 	touch $(READY)
 
 clean:

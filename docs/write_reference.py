@@ -186,9 +186,9 @@ def files_page() -> str:
 
 
 def options_page() -> str:
-    """`docs/reference/options.md`: options of models, data sets and algorithms."""
+    """`docs/reference/options.md`: options of models, data sets, algorithms and trackers."""
     parts = [
-        "# Models, data sets, algorithms",
+        "# Models, data sets, algorithms, trackers",
         "What a job can name, with its options. This page is made from the code (`make reference`). "
         "`isthmus describe NAME` prints the same, and the options of Hugging Face models and of your own "
         "`package.module:callable` too.",

@@ -46,6 +46,7 @@ except ModuleNotFoundError as e:
 """
 PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn"}
 PACKAGES |= {"dp_accounting": "dp-accounting", "sse_starlette": "sse-starlette"}
+PACKAGES |= {"mlflow": "mlflow-skinny", "prometheus_client": "prometheus-client"}
 JOB = """
 name = "small"
 [model]

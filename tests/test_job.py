@@ -1,4 +1,4 @@
-"""The job file, hooks, and what is checked before any process starts."""
+"""The job file, callbacks, and what is checked before any process starts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import msgspec
 import pytest
 import torch
 
+from isthmus.callbacks import Callback, CallbackConfig, build_callback
 from isthmus.errors import UserError
-from isthmus.job import Job, fleet_of, keep_prepared, kept_prepared, load_hook, load_job, prepare
+from isthmus.job import Job, fleet_of, keep_prepared, kept_prepared, load_job, prepare
 
 JOB = """
 name = "j"
@@ -99,33 +100,40 @@ def test_every_optimizer_entry_has_parameters_and_every_parameter_an_entry(tmp_p
         prepare(_job(tmp_path, ("[model]", last)))
 
 
-class Hooked:
-    def method(self) -> None:
-        """A hook may be an attribute of a class."""
+class Counting(Callback):
+    def __init__(self, first: int = 0) -> None:
+        self.count = first
 
 
-def registered_hook() -> str:
-    return "called"
+def counting_from_seven() -> Counting:
+    """A callback may be built by a function."""
+    return Counting(7)
 
 
-def test_hooks_by_name_and_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_by_name_and_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [
-        EntryPoint("mine", f"{__name__}:registered_hook", "isthmus.hooks"),
-        EntryPoint("broken", "nowhere:f", "isthmus.hooks"),
-        EntryPoint("number", "math:pi", "isthmus.hooks"),
+        EntryPoint("mine", f"{__name__}:Counting", "isthmus.callbacks"),
+        EntryPoint("broken", "nowhere:f", "isthmus.callbacks"),
+        EntryPoint("number", "math:pi", "isthmus.callbacks"),
     ]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [e for e in entries if e.group == group])
-    assert load_hook("mine")() == "called"
-    assert load_hook(f"{__name__}:registered_hook")() == "called"
-    assert load_hook(f"{__name__}:Hooked.method") is Hooked.method
-    for name, words in (
-        ("broken", "cannot be loaded: No module named 'nowhere'"),
-        ("number", "expected a callable, got 3.14"),
-        ("mien", "unknown hook 'mien': did you mean 'mine'"),
-        (":f", "expected 'package.module:callable'"),
+
+    def built(name: str, **options: object) -> object:
+        return build_callback(CallbackConfig(name=name, options=options))
+
+    found = built("mine"), built("mine", first=3), built(f"{__name__}:counting_from_seven")
+    assert [one.count for one in found if isinstance(one, Counting)] == [0, 3, 7]
+    for name, options, words in (
+        ("broken", {}, "cannot be loaded: No module named 'nowhere'"),
+        ("number", {}, "expected a class derived from isthmus.Callback, got 3.14"),
+        ("mien", {}, "unknown callback 'mien': did you mean 'mine'"),
+        (":f", {}, "expected 'package.module:callable'"),
+        ("mine", {"frist": 3}, "unknown mine option 'frist': did you mean 'first'"),
+        ("builtins:dict", {}, "got dict without start, expected an object of a class derived from isthmus.Callback"),
+        (f"{__name__}:Counting.__init__", {}, "missing a required argument"),
     ):
         with pytest.raises(UserError) as caught:
-            load_hook(name)
+            built(name, **options)
         assert words in str(caught.value)
 
 

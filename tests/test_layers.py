@@ -34,6 +34,10 @@ PUBLIC = {
         "AUTO Accelerator DeviceEvent HOST MemoryUse Stream accelerator_names open_accelerator resolve_accelerator"
     ),
     "api": "",
+    "callbacks": (
+        "Callback CallbackConfig Callbacks Evaluated RunEnded RunFault RunStarted StepDone build_callback "
+        "check_callback find_callback"
+    ),
     "cli": "app main",
     "cost": (
         "EdgeTime MemoryRoom OPTIMIZER_TENSORS ParameterState PipelineTime Placement PlanLayout Price Problem "
@@ -57,9 +61,8 @@ PUBLIC = {
     ),
     "graph": "Affine Crossing Cut Flow Op OpGraph Ref StageGraph TensorSpec assign cuts decode encode partition",
     "job": (
-        "Hooks Job PlanConfig Prepared PrivacyConfig RuntimeConfig TrainingConfig checked constraints_of "
-        "described_here described_in fleet_of keep_prepared kept_prepared load_hook load_hooks load_job "
-        "prepare"
+        "Job PlanConfig Prepared PrivacyConfig RuntimeConfig TrainingConfig checked constraints_of "
+        "described_here described_in fleet_of keep_prepared kept_prepared load_job prepare"
     ),
     "models": (
         "CNN CNNConfig GPT GPTConfig LoraOptions MLP MLPConfig ModelSpec UNet UNetConfig as_eager base_of build_model "
@@ -90,6 +93,10 @@ PUBLIC = {
         "Fault Overheads RecoveryTimes SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run"
     ),
     "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
+    "trackers": (
+        "Track TrackedRun Tracker TrackerCallback check_trackers describe_tracker tracker_builders "
+        "tracker_names tracker_options"
+    ),
     "training": (
         "Engine EngineConfig LearningRate OptimizerConfig TorchEngine latest_checkpoint load_checkpoint read_tensors"
     ),

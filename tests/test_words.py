@@ -50,7 +50,11 @@ WORDS = [
     Word("pins", "fixed placement", {"docs/dependencies.md": "a file pins a version"}),
     Word("seats?", "worker id"),
     Word("receptions?", "acceptor"),
-    Word("gauge|renewal", "rate estimator, replan policy", {"src/isthmus/runtime/service": "a certificate is renewed"}),
+    Word(
+        "gauge|renewal",
+        "rate estimator, replan policy",
+        {"src/isthmus/runtime/service": "a certificate is renewed", "src/isthmus/trackers/prometheus": "its own term"},
+    ),
     Word("hopeless", "will not converge"),
     Word("of one mind", "must match"),
     Word("counts? nowhere", "is ignored"),

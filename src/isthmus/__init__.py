@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from isthmus.api.federated import federate
     from isthmus.api.federated_result import FederatedResult
     from isthmus.api.join import join
-    from isthmus.api.observer import Observer, StepDone
+    from isthmus.api.observer import Observer
     from isthmus.api.plan import compare, plan, simulate, verify
     from isthmus.api.probe import probe
     from isthmus.api.run import Run
@@ -25,17 +25,21 @@ if TYPE_CHECKING:
     from isthmus.api.sweep import Sweep, sweep
     from isthmus.api.training import train
     from isthmus.api.up import up
+    from isthmus.callbacks import Callback, Evaluated, RunEnded, RunFault, RunStarted, StepDone
     from isthmus.federated.job import FederatedJob
     from isthmus.fleet import Device, Fleet, Link
     from isthmus.job import Job
     from isthmus.plans import Plan
     from isthmus.runtime.processes.signals import Stop
     from isthmus.trace import Trace
+    from isthmus.trackers import Track
 
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Callback": "isthmus.callbacks",
     "Device": "isthmus.fleet",
+    "Evaluated": "isthmus.callbacks",
     "FederatedJob": "isthmus.federated.job",
     "FederatedResult": "isthmus.api.federated_result",
     "Fleet": "isthmus.fleet",
@@ -44,10 +48,14 @@ _WHERE = {
     "Observer": "isthmus.api.observer",
     "Plan": "isthmus.plans",
     "Run": "isthmus.api.run",
-    "StepDone": "isthmus.api.observer",
+    "RunEnded": "isthmus.callbacks",
+    "RunFault": "isthmus.callbacks",
+    "RunStarted": "isthmus.callbacks",
+    "StepDone": "isthmus.callbacks",
     "Stop": "isthmus.runtime.processes.signals",
     "Sweep": "isthmus.api.sweep",
     "Trace": "isthmus.trace",
+    "Track": "isthmus.trackers",
     "compare": "isthmus.api.plan",
     "errors": "isthmus.errors",
     "federate": "isthmus.api.federated",
@@ -65,7 +73,9 @@ _WHERE = {
 """By name: the module that has it, or that it is."""
 
 __all__ = [
+    "Callback",
     "Device",
+    "Evaluated",
     "FederatedJob",
     "FederatedResult",
     "Fleet",
@@ -74,10 +84,14 @@ __all__ = [
     "Observer",
     "Plan",
     "Run",
+    "RunEnded",
+    "RunFault",
+    "RunStarted",
     "StepDone",
     "Stop",
     "Sweep",
     "Trace",
+    "Track",
     "compare",
     "errors",
     "federate",

@@ -29,6 +29,8 @@ EXTRAS = {
     "tokenizers": "hf",
     "datasets": "hf",
     "peft": "lora",
+    "accelerate": "hf",
+    "lightning": "lightning",
     "PIL": "vision",
     "pyarrow": "stream",
     "fsspec": "stream",
@@ -39,6 +41,13 @@ EXTRAS = {
     "starlette": "dashboard",
     "sse_starlette": "dashboard",
     "uvicorn": "dashboard",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+    "sqlalchemy": "mlflow",
+    "alembic": "mlflow",
+    "prometheus_client": "prometheus",
 }
 """By importable module, the extra of ours that installs it. torch brings sympy along."""
 POSIX = frozenset({"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"})

@@ -23,6 +23,8 @@ PUBLIC_PACKAGES = (
     "isthmus.report",
     "isthmus.simulator",
     "isthmus.sync",
+    "isthmus.sync.hugging_face",
+    "isthmus.sync.lightning",
     "isthmus.trace",
     "isthmus.training.compression",
     "isthmus.units",

@@ -9,8 +9,9 @@ import sys
 import isthmus
 
 EXPECTED = (
-    "Device FederatedJob FederatedResult Fleet Job Link Observer Plan Run StepDone Stop Sweep Trace compare errors "
-    "federate join plan probe serve simulate sweep sync train up verify"
+    "Callback Device Evaluated FederatedJob FederatedResult Fleet Job Link Observer Plan Run RunEnded RunFault "
+    "RunStarted StepDone Stop Sweep Trace Track compare errors federate join plan probe serve simulate sweep sync "
+    "train up verify"
 )
 CODE = """
 import sys, isthmus

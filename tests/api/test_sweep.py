@@ -30,6 +30,7 @@ federated = { algorithm = "fedavg", rounds = 2, evaluate_every = 1 }
 local = { epochs = 1, batch_size = 16 }
 participation = { clients = 3 }
 execution = { executors = 1 }
+track = { to = "prometheus" }
 """
 SWEEP = """
 name = "rates"
@@ -88,6 +89,9 @@ def test_killed_stopped_and_resumed_it_trains_each_run_once(tmp_path: Path) -> N
 
     ended = command("sweep", sweep, "--resume", "--at-once", "2")
     assert ended.code == 0, ended.err
+    for result in record(folder).results:
+        figures = (folder / result.folder / "metrics.prom").read_text()
+        assert f'isthmus_step{{group="rates",run="{result.folder}"}} 2.0' in figures, "one group, a name each"
     assert "2 of 4 runs are done already" in ended.err
     assert (first / "job.json").stat().st_mtime_ns == changed
     found = isthmus.Sweep(folder)

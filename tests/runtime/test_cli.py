@@ -80,18 +80,34 @@ def test_bad_jobs(tmp_path: Path, old: str, new: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "words"),
+    ("callback", "words"),
     [
-        ("nowhere:f", ["hook 'nowhere:f'", "cannot import nowhere"]),
+        ("nowhere:f", ["callback 'nowhere:f'", "cannot import nowhere"]),
         ("math:nothing", ["math has no 'nothing'"]),
-        ("math:pi", ["expected a callable"]),
-        ("mine", ["unknown hook 'mine'", "package.module:callable"]),
+        ("math:pi", ["expected a class derived from isthmus.Callback"]),
+        ("mine", ["unknown callback 'mine'", "package.module:Class"]),
     ],
 )
-def test_hooks_that_cannot_be_had(tmp_path: Path, hook: str, words: list[str]) -> None:
-    job = edited(write_job(tmp_path), (SCHEDULE, f'[hooks]\nfinish = "{hook}"\n[learning_rate]'))
+def test_callbacks_that_cannot_be_had(tmp_path: Path, callback: str, words: list[str]) -> None:
+    job = edited(write_job(tmp_path), (SCHEDULE, f'[[callback]]\nname = "{callback}"\n[learning_rate]'))
     for command in (["plan"], ["plan", "--compare", "even"], ["simulate"], ["train"]):
-        refused(isthmus(command[0], job, *command[1:]), 2, "hooks.finish", *words)
+        refused(isthmus(command[0], job, *command[1:]), 2, *words)
+
+
+@pytest.mark.parametrize(
+    ("track", "words"),
+    [
+        ('to = "tensorbord"', ["unknown track.to 'tensorbord'", "did you mean 'tensorboard'"]),
+        ('to = ["prometheus", "prometheus"]', ["track.to: got 'prometheus' twice"]),
+        ('options.wandb.mode = "offline"', ["track.options: got 'wandb', expected one of track.to"]),
+        ('to = "prometheus"\noptions.prometheus.prot = 9', ["track.options.prometheus", "'prot'", "'port'"]),
+        ('to = "prometheus"\noptions.prometheus.port = -1', ["track.options.prometheus", "port"]),
+        ('to = "math:pi"', ["'math:pi'", "expected a class with the methods of a tracker"]),
+    ],
+)
+def test_trackers_that_cannot_be_had(tmp_path: Path, track: str, words: list[str]) -> None:
+    job = edited(write_job(tmp_path), (SCHEDULE, f"[track]\n{track}\n[learning_rate]"))
+    refused(isthmus("plan", job), 2, *words)
 
 
 CHANGE = "[[runtime.changes]]\nstep = 1\nfactor = 0.5\n{}\n[learning_rate]"

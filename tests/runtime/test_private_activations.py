@@ -193,7 +193,7 @@ runtime = {{ emulate = false }}
         )
     )
     assert shown.privacy == "epsilon 20 at delta 1e-05 after 2 epochs"
-    edited(path, ("privacy = {", "hooks = {} #"), ("steps = 4", "steps = 5"))
+    edited(path, ("privacy = {", "track = {} #"), ("steps = 4", "steps = 5"))
     refused(isthmus("train", path, "--resume"), 2, "privacy.activations: got none", "after 2 epochs")
 
 

@@ -34,6 +34,7 @@ from .commands import (
 STEPS = 12
 
 USER_CODE = """
+import isthmus
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -57,20 +58,36 @@ class Counting(nn.Module):
         counted = (labels.flatten() != 32).float()
         return (losses * counted).sum(), counted.sum()
 
-def say(kind):
-    def hook(*arguments):
-        with open("hooks.log", "a") as file:
-            print(kind, *arguments, file=file)
-    return hook
+class Say(isthmus.Callback):
+    def _say(self, *words):
+        with open("callback.log", "a") as file:
+            print(*words, file=file)
 
-def on_step(done):
-    say("step")(done.step, done.heldout_loss, *done.learning_rates, ",".join(done.devices), done.period, done.run)
+    def start(self, started):
+        self._say("start", started.run, started.first_step, started.steps, started.settings["training"]["steps"],
+            started.plan.used == (), *started.pictures)
 
-on_checkpoint, on_finish = say("checkpoint"), say("finish")
+    def step(self, done):
+        self._say("step", done.step, done.heldout_loss, *done.learning_rates, ",".join(done.devices), done.period,
+            done.run)
 
-def fails_at_two(done):
-    if done.step == 2:
-        raise ValueError("no more\\nsteps")
+    def evaluation(self, evaluated):
+        self._say("evaluation", evaluated.step, evaluated.loss)
+
+    def fault(self, fault):
+        self._say("fault", fault)
+
+    def end(self, ended):
+        self._say("end", ended.run, ended.outcome, ended.reason, *ended.pictures)
+
+class FailsAt(Say):
+    def __init__(self, at):
+        self._at = at
+
+    def _say(self, *words):
+        super()._say(*words)
+        if list(words[:2]) == self._at:
+            raise ValueError("no more\\nsteps")
 """
 
 CHANGES = (
@@ -84,7 +101,7 @@ CHANGES = (
         "[learning_rate]",
         '[[optimizer]]\npattern = "*.bias"\nname = "sgd"\nlr = 0.1\nmomentum = 0.9\n'
         "[[optimizer]]\nlr = 0.01\n"
-        '[hooks]\nstep = "user_code:on_step"\ncheckpoint = "user_code:on_checkpoint"\nfinish = "user_code:on_finish"\n'
+        '[[callback]]\nname = "user_code:Say"\n'
         "[learning_rate]",
     ),
 )
@@ -151,21 +168,22 @@ def test_a_whole_run(whole: Done) -> None:
         "exp_avg_sq",
     }
     assert {"unused", "scale", "table.weight"} <= saved.keys()
-    hooks = Path("hooks.log").read_text().splitlines()
-    steps = [line.split()[1] for line in hooks if line.startswith("step")]
+    said = Path("callback.log").read_text().splitlines()
+    assert said[0] == f"start whole 0 {STEPS} {STEPS} False plan"
+    steps = [line.split()[1] for line in said if line.startswith("step")]
     assert steps == [str(n + 1) for n in range(STEPS)]
     heldout = {p.step: str(p.loss) for p in points if p.split == "heldout"}
-    facts = [line.split()[2:] for line in hooks if line.startswith("step")]
+    facts = [line.split()[2:] for line in said if line.startswith("step")]
     assert [held for held, *_ in facts] == [["None", heldout[5], heldout[10]][n // 5] for n in range(STEPS)]
     job = load_job(Path("job.toml"))
     for step, (_, *rates, devices, period, folder) in enumerate(facts):
         factor = job.learning_rate.factor(step, STEPS)
         assert rates == [str(optimizer.lr * factor) for optimizer in job.optimizer] and len(rates) >= 2
         assert (devices.split(","), period, folder) == (list(RunFolder(Path("whole")).plan().used), "1", "whole")
-    assert [line for line in hooks if line.startswith("checkpoint")] == [
-        f"checkpoint {n} whole/checkpoints/step-{n:06d}" for n in (3, 6, 9, 12)
+    assert [line for line in said if line.startswith("evaluation")] == [
+        f"evaluation {step} {loss}" for step, loss in heldout.items()
     ]
-    assert hooks[-1] == "finish whole done"
+    assert said[-1] == "end whole done  plan timeline loss" and not any(line.startswith("fault") for line in said)
 
 
 def test_killed_anywhere_it_resumes_bit_for_bit(whole: Done) -> None:
@@ -285,6 +303,10 @@ def test_a_run_that_loses_a_device_goes_on_and_ctrl_c_saves_and_exits_130() -> N
     for name in ("timeline.png", "loss.png", "trace.jsonl"):
         assert (folder.path / name).exists()
     assert "device 'laptop-1' was lost: its process was killed by SIGKILL" in errors and "training again" in errors
+    faults = [line for line in Path("callback.log").read_text().splitlines() if line.startswith("fault")]
+    lost = "fault lost laptop-1: device 'laptop-1' was lost: its process was killed by SIGKILL"
+    assert faults[0].startswith(lost) and "fault another plan: " in "\n".join(faults)
+    assert not any("joined" in line for line in faults), "those that the run began with are no news"
     trained = [p.step for p in folder.losses() if p.split == "train"]
     assert trained == sorted(set(trained)), "what was done again is called once"
     unreported = set(range(1, trained[-1] + 1)) - set(trained)
@@ -292,9 +314,13 @@ def test_a_run_that_loses_a_device_goes_on_and_ctrl_c_saves_and_exits_130() -> N
     assert not any(map(is_running, devices.values()))
 
 
-def test_a_hook_that_raises_ends_the_run(tmp_path: Path) -> None:
+def test_a_callback_that_raises_ends_the_run_and_hears_of_it(tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     shutil.copy("job.toml", job)
-    edited(job, ("user_code:on_step", "user_code:fails_at_two"))
+    edited(job, ('"user_code:Say"', '"user_code:FailsAt"\noptions = {at = ["step", 2]}'))
+    before = len(Path("callback.log").read_text().splitlines())
     done = isthmus("train", job, "--run", tmp_path / "run", "--devices", "1")
-    refused(done, 2, "hooks.step", "user_code:fails_at_two raised ValueError: no more steps")
+    refused(done, 2, "callback 'user_code:FailsAt': step raised ValueError: no more steps")
+    said = Path("callback.log").read_text().splitlines()[before:]
+    assert [line.split()[0] for line in said] == ["start", "step", "step", "end"]
+    assert said[-1].startswith(f"end {tmp_path / 'run'} failed callback 'user_code:FailsAt'")

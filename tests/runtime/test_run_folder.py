@@ -80,6 +80,7 @@ micro_batches = 2
 {lines}
 """)
     (folder / "user_arrays.py").write_text("""
+import isthmus
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -94,15 +95,16 @@ class Model(nn.Module):
         print("forward")
         return F.cross_entropy(self.second(torch.relu(self.first(x))), y)
 
-def on_step(done):
-    print("step", done.step)
+class Printing(isthmus.Callback):
+    def step(self, done):
+        print("step", done.step)
 """)
     return path
 
 
 def test_without_held_out_data_and_with_a_model_that_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = npz_job(tmp_path, np.random.default_rng(0).normal(size=(20, 4)))
-    job.write_text(job.read_text() + '[hooks]\nstep = "user_arrays:on_step"\n')
+    job.write_text(job.read_text() + '[[callback]]\nname = "user_arrays:Printing"\n')
     monkeypatch.syspath_prepend(tmp_path)
     done = isthmus("train", job, "--json")
     assert done.code == 0, done.err

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import msgspec
 import numpy as np
 from torch import Tensor, nn
 
+from isthmus.api.callbacks import ATTACHED, Attached, given_callbacks, tracked
 from isthmus.api.federated_result import FederatedResult
 from isthmus.api.federated_run import FederatedChoices, run_simulated
 from isthmus.api.folder import GIVEN
@@ -32,7 +33,7 @@ CLIENT = "client"
 """Column that says whose a sample is."""
 
 
-class GivenClients(TypedDict, total=False):
+class GivenClients(Attached, total=False):
     """What a federated run can be given in place of a job. `model` and `clients` are needed."""
 
     model: nn.Module | Callable[[], nn.Module]
@@ -67,6 +68,7 @@ def federate(
     with `algorithm`, `loss`, `test`, `rounds` and `name` where they are not as by default (`GivenClients` says what
     each may be). Clients' data are read once and written as arrays into the run's folder, so that it can be resumed.
     Executors are forked from the caller, or with overrides={"execution.executors": 1} are the caller itself.
+    `callbacks` and `track` are as of `isthmus.train`.
     `overrides` stand in place of what the job says: {"local.batch_size": 32, "participation.fraction": 0.1}.
 
     Raises UserError for what is wrong with the job, the model or the data, Diverged where no client's numbers are
@@ -81,11 +83,12 @@ def federate(
     observer, stop = observer or default_observer(), stop or Stop()
     where = None if run is None else Path(run)
     check_arguments(federate, GivenClients, given)
+    callbacks = given_callbacks(given)
     if job is not None:
-        if given:
-            raise UserError(f"federate: got a job and {', '.join(given)}, expected one or the other: see overrides")
-        choices = FederatedChoices(resume=resume, run=where, again="resume=True")
-        return run_simulated(federated_job_of(job, overrides), choices, observer, stop)
+        if objects := [name for name in given if name not in ATTACHED]:
+            raise UserError(f"federate: got a job and {', '.join(objects)}, expected one or the other: see overrides")
+        choices = FederatedChoices(resume=resume, run=where, again="resume=True", callbacks=callbacks)
+        return run_simulated(tracked(federated_job_of(job, overrides), given), choices, observer, stop)
     model, clients = given.get("model"), given.get("clients")
     if model is None or clients is None:
         missing = [name for name in ("model", "clients") if given.get(name) is None]
@@ -95,8 +98,8 @@ def federate(
     with kept_folder(name, where, overrides, resume=resume) as folder:
         made = _job(built, model, clients, given, folder.path / GIVEN)
         made = federated_job_of(msgspec.structs.replace(made, name=name), overrides)
-        choices = FederatedChoices(resume=resume, run=folder.path, again="resume=True")
-        return run_simulated(made, choices, observer, stop)
+        choices = FederatedChoices(resume=resume, run=folder.path, again="resume=True", callbacks=callbacks)
+        return run_simulated(tracked(made, given), choices, observer, stop)
 
 
 def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> FederatedJob:

@@ -10,9 +10,12 @@ from typing import Protocol
 
 import msgspec
 
+from isthmus.api.callbacks import callbacks_of
 from isthmus.api.federated_result import PICTURES, FederatedResult
+from isthmus.api.federated_watch import FederatedWatch
 from isthmus.api.folder import RunFolder
 from isthmus.api.observer import Observer
+from isthmus.callbacks import Callback, RunEnded
 from isthmus.errors import Interrupted
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, check_deployment, check_simulation
@@ -29,7 +32,7 @@ LEAVING_S = 5.0
 """Executors of a coordinator that was killed are copies of it and hold its claim until they notice."""
 
 
-Begin = Callable[[Path], "tuple[RoundRunner, Act]"]
+Begin = Callable[[Path, FederatedWatch], "tuple[RoundRunner, Act]"]
 
 
 class FederatedChoices(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +42,8 @@ class FederatedChoices(msgspec.Struct, frozen=True, kw_only=True):
     run: Path | None = None
     again: str = "--resume"
     """What a person has to say for the run to go on."""
+    callbacks: tuple[Callback, ...] = ()
+    """Besides the job's."""
 
 
 class RoundRunner(Protocol):
@@ -55,15 +60,21 @@ def run_simulated(job: FederatedJob, choices: FederatedChoices, observer: Observ
     stop.check()
     check_simulation(job)
 
-    def begin(folder: Path) -> tuple[RoundRunner, Act]:
-        run = FederatedRun(job, folder, resume=choices.resume, watch=observer.round_done)
+    def begin(folder: Path, watch: FederatedWatch) -> tuple[RoundRunner, Act]:
+        run = FederatedRun(
+            job,
+            folder,
+            resume=choices.resume,
+            began=lambda: watch.began(run.first_round),
+            watch=watch.round_done,
+        )
         count = len(run.machine.executors)
         several = f"{count} executor{'s' if count > 1 else ''}"
         what = f"{len(run.data.sizes)} clients, {several}, scheme {job.execution.scheme}"
         observer.note(f"{job.federated.algorithm} over {what}; a round is closed by {run.machine.rules.description}")
-        return run, lambda: run.run(observer.note, stop)
+        return run, lambda: run.run(watch.noted, stop)
 
-    return _in_folder(job, choices, begin, observer)
+    return _in_folder(job, choices, begin, observer, stop)
 
 
 def deploy(
@@ -73,8 +84,14 @@ def deploy(
     stop.check()
     check_deployment(job)
 
-    def begin(folder: Path) -> tuple[RoundRunner, Act]:
-        run = SiteRun(job, folder, resume=choices.resume, watch=observer.round_done)
+    def begin(folder: Path, watch: FederatedWatch) -> tuple[RoundRunner, Act]:
+        run = SiteRun(
+            job,
+            folder,
+            resume=choices.resume,
+            began=lambda: watch.began(run.first_round),
+            watch=watch.round_done,
+        )
         sites = ", ".join(run.deployment.sites)
         observer.note(
             f"{job.federated.algorithm} over sites {sites}; a round is closed by {run.machine.rules.description}"
@@ -82,26 +99,38 @@ def deploy(
 
         def act() -> FinishRounds:
             with serving(observer.note) as service:
-                return run.run(service, observer.note, stop)
+                return run.run(service, watch.noted, stop)
 
         return run, act
 
-    return _in_folder(job, choices, begin, observer)
+    return _in_folder(job, choices, begin, observer, stop)
 
 
-def _in_folder(job: FederatedJob, choices: FederatedChoices, begin: Begin, observer: Observer) -> FederatedResult:
+def _in_folder(
+    job: FederatedJob, choices: FederatedChoices, begin: Begin, observer: Observer, stop: Stop
+) -> FederatedResult:
     folder = RunFolder.chosen(Path(job.run_dir), job.name, resume=choices.resume, run=choices.run)
     folder.check_kind(federated=True)
     with folder.claimed(LEAVING_S if choices.resume else 0.0):
         try:
-            return _watched(job, choices, folder.path, begin, observer)
+            callbacks = callbacks_of(job, choices.callbacks, observer.note)
+            watch = FederatedWatch(job, folder.path, observer, callbacks, stop)
+            with callbacks.session(folder.path):
+                result = _watched(job, choices, folder.path, lambda path: begin(path, watch), observer)
+                outcome = "interrupted" if result.outcome == "interrupted" else "done"
+                callbacks.end(RunEnded(run=folder.path, outcome=outcome, pictures=result.pictures))
+            return result
         except KeyboardInterrupt:
             what = f"interrupted: resume with {choices.again}, run folder {folder.path}"
             raise Interrupted(what, folder.path if folder.begun else None) from None
 
 
 def _watched(
-    job: FederatedJob, choices: FederatedChoices, folder: Path, begin: Begin, observer: Observer
+    job: FederatedJob,
+    choices: FederatedChoices,
+    folder: Path,
+    begin: Callable[[Path], tuple[RoundRunner, Act]],
+    observer: Observer,
 ) -> FederatedResult:
     observer.rounds_began(job.federated.rounds)
     try:

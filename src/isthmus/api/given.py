@@ -7,11 +7,11 @@ import inspect
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TypedDict
 
 import msgspec
 from torch import Tensor, nn
 
+from isthmus.api.callbacks import Attached
 from isthmus.api.folder import GIVEN, RunFolder
 from isthmus.api.optimizers import Optimizer, read_optimizer
 from isthmus.api.samples import Arrays, Samples, input_names, read_arrays, write_arrays
@@ -31,7 +31,7 @@ MOST_MICRO_BATCHES = 8
 DEFAULT_STEPS, DEFAULT_BATCH = 100, 32
 
 
-class Given(TypedDict, total=False):
+class Given(Attached, total=False):
     """What a run can be given in place of a job. `model` and `data` are needed."""
 
     model: nn.Module | Callable[[], nn.Module]

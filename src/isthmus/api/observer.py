@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-import msgspec
-
+from isthmus.callbacks import StepDone
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.planners import SearchObserver
@@ -19,41 +18,6 @@ if TYPE_CHECKING:
     from isthmus.api.federated_result import FederatedResult
     from isthmus.api.run import Run
     from isthmus.federated.history import RoundLine
-
-
-class StepDone(msgspec.Struct, frozen=True, kw_only=True):
-    """An optimizer step that is done: an observer's `stepped` and a job's `hooks.step` get one for each step.
-
-    >>> StepDone(step=3, steps=10, loss=0.5, learning_rates=(0.01,)).learning_rates
-    (0.01,)
-    """
-
-    step: int
-    """Steps done, this one included."""
-    steps: int
-    """Of the whole run."""
-    loss: float | None
-    """Mean training loss of the step's batch; None when no device reported one."""
-    heldout_loss: float | None = None
-    """The latest since the run began or was resumed; None before an evaluation."""
-    learning_rates: tuple[float, ...] = ()
-    """Of this step, in the order of the job's `[[optimizer]]` tables."""
-    tokens_per_s: float | None = None
-    """Of text; None before a second step."""
-    samples_per_s: float | None = None
-    """Of other data; None before a second step."""
-    busy: Mapping[str, float] = {}
-    """By device: the share of the step that it computed, 0 to 1."""
-    link_bytes: Mapping[tuple[str, str], int] = {}
-    """By (source, target): bytes that this step sent."""
-    devices: tuple[str, ...] = ()
-    """Devices of the plan in force."""
-    period: int = 1
-    """Steps between two averagings of the plan's replicas; 1: after every step."""
-    plan_epoch: int = 0
-    """Rises whenever the run goes on after a lost device or with another plan."""
-    run: Path = Path()
-    """The run's folder."""
 
 
 class Search(SearchObserver, Protocol):

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.api.callbacks import callbacks_of
 from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import fleet_for, plan_for, predict_periods
 from isthmus.api.observer import Observer
 from isthmus.api.run import Run, finite_points, loss_unit
 from isthmus.api.search import searched
-from isthmus.api.watch import LoadedHooks, Watch
+from isthmus.api.watch import Watch
+from isthmus.callbacks import Callback, Callbacks, RunEnded, RunStarted
 from isthmus.data.description import difference, joined_descriptions
 from isthmus.errors import Interrupted, UserError
 from isthmus.fleet import Fleet
@@ -49,6 +51,8 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     """Whether devices of a run that was left in its middle may be at work still."""
     again: str = "--resume"
     """What a person has to say for the run to go on."""
+    callbacks: tuple[Callback, ...] = ()
+    """Besides the job's."""
 
 
 def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
@@ -59,14 +63,16 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
     folder.check_kind(federated=False)
     with folder.claimed():
         try:
-            return _run(job, choices, folder, observer, stop)
+            callbacks = callbacks_of(job, choices.callbacks, observer.note)
+            with callbacks.session(folder.path):
+                return _run(job, choices, folder, observer, stop, callbacks)
         except KeyboardInterrupt:  # a second Ctrl-C, or one before the run began
             how = f"resume with {choices.again}, run folder {folder.path}" if folder.begun else "nothing was written"
             raise Interrupted(f"interrupted at once: {how}", folder.path if folder.begun else None) from None
 
 
-def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop: Stop) -> Run:
-    hooks, record = LoadedHooks(job.hooks), _left_in_its_middle(folder, choices)
+def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop: Stop, callbacks: Callbacks) -> Run:
+    record = _left_in_its_middle(folder, choices)
     finite = job.training.non_finite != "ignore"
     checkpoint = newest_whole_checkpoint(folder.checkpoints, observer.note, finite=finite) if choices.resume else None
     start_step = read_manifest(checkpoint).step if checkpoint is not None else 0
@@ -112,9 +118,21 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
             if choices.backend is not None:
                 keep_prepared(prepared, folder.captured)
             draw_plan(plan, fleet, folder.plan_picture)
-        watch.log.began(start_step, job.training.steps)
+        watch.began(start_step)
+        callbacks.start(
+            RunStarted(
+                run=folder.path,
+                kind="pipeline",
+                steps=job.training.steps,
+                first_step=start_step,
+                settings=msgspec.to_builtins(prepared.job),
+                plan=plan,
+                pictures={"plan": folder.plan_picture} if folder.plan_picture.is_file() else {},
+                stop=stop.request,
+            )
+        )
 
-    watch = Watch(prepared, plan, folder, observer, hooks)
+    watch = Watch(prepared, plan, folder, observer, callbacks)
     observer.began(plan)
     try:
         outcome = run_plan(
@@ -131,7 +149,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
                 saved=watch.saved,
                 rolled_back=watch.rolled_back,
                 noted=watch.noted,
-                decided=watch.log.decided,
+                decided=watch.decided,
             ),
         )
     finally:
@@ -141,7 +159,8 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
     predicted = predict_periods(prepared, outcome.periods)
     measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=plan.sync.period)
     folder.write_traces(predicted, measured, outcome.periods)
-    watch.log.ended(outcome.outcome, "" if outcome.outcome in ("done", "interrupted") else outcome.reason)
+    reason = "" if outcome.outcome in ("done", "interrupted") else outcome.reason
+    watch.log.ended(outcome.outcome, reason)
     _report(folder, prepared, (predicted, measured), outcome)
     run = Run(folder.path, outcome.outcome)
     observer.reported(run)
@@ -150,7 +169,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
         folder.keep_fitted(fitted)
         observer.note(f"measured: {fitted_text(fitted)}; isthmus calibrate {folder.path} writes such a fleet")
     _warn_late(observer, outcome)
-    hooks.call("finish", folder.path, outcome.outcome)
+    callbacks.end(RunEnded(run=folder.path, outcome=outcome.outcome, reason=reason, pictures=run.pictures))
     check_outcome(outcome)
     if outcome.outcome == "interrupted":
         observer.note(f"interrupted: resume with {choices.again}, run folder {folder.path}")

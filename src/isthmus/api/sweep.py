@@ -27,7 +27,8 @@ from isthmus.api.notebook import table_of
 from isthmus.api.run import Run
 from isthmus.api.sweep_process import SweepProcess, Task
 from isthmus.errors import UserError
-from isthmus.federated.job import check_simulation, is_federated
+from isthmus.federated.job import FederatedJob, check_simulation, is_federated
+from isthmus.job import Job
 from isthmus.job.sweep import SweepFile, SweepRun, load_sweep, runs_of
 from isthmus.locking import claimed
 from isthmus.report.sweep_table import SECONDS, RunOutcome, RunResult, SweepRow, sweep_rows
@@ -142,7 +143,9 @@ def sweep(
     folder = Path(run) if run is not None else Path(said.run_dir) / said.name
     for one in runs:
         overrides = one.overrides("federated.seed" if federated else "training.seed")
-        _check(job, overrides, federated=federated)
+        track = _check(job, overrides, federated=federated).track
+        if track.names and not track.group:
+            overrides |= {"track.group": said.name}
         tasks[one.folder] = Task(
             job=str(job),
             federated=federated,
@@ -281,13 +284,14 @@ def _job_file(sweep: SweepFile, path: Path) -> Path:
     return job
 
 
-def _check(job: Path, overrides: dict[str, object], *, federated: bool) -> None:
-    """UserError for settings under which the job is none."""
+def _check(job: Path, overrides: dict[str, object], *, federated: bool) -> Job | FederatedJob:
+    """The job. UserError for settings under which it is none."""
     try:
-        if federated:
-            check_simulation(federated_job_of(job, overrides))
-        else:
-            job_of(job, overrides)
+        if not federated:
+            return job_of(job, overrides)
+        made = federated_job_of(job, overrides)
+        check_simulation(made)
+        return made
     except UserError as e:
         raise UserError(f"{e} (with {', '.join(f'{key}={value}' for key, value in overrides.items())})") from None
 

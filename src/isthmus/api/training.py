@@ -8,6 +8,9 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Unpack
 
+import msgspec
+
+from isthmus.api.callbacks import ATTACHED, given_callbacks, tracked
 from isthmus.api.folder import GIVEN
 from isthmus.api.given import Given, Objects, check_arguments, kept_folder
 from isthmus.api.job_overrides import job_of
@@ -42,7 +45,9 @@ def train(
     With `resume` the newest run of this name goes on from its newest checkpoint, or the one in the folder `run`; `run`
     alone names an empty folder. `plan` is followed in place of planning. `overrides` stand in place of what the job
     says: {"training.precision": "bf16"}. `stop.request()`, from any thread, ends the run with a checkpoint; so does
-    Ctrl-C, and the outcome is `interrupted`. In a notebook progress is shown as a table that is kept up to date.
+    Ctrl-C, and the outcome is `interrupted`. `callbacks` are objects of classes derived from `isthmus.Callback`, called
+    besides those of the job. `track` names trackers in place of the job's: ["tensorboard", "wandb"]. In a notebook
+    progress is shown as a table that is kept up to date.
 
     Raises UserError for what is wrong with the job, the model or the data, FleetTooSmall where no plan fits, PeerError
     where devices were lost and the run could not go on, Diverged where numbers are not finite, and Interrupted where it
@@ -56,18 +61,21 @@ def train(
     where = None if run is None else Path(run)
     check_arguments(train, Given, given)
     with contextlib.ExitStack() as files:
-        document = files.enter_context(_document(plan))
+        choices = Choices(
+            resume=resume,
+            run=where,
+            plan=files.enter_context(_document(plan)),
+            again="resume=True",
+            callbacks=given_callbacks(given),
+        )
         if job is not None:
-            if given:
-                raise UserError(f"train: got a job and {', '.join(given)}, expected one or the other: see overrides")
-            choices = Choices(resume=resume, run=where, plan=document, again="resume=True")
-            return run_job(job_of(job, overrides), choices, observer, stop)
+            if objects := [name for name in given if name not in ATTACHED]:
+                raise UserError(f"train: got a job and {', '.join(objects)}, expected one or the other: see overrides")
+            return run_job(tracked(job_of(job, overrides), given), choices, observer, stop)
         objects = Objects(given)
         folder = files.enter_context(kept_folder(objects.name, where, overrides, resume=resume))
-        made = objects.job(folder.path / GIVEN, overrides)
-        return run_job(
-            made, Choices(resume=resume, run=folder.path, plan=document, again="resume=True"), observer, stop
-        )
+        made = tracked(objects.job(folder.path / GIVEN, overrides), given)
+        return run_job(made, msgspec.structs.replace(choices, run=folder.path), observer, stop)
 
 
 @contextlib.contextmanager

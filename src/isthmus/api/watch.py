@@ -1,22 +1,23 @@
-"""What a run's progress becomes: events for who observes it, points in the log, calls of the user's hooks."""
+"""What a run's progress becomes: events for who observes it, points in the log, calls of its callbacks."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 from isthmus.api.folder import RunFolder
 from isthmus.api.losses import LossPoint
-from isthmus.api.observer import Observer, StepDone
+from isthmus.api.observer import Observer
+from isthmus.api.run_faults import faults_of, plan_change
 from isthmus.api.run_log import RunLog
-from isthmus.errors import IsthmusError, UserError
-from isthmus.job import Hooks, Prepared, load_hooks
+from isthmus.callbacks import Callbacks, Evaluated, RunFault, StepDone
+from isthmus.job import Prepared
 from isthmus.plans import Plan
 from isthmus.protocol import Item
+from isthmus.protocol.run_events import RunEvent, RunInstruction
 from isthmus.runtime.coordinator.run import run_spec
 from isthmus.trace import Span
 from isthmus.training.optim import settings_of
@@ -25,30 +26,11 @@ SPEED_STEPS = 16
 """Over which speeds are averaged: reports of several steps may come at once."""
 
 
-class LoadedHooks:
-    """The job's hooks, imported. Whatever one raises ends the run as the user's error, not ours."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks, self._loaded = hooks, load_hooks(hooks)
-
-    def call(self, kind: str, *arguments: object) -> None:
-        if kind not in self._loaded:
-            return
-        try:
-            with contextlib.redirect_stdout(sys.stderr):  # stdout is data, and a hook may print
-                self._loaded[kind](*arguments)
-        except IsthmusError:
-            raise
-        except Exception as e:
-            reason = " ".join(f"{type(e).__name__}: {e}".split())
-            raise UserError(f"hooks.{kind}: {getattr(self._hooks, kind)} raised {reason}") from e
-
-
 class Watch:
-    """Turns what the coordinator sees into events, logs and hooks."""
+    """Turns what the coordinator sees into events, logs and calls of callbacks."""
 
     def __init__(
-        self, prepared: Prepared, plan: Plan, folder: RunFolder, observer: Observer, hooks: LoadedHooks
+        self, prepared: Prepared, plan: Plan, folder: RunFolder, observer: Observer, callbacks: Callbacks
     ) -> None:
         self.log = RunLog(folder.path, observer.note)
         self._job = job = prepared.job
@@ -57,17 +39,33 @@ class Watch:
         self._eval_micro_batches = run_spec(prepared).eval_micro_batches
         self._folder = folder
         self._observer = observer
-        self._hooks = hooks
+        self._callbacks = callbacks
         ids = prepared.samples.columns.get("input_ids")
         self._tokens = ids.shape[0] if ids is not None and ids.shape else 0
         self._ends_s: deque[float] = deque(maxlen=SPEED_STEPS + 1)
         self._heldout: dict[int, list[tuple[float, int]]] = {}
         self._heldout_loss: float | None = None
         self._plan, self._epoch = plan, 0
+        self._done, self._running = 0, False
+
+    def began(self, step: int) -> None:
+        """A session goes on after this step."""
+        self._done = step
+        self.log.began(step, self._job.training.steps)
 
     def planned(self, plan: Plan, epoch: int) -> None:
         """The run goes on with this plan; it may be the plan of before."""
+        self._running = True
+        if plan != self._plan:
+            self._callbacks.fault(plan_change(self._done, plan))
         self._plan, self._epoch = plan, epoch
+
+    def decided(self, now_s: float, event: RunEvent, instructions: Sequence[RunInstruction]) -> None:
+        """What the run's machine decided."""
+        self.log.decided(now_s, event, instructions)
+        for fault in faults_of(self._done, event, instructions):
+            if self._running or fault.kind != "joined":  # those that it begins with are no news
+                self._callbacks.fault(fault)
 
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         if item.kind == "train":
@@ -83,7 +81,8 @@ class Watch:
 
     def _trained(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         self._ends_s.append(time.monotonic())
-        done, t = item.step + 1, self._job.training
+        self._done = done = item.step + 1
+        t = self._job.training
         if loss is not None:
             self._folder.log(LossPoint(step=done, loss=loss))
         busy: dict[str, float] = {}
@@ -102,7 +101,9 @@ class Watch:
             loss=loss,
             heldout_loss=self._heldout_loss,
             learning_rates=tuple(cast("float", settings(item.step)["lr"]) for settings in self._settings),
+            step_s=elapsed_s,
             link_bytes=sent,
+            sent_bytes=sum(sent.values()),
             busy={device: min(1.0, busy_s / elapsed_s) for device, busy_s in busy.items()} if elapsed_s else {},
             tokens_per_s=rate * self._tokens if rate and self._tokens else None,
             samples_per_s=None if self._tokens else rate,
@@ -113,7 +114,7 @@ class Watch:
         )
         self.log.stepped(facts, spans)
         self._observer.stepped(facts)
-        self._hooks.call("step", facts)
+        self._callbacks.step(facts)
 
     def _evaluated(self, item: Item, loss: float) -> None:
         """An evaluation comes in several items; its loss is their mean by micro-batches."""
@@ -126,6 +127,7 @@ class Watch:
             self._folder.log(LossPoint(step=item.step, loss=mean, split="heldout"))
             self.log.evaluated(item.step, mean)
             self._observer.evaluated(item.step, mean)
+            self._callbacks.evaluation(Evaluated(step=item.step, loss=mean))
 
     def rolled_back(self, step: int) -> None:
         """Steps after this one will be reported once more."""
@@ -134,8 +136,9 @@ class Watch:
         self._ends_s.clear()
         self.log.went_back(step)
         self._observer.went_back(step)
+        self._done = step
+        self._callbacks.fault(RunFault(step=step, kind="back"))
 
     def saved(self, step: int, directory: Path) -> None:
         self.log.saved(step)
         self._observer.saved(step, directory)
-        self._hooks.call("checkpoint", step, directory)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from isthmus.accelerators import AUTO, Accelerator, open_accelerator
+from isthmus.callbacks import CallbackConfig, find_callback
 from isthmus.data import DataSpec, load_dataset
 from isthmus.data.availability import Availability, read_availability
 from isthmus.data.clients import ClientData, TextClients, share_out
@@ -46,6 +47,7 @@ from isthmus.overrides import overridden
 from isthmus.planners.cohort import cohort_names
 from isthmus.protocol.federated_participation import Participation, cohort
 from isthmus.protocol.federated_rules import RoundRules
+from isthmus.trackers import Track, check_trackers
 from isthmus.units import parse_duration
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -167,6 +169,10 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Real sites in place of simulated clients."""
     run_dir: str = "runs"
     """Where run folders are made."""
+    callback: tuple[CallbackConfig, ...] = ()
+    """One table [[callback]] per callback of your own."""
+    track: Track = Track()
+    """Which trackers get the run's figures."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -233,6 +239,9 @@ def load_federated_job(path: Path, overrides: Mapping[str, object] = {}) -> Fede
 def check(job: FederatedJob) -> None:
     """What can be said before data is read."""
     check_is_local("run_dir", job.run_dir)
+    check_trackers(job.track)
+    for config in job.callback:
+        find_callback(config)
     if job.data is not None:
         refuse_description(job.data)
     load_algorithm(AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options))

@@ -1,12 +1,10 @@
 """A job: which model, which data, how to train it, on which fleet. One TOML file."""
 
-from isthmus.job.hooks import Hooks, load_hook, load_hooks
 from isthmus.job.loading import checked, constraints_of, fleet_of, load_job
 from isthmus.job.prepared import Prepared, described_here, described_in, keep_prepared, kept_prepared, prepare
 from isthmus.job.settings import Job, PlanConfig, PrivacyConfig, RuntimeConfig, TrainingConfig
 
 __all__ = [
-    "Hooks",
     "Job",
     "PlanConfig",
     "Prepared",
@@ -20,8 +18,6 @@ __all__ = [
     "fleet_of",
     "keep_prepared",
     "kept_prepared",
-    "load_hook",
-    "load_hooks",
     "load_job",
     "prepare",
 ]

@@ -14,6 +14,7 @@ from isthmus.fleet import Fleet, changed, in_half, resolve_fleet
 from isthmus.job.settings import Job
 from isthmus.overrides import overridden
 from isthmus.plans import SCHEDULES, Constraints, OwnSamples
+from isthmus.trackers import check_trackers
 from isthmus.training.optim import settings_of
 from isthmus.units import parse_duration
 
@@ -32,6 +33,7 @@ def checked(job: Job) -> Job:
     _check_training(job)
     _check_holders(job)
     check_is_local("run_dir", job.run_dir)
+    check_trackers(job.track)
     if job.schedule not in SCHEDULES:
         raise UserError(f"schedule: {unknown_name('schedule', job.schedule, SCHEDULES)}")
     if job.compression is not None and job.compression.method not in ratio_planner_names():

@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import nn
 
+from isthmus.callbacks import find_callback
 from isthmus.cost import ParameterState, Problem, parameter_state
 from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.data.description import DataDescription, describe, joined_descriptions, read_description
@@ -20,7 +21,6 @@ from isthmus.extensions import import_object
 from isthmus.fleet import Device, Fleet, Links
 from isthmus.graph import Flow
 from isthmus.graph.captured import Capture, Captured, Column, read_captured, write_captured
-from isthmus.job.hooks import load_hooks
 from isthmus.job.loading import constraints_of
 from isthmus.job.settings import Job
 from isthmus.models import as_eager, build_model
@@ -86,9 +86,10 @@ def prepare(job: Job, samples: DataDescription | None = None) -> Prepared:
     """Build the model under fake tensors and capture it on batches made from what the data are like: `samples`, or the
     job's description file, or the data themselves, which are opened only where neither is given.
 
-    Raises UserError for whatever is wrong with them, with how they fit together and the optimizers, or with a hook.
+    Raises UserError for whatever is wrong with them, with how they fit together and the optimizers, or with a callback.
     """
-    load_hooks(job.hooks)
+    for config in job.callback:
+        find_callback(config)
     if samples is None and job.data.description:
         samples = described_in(job)
     elif samples is None:

@@ -8,14 +8,15 @@ import msgspec
 import torch
 from msgspec import Meta
 
+from isthmus.callbacks import CallbackConfig
 from isthmus.cost import SyncPolicy
 from isthmus.data import DataSpec
 from isthmus.documents import JOB_NAME
 from isthmus.fleet import FleetChange
-from isthmus.job.hooks import Hooks
 from isthmus.models import ModelSpec
 from isthmus.plans import ActivationNoise, CompressionConfig, Objective
 from isthmus.protocol.finite import OnNonFinite
+from isthmus.trackers import Track
 from isthmus.training.engine import EngineConfig
 from isthmus.training.kernels import Kernels
 from isthmus.training.learning_rate import LearningRate
@@ -221,8 +222,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Without this table values leave data holders as they were computed."""
     runtime: RuntimeConfig = RuntimeConfig()
     """How device processes run."""
-    hooks: Hooks = Hooks()
-    """Your own functions, called during a run."""
+    callback: tuple[CallbackConfig, ...] = ()
+    """One table [[callback]] per callback of your own."""
+    track: Track = Track()
+    """Which trackers get the run's figures."""
 
     @property
     def micro_batch_size(self) -> int:

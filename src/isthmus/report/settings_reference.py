@@ -20,6 +20,7 @@ from isthmus.job.sweep import SweepFile
 from isthmus.models import describe_model, model_names, summarize_model
 from isthmus.option_docs import OptionDoc, option_docs
 from isthmus.report.tables import new_table
+from isthmus.trackers import describe_tracker, tracker_names
 
 
 class TableDoc(msgspec.Struct, frozen=True):
@@ -60,6 +61,7 @@ KINDS: Mapping[str, tuple[str, Callable[[], list[str]], Callable[[str], tuple[st
     "model": ("[model] name", model_names, describe_model),
     "data set": ("[data] kind", dataset_kinds, describe_dataset),
     "algorithm": ("[federated] algorithm", algorithm_names, describe_algorithm),
+    "tracker": ("[track] to", tracker_names, describe_tracker),
 }
 """What a file names, and has options of its own: where it is named, the names, and what there is to say of one."""
 

@@ -51,6 +51,8 @@ class Mode:
 
     in_backward = False
     """Whether `ready` and `backward_ended` are to be called."""
+    updates_in_backward = False
+    """Whether a change of gradients after the backward pass comes too late."""
     resets_each_backward = False
     """Whether several backward passes may come before one step, each with all gradients anew."""
     plan: SyncPlan | None = None
@@ -70,6 +72,9 @@ class Mode:
 
     def backward_ended(self) -> None:
         """All gradients are there."""
+
+    def accept_gradients(self) -> None:
+        """They count as unchanged since the backward pass."""
 
     def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
         """Update, average what is due. Returns the closure's loss. The caller counts the step, afterwards."""

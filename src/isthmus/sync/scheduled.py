@@ -59,6 +59,7 @@ class Scheduled(Mode):
     """Follows a `SyncPlan`. Without one, the whole model is averaged after the last step of each period."""
 
     in_backward = True
+    updates_in_backward = True
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -113,6 +114,10 @@ class Scheduled(Mode):
         self._versions[number] = versions(self.setting.model.layers[number].parameters)
         for message in self._order.ready(number):
             self._start(self._due[message])
+
+    def accept_gradients(self) -> None:
+        for number in self._versions:
+            self._versions[number] = versions(self.setting.model.layers[number].parameters)
 
     def _start(self, due: _Due) -> None:
         s, layers = self.setting, self._layers(due.layers)

@@ -107,6 +107,16 @@ class Sync:
             self._hooks.accumulating = outside
 
     @property
+    def updates_in_backward(self) -> bool:
+        """Whether the mode updates inside backward, where a change of gradients after it (clipping) is refused."""
+        return self._mode.updates_in_backward
+
+    def accept_gradients(self) -> None:
+        """Take gradients as unchanged since the backward pass, for a caller who knows that they are: to ask for their
+        norm by `clip_grad_norm_(parameters, inf)` multiplies them by 1."""
+        self._mode.accept_gradients()
+
+    @property
     def optimizer(self) -> Optimizer:
         """The one that was given to `attach`."""
         return self._setting.updates.optimizer

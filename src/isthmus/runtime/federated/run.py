@@ -88,15 +88,22 @@ class FederatedRun:
     """
 
     def __init__(
-        self, job: FederatedJob, folder: Path, *, resume: bool, watch: Callable[[RoundLine], None] = lambda _: None
+        self,
+        job: FederatedJob,
+        folder: Path,
+        *,
+        resume: bool,
+        began: Callable[[], None] = lambda: None,
+        watch: Callable[[RoundLine], None] = lambda _: None,
     ) -> None:
-        """`watch` is called when a round is committed, in another thread. UserError for a folder of another job."""
+        """`began` is called when the folder is the run's, before executors are forked; `watch` when a round is
+        committed, in another thread. UserError for a folder of another job."""
         keep_freed_pages(ANY_SIZE, arenas=1)
         torch.set_num_threads(job.execution.threads)
         self.folder = folder
         self.data: ClientData = client_data(job)
         self.job = job = sized(job, self.data, folder if resume else None)
-        self._watch = watch
+        self._began, self._watch = began, watch
         population = len(self.data.sizes)
         self._algorithm = job.algorithm(population)
         self._resident = resident = Resident(build(job))
@@ -131,6 +138,7 @@ class FederatedRun:
         """To the end. Raises UserError for what the job is to blame for, PeerError when no executor is left, Diverged
         when no client's numbers are finite."""
         self.begin(note)
+        self._began()
         apart = self.job.scheme.processes and len(self.machine.executors) > 1  # one shares its work with nobody
         with _Aftermath(self._after) as after:
             finish = self._in_processes(after, note, stop) if apart else self._in_process(after, stop)

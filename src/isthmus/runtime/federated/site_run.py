@@ -78,16 +78,23 @@ class SiteRun:
     """Everything of a run but its sites."""
 
     def __init__(
-        self, job: FederatedJob, folder: Path, *, resume: bool, watch: Callable[[RoundLine], None] = lambda _: None
+        self,
+        job: FederatedJob,
+        folder: Path,
+        *,
+        resume: bool,
+        began: Callable[[], None] = lambda: None,
+        watch: Callable[[RoundLine], None] = lambda _: None,
     ) -> None:
-        """`watch` is called when a round is committed. UserError for a job without sites, a folder of another job."""
+        """`began` is called when the folder is the run's, `watch` when a round is committed. UserError for a job
+        without sites, a folder of another job."""
         if job.deployment is None:
             raise UserError("deployment: missing, expected the table with the sites that may take part")
         torch.set_num_threads(job.execution.threads)
         self.job = job
         self.folder = folder
         self.deployment: Deployment = job.deployment
-        self._watch = watch
+        self._began, self._watch = began, watch
         resident = Resident(build(job))
         population = len(self.deployment.sites)
         self.server = Server(job.algorithm(population), resident.vector(), resident.buffers(), population)
@@ -111,6 +118,7 @@ class SiteRun:
         """To the end. Raises UserError for what the job is to blame for, PeerError when too few sites take part,
         Diverged when no site's numbers are finite."""
         self.store.begin(note)
+        self._began()
         run = secrets.token_hex(16)
         clients = {name: number for number, name in enumerate(self.deployment.sites)}
         receiver = SiteUpdateReceiver(

@@ -1,0 +1,138 @@
+"""What a callback gets: one struct per method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from isthmus.plans import Plan
+from isthmus.protocol.federated_events import RoundRecord
+
+
+def _nothing() -> None: ...
+
+
+class RunStarted(msgspec.Struct, frozen=True, kw_only=True):
+    """A session of a run begins: its plan is made and its folder is written.
+
+    >>> RunStarted(run=Path("runs/first"), kind="pipeline", steps=10).first_step
+    0
+    """
+
+    run: Path
+    """The run's folder."""
+    kind: Literal["pipeline", "federated"]
+    steps: int
+    """Optimizer steps, or federated rounds, of the whole run."""
+    first_step: int = 0
+    """Steps that were done before: more than 0 in a resumed run."""
+    settings: Mapping[str, object] = {}
+    """The job, table by table, with its defaults."""
+    plan: Plan | None = None
+    """None in a federated run."""
+    pictures: Mapping[str, Path] = {}
+    """PNG files that are there, by name: `plan`."""
+    stop: Callable[[], None] = _nothing
+    """Ends the run with a checkpoint, as Ctrl-C does. May be called later too, from any thread."""
+
+
+class StepDone(msgspec.Struct, frozen=True, kw_only=True):
+    """An optimizer step, or a federated round, is done.
+
+    >>> StepDone(step=3, steps=10, loss=0.5, learning_rates=(0.01,)).learning_rates
+    (0.01,)
+    """
+
+    step: int
+    """Steps done, this one included."""
+    steps: int
+    """Of the whole run."""
+    loss: float | None
+    """Mean training loss of the step's batch; None when no device reported one, and of a round."""
+    heldout_loss: float | None = None
+    """The latest since the run began or was resumed; None before an evaluation."""
+    learning_rates: tuple[float, ...] = ()
+    """Of this step, in the order of the job's `[[optimizer]]` tables."""
+    step_s: float | None = None
+    """Seconds of a step, as a mean over the last 16; None before a second step. Of a round: its own."""
+    tokens_per_s: float | None = None
+    """Of text; None before a second step."""
+    samples_per_s: float | None = None
+    """Of other data; None before a second step."""
+    busy: Mapping[str, float] = {}
+    """By device or executor: the share of the step that it computed, 0 to 1."""
+    link_bytes: Mapping[tuple[str, str], int] = {}
+    """By (source, target): bytes that this step sent."""
+    sent_bytes: int = 0
+    """Of all links together."""
+    devices: tuple[str, ...] = ()
+    """Devices of the plan in force, or executors that trained."""
+    period: int = 1
+    """Steps between two averagings of the plan's replicas; 1: after every step."""
+    plan_epoch: int = 0
+    """Rises whenever the run goes on after a lost device or with another plan."""
+    round: RoundRecord | None = None
+    """Of a federated run: which clients trained where, which updates were refused or missing."""
+    run: Path = Path()
+    """The run's folder."""
+
+
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
+    """The model was evaluated on held-out samples.
+
+    >>> Evaluated(step=20, loss=0.4, accuracy=0.9).accuracy
+    0.9
+    """
+
+    step: int
+    """Steps done."""
+    loss: float | None
+    """None in a federated run without held-out samples."""
+    accuracy: float | None = None
+    """Of a federated run whose model gives logits, 0 to 1."""
+    client_accuracy: float | None = None
+    """Of a federated run: the mean over the clients that the job asks for."""
+
+
+class RunFault(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that is no step changed the run.
+
+    >>> RunFault(step=7, kind="lost", device="laptop-1", text="its process was killed by SIGKILL").device
+    'laptop-1'
+    """
+
+    step: int
+    """Steps done; of `back`, the step after which the run goes on."""
+    kind: Literal["lost", "joined", "left", "plan", "back", "refused", "note"]
+    """`plan`: another plan is in force. `back`: later steps are void and are made again. `refused`: a federated update
+    was not accepted. `note`: of a federated run, a line for people, as of a lost executor."""
+    device: str = ""
+    text: str = ""
+    """In words; empty where the kind says it all."""
+    plan: Plan | None = None
+    """Of `plan`."""
+
+    def __str__(self) -> str:
+        words = {"plan": "another plan", "back": f"back to step {self.step}", "note": ""}
+        what = " ".join(filter(None, (words.get(self.kind, self.kind), self.device)))
+        return ": ".join(filter(None, (what, self.text)))
+
+
+class RunEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """The session is over, for whatever reason.
+
+    >>> RunEnded(run=Path("runs/first"), outcome="done").reason
+    ''
+    """
+
+    run: Path
+    """The run's folder."""
+    outcome: Literal["done", "interrupted", "lost", "diverged", "failed"]
+    """As the exit code: interrupted 130, lost 4, diverged and failed 1 or 2."""
+    reason: str = ""
+    """Empty where it went well."""
+    pictures: Mapping[str, Path] = {}
+    """PNG files that are there, by name, as `timeline`, `loss`, `accuracy`."""

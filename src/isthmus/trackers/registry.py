@@ -1,0 +1,101 @@
+"""Trackers by name: ours, and those that other packages register under `isthmus.trackers`.
+
+A tracker of another package is a callable that takes its options by name and gives a `Tracker`. Ours are imported when
+they are used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, cast
+
+import msgspec
+
+from isthmus.errors import UserError, unknown_name
+from isthmus.extensions import EXTRAS, check_arguments, import_object, load_third_party, read_options, third_party
+from isthmus.option_docs import OptionDoc, argument_docs, first_line, option_docs
+from isthmus.trackers.settings import Track
+from isthmus.trackers.tracker import Tracker
+
+ENTRY_POINTS = "isthmus.trackers"
+
+
+class OurTracker(NamedTuple):
+    """One of our adapters, as `module:name`."""
+
+    tracker: str
+    """A class that is built with the options."""
+    options: str
+    """A struct of its options."""
+    library: str
+    """What has to be installed for it."""
+
+
+def _ours(module: str, name: str, library: str) -> OurTracker:
+    where = f"isthmus.trackers.{module}"
+    return OurTracker(f"{where}:{name}Tracker", f"{where}:{name}Options", library)
+
+
+_OURS: Mapping[str, OurTracker] = {
+    "tensorboard": _ours("tensorboard", "TensorBoard", "tensorboard"),
+    "wandb": _ours("wandb", "Wandb", "wandb"),
+    "trackio": _ours("trackio", "Trackio", "trackio"),
+    "mlflow": _ours("mlflow", "Mlflow", "mlflow"),
+    "prometheus": _ours("prometheus", "Prometheus", "prometheus_client"),
+}
+
+
+def tracker_names() -> list[str]:
+    """Every name that `[track] to` takes, sorted. Ours win over a third party's of the same name."""
+    return sorted({*_OURS, *third_party(ENTRY_POINTS)})
+
+
+def tracker_options(name: str) -> type[msgspec.Struct]:
+    """The options of one of ours."""
+    return cast("type[msgspec.Struct]", import_object("track.to", _OURS[name].options))
+
+
+def describe_tracker(name: str) -> tuple[str, tuple[OptionDoc, ...]]:
+    """One line on a tracker, and its options. UserError for an unknown name."""
+    if name in _OURS:
+        struct = tracker_options(name)
+        return first_line(struct), option_docs(struct)
+    others = third_party(ENTRY_POINTS)
+    if name not in others:
+        raise unknown_name("tracker", name, tracker_names())
+    found = load_third_party(others[name])
+    return first_line(found), argument_docs(found)
+
+
+def check_trackers(track: Track) -> None:
+    """UserError for an unknown name, option or value. What libraries are installed matters to the coordinator alone."""
+    track.check()
+    for name in track.names:
+        _builder(name, track.options.get(name, {}))
+
+
+def tracker_builders(track: Track) -> dict[str, Callable[[], object]]:
+    """What builds each tracker that is named. Nothing is started, and no library is imported. UserError for an unknown
+    name, option or value, and for a library that is not installed."""
+    check_trackers(track)
+    for name in track.names:
+        if name in _OURS and importlib.util.find_spec(library := _OURS[name].library) is None:
+            raise UserError(f'track.to: {name} needs {library}: pip install "isthmus[{EXTRAS[library]}]"')
+    return {name: _builder(name, track.options.get(name, {})) for name in track.names}
+
+
+def _builder(name: str, options: Mapping[str, object]) -> Callable[[], object]:
+    if name in _OURS:
+        ours = _OURS[name]
+        read = read_options(f"track.options.{name}:", options, tracker_options(name))
+        return lambda: cast("Callable[[msgspec.Struct], Tracker]", import_object("track.to", ours.tracker))(read)
+    others = third_party(ENTRY_POINTS)
+    if name not in others and ":" not in name:
+        raise unknown_name("track.to", name, [*tracker_names(), "package.module:Class"])
+    found = load_third_party(others[name]) if name in others else import_object("track.to", name)
+    if not callable(found):
+        raise UserError(f"track.to: {name!r}: expected a class with the methods of a tracker, got {found!r:.80}")
+    build: Callable[..., object] = found
+    check_arguments("track.to", name, build, options)
+    return lambda: build(**options)
