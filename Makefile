@@ -64,7 +64,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing PyTorch (`tail -n 1 constraints.txt`; see constraints.txt) ..."
 	@$(PIP) -r constraints.txt $(UNWARNED)
 	@echo "installing Isthmus and what its tests need ..."
-	@$(PIP) -c constraints.txt -e ".[train,hf,privacy,ray,slurm,kubernetes,dashboard,dev]" $(UNWARNED)
+	@$(PIP) -c constraints.txt -e ".[train,hf,privacy,ray,slurm,kubernetes,dashboard,s3,dev]" $(UNWARNED)
 	touch $(READY)
 
 clean:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from isthmus.api.federated_result import PICTURES, FederatedResult
-from isthmus.api.folder import RunFolder
 from isthmus.api.observer import Observer
-from isthmus.errors import Interrupted
+from isthmus.api.stored_run import Uploads, chosen_folder, uploaded
+from isthmus.errors import Interrupted, UserError
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, check_deployment, check_simulation
+from isthmus.federated.server import Commits
 from isthmus.protocol.federated_events import FinishRounds
+from isthmus.run_files import ROUNDS
 from isthmus.runtime.federated.run import FederatedRun
 from isthmus.runtime.federated.site_run import SiteRun
 from isthmus.runtime.processes.signals import Stop
@@ -29,7 +32,8 @@ LEAVING_S = 5.0
 """Executors of a coordinator that was killed are copies of it and hold its claim until they notice."""
 
 
-Begin = Callable[[Path], "tuple[RoundRunner, Act]"]
+Begin = Callable[[Path, Callable[[RoundLine], None]], "tuple[RoundRunner, Act]"]
+"""Given the run's folder, and whom to call with each committed round."""
 
 
 class FederatedChoices(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,8 +59,13 @@ def run_simulated(job: FederatedJob, choices: FederatedChoices, observer: Observ
     stop.check()
     check_simulation(job)
 
-    def begin(folder: Path) -> tuple[RoundRunner, Act]:
-        run = FederatedRun(job, folder, resume=choices.resume, watch=observer.round_done)
+    def begin(folder: Path, watch: Callable[[RoundLine], None]) -> tuple[RoundRunner, Act]:
+        run = FederatedRun(job, folder, resume=choices.resume, watch=watch)
+        if job.store is not None and run.store.states is not None:
+            raise UserError(
+                f"store: got one with algorithm {job.federated.algorithm!r}, expected none: its clients keep states, "
+                "which are not uploaded"
+            )
         count = len(run.machine.executors)
         several = f"{count} executor{'s' if count > 1 else ''}"
         what = f"{len(run.data.sizes)} clients, {several}, scheme {job.execution.scheme}"
@@ -73,8 +82,8 @@ def deploy(
     stop.check()
     check_deployment(job)
 
-    def begin(folder: Path) -> tuple[RoundRunner, Act]:
-        run = SiteRun(job, folder, resume=choices.resume, watch=observer.round_done)
+    def begin(folder: Path, watch: Callable[[RoundLine], None]) -> tuple[RoundRunner, Act]:
+        run = SiteRun(job, folder, resume=choices.resume, watch=watch)
         sites = ", ".join(run.deployment.sites)
         observer.note(
             f"{job.federated.algorithm} over sites {sites}; a round is closed by {run.machine.rules.description}"
@@ -90,18 +99,42 @@ def deploy(
 
 
 def _in_folder(job: FederatedJob, choices: FederatedChoices, begin: Begin, observer: Observer) -> FederatedResult:
-    folder = RunFolder.chosen(Path(job.run_dir), job.name, resume=choices.resume, run=choices.run)
+    folder = chosen_folder(
+        Path(job.run_dir), job.name, resume=choices.resume, run=choices.run, store=job.store, note=observer.note
+    )
     folder.check_kind(federated=True)
     with folder.claimed(LEAVING_S if choices.resume else 0.0):
         try:
-            return _watched(job, choices, folder.path, begin, observer)
+            with uploaded(job.store, folder, choices.again, observer.note, resume=choices.resume) as uploads:
+                return _watched(job, choices, folder.path, partial(_begun, begin, uploads, observer), observer)
         except KeyboardInterrupt:
             what = f"interrupted: resume with {choices.again}, run folder {folder.path}"
             raise Interrupted(what, folder.path if folder.begun else None) from None
 
 
+def _begun(begin: Begin, uploads: Uploads, observer: Observer, folder: Path) -> tuple[RoundRunner, Act]:
+    """Each committed round is seen, and uploaded once it is on disk."""
+    rounds = Commits(folder / ROUNDS)
+    before = rounds.newest_file()
+
+    def done(line: RoundLine) -> None:
+        nonlocal before
+        newest = rounds.newest_file()
+        if newest is not None and newest != before:
+            before = newest
+            uploads.committed(newest, folder)
+        uploads.tell(observer.note)
+        observer.round_done(line)
+
+    return begin(folder, done)
+
+
 def _watched(
-    job: FederatedJob, choices: FederatedChoices, folder: Path, begin: Begin, observer: Observer
+    job: FederatedJob,
+    choices: FederatedChoices,
+    folder: Path,
+    begin: Callable[[Path], tuple[RoundRunner, Act]],
+    observer: Observer,
 ) -> FederatedResult:
     observer.rounds_began(job.federated.rounds)
     try:

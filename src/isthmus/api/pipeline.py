@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from isthmus.api.make_plan import fleet_for, plan_for, predict_periods
 from isthmus.api.observer import Observer
 from isthmus.api.run import Run, finite_points, loss_unit
 from isthmus.api.search import searched
+from isthmus.api.stored_run import Uploads, chosen_folder, uploaded
 from isthmus.api.watch import LoadedHooks, Watch
 from isthmus.data.description import difference, joined_descriptions
 from isthmus.errors import Interrupted, UserError
@@ -20,6 +22,7 @@ from isthmus.fleet import Fleet
 from isthmus.graph import encode
 from isthmus.job import Job, Prepared, constraints_of, described_in, keep_prepared, kept_prepared, prepare
 from isthmus.plans import Plan
+from isthmus.protocol import Item
 from isthmus.protocol.drift import fit_fleet
 from isthmus.report import draw_loss, draw_plan, draw_timeline, during, last_period, memory_use, run_summary
 from isthmus.report.fleet_tables import fitted_text
@@ -31,7 +34,7 @@ from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, 
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.coordinator.stages import readers
 from isthmus.runtime.processes.signals import Stop
-from isthmus.trace import Trace
+from isthmus.trace import Span, Trace
 from isthmus.training.checkpoint import newest_whole_checkpoint, read_manifest
 from isthmus.units import format_duration
 
@@ -55,17 +58,18 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
     """To its end, or to a good end once it is to stop: then what is leased is finished, and a checkpoint saved. Raises
     Interrupted where it ended at once: before it began, or by a second Ctrl-C."""
     stop.check()
-    folder = run_folder(job, choices)
+    folder = run_folder(job, choices, observer.note)
     folder.check_kind(federated=False)
     with folder.claimed():
         try:
-            return _run(job, choices, folder, observer, stop)
+            with uploaded(job.store, folder, choices.again, observer.note, resume=choices.resume) as uploads:
+                return _run(job, choices, folder, uploads, observer, stop)
         except KeyboardInterrupt:  # a second Ctrl-C, or one before the run began
             how = f"resume with {choices.again}, run folder {folder.path}" if folder.begun else "nothing was written"
             raise Interrupted(f"interrupted at once: {how}", folder.path if folder.begun else None) from None
 
 
-def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop: Stop) -> Run:
+def _run(job: Job, choices: Choices, folder: RunFolder, uploads: Uploads, observer: Observer, stop: Stop) -> Run:
     hooks, record = LoadedHooks(job.hooks), _left_in_its_middle(folder, choices)
     finite = job.training.non_finite != "ignore"
     checkpoint = newest_whole_checkpoint(folder.checkpoints, observer.note, finite=finite) if choices.resume else None
@@ -115,6 +119,15 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
         watch.log.began(start_step, job.training.steps)
 
     watch = Watch(prepared, plan, folder, observer, hooks)
+
+    def advanced(item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+        uploads.tell(watch.noted)
+        watch.advanced(item, loss, spans)
+
+    def saved(step: int, directory: Path) -> None:
+        uploads.committed(directory, folder.path)
+        watch.saved(step, directory)
+
     observer.began(plan)
     try:
         outcome = run_plan(
@@ -127,8 +140,8 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
                 accepted=begin,
                 planned=watch.planned,
                 period=watch.log.planned,
-                advanced=watch.advanced,
-                saved=watch.saved,
+                advanced=advanced,
+                saved=saved,
                 rolled_back=watch.rolled_back,
                 noted=watch.noted,
                 decided=watch.log.decided,
@@ -220,9 +233,11 @@ def _plan_again(prepared: Prepared, holders: DataHolders, fleet: Fleet) -> Plan:
         fleet = fleet.subset(left)
 
 
-def run_folder(job: Job, choices: Choices) -> RunFolder:
+def run_folder(job: Job, choices: Choices, note: Callable[[str], None]) -> RunFolder:
     """Of the run to resume, or a new one. UserError."""
-    return RunFolder.chosen(Path(job.run_dir), job.name, resume=choices.resume, run=choices.run)
+    return chosen_folder(
+        Path(job.run_dir), job.name, resume=choices.resume, run=choices.run, store=job.store, note=note
+    )
 
 
 def _report(folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], outcome: Outcome) -> None:

@@ -276,9 +276,11 @@ def _check(job: Path, overrides: dict[str, object], *, federated: bool) -> None:
     """UserError for settings under which the job is none."""
     try:
         if federated:
-            check_simulation(federated_job_of(job, overrides))
+            check_simulation(made := federated_job_of(job, overrides))
         else:
-            job_of(job, overrides)
+            made = job_of(job, overrides)
+        if made.store is not None:
+            raise UserError("store: got one in a sweep, expected none: its runs would share the URL")
     except UserError as e:
         raise UserError(f"{e} (with {', '.join(f'{key}={value}' for key, value in overrides.items())})") from None
 

@@ -63,7 +63,7 @@ def train(
             choices = Choices(resume=resume, run=where, plan=document, again="resume=True")
             return run_job(job_of(job, overrides), choices, observer, stop)
         objects = Objects(given)
-        folder = files.enter_context(kept_folder(objects.name, where, overrides, resume=resume))
+        folder = files.enter_context(kept_folder(objects.name, where, overrides, observer.note, resume=resume))
         made = objects.job(folder.path / GIVEN, overrides)
         return run_job(
             made, Choices(resume=resume, run=folder.path, plan=document, again="resume=True"), observer, stop

@@ -46,6 +46,7 @@ from isthmus.overrides import overridden
 from isthmus.planners.cohort import cohort_names
 from isthmus.protocol.federated_participation import Participation, cohort
 from isthmus.protocol.federated_rules import RoundRules
+from isthmus.stores import StoreConfig
 from isthmus.units import parse_duration
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -167,6 +168,8 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Real sites in place of simulated clients."""
     run_dir: str = "runs"
     """Where run folders are made."""
+    store: StoreConfig | None = None
+    """Where the run is kept besides its folder; without this table nowhere."""
 
     @property
     def devices(self) -> tuple[str, ...]:

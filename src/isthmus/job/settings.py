@@ -16,6 +16,7 @@ from isthmus.job.hooks import Hooks
 from isthmus.models import ModelSpec
 from isthmus.plans import ActivationNoise, CompressionConfig, Objective
 from isthmus.protocol.finite import OnNonFinite
+from isthmus.stores import StoreConfig
 from isthmus.training.engine import EngineConfig
 from isthmus.training.kernels import Kernels
 from isthmus.training.optim import LearningRate, OptimizerConfig
@@ -220,6 +221,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Without this table values leave data holders as they were computed."""
     runtime: RuntimeConfig = RuntimeConfig()
     """How device processes run."""
+    store: StoreConfig | None = None
+    """Where the run is kept besides its folder; without this table nowhere."""
     hooks: Hooks = Hooks()
     """Your own functions, called during a run."""
 
