@@ -155,9 +155,11 @@ def _drain(uploader: Uploader, store: Store, timeout_s: float, note: Note) -> No
     complete = uploader.close(timeout_s)
     for text in uploader.notes():
         note(text)
-    if not complete:
-        reason = uploader.failure or f"waited {format_duration(timeout_s)}"
-        note(f"warning: not everything was uploaded to {store.url}: {reason}; the run folder has all")
+    if complete:
+        note(f"uploaded to {store.url}")
+        return
+    reason = uploader.failure or f"waited {format_duration(timeout_s)}"
+    note(f"warning: not everything was uploaded to {store.url}: {reason}; the run folder has all")
 
 
 def _newest(commits: Mapping[str, list[str]]) -> int:

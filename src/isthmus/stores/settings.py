@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from isthmus.errors import UserError
 from isthmus.units import parse_duration
 
 _SECRET = re.compile(r"key|secret|token|passw|credential", re.IGNORECASE)
@@ -36,15 +37,19 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in self.options:
             if _SECRET.search(name):
                 raise ValueError(f"options.{name}: expected it in the environment: jobs are uploaded and logged")
-        if self.every_s <= 0:
+        try:
+            every_s, _ = self.every_s, self.drain_s
+        except UserError as e:
+            raise ValueError(str(e)) from None
+        if every_s <= 0:
             raise ValueError(f"every: got {self.every!r}, expected a time above 0")
 
     @property
     def every_s(self) -> float:
-        """Seconds. UserError."""
-        return parse_duration(self.every, "store.every")
+        """Seconds."""
+        return parse_duration(self.every, "every")
 
     @property
     def drain_s(self) -> float:
-        """Seconds. UserError."""
-        return parse_duration(self.drain, "store.drain")
+        """Seconds."""
+        return parse_duration(self.drain, "drain")
