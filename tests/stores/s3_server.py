@@ -16,7 +16,7 @@ NEVER = b"inf"
 
 
 class Gate:
-    """Requests to write `suffix` wait here: the server has the ones before, and not this one."""
+    """Requests to write what ends with `suffix` wait here, and fail: the server has those before, and not these."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -26,8 +26,10 @@ class Gate:
 
     def hold(self, suffix: str) -> None:
         self.suffix = suffix
-        self.reached.clear()
-        self.opened.clear()
+
+    def open(self) -> None:
+        self.suffix = ""
+        self.opened.set()
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         if self.suffix and environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith(self.suffix):
@@ -49,7 +51,7 @@ def s3_server() -> Generator[tuple[str, Gate]]:
     try:
         yield f"http://127.0.0.1:{server.server_port}", gate
     finally:
-        gate.opened.set()
+        gate.open()
         server.shutdown()
         thread.join()
         server.server_close()

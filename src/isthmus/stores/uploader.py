@@ -209,10 +209,12 @@ class Uploader:
             self._uploaded[name] = state
 
     def _prune(self, there: list[str], newest: str) -> None:
-        """Older commits that the folder has no more, and parts of such."""
+        """Of what is no newer, as many commits stay as the folder has, and those that it has; parts of others go."""
         here = commits_of(self._folder)
+        complete = {commit for commit in commits_in(there) if number_of(commit) < number_of(newest)}
+        stay = {*here, *sorted(complete, key=number_of, reverse=True)[: len(here) - 1]}
         for commit, files in parts_of_commits(there).items():
-            if number_of(commit) < number_of(newest) and commit not in here:
+            if number_of(commit) < number_of(newest) and commit not in stay:
                 self._store.remove(reversed(files))
 
 
