@@ -89,6 +89,10 @@ PUBLIC = {
     "simulator": (
         "Fault Overheads RecoveryTimes SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run"
     ),
+    "stores": (
+        "OWNER Owner Store StoreConfig StoreError Uploader commits_in commits_of is_document is_url newest_first "
+        "number_of read_owner"
+    ),
     "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
     "training": (
         "Engine EngineConfig LearningRate OptimizerConfig TorchEngine latest_checkpoint load_checkpoint read_tensors"
@@ -137,4 +141,4 @@ def test_every_package_is_listed() -> None:
 def test_the_command_line_stays_thin() -> None:
     """It parses, calls the API and prints."""
     modules = (Path(isthmus.__file__).parent / "cli").rglob("*.py")
-    assert sum(len(module.read_text(encoding="utf-8").splitlines()) for module in modules) <= 1345
+    assert sum(len(module.read_text(encoding="utf-8").splitlines()) for module in modules) <= 1360

@@ -122,7 +122,8 @@ def uploaded(
     if JOB in names and not resume:
         raise UserError(f"store.url: {store.url}: holds a run already; add {again} to continue it, or name another URL")
     if JOB in names and (before is None or here is None or before.run != here.run):
-        raise UserError(f"store.url: {store.url}: holds another run than {folder.path}, expected a URL of its own")
+        what = "expected a URL of its own, or --run of an empty folder to go on from there"
+        raise UserError(f"store.url: {store.url}: holds another run than {folder.path}, {what}")
     ours, theirs = commits_of(folder.path), commits_in(names)
     if JOB in names and _newest(theirs) > _newest(ours):
         with _fetched(store, folder.path.absolute().parent, note) as found:
@@ -136,7 +137,7 @@ def uploaded(
     timeout_s = config.drain_s
     try:
         yield Uploads(uploader)
-    except KeyboardInterrupt:  # whoever interrupts once more does not wait
+    except KeyboardInterrupt:  # a second Ctrl-C does not wait
         timeout_s = 0.0
         raise
     finally:

@@ -4,7 +4,7 @@ A commit (a checkpoint, a round) is uploaded after the documents that belong to 
 it is in the store complete, or not at all. Its files are held by hard links meanwhile, as the run may remove its own.
 Where uploads are slower than commits, the newest is uploaded next. What the run's folder has no more is removed.
 
-Whoever goes on with a run writes its session into the store. A coordinator that finds another session there than its
+Each session writes its name into the store. A coordinator that finds another session there than its
 own was cut off, and uploads nothing more.
 """
 
