@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.stores import Store, StoreConfig, StoreError, is_document
+from isthmus.stores import RemoteStoreError, Store, StoreConfig, is_document
 from isthmus.stores.layout import commits_in, parts_of_commits
 
 from .conftest import ask_for_keys
@@ -41,23 +41,25 @@ def test_the_contract(store: Store, tmp_path: Path) -> None:
     assert store.names() == ["checkpoints/step-000001/stage-0.safetensors", "job.json"], "no neighbour's"
     store.remove(["job.json", "never.there"])
     assert store.names() == ["checkpoints/step-000001/stage-0.safetensors"]
-    with pytest.raises(StoreError, match=re.escape(f"store {store.url}: never.there cannot be read")):
+    with pytest.raises(RemoteStoreError, match=re.escape(f"store {store.url}: never.there cannot be read")):
         store.download("never.there", tmp_path / "nothing")
 
 
 def test_a_missing_bucket_a_wrong_key_and_no_server(s3: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StoreError, match=r"^store s3://missing/x: cannot be read: The specified bucket does not exist"):
+    with pytest.raises(
+        RemoteStoreError, match=r"^store s3://missing/x: cannot be read: The specified bucket does not exist"
+    ):
         Store("s3://missing/x").names()
     address = os.environ["AWS_ENDPOINT_URL"]
     ask_for_keys(address, asks=True)
     try:
-        with pytest.raises(StoreError, match=r"^store s3://bucket/x: cannot be read: The AWS Access Key Id "):
+        with pytest.raises(RemoteStoreError, match=r"^store s3://bucket/x: cannot be read: The AWS Access Key Id "):
             Store("s3://bucket/x").names()
     finally:
         ask_for_keys(address, asks=False)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(StoreError, match=r"^store s3://bucket/x: cannot be read: Unable to locate credentials$"):
+    with pytest.raises(RemoteStoreError, match=r"^store s3://bucket/x: cannot be read: Unable to locate credentials$"):
         Store("s3://bucket/x").names()
 
 
@@ -71,7 +73,7 @@ def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setitem(sys.modules, library, None)
             with pytest.raises(UserError, match=rf'^store {url} needs {library}: pip install "isthmus\[{extra}\]"$'):
                 Store(url)
-    with pytest.raises(StoreError, match=r"^store nowhere://x: Protocol not known: nowhere"):
+    with pytest.raises(RemoteStoreError, match=r"^store nowhere://x: Protocol not known: nowhere"):
         Store("nowhere://x")
 
 

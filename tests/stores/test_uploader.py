@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.stores import Owner, Store, StoreConfig, StoreError, Uploader, commits_in, read_owner
+from isthmus.stores import Owner, RemoteStoreError, Store, StoreConfig, Uploader, commits_in, read_owner
 from isthmus.stores import uploader as module
 
 OWNER = Owner(run="r", session="s")
@@ -140,7 +140,7 @@ def test_failures_are_named_once_and_retried(tmp_path: Path) -> None:
 
     def refuse(name: str) -> None:
         if name.endswith("stage-1.safetensors") and next(left, None) is not None:
-            raise StoreError("store x: no route")
+            raise RemoteStoreError("store x: no route")
 
     store.before = refuse
     uploader = begun(store, run)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file, save_model
 from isthmus.api import federated_result
 from isthmus.api.folder import RunFolder
 from isthmus.api.given import is_given
-from isthmus.api.hub import Hub
+from isthmus.api.hub import HubRepository
 from isthmus.api.stored_run import local_copy
 from isthmus.documents import follow_umask
 from isthmus.errors import UserError
@@ -66,7 +66,7 @@ def export_model(run: str | Path, directory: Path) -> tuple[Exported, list[str]]
 
 def push_model(run: str | Path, name: str, *, public: bool = False) -> tuple[Exported, list[str], str]:
     """As `export_model`, into a repository of the Hugging Face hub; with its address."""
-    hub = Hub(name, public=public)
+    hub = HubRepository(name, public=public)
     with tempfile.TemporaryDirectory() as temporary:
         found, notes = export_model(run, Path(temporary))
         return found, notes, hub.push(found.directory, f"{found.done} {found.unit} of training by Isthmus")

@@ -10,8 +10,8 @@ from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 
 
-class Hub:
-    """Who may push a model of this name. UserError for a name that is none, and where no token is known."""
+class HubRepository:
+    """Of this name, to be pushed to. UserError for a name that is none, and where no token is known."""
 
     def __init__(self, name: str, *, public: bool = False) -> None:
         """`public` is of a repository that is made: one that is there stays as it is."""

@@ -20,9 +20,9 @@ from isthmus.runtime.coordinator.recovery_record import RECORD
 from isthmus.stores import (
     OWNER,
     Owner,
+    RemoteStoreError,
     Store,
     StoreConfig,
-    StoreError,
     Uploader,
     commits_in,
     commits_of,
@@ -67,7 +67,7 @@ class Uploads:
 
 
 def open_store(config: StoreConfig) -> Store:
-    """StoreError."""
+    """RemoteStoreError."""
     return Store(config.url, config.options)
 
 
@@ -143,7 +143,7 @@ def uploaded(
     finally:
         _drain(uploader, store, timeout_s, note)
         if not folder.begun and before is None:
-            with contextlib.suppress(StoreError):
+            with contextlib.suppress(RemoteStoreError):
                 store.remove([OWNER])
 
 

@@ -2,15 +2,15 @@
 
 from isthmus.stores.layout import commits_in, is_document, newest_first, number_of
 from isthmus.stores.settings import StoreConfig
-from isthmus.stores.store import Store, StoreError, is_url
+from isthmus.stores.store import RemoteStoreError, Store, is_url
 from isthmus.stores.uploader import OWNER, Owner, Uploader, commits_of, read_owner
 
 __all__ = [
     "OWNER",
     "Owner",
+    "RemoteStoreError",
     "Store",
     "StoreConfig",
-    "StoreError",
     "Uploader",
     "commits_in",
     "commits_of",

@@ -18,7 +18,7 @@ _RENAMES = {"file", "local", "sftp", "ssh"}
 """Protocols of file systems, where a file that is being written can be seen. Object stores show objects whole."""
 
 
-class StoreError(UserError):
+class RemoteStoreError(UserError):
     """A store cannot be reached, or refuses."""
 
 
@@ -48,7 +48,7 @@ def is_url(text: str) -> bool:
 
 
 class Store:
-    """The folder at `url`. Names are relative to it, parted by slashes. Every method raises StoreError."""
+    """The folder at `url`. Names are relative to it, parted by slashes. Every method raises RemoteStoreError."""
 
     def __init__(self, url: str, options: Mapping[str, object] = {}) -> None:
         self.url = url.rstrip("/")
@@ -121,6 +121,6 @@ class Store:
         except Exception as e:  # each library has its own
             raise self._refusal(failure, e) from None
 
-    def _refusal(self, failure: str, error: Exception) -> StoreError:
+    def _refusal(self, failure: str, error: Exception) -> RemoteStoreError:
         reason = " ".join(str(error).split()) or type(error).__name__
-        return StoreError(": ".join(filter(None, (f"store {self.url}", failure, reason))))
+        return RemoteStoreError(": ".join(filter(None, (f"store {self.url}", failure, reason))))

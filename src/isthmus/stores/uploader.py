@@ -2,10 +2,11 @@
 
 A commit (a checkpoint, a round) is uploaded after the documents that belong to it, and its last file after all others:
 it is in the store complete, or not at all. Its files are held by hard links meanwhile, as the run may remove its own.
-Where uploads are slower than commits, the newest is uploaded next. What the run's folder has no more is removed.
+Where uploads are slower than commits, the newest is uploaded next. Then older ones are removed: as many stay as in the
+folder.
 
-Each session writes its name into the store. A coordinator that finds another session there than its
-own was cut off, and uploads nothing more.
+Each session writes its name into the store. A coordinator that finds another session there than its own was cut off,
+and uploads nothing more.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_owner(store: Store) -> Owner | None:
-    """None where no run ever was. StoreError."""
+    """None where no run ever was. RemoteStoreError."""
     found = store.read(OWNER)
     try:
         return None if found is None else msgspec.json.decode(found, type=Owner)
