@@ -141,10 +141,12 @@ def uploaded(
         timeout_s = 0.0
         raise
     finally:
-        _drain(uploader, store, timeout_s, note)
-        if not folder.begun and before is None:
+        if folder.begun:
+            _drain(uploader, store, timeout_s, note)
+        else:
+            uploader.close(timeout_s)
             with contextlib.suppress(RemoteStoreError):
-                store.remove([OWNER])
+                store.remove([OWNER] if before is None else [])
 
 
 def _drain(uploader: Uploader, store: Store, timeout_s: float, note: Note) -> None:
@@ -200,7 +202,8 @@ def _fetched(store: Store, beside: Path, note: Note) -> Generator[Path]:
             if _is_whole(folder):
                 break
         for name in filter(is_document, names):
-            store.download(name, folder / name)
+            if name not in (RECORD, SPANS):
+                store.download(name, folder / name)
         yield folder
 
 

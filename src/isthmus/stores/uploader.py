@@ -142,7 +142,7 @@ class Uploader:
                 if not self._is_ours():
                     return
                 self._upload(held)
-            except (UserError, OSError) as e:
+            except Exception as e:  # whatever a library raises: a thread that ended would upload nothing more
                 self._keep(held)
                 self._failed(str(e), wait_s)
                 self._wait(wait_s, lambda closing=closing: self._over or self._closing > closing)
