@@ -92,6 +92,10 @@ PUBLIC = {
     "simulator": (
         "Fault Overheads RecoveryTimes SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run"
     ),
+    "stores": (
+        "OWNER Owner RemoteStoreError Store StoreConfig Uploader commits_in commits_of is_document is_url newest_first "
+        "number_of read_owner"
+    ),
     "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
     "trackers": (
         "Track TrackedRun Tracker TrackerCallback check_trackers describe_tracker tracker_builders "
@@ -144,4 +148,4 @@ def test_every_package_is_listed() -> None:
 def test_the_command_line_stays_thin() -> None:
     """It parses, calls the API and prints."""
     modules = (Path(isthmus.__file__).parent / "cli").rglob("*.py")
-    assert sum(len(module.read_text(encoding="utf-8").splitlines()) for module in modules) <= 1345
+    assert sum(len(module.read_text(encoding="utf-8").splitlines()) for module in modules) <= 1360

@@ -24,7 +24,7 @@ JOB_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 def check_is_local(field: str, path: str) -> None:
     """UserError for an address such as s3://bucket, of which pathlib would make a folder `s3:`."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", path):
-        raise UserError(f"{field}: got {path!r}, expected a folder of this machine: remote stores are not supported")
+        raise UserError(f"{field}: got {path!r}, expected a path of this machine: `store.url` names a remote store")
 
 
 def follow_umask(path: Path) -> None:

@@ -60,7 +60,10 @@ def overridden_struct(config: Config, overrides: Mapping[str, object], source: s
 
 def _inside(at: object, part: str, key: str) -> object:
     if isinstance(at, dict):
-        return cast("dict[str, object]", at).setdefault(part, {})
+        table = cast("dict[str, object]", at)
+        if table.get(part) is None:  # an optional table of a struct
+            table[part] = {}
+        return table[part]
     entries = _entries(at, part, key)
     return entries[int(part)]
 

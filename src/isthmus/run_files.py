@@ -22,6 +22,10 @@ LOSSES = "losses.jsonl"
 """Of a pipeline."""
 ROUND_LINES = "rounds.jsonl"
 """Of a federated run."""
+CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"
+"""Of a pipeline: the folder, and in each checkpoint the file that makes it complete."""
+ROUNDS = "rounds"
+"""Of a federated run: the folder of committed rounds."""
 
 Found = TypeVar("Found")
 Line = TypeVar("Line", bound=msgspec.Struct)

@@ -23,7 +23,7 @@ REST: dict[str, object] = {
 """What a block need not have."""
 
 
-@pytest.mark.parametrize("page", ["gpus.md", "private-data.md", "tutorials/fine-tune.md"])
+@pytest.mark.parametrize("page", ["gpus.md", "private-data.md", "stores.md", "tutorials/fine-tune.md"])
 def test_tables_are_valid(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     blocks = re.findall(r"^ *```toml(?: title=.*?)?\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)

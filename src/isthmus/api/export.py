@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from safetensors.torch import save_file, save_model
 from isthmus.api import federated_result
 from isthmus.api.folder import RunFolder
 from isthmus.api.given import is_given
+from isthmus.api.hub import HubRepository
+from isthmus.api.stored_run import local_copy
 from isthmus.documents import follow_umask
 from isthmus.errors import UserError
 from isthmus.federated.history import RoundLine
@@ -53,12 +56,27 @@ def write_trace(run: Path) -> Traced:
     return Traced(folder.perfetto, summary, [])
 
 
-def export_model(run: Path, directory: Path, *, merge: bool = False) -> tuple[Exported, list[str]]:
+def export_model(run: str | Path, directory: Path, *, merge: bool = False) -> tuple[Exported, list[str]]:
     """The newest checkpoint or last federated round, in a Hugging Face directory when the model is one, else as
-    safetensors; and what could not be read. Of LoRA the adapter, or with `merge` the base model with it added."""
-    folder = RunFolder.existing(run)
+    safetensors; and what could not be read. Of LoRA the adapter, or with `merge` the base model with it added. `run` is
+    a folder or the URL of a run's store."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"export: {directory} exists and is not an empty directory")
+    with local_copy(run) as path:
+        return _export(RunFolder.existing(path), directory, merge=merge)
+
+
+def push_model(
+    run: str | Path, name: str, *, merge: bool = False, public: bool = False
+) -> tuple[Exported, list[str], str]:
+    """As `export_model`, into a repository of the Hugging Face hub; with its address."""
+    hub = HubRepository(name, public=public)
+    with tempfile.TemporaryDirectory() as temporary:
+        found, notes = export_model(run, Path(temporary), merge=merge)
+        return found, notes, hub.push(found.directory, f"{found.done} {found.unit} of training by Isthmus")
+
+
+def _export(folder: RunFolder, directory: Path, *, merge: bool) -> tuple[Exported, list[str]]:
     notes: list[str] = []
     if folder.is_federated:
         unit, job = "rounds", folder.read(FederatedJob)

@@ -95,7 +95,7 @@ def federate(
         raise UserError(f"{', '.join(missing)}: missing, expected a job, or a model and clients")
     built = module_of(model)
     name = given.get("name") or type(built).__name__.lower()
-    with kept_folder(name, where, overrides, resume=resume) as folder:
+    with kept_folder(name, where, overrides, observer.note, resume=resume) as folder:
         made = _job(built, model, clients, given, folder.path / GIVEN)
         made = federated_job_of(msgspec.structs.replace(made, name=name), overrides)
         choices = FederatedChoices(resume=resume, run=folder.path, again="resume=True", callbacks=callbacks)

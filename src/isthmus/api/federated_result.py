@@ -16,10 +16,10 @@ from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, build
 from isthmus.federated.resident import Resident
-from isthmus.federated.server import ROUNDS, Commits
+from isthmus.federated.server import Commits
 from isthmus.models.registry import WithLoss
 from isthmus.report.federated_trace import trace_of
-from isthmus.run_files import ROUND_LINES
+from isthmus.run_files import ROUND_LINES, ROUNDS
 from isthmus.trace import write_perfetto
 
 PICTURES = {"accuracy": "accuracy.png", "round": "round.png", "paces": "paces.png"}

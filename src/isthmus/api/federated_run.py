@@ -13,10 +13,10 @@ import msgspec
 from isthmus.api.callbacks import callbacks_of
 from isthmus.api.federated_result import PICTURES, FederatedResult
 from isthmus.api.federated_watch import FederatedWatch
-from isthmus.api.folder import RunFolder
 from isthmus.api.observer import Observer
+from isthmus.api.stored_run import RoundUploads, chosen_folder, uploaded
 from isthmus.callbacks import Callback, RunEnded
-from isthmus.errors import Interrupted
+from isthmus.errors import Interrupted, UserError
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, check_deployment, check_simulation
 from isthmus.protocol.federated_events import FinishRounds
@@ -68,6 +68,11 @@ def run_simulated(job: FederatedJob, choices: FederatedChoices, observer: Observ
             began=lambda: watch.began(run.first_round),
             watch=watch.round_done,
         )
+        if job.store is not None and run.store.states is not None:
+            raise UserError(
+                f"store: got one with algorithm {job.federated.algorithm!r}, expected none: its clients keep states, "
+                "which are not uploaded"
+            )
         count = len(run.machine.executors)
         several = f"{count} executor{'s' if count > 1 else ''}"
         what = f"{len(run.data.sizes)} clients, {several}, scheme {job.execution.scheme}"
@@ -109,13 +114,19 @@ def deploy(
 def _in_folder(
     job: FederatedJob, choices: FederatedChoices, begin: Begin, observer: Observer, stop: Stop
 ) -> FederatedResult:
-    folder = RunFolder.chosen(Path(job.run_dir), job.name, resume=choices.resume, run=choices.run)
+    folder = chosen_folder(
+        Path(job.run_dir), job.name, resume=choices.resume, run=choices.run, store=job.store, note=observer.note
+    )
     folder.check_kind(federated=True)
     with folder.claimed(LEAVING_S if choices.resume else 0.0):
         try:
             callbacks = callbacks_of(job, choices.callbacks, observer.note)
-            watch = FederatedWatch(job, folder.path, observer, callbacks, stop)
-            with callbacks.session(folder.path):
+            with (
+                callbacks.session(folder.path),
+                uploaded(job.store, folder, choices.again, observer.note, resume=choices.resume) as uploads,
+            ):
+                rounds = RoundUploads(uploads, folder.path)
+                watch = FederatedWatch(job, rounds, observer, callbacks, stop)
                 result = _watched(job, choices, folder.path, lambda path: begin(path, watch), observer)
                 outcome = "interrupted" if result.outcome == "interrupted" else "done"
                 callbacks.end(RunEnded(run=folder.path, outcome=outcome, pictures=result.pictures))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from isthmus.api.observer import Observer
+from isthmus.api.stored_run import RoundUploads
 from isthmus.callbacks import Callbacks, Evaluated, RunFault, RunStarted, StepDone
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob
@@ -16,9 +15,12 @@ from isthmus.runtime.processes.signals import Stop
 class FederatedWatch:
     """Of one run. `noted` and `round_done` may be called by two threads."""
 
-    def __init__(self, job: FederatedJob, folder: Path, observer: Observer, callbacks: Callbacks, stop: Stop) -> None:
+    def __init__(
+        self, job: FederatedJob, uploads: RoundUploads, observer: Observer, callbacks: Callbacks, stop: Stop
+    ) -> None:
         self._job = job
-        self._folder = folder
+        self._uploads = uploads
+        self._folder = uploads.folder
         self._observer = observer
         self._callbacks = callbacks
         self._stop = stop
@@ -46,6 +48,7 @@ class FederatedWatch:
 
     def round_done(self, line: RoundLine) -> None:
         """A round is committed."""
+        self._uploads.look(self.noted)
         self._observer.round_done(line)
         self._done = done = line.record.round + 1
         for refused in line.record.refused:

@@ -42,7 +42,7 @@ from isthmus.fleet import Fleet
 from isthmus.job import Job
 from isthmus.locking import locked
 from isthmus.plans import Plan, PlanPeriod, load_plan
-from isthmus.run_files import JOB, LOSSES, write_json
+from isthmus.run_files import CHECKPOINTS, JOB, LOSSES, write_json
 from isthmus.trace import Trace, read_jsonl, write_jsonl
 
 Decoded = TypeVar("Decoded")
@@ -59,7 +59,7 @@ BESIDE = frozenset({GIVEN, AGENTS_LOG, COORDINATOR, PROBED})
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = path / CHECKPOINTS
         self.timeline = path / "timeline.png"
         self.plan_picture = path / "plan.png"
         self.loss_picture = path / "loss.png"

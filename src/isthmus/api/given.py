@@ -15,6 +15,7 @@ from isthmus.api.callbacks import Attached
 from isthmus.api.folder import GIVEN, RunFolder
 from isthmus.api.optimizers import Optimizer, read_optimizer
 from isthmus.api.samples import Arrays, Samples, input_names, read_arrays, write_arrays
+from isthmus.api.stored_run import chosen_folder, store_in
 from isthmus.data import DataSpec
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import takes
@@ -176,11 +177,13 @@ def inputs_of(columns: Arrays) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def kept_folder(name: str, run: Path | None, overrides: Mapping[str, object], *, resume: bool) -> Generator[RunFolder]:
+def kept_folder(
+    name: str, run: Path | None, overrides: Mapping[str, object], note: Callable[[str], None], *, resume: bool
+) -> Generator[RunFolder]:
     """Of a run of objects, which are written there before it begins. It goes again where nothing began."""
     parent = Path(str(overrides.get("run_dir", "runs")))
     if resume:
-        yield RunFolder.newest(parent, name) if run is None else RunFolder.existing(run)
+        yield chosen_folder(parent, name, resume=True, run=run, store=store_in(overrides), note=note)
         return
     folder = RunFolder.fresh(parent, name) if run is None else RunFolder.empty(run)
     try:

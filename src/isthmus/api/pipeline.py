@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from isthmus.api.make_plan import fleet_for, plan_for, predict_periods
 from isthmus.api.observer import Observer
 from isthmus.api.run import Run, finite_points, loss_unit
 from isthmus.api.search import searched
+from isthmus.api.stored_run import Uploads, chosen_folder, uploaded
 from isthmus.api.watch import Watch
 from isthmus.callbacks import Callback, Callbacks, RunEnded, RunStarted
 from isthmus.data.description import difference, joined_descriptions
@@ -59,19 +61,30 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
     """To its end, or to a good end once it is to stop: then what is leased is finished, and a checkpoint saved. Raises
     Interrupted where it ended at once: before it began, or by a second Ctrl-C."""
     stop.check()
-    folder = run_folder(job, choices)
+    folder = run_folder(job, choices, observer.note)
     folder.check_kind(federated=False)
     with folder.claimed():
         try:
             callbacks = callbacks_of(job, choices.callbacks, observer.note)
-            with callbacks.session(folder.path):
-                return _run(job, choices, folder, observer, stop, callbacks)
+            with (
+                callbacks.session(folder.path),
+                uploaded(job.store, folder, choices.again, observer.note, resume=choices.resume) as uploads,
+            ):
+                return _run(job, choices, folder, uploads, observer, stop, callbacks)
         except KeyboardInterrupt:  # a second Ctrl-C, or one before the run began
             how = f"resume with {choices.again}, run folder {folder.path}" if folder.begun else "nothing was written"
             raise Interrupted(f"interrupted at once: {how}", folder.path if folder.begun else None) from None
 
 
-def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop: Stop, callbacks: Callbacks) -> Run:
+def _run(
+    job: Job,
+    choices: Choices,
+    folder: RunFolder,
+    uploads: Uploads,
+    observer: Observer,
+    stop: Stop,
+    callbacks: Callbacks,
+) -> Run:
     record = _left_in_its_middle(folder, choices)
     finite = job.training.non_finite != "ignore"
     checkpoint = newest_whole_checkpoint(folder.checkpoints, observer.note, finite=finite) if choices.resume else None
@@ -132,7 +145,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop
             )
         )
 
-    watch = Watch(prepared, plan, folder, observer, callbacks)
+    watch = Watch(prepared, plan, folder, observer, callbacks, uploads)
     observer.began(plan)
     try:
         outcome = run_plan(
@@ -239,9 +252,11 @@ def _plan_again(prepared: Prepared, holders: DataHolders, fleet: Fleet) -> Plan:
         fleet = fleet.subset(left)
 
 
-def run_folder(job: Job, choices: Choices) -> RunFolder:
+def run_folder(job: Job, choices: Choices, note: Callable[[str], None]) -> RunFolder:
     """Of the run to resume, or a new one. UserError."""
-    return RunFolder.chosen(Path(job.run_dir), job.name, resume=choices.resume, run=choices.run)
+    return chosen_folder(
+        Path(job.run_dir), job.name, resume=choices.resume, run=choices.run, store=job.store, note=note
+    )
 
 
 def _report(folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], outcome: Outcome) -> None:

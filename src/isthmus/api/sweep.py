@@ -287,10 +287,12 @@ def _job_file(sweep: SweepFile, path: Path) -> Path:
 def _check(job: Path, overrides: dict[str, object], *, federated: bool) -> Job | FederatedJob:
     """The job. UserError for settings under which it is none."""
     try:
-        if not federated:
-            return job_of(job, overrides)
-        made = federated_job_of(job, overrides)
-        check_simulation(made)
+        if federated:
+            check_simulation(made := federated_job_of(job, overrides))
+        else:
+            made = job_of(job, overrides)
+        if made.store is not None:
+            raise UserError("store: got one in a sweep, expected none: its runs would share the URL")
         return made
     except UserError as e:
         raise UserError(f"{e} (with {', '.join(f'{key}={value}' for key, value in overrides.items())})") from None

@@ -73,7 +73,7 @@ def train(
                 raise UserError(f"train: got a job and {', '.join(objects)}, expected one or the other: see overrides")
             return run_job(tracked(job_of(job, overrides), given), choices, observer, stop)
         objects = Objects(given)
-        folder = files.enter_context(kept_folder(objects.name, where, overrides, resume=resume))
+        folder = files.enter_context(kept_folder(objects.name, where, overrides, observer.note, resume=resume))
         made = tracked(objects.job(folder.path / GIVEN, overrides), given)
         return run_job(made, msgspec.structs.replace(choices, run=folder.path), observer, stop)
 

@@ -59,7 +59,7 @@ def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) ->
     launcher.check()
     specs = agent_specs(agent_names(asked, fleet, launcher.nodes()), asked, fleet, here=not launcher.head)
     serving = _serving(asked, launcher.head)
-    folder = run_folder(job, Choices(resume=asked.resume, run=asked.run))
+    folder = run_folder(job, Choices(resume=asked.resume, run=asked.run), observer.note)
     interrupted = False
     try:
         with _started(folder, launcher, specs, serving, observer, verbose=asked.verbose) as (cluster, service):

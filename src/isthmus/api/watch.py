@@ -13,6 +13,7 @@ from isthmus.api.losses import LossPoint
 from isthmus.api.observer import Observer
 from isthmus.api.run_faults import faults_of, plan_change
 from isthmus.api.run_log import RunLog
+from isthmus.api.stored_run import Uploads
 from isthmus.callbacks import Callbacks, Evaluated, RunFault, StepDone
 from isthmus.job import Prepared
 from isthmus.plans import Plan
@@ -27,10 +28,16 @@ SPEED_STEPS = 16
 
 
 class Watch:
-    """Turns what the coordinator sees into events, logs and calls of callbacks."""
+    """Turns what the coordinator sees into events, logs, calls of callbacks and uploads."""
 
     def __init__(
-        self, prepared: Prepared, plan: Plan, folder: RunFolder, observer: Observer, callbacks: Callbacks
+        self,
+        prepared: Prepared,
+        plan: Plan,
+        folder: RunFolder,
+        observer: Observer,
+        callbacks: Callbacks,
+        uploads: Uploads,
     ) -> None:
         self.log = RunLog(folder.path, observer.note)
         self._job = job = prepared.job
@@ -40,6 +47,7 @@ class Watch:
         self._folder = folder
         self._observer = observer
         self._callbacks = callbacks
+        self._uploads = uploads
         ids = prepared.samples.columns.get("input_ids")
         self._tokens = ids.shape[0] if ids is not None and ids.shape else 0
         self._ends_s: deque[float] = deque(maxlen=SPEED_STEPS + 1)
@@ -68,6 +76,7 @@ class Watch:
                 self._callbacks.fault(fault)
 
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+        self._uploads.tell(self.noted)
         if item.kind == "train":
             self._trained(item, loss, spans)
             return
@@ -140,5 +149,6 @@ class Watch:
         self._callbacks.fault(RunFault(step=step, kind="back"))
 
     def saved(self, step: int, directory: Path) -> None:
+        self._uploads.committed(directory, self._folder.path)
         self.log.saved(step)
         self._observer.saved(step, directory)

@@ -13,6 +13,7 @@ import typer
 from isthmus import api
 from isthmus.cli.console import log, out, print_json
 from isthmus.cli.options import FleetFileOption, JsonOption, RunFolder, local_path
+from isthmus.errors import UserError
 
 app = typer.Typer()
 
@@ -51,20 +52,31 @@ def calibrate(run: RunFolder, target: FleetFileOption = None, json: JsonOption =
 
 @app.command()
 def export(
-    run: RunFolder,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", parser=local_path, help="Where to write.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or the URL of its store.")],
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="DIR", parser=local_path, help="Where to write; or see --push.")
+    ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Of LoRA: the whole model, with the adapter added.")] = False,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="USER/NAME", help="Push to the Hugging Face hub, in place of DIR.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="With --push: a repository that all can read.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Write a run's newest checkpoint or last federated round: a Hugging Face directory, or safetensors.
 
     A Hugging Face directory when the model is one; of LoRA the adapter alone, as peft reads it."""
-    found, notes = api.export.export_model(run, directory, merge=merge)
+    if push is not None and directory is None:
+        found, notes, where = api.export.push_model(run, push, merge=merge, public=public)
+    elif push is None and directory is not None and not public:
+        (found, notes), where = api.export.export_model(run, directory, merge=merge), str(directory)
+    else:
+        raise UserError("export: expected either DIR or --push USER/NAME; --public is for --push")
     _warn(notes)
     if json:
-        print_json({"directory": str(directory), found.unit.removesuffix("s"): found.done})
+        print_json({"directory" if push is None else "url": where, found.unit.removesuffix("s"): found.done})
     else:
-        typer.echo(f"{directory}: the model after {found.done} {found.unit}")
+        typer.echo(f"{where}: the model after {found.done} {found.unit}")
 
 
 def _warn(lines: Iterable[str]) -> None:

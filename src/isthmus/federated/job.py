@@ -47,6 +47,7 @@ from isthmus.overrides import overridden
 from isthmus.planners.cohort import cohort_names
 from isthmus.protocol.federated_participation import Participation, cohort
 from isthmus.protocol.federated_rules import RoundRules
+from isthmus.stores import StoreConfig
 from isthmus.trackers import Track, check_trackers
 from isthmus.units import parse_duration
 
@@ -173,6 +174,8 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One table [[callback]] per callback of your own."""
     track: Track = Track()
     """Which trackers get the run's figures."""
+    store: StoreConfig | None = None
+    """Where the run is kept besides its folder; without this table nowhere."""
 
     @property
     def devices(self) -> tuple[str, ...]:

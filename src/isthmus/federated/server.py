@@ -36,8 +36,6 @@ from isthmus.run_files import newest_whole
 from isthmus.training.finite import is_finite
 
 STATES = "states"
-ROUNDS = "rounds"
-"""The folder of commits, in a run's."""
 _SERVER = "server/"
 _RUN, _SHA256 = "run", "sha256"
 KEPT = 2
@@ -264,6 +262,10 @@ class Commits:
 
     def _files(self) -> list[Path]:
         return sorted(self._folder.glob("round-*.safetensors"))
+
+    def newest_file(self) -> Path | None:
+        """Of the last round there is, whole or not."""
+        return max(self._files(), default=None)
 
     def rounds(self) -> int:
         """How many were made by the time of the last file there is, whole or not."""

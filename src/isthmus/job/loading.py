@@ -34,6 +34,11 @@ def checked(job: Job) -> Job:
     _check_holders(job)
     check_is_local("run_dir", job.run_dir)
     check_trackers(job.track)
+    if job.store is not None and job.privacy is not None:
+        raise UserError(
+            "store: got one with privacy.activations, expected none: a run that goes on must know all that was sent "
+            "before, and uploads come later"
+        )
     if job.schedule not in SCHEDULES:
         raise UserError(f"schedule: {unknown_name('schedule', job.schedule, SCHEDULES)}")
     if job.compression is not None and job.compression.method not in ratio_planner_names():

@@ -16,6 +16,7 @@ from isthmus.fleet import FleetChange
 from isthmus.models import ModelSpec
 from isthmus.plans import ActivationNoise, CompressionConfig, Objective
 from isthmus.protocol.finite import OnNonFinite
+from isthmus.stores import StoreConfig
 from isthmus.trackers import Track
 from isthmus.training.engine import EngineConfig
 from isthmus.training.kernels import Kernels
@@ -226,6 +227,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """One table [[callback]] per callback of your own."""
     track: Track = Track()
     """Which trackers get the run's figures."""
+    store: StoreConfig | None = None
+    """Where the run is kept besides its folder; without this table nowhere."""
 
     @property
     def micro_batch_size(self) -> int:

@@ -33,11 +33,10 @@ from torch import Tensor, nn
 
 from isthmus.atomic_write import atomic_path, atomic_write, flush
 from isthmus.errors import UserError
-from isthmus.run_files import newest_whole, write_json
+from isthmus.run_files import MANIFEST, newest_whole, write_json
 from isthmus.training.left_out import digest_of, rest
 from isthmus.training.scaling import LOSS_SCALE
 
-MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer."
 _REPLICA = re.compile(r"replica\.(\d+)\.")
 """A module's own name cannot begin so: `replica_prefix` is distinguished by a number in second place."""

@@ -21,6 +21,7 @@ from isthmus.protocol.adaptation import Pair, PlanFigures
 from isthmus.protocol.coordinator_events import BeginEpoch, MakePlan
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_machine import Observe, RunMachine
+from isthmus.run_files import CHECKPOINTS
 from isthmus.runtime.coordinator.activation_privacy import counted_samples
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, RunRequest
 from isthmus.runtime.coordinator.data_holders import DataHolders, Digests, unchanged
@@ -119,7 +120,7 @@ class RunController:
         self._folder = folder
         self._options = options
         self._watcher = watcher
-        self._writer = CheckpointWriter(folder / "checkpoints", keep=self.job.training.keep_checkpoints)
+        self._writer = CheckpointWriter(folder / CHECKPOINTS, keep=self.job.training.keep_checkpoints)
         first = self._record.plan if self._record is not None else plan
         self._plans = Plans(prepared, first, fleet, options.replan, believed=options.believed, emulate=options.emulate)
         self._lineage = Lineage(self._record.lineage if self._record is not None else ())

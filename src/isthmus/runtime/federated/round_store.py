@@ -18,11 +18,11 @@ from isthmus.federated.evaluation import Evaluation, Evaluator
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob
 from isthmus.federated.personal import OwnModels
-from isthmus.federated.server import ROUNDS, Commits, RunIdentity, Server
+from isthmus.federated.server import Commits, RunIdentity, Server
 from isthmus.plans import SPENT
 from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_rules import RoundRules
-from isthmus.run_files import JOB, write_json
+from isthmus.run_files import JOB, ROUNDS, write_json
 from isthmus.runtime.federated.host import RoundMeasure
 
 

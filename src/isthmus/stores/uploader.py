@@ -1,0 +1,232 @@
+"""Uploads a run's folder to its store, in a thread: a run goes on at its own speed whatever becomes of its uploads.
+
+A commit (a checkpoint, a round) is uploaded after the documents that belong to it, and its last file after all others:
+it is in the store complete, or not at all. Its files are held by hard links meanwhile, as the run may remove its own.
+Where uploads are slower than commits, the newest is uploaded next. Then older ones are removed: as many stay as in the
+folder.
+
+Each session writes its name into the store. A coordinator that finds another session there than its own was cut off,
+and uploads nothing more.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from isthmus.errors import UserError
+from isthmus.run_files import CHECKPOINTS, ROUNDS, write_json
+from isthmus.stores.layout import commits_in, number_of, parts_of_commits
+from isthmus.stores.settings import StoreConfig
+from isthmus.stores.store import Store
+
+OWNER = "store.json"
+HELD = ".uploading"
+"""Folder of the links, in the run's folder."""
+FIRST_WAIT_S, MOST_WAIT_S = 1.0, 60.0
+"""After a failure; doubled after each further one."""
+
+
+class Owner(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose run is in a store, and who uploads it."""
+
+    run: str
+    """Drawn when the run began."""
+    session: str
+    """Drawn by each session."""
+
+
+def read_owner(store: Store) -> Owner | None:
+    """None where no run ever was. RemoteStoreError."""
+    found = store.read(OWNER)
+    try:
+        return None if found is None else msgspec.json.decode(found, type=Owner)
+    except msgspec.MsgspecError as e:
+        raise UserError(f"store {store.url}: {OWNER}: {e}") from None
+
+
+def commits_of(folder: Path) -> dict[str, list[str]]:
+    """The complete commits in a run's folder, each with its files."""
+    files = (path for top in (CHECKPOINTS, ROUNDS) for path in (folder / top).rglob("*"))
+    return commits_in(path.relative_to(folder).as_posix() for path in files)
+
+
+class _Held(NamedTuple):
+    """A commit whose files are held by links under a folder of its own."""
+
+    commit: str
+    folder: Path
+
+    def release(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Uploader:
+    """Of one session. All methods but `close` return at once."""
+
+    def __init__(
+        self, store: Store, folder: Path, owner: Owner, documents: Callable[[Path], list[Path]], config: StoreConfig
+    ) -> None:
+        """`documents` lists those of the folder, in the order in which they are uploaded."""
+        self._store, self._folder, self._owner = store, folder, owner
+        self._documents, self._config = documents, config
+        self._uploaded: dict[str, tuple[int, int]] = {}
+        """By document: when it was changed, and its size."""
+        self._changed = threading.Condition()
+        self._waiting: _Held | None = None
+        """To be uploaded next."""
+        self._count = 0
+        self._closing = self._over = False
+        self._said: list[str] = []
+        self._failure = ""
+        self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
+        shutil.rmtree(folder / HELD, ignore_errors=True)  # of a session that was killed
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def committed(self, commit: str) -> None:
+        """This checkpoint or round is complete in the run's folder."""
+        self._count += 1
+        held = _Held(commit, self._folder / HELD / str(self._count))
+        try:
+            (held.folder / commit).parent.mkdir(parents=True, exist_ok=True)
+            _link(self._folder / commit, held.folder / commit)
+        except OSError as e:
+            self._say(f"store {self._store.url}: {commit} is not uploaded: {e.strerror or e}")
+            return
+        with self._changed:
+            before, self._waiting = self._waiting, held
+            self._changed.notify_all()
+        if before is not None:
+            before.release()
+
+    def notes(self) -> list[str]:
+        """What a person should know, since the last call."""
+        with self._changed:
+            said, self._said = self._said, []
+        return said
+
+    def close(self, timeout_s: float) -> bool:
+        """Upload what is left; whether that was done in time."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            return False
+        shutil.rmtree(self._folder / HELD, ignore_errors=True)
+        return not self._failure
+
+    @property
+    def failure(self) -> str:
+        """Of the last attempt; empty where it succeeded."""
+        return self._failure
+
+    def _work(self) -> None:
+        wait_s = FIRST_WAIT_S
+        while not self._over:
+            with self._changed:
+                held, closing = self._waiting, self._closing
+                self._waiting = None
+            try:
+                if not self._is_ours():
+                    return
+                self._upload(held)
+            except Exception as e:  # whatever a library raises: a thread that ended would upload nothing more
+                self._keep(held)
+                self._failed(str(e), wait_s)
+                self._wait(wait_s, lambda closing=closing: self._over or self._closing > closing)
+                wait_s = min(2 * wait_s, MOST_WAIT_S)
+                continue
+            if self._failure:
+                self._failure = ""
+                self._say(f"store {self._store.url}: uploads go on")
+            wait_s = FIRST_WAIT_S
+            with self._changed:
+                if closing and self._waiting is None:
+                    return
+            self._wait(self._config.every_s, lambda: self._over or self._closing or self._waiting is not None)
+
+    def _wait(self, seconds: float, until: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(until, seconds)
+
+    def _keep(self, held: _Held | None) -> None:
+        """For the next attempt, unless there is a newer one."""
+        with self._changed:
+            if self._waiting is None:
+                self._waiting = held
+                return
+        if held is not None:
+            held.release()
+
+    def _failed(self, reason: str, wait_s: float) -> None:
+        if reason != self._failure:
+            self._failure = reason
+            self._say(f"{reason}; the run goes on, next attempt in {wait_s:g} s")
+
+    def _say(self, text: str) -> None:
+        with self._changed:
+            self._said.append(text)
+
+    def _is_ours(self) -> bool:
+        found = read_owner(self._store)
+        if found is None or found == self._owner:
+            return True
+        self._failure = f"store {self._store.url}: another session uploads to it since"
+        self._say(f"{self._failure}: this one uploads nothing more")
+        return False
+
+    def _upload(self, held: _Held | None) -> None:
+        documents = self._documents(self._folder)
+        if documents and not self._uploaded:
+            write_json(self._folder / OWNER, self._owner)
+        for path in documents:
+            self._upload_document(path)
+        if held is None:
+            return
+        there = self._store.names()
+        self._store.remove(reversed(parts_of_commits(there).get(held.commit, [])))  # of a line that was given up
+        for name in commits_of(held.folder)[held.commit]:
+            self._store.upload(held.folder / name, name)
+        self._prune(there, held.commit)
+        held.release()
+
+    def _upload_document(self, path: Path) -> None:
+        name, found = path.relative_to(self._folder).as_posix(), path.stat()
+        state = (found.st_mtime_ns, found.st_size)
+        if self._uploaded.get(name) != state:
+            self._store.upload(path, name)
+            self._uploaded[name] = state
+
+    def _prune(self, there: list[str], newest: str) -> None:
+        """Of what is no newer, as many commits stay as the folder has, and those that it has; parts of others go."""
+        here = commits_of(self._folder)
+        complete = {commit for commit in commits_in(there) if number_of(commit) < number_of(newest)}
+        stay = {*here, *sorted(complete, key=number_of, reverse=True)[: len(here) - 1]}
+        for commit, files in parts_of_commits(there).items():
+            if number_of(commit) < number_of(newest) and commit not in stay:
+                self._store.remove(reversed(files))
+
+
+def _link(source: Path, target: Path) -> None:
+    """A file, or a folder of files."""
+    if source.is_dir():
+        target.mkdir()
+        for path in source.iterdir():
+            _link(path, target / path.name)
+        return
+    try:
+        os.link(source, target)
+    except OSError:  # some file systems have no links
+        shutil.copy2(source, target)

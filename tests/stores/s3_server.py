@@ -1,0 +1,57 @@
+"""A real S3 server on loopback (moto's), whose requests a test can hold."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+NEVER = b"inf"
+"""Requests before the server asks for keys that it knows."""
+
+
+class Gate:
+    """Requests to write what ends with `suffix` wait here, and fail: the server has those before, and not these."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self.suffix = ""
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def hold(self, suffix: str) -> None:
+        self.suffix = suffix
+
+    def open(self) -> None:
+        self.suffix = ""
+        self.opened.set()
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if self.suffix and environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith(self.suffix):
+            self.reached.set()
+            self.opened.wait()
+            start_response("503 Slow Down", [("Content-Length", "0")])
+            return [b""]
+        return self._app(environ, start_response)
+
+
+@contextmanager
+def s3_server() -> Generator[tuple[str, Gate]]:
+    """Its address, and the gate."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    gate = Gate(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, gate, threaded=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", gate
+    finally:
+        gate.open()
+        server.shutdown()
+        thread.join()
+        server.server_close()
