@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -46,7 +46,7 @@ from isthmus.overrides import overridden
 from isthmus.planners.cohort import cohort_names
 from isthmus.protocol.federated_participation import Participation, cohort
 from isthmus.protocol.federated_rules import RoundRules
-from isthmus.units import parse_duration
+from isthmus.units import parse_bandwidth, parse_duration
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -78,11 +78,35 @@ class FederatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Rounds between commits to disk."""
 
 
+class RayExecution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Ray cluster of `engine = "ray"`, and what each executor reserves there."""
+
+    address: str = ""
+    """HOST:PORT of the cluster's head; by default RAY_ADDRESS, or else the cluster that was started on this machine."""
+    cpus: Annotated[float, Meta(gt=0)] = 1.0
+    """CPUs that Ray reserves for each executor."""
+    gpus: Annotated[float, Meta(ge=0)] = 0.0
+    """GPUs, or the share of one, that Ray reserves for each executor; it sees no others."""
+    states: str = ""
+    """Folder on each node for clients' states, with variables of the node's environment, as in `$TMPDIR/states`; by
+    default `states` in the run's folder."""
+    bandwidth: str = "1 Gbit/s"
+    """Between nodes: what the schedule takes for a client's state to move."""
+
+    @property
+    def bandwidth_bytes_s(self) -> float:
+        return parse_bandwidth(self.bandwidth, "execution.ray.bandwidth")
+
+
 class Execution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where clients train."""
 
     scheme: str = "ours"
     """How clients come to executors: ours, parrot, fa, sd, rw or sp."""
+    engine: Literal["processes", "ray"] = "processes"
+    """What executors are: processes of this machine, or actors of a Ray cluster."""
+    ray: RayExecution = RayExecution()
+    """Of the engine ray."""
     executors: NotNegative = 2
     """0: as many as memory and cores hold, and as train faster together, by measurement at the start of the run."""
     device: str | Annotated[tuple[str, ...], Meta(min_length=1)] = AUTO

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import secrets
 import sys
@@ -16,14 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from isthmus.data.clients import ClientData
-from isthmus.federated.admission import bounded, first_state
-from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
+from isthmus.federated.admission import first_state
+from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.job import (
     FederatedJob,
-    accelerator_of,
     build,
     check_staleness,
     client_data,
@@ -35,7 +35,6 @@ from isthmus.federated.job import (
 from isthmus.federated.personal import OwnModels, is_personal
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server
-from isthmus.federated.stacked import likely_shapes
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
@@ -44,9 +43,12 @@ from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.runtime.federated.emulation import pacers
 from isthmus.runtime.federated.executor import serve
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended
+from isthmus.runtime.federated.ray_actor import ActorSetup
+from isthmus.runtime.federated.ray_executors import RayExecutors, states_folder
 from isthmus.runtime.federated.round_store import RoundResult, RoundStore
 from isthmus.runtime.federated.shared_memory import SharedAccumulator, SharedBroadcast, SharedMemory
-from isthmus.runtime.federated.sizing import clients_each, sized
+from isthmus.runtime.federated.sizing import sized
+from isthmus.runtime.federated.trainer import executor_trainer
 from isthmus.runtime.federated.update_receiver import SumsReceiver
 from isthmus.runtime.processes.forked import Forked
 from isthmus.runtime.processes.memory import ANY_SIZE, keep_freed_pages, return_freed_pages
@@ -133,30 +135,16 @@ class FederatedRun:
         self.begin(note)
         apart = self.job.scheme.processes and len(self.machine.executors) > 1  # one shares its work with nobody
         with _Aftermath(self._after) as after:
-            finish = self._in_processes(after, note, stop) if apart else self._in_process(after, stop)
+            if self.job.execution.engine == "ray":
+                finish = self._on_ray(after, note, stop)
+            else:
+                finish = self._in_processes(after, note, stop) if apart else self._in_process(after, stop)
         return ended(finish)
 
-    def _site(self, number: int) -> ClientTrainer:
-        job = self.job
-        site = ClientTrainer(
-            TrainingTask(algorithm=self._algorithm, local=job.local, seed=job.federated.seed),
-            self._resident.module,
-            self.data,
-            self._states(number),
-            pacer=self._pacer(number),
-            admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds),
-            log=_log,
-            accelerator=accelerator_of(job, number),
-        )
-        sizes, clients_per_vmap, each = (
-            self.data.sizes,
-            job.execution.clients_per_vmap,
-            clients_each(job, len(self.data.sizes)),
-        )
-        site.warm_up(
-            shapes=likely_shapes(sizes, each, clients_per_vmap, job.local.batch_size) if clients_per_vmap > 1 else ()
-        )
-        return site
+    def _trainer(self, number: int) -> ClientTrainer:
+        """Of executor `number`, in this process or a copy of it."""
+        module, states, pacer = self._resident.module, self._states(number), self._pacer(number)
+        return executor_trainer(self.job, self._algorithm, module, self.data, states, pacer, number)
 
     def _states(self, number: int) -> StateStore | None:
         """One executor's. The places that the last committed round needs are nobody's to fill."""
@@ -184,7 +172,7 @@ class FederatedRun:
             opened_s, before = now_s, now
             self._commit(record, measure, after)()
 
-        sites = {name: self._site(number) for number, name in enumerate(self.machine.executors)}
+        sites = {name: self._trainer(number) for number, name in enumerate(self.machine.executors)}
         after.start()
         run = InProcess(
             self.machine,
@@ -213,7 +201,7 @@ class FederatedRun:
         def execute(name: str, number: int) -> Callable[[str], None]:
             shared = SharedMemory(broadcast_memory, accumulators[name])
             return lambda address: serve(
-                address, name, run, lambda: self._site(number), timeout_s, clients_per_vmap, shared
+                address, name, run, lambda: self._trainer(number), timeout_s, clients_per_vmap, shared
             )
 
         return_freed_pages()
@@ -236,6 +224,36 @@ class FederatedRun:
             finally:
                 listener.close()
 
+    def _on_ray(self, after: _Aftermath, note: Callable[[str], None], stop: Stop | None) -> FinishRounds:
+        run, states = secrets.token_hex(16), self.store.states
+        setups = {
+            name: ActorSetup(
+                job=self.job,
+                run=run,
+                name=name,
+                number=number,
+                executors=len(self.machine.executors),
+                fingerprint=self.data.fingerprint,
+                folder=os.getcwd(),
+                states=states_folder(self.job, self.folder),
+                taken=b"" if states is None else states.tobytes(),
+            )
+            for number, name in enumerate(self.machine.executors)
+        }
+        with RayExecutors(self.job, setups) as executors:
+            self._resident.let_go()  # it trains elsewhere
+            host = FederatedHost(
+                self.machine,
+                self.server,
+                SumsReceiver(self.server),
+                ConnectionPolicy(run=run, timeout_s=self.job.timeout_s),
+                committed=lambda record, measure: self._commit(record, measure, after),
+                note=note,
+            )
+            after.start()
+            executors.begin(host.acceptor.on_connection)
+            return host.coordinate(executors.ended, stop)
+
     def _commit(self, record: RoundRecord, measure: RoundMeasure, after: _Aftermath) -> Callable[[], None]:
         """What must be seen before the next round changes it; the rest happens beside that round."""
         closed = self.store.closed(record, measure)
@@ -246,11 +264,6 @@ class FederatedRun:
         if done.saves:
             self.machine.durable_round = done.record.round
         self._watch(line)
-
-
-def _log(what: str) -> None:
-    """An executor's process has its own log here."""
-    print(what, file=sys.stderr, flush=True)
 
 
 class _Aftermath:
