@@ -104,6 +104,7 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         """Set by the driver when a round has reached the disk."""
         self.rules = rules
         self._scheduler = ClientScheduler(self.executors, rules, sizes, throughput, states, clients or {})
+        self.place_states = self._scheduler.place_states
         self._cohort_of = cohort
         self._late_of = late
         self._alive: set[str] = set()

@@ -7,10 +7,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from isthmus.errors import PeerError
 from isthmus.protocol.federated_messages import PhaseId, PhaseOpened
+from isthmus.protocol.state_homes import StateHomes
 from isthmus.runtime.federated.ray_actor import ExecutorActor
-from isthmus.runtime.federated.ray_frames import Payload, RayFrame, frame_bytes, ray_frame, received
+from isthmus.runtime.federated.ray_frames import Payload, frame_bytes, ray_frame, received
 from isthmus.runtime.launchers.ray_connection import ray_library
 from isthmus.runtime.messages.all_messages import AnyMessage, content
 from isthmus.runtime.transport.channel import ChannelStatistics, Guard, Received
@@ -43,13 +46,25 @@ class RayBroadcast:
 class RayChannel:
     """A `MessageChannel` to one actor, which ends with it."""
 
-    def __init__(self, other: str, actor: ActorHandle[ExecutorActor], setup: bytes, broadcast: RayBroadcast) -> None:
+    def __init__(
+        self,
+        other: str,
+        actor: ActorHandle[ExecutorActor],
+        broadcast: RayBroadcast,
+        homes: StateHomes | None,
+        peers: Sequence[ActorHandle[ExecutorActor]],
+    ) -> None:
+        """The actor begins."""
         self.other = other
+        self.moved_bytes = 0
+        """Of states that came to it from other nodes."""
         self.lost: str | None = None
         """How the actor was lost."""
         self._actor = actor
         self._broadcast = broadcast
-        self._frames: Iterator[ObjectRef[RayFrame]] = actor.run.options(num_returns="streaming").remote(setup)
+        self._frames: Iterator[ObjectRef[tuple[bytes, Payload, int]]] = actor.run.options(
+            num_returns="streaming"
+        ).remote(msgspec.msgpack.encode(homes), peers)
         self._deliver = actor.deliver.options(num_returns=0)
         self._number = 0
         self._closed = threading.Event()
@@ -72,17 +87,17 @@ class RayChannel:
         try:
             if not ray.wait([self._frames], timeout=idle_s)[0]:
                 raise PeerError(f"{self.other}: silent for {idle_s:g} s")
-            frame: RayFrame = ray.get(next(self._frames))
+            header, payload, self.moved_bytes = ray.get(next(self._frames))
         except StopIteration:
             return None
         except ray.exceptions.RayError as e:
             if self._closed.is_set():
                 return None
-            self.lost = _reason(e)
+            self.lost = lost_by(e)
             raise PeerError(f"{self.other}: {self.lost}") from None
-        self._received += frame_bytes(frame)
+        self._received += frame_bytes((header, payload))
         try:
-            return received(frame, guard)
+            return received((header, payload), guard)
         except PeerError as e:
             raise PeerError(f"{self.other}: {e}") from None
 
@@ -98,9 +113,13 @@ class RayChannel:
         return ChannelStatistics(self._sent, self._received)
 
 
-def _reason(error: Exception) -> str:
-    """In one line, without Ray's advice."""
-    text = " ".join(str(error).split())
-    if "node died" in text or "node failure" in text or "is dead" in text:
+def lost_by(error: Exception) -> str:
+    """How an actor was lost, in one line and without Ray's advice."""
+    ray, text = ray_library(), " ".join(str(error).split())
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return f"its actor failed: {getattr(error, 'cause', error)}"
+    if "its node has died" in text:
         return "its node was lost"
+    if "worker process has died" in text:
+        return "its actor's process ended unexpectedly"
     return f"its actor ended: {text[:200]}"

@@ -226,21 +226,22 @@ class FederatedRun:
 
     def _on_ray(self, after: _Aftermath, note: Callable[[str], None], stop: Stop | None) -> FinishRounds:
         run, states = secrets.token_hex(16), self.store.states
-        setups = {
-            name: ActorSetup(
+        setups = [
+            ActorSetup(
                 job=self.job,
                 run=run,
                 name=name,
                 number=number,
-                executors=len(self.machine.executors),
                 fingerprint=self.data.fingerprint,
                 folder=os.getcwd(),
                 states=states_folder(self.job, self.folder),
                 taken=b"" if states is None else states.tobytes(),
             )
             for number, name in enumerate(self.machine.executors)
-        }
-        with RayExecutors(self.job, setups) as executors:
+        ]
+        with RayExecutors(self.job, setups, self._state_form) as executors:
+            if executors.homes is not None:
+                self.machine.place_states(executors.homes)
             self._resident.let_go()  # it trains elsewhere
             host = FederatedHost(
                 self.machine,
@@ -252,7 +253,10 @@ class FederatedRun:
             )
             after.start()
             executors.begin(host.acceptor.on_connection)
-            return host.coordinate(executors.ended, stop)
+            finish = host.coordinate(executors.ended, stop)
+            if executors.homes is not None:
+                note(f"{executors.moved_bytes / 1e6:.1f} MB of clients' states moved from node to node")
+            return finish
 
     def _commit(self, record: RoundRecord, measure: RoundMeasure, after: _Aftermath) -> Callable[[], None]:
         """What must be seen before the next round changes it; the rest happens beside that round."""
