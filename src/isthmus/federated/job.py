@@ -268,7 +268,27 @@ def check(job: FederatedJob) -> None:
             raise UserError(f"{field}: got {seconds:g} s, expected at least 1 s")
     if job.execution.planner and job.execution.planner not in cohort_names():
         raise unknown_name("execution.planner", job.execution.planner, cohort_names())
+    check_engine(job)
     check_emulation(job)
+
+
+def check_engine(job: FederatedJob) -> None:
+    """UserError for executors that a Ray cluster cannot hold as the job says."""
+    if job.execution.engine != "ray":
+        if job.execution.ray != RayExecution():
+            raise UserError(f"execution.ray: got options for engine {job.execution.engine!r}, expected engine 'ray'")
+        return
+    if not 0 < job.execution.ray.bandwidth_bytes_s < math.inf:
+        raise UserError(f"execution.ray.bandwidth: got {job.execution.ray.bandwidth!r}, expected a finite bandwidth")
+    if not job.scheme.processes:
+        raise UserError(f"execution.engine: got 'ray' for scheme {job.execution.scheme!r}, which has no executors")
+    if job.fleet:
+        raise UserError(f"fleet: got {job.fleet!r} beside execution.engine = 'ray', expected one of them")
+    if job.devices not in ((AUTO,), ("cpu",)):
+        raise UserError(
+            f"execution.device: got {', '.join(map(repr, job.devices))} beside engine 'ray', expected 'auto' or 'cpu': "
+            "an executor sees the GPUs of execution.ray.gpus only"
+        )
 
 
 def check_emulation(job: FederatedJob) -> None:

@@ -86,7 +86,7 @@ class NodeFiles(StateFiles):
         return found
 
 
-class FolderView(NamedTuple):
+class NodeView(NamedTuple):
     """What an executor sees of its folder."""
 
     executors: tuple[str, ...]
@@ -95,7 +95,7 @@ class FolderView(NamedTuple):
     """Their numbers."""
 
 
-class SharedFolder:
+class NodeFolder:
     """The folder of an executor's states, for others."""
 
     def __init__(self, folder: Path, size_bytes: int, name: str) -> None:
@@ -128,7 +128,7 @@ class SharedFolder:
             return rows
 
 
-def state_homes(names: Sequence[str], views: Sequence[FolderView], per_file: int, move_s: float) -> StateHomes | None:
+def state_homes(names: Sequence[str], views: Sequence[NodeView], per_file: int, move_s: float) -> StateHomes | None:
     """By what each executor sees: those that see the same folder are on one node. None where all are."""
     first = [min(names.index(name) for name in view.executors if name in names) for view in views]
     numbers = {place: number for number, place in enumerate(sorted(set(first)))}

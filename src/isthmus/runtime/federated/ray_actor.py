@@ -30,7 +30,7 @@ from isthmus.federated.states import StateStore
 from isthmus.protocol.state_homes import StateHomes
 from isthmus.runtime.federated.actor_channel import ActorChannel
 from isthmus.runtime.federated.executor import train_over
-from isthmus.runtime.federated.node_states import Fetch, FolderView, GiveBack, NodeFiles, Rows, SharedFolder
+from isthmus.runtime.federated.node_states import Fetch, GiveBack, NodeFiles, NodeFolder, NodeView, Rows
 from isthmus.runtime.federated.ray_frames import Payload
 from isthmus.runtime.federated.trainer import executor_trainer
 from isthmus.runtime.launchers.ray_connection import ray_library
@@ -65,7 +65,7 @@ class ExecutorActor:
     def __init__(self, setup: bytes) -> None:
         self._setup = msgspec.msgpack.decode(setup, type=ActorSetup)
         self._channel = ActorChannel()
-        self._folder: SharedFolder | None = None
+        self._folder: NodeFolder | None = None
         self._files: NodeFiles | None = None
         with contextlib.suppress(OSError):  # a job may need nothing that is there
             os.chdir(self._setup.folder)
@@ -77,12 +77,12 @@ class ExecutorActor:
 
     def open_states(self, size_bytes: int) -> None:
         """Of clients, whose states are as large as that. UserError for a folder that cannot be written."""
-        self._folder = SharedFolder(self._states_folder, size_bytes, self._setup.name)
+        self._folder = NodeFolder(self._states_folder, size_bytes, self._setup.name)
 
-    def view_states(self) -> FolderView:
+    def view_states(self) -> NodeView:
         """Once the folders of all are open."""
         assert self._folder is not None, "states are opened first"
-        return FolderView(self._folder.executors(), self._folder.files())
+        return NodeView(self._folder.executors(), self._folder.files())
 
     def read_states(self, places: Sequence[int]) -> Rows:
         """Of this node, for another one."""

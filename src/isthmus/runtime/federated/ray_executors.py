@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from isthmus.errors import PeerError, UserError
-from isthmus.federated.job import FederatedJob, RayExecution
+from isthmus.federated.job import FederatedJob
 from isthmus.federated.state_files import StateFiles
 from isthmus.federated.state_form import StateForm
 from isthmus.protocol.state_homes import StateHomes
-from isthmus.runtime.federated.node_states import FolderView, state_homes
+from isthmus.runtime.federated.node_states import NodeView, state_homes
 from isthmus.runtime.federated.ray_actor import ActorSetup, ExecutorActor
 from isthmus.runtime.federated.ray_channel import RayBroadcast, RayChannel, lost_by
-from isthmus.runtime.launchers.ray_connection import RayUser, connect, ray_library
+from isthmus.runtime.federated.ray_room import USER, room_for, share_text
+from isthmus.runtime.launchers.ray_connection import connect, ray_library
 from isthmus.runtime.transport.channel import MessageChannel
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
     from ray.util.placement_group import PlacementGroup
 
-USER = RayUser("execution.engine", "execution.ray.address")
 START_S = 300.0
 """For an actor's process to import torch from a slow disk."""
 CALLS = 4
@@ -65,13 +65,13 @@ class RayExecutors:
         ray, options = ray_library(), self._options
         if (room := room_for(options)) < len(setups):
             raise UserError(
-                f"execution.executors: got {len(setups)}, expected at most {room}: so many with {_share(options)} each "
-                "fit on the Ray cluster"
+                f"execution.executors: got {len(setups)}, expected at most {room}: so many with {share_text(options)} "
+                "each fit on the Ray cluster"
             )
         bundle = {"CPU": options.cpus, **({"GPU": options.gpus} if options.gpus else {})}
         self._group = group = ray.util.placement_group([bundle] * len(setups), strategy="SPREAD")
         if not group.wait(self._timeout_s):
-            what = f"{len(setups)} executors with {_share(options)} each"
+            what = f"{len(setups)} executors with {share_text(options)}"
             raise PeerError(f"Ray has not reserved {what} within {self._timeout_s:g} s: others use the cluster")
         for number, setup in enumerate(setups):
             actor = ray.remote(ExecutorActor).options(
@@ -103,7 +103,7 @@ class RayExecutors:
 
     def _look_at_states(self, form: StateForm) -> StateHomes | None:
         self._all("open_states", form.size_bytes)
-        views = cast("list[FolderView]", self._all("view_states"))
+        views = cast("list[NodeView]", self._all("view_states"))
         per_file = StateFiles("", form.size_bytes, direct=False).per_file
         return state_homes(self._names, views, per_file, form.size_bytes / self._options.bandwidth_bytes_s)
 
@@ -150,23 +150,6 @@ class RayExecutors:
                 ray.util.remove_placement_group(self._group)
         if self._connected:
             ray.shutdown()
-
-
-def room_for(options: RayExecution) -> int:
-    """How many executors the cluster that this process is connected to holds at most."""
-    rooms = [node["Resources"] for node in ray_library().nodes() if node["Alive"]]
-    per_node = [_times(has.get("CPU", 0.0), options.cpus) for has in rooms]
-    if options.gpus:
-        per_node = [min(n, _times(has.get("GPU", 0.0), options.gpus)) for n, has in zip(per_node, rooms, strict=True)]
-    return sum(per_node)
-
-
-def _times(has: float, share: float) -> int:
-    return int(has / share + 1e-9)
-
-
-def _share(options: RayExecution) -> str:
-    return f"{options.cpus:g} CPUs" + (f" and {options.gpus:g} GPUs" if options.gpus else "")
 
 
 def states_folder(job: FederatedJob, folder: Path) -> str:

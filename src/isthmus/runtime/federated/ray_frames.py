@@ -6,7 +6,6 @@ every reader on that node maps it. What it maps is read-only. Nothing else is gi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import msgspec
@@ -24,8 +23,6 @@ Payload = Sequence[NDArray[np.uint8]]
 RayFrame = tuple[bytes, Payload]
 ALIGNMENT_BYTES = 16
 """Of numbers where they are computed with. What comes beside a small header may lie anywhere."""
-
-warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # who writes to it is found out
 
 
 def ray_frame(message: AnyMessage, payload: Sequence[memoryview] = ()) -> RayFrame:
@@ -49,10 +46,19 @@ def received(frame: RayFrame, guard: Guard | None) -> Received:
     if [h.nbytes for h in message.tensors] != [part.nbytes for part in payload]:
         raise PeerError("frame payload: its parts are not the tensors that its header announces")
     return message, [
-        unpack(torch.from_numpy(_aligned(part)).view(dtype_of(header)), header)
+        unpack(torch.from_numpy(_tensor_memory(part)).view(dtype_of(header)), header)
         for part, header in zip(payload, message.tensors, strict=True)
     ]
 
 
-def _aligned(part: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return part.copy() if part.ctypes.data % ALIGNMENT_BYTES else part
+class _Mapped:
+    """Memory that Ray maps read-only, as numpy takes it for writable: torch knows of no read-only tensors. An algorithm
+    that writes to what it received is refused afterwards, as everywhere."""
+
+    def __init__(self, part: NDArray[np.uint8]) -> None:
+        self.kept = part
+        self.__array_interface__ = {**part.__array_interface__, "data": (part.ctypes.data, False)}
+
+
+def _tensor_memory(part: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return part.copy() if not part.size or part.ctypes.data % ALIGNMENT_BYTES else np.asarray(_Mapped(part))

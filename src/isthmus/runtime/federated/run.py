@@ -45,11 +45,13 @@ from isthmus.runtime.federated.executor import serve
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended
 from isthmus.runtime.federated.ray_actor import ActorSetup
 from isthmus.runtime.federated.ray_executors import RayExecutors, states_folder
+from isthmus.runtime.federated.ray_room import USER
 from isthmus.runtime.federated.round_store import RoundResult, RoundStore
 from isthmus.runtime.federated.shared_memory import SharedAccumulator, SharedBroadcast, SharedMemory
 from isthmus.runtime.federated.sizing import sized
 from isthmus.runtime.federated.trainer import executor_trainer
 from isthmus.runtime.federated.update_receiver import SumsReceiver
+from isthmus.runtime.launchers.ray_connection import check_cluster
 from isthmus.runtime.processes.forked import Forked
 from isthmus.runtime.processes.memory import ANY_SIZE, keep_freed_pages, return_freed_pages
 from isthmus.runtime.processes.signals import Stop
@@ -93,6 +95,8 @@ class FederatedRun:
         self, job: FederatedJob, folder: Path, *, resume: bool, watch: Callable[[RoundLine], None] = lambda _: None
     ) -> None:
         """`watch` is called when a round is committed, in another thread. UserError for a folder of another job."""
+        if job.execution.engine == "ray":
+            check_cluster(job.execution.ray.address, USER)
         keep_freed_pages(ANY_SIZE, arenas=1)
         torch.set_num_threads(job.execution.threads)
         self.folder = folder

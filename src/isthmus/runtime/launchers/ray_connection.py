@@ -43,6 +43,15 @@ def ray_library(user: RayUser = LAUNCHER) -> ModuleType:
 def connect(given: str, user: RayUser = LAUNCHER) -> bool:
     """To the cluster at HOST:PORT, or where none is given to that of RAY_ADDRESS, or of this machine. False for a
     process that is connected already. UserError, in one line, where it cannot be."""
+    if (address := check_cluster(given, user)) is None:
+        return False
+    _connect(ray_library(user), address, user)
+    return True
+
+
+def check_cluster(given: str, user: RayUser = LAUNCHER) -> str | None:
+    """The address that `connect` would connect to, None for a process that is connected already. UserError where Ray is
+    missing or too old, or nothing answers at the address: Ray itself would wait for ever."""
     ray = ray_library(user)
     if tuple(int(part) for part in str(ray.__version__).split(".")[:2]) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
@@ -50,11 +59,12 @@ def connect(given: str, user: RayUser = LAUNCHER) -> bool:
             f'{user.name}: Ray {ray.__version__} is too old, expected {oldest} or newer: pip install "isthmus[ray]"'
         )
     if not ray.is_initialized():
-        _connect(ray, _address(given, user), user)
-        return True
+        address = _address(given, user)
+        _dial(ray, address, user)
+        return address
     if given not in ("", here := ray.get_runtime_context().gcs_address):
         raise UserError(f"{user.name}: address: got {given!r}, but this process is connected to {here}")
-    return False
+    return None
 
 
 def _address(given: str, user: RayUser) -> str:
@@ -72,8 +82,8 @@ def _address(given: str, user: RayUser) -> str:
     return text
 
 
-def _connect(ray: ModuleType, address: str, user: RayUser) -> None:
-    """UserError where nothing answers (Ray itself would wait for ever), or nothing that this Ray can use."""
+def _dial(ray: ModuleType, address: str, user: RayUser) -> None:
+    """UserError where nothing answers."""
     host, _, port = address.rpartition(":")
     if host in _HERE:
         host = str(ray.util.get_node_ip_address())  # as Ray does
@@ -81,6 +91,10 @@ def _connect(ray: ModuleType, address: str, user: RayUser) -> None:
         socket.create_connection((host.strip("[]"), int(port)), DIAL_S).close()
     except OSError as e:
         raise UserError(f"{user.name}: no Ray cluster at {address}: {e.strerror or e}: {user.start}") from None
+
+
+def _connect(ray: ModuleType, address: str, user: RayUser) -> None:
+    """UserError where nothing answers that this Ray can use."""
     handler = signal.getsignal(signal.SIGTERM)
     ray._private.worker._worker_logs_enabled = False  # what nodes log would be printed to standard output
     try:
