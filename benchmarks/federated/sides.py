@@ -63,6 +63,7 @@ SIDES = (
     Side(name="pool of 2", module="pool"),
     Side(name="ours, 2 executors", module="ours", options={"executors": 2, "clients_per_vmap": 1}),
     Side(name="ours, 2, vectorised", module="ours", options={"executors": 2, "clients_per_vmap": 0}),
+    Side(name="ours on Ray, 2", module="ours", options={"executors": 2, "clients_per_vmap": 1, "ray": 1}),
     Side(name="pfl", module="pfl_side", options={"processes": 1}, peer="pfl"),
     Side(name="pfl, 2 processes", module="pfl_side", options={"processes": 2}, peer="pfl", processes=2),
     Side(name="Flower", module="flower_side", peer="flower"),

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -34,6 +34,7 @@ from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
 from isthmus.federated.emulated_speed import SpeedEmulation
 from isthmus.federated.evaluation import Evaluator
+from isthmus.federated.execution import Execution, RayExecution
 from isthmus.federated.executor_fleet import ExecutorFleet, executor_fleet
 from isthmus.federated.local import LocalConfig
 from isthmus.federated.privacy import Guarantee, Privacy, Private, guarantee
@@ -46,7 +47,7 @@ from isthmus.overrides import overridden
 from isthmus.planners.cohort import cohort_names
 from isthmus.protocol.federated_participation import Participation, cohort
 from isthmus.protocol.federated_rules import RoundRules
-from isthmus.units import parse_bandwidth, parse_duration
+from isthmus.units import parse_duration
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
@@ -76,60 +77,6 @@ class FederatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Clients of whose own data the accuracy is taken too, evenly over the population."""
     save_every: Positive = 1
     """Rounds between commits to disk."""
-
-
-class RayExecution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The Ray cluster of `engine = "ray"`, and what each executor reserves there."""
-
-    address: str = ""
-    """HOST:PORT of the cluster's head; by default RAY_ADDRESS, or else the cluster that was started on this machine."""
-    cpus: Annotated[float, Meta(gt=0)] = 1.0
-    """CPUs that Ray reserves for each executor."""
-    gpus: Annotated[float, Meta(ge=0)] = 0.0
-    """GPUs, or the share of one, that Ray reserves for each executor; it sees no others."""
-    states: str = ""
-    """Folder on each node for clients' states, with variables of the node's environment, as in `$TMPDIR/states`; by
-    default `states` in the run's folder."""
-    bandwidth: str = "1 Gbit/s"
-    """Between nodes: what the schedule takes for a client's state to move."""
-
-    @property
-    def bandwidth_bytes_s(self) -> float:
-        return parse_bandwidth(self.bandwidth, "execution.ray.bandwidth")
-
-
-class Execution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where clients train."""
-
-    scheme: str = "ours"
-    """How clients come to executors: ours, parrot, fa, sd, rw or sp."""
-    engine: Literal["processes", "ray"] = "processes"
-    """What executors are: processes of this machine, or actors of a Ray cluster."""
-    ray: RayExecution = RayExecution()
-    """Of the engine ray."""
-    executors: NotNegative = 2
-    """0: as many as memory and cores hold, and as train faster together, by measurement at the start of the run."""
-    device: str | Annotated[tuple[str, ...], Meta(min_length=1)] = AUTO
-    """Where executors train: `auto` (an accelerator of this machine, else the CPU), `cpu`, `cuda:1`, ... Of several,
-    executor number k has number k modulo their count: `["cuda:0", "cuda:1"]`."""
-    planner: str = ""
-    """In place of the scheme's."""
-    steals: bool | None = None
-    """In place of the scheme's."""
-    window_rounds: NotNegative = 5
-    """Times of so many rounds are fitted (Parrot's time window); 0: of all."""
-    slow_down: tuple[Annotated[float, Meta(ge=0)], ...] = ()
-    """Emulation: eta of each executor, which sleeps eta T after training for T."""
-    unstable: bool = False
-    """Emulation: speeds that change from round to round."""
-    noise: Annotated[float, Meta(ge=0, le=2)] = 0.0
-    """Emulation: sigma of a log-normal factor of mean 1 in every client's time."""
-    clients_per_vmap: NotNegative = 1
-    """Clients of equal numbers of samples that are trained as one; 0: as many as a measurement finds best."""
-    threads: Positive = 1
-    """Torch threads of each executor."""
-    timeout: str = "60 s"
-    """Silence after which an executor counts as lost."""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

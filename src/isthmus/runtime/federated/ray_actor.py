@@ -30,7 +30,7 @@ from isthmus.federated.states import StateStore
 from isthmus.protocol.state_homes import StateHomes
 from isthmus.runtime.federated.actor_channel import ActorChannel
 from isthmus.runtime.federated.executor import train_over
-from isthmus.runtime.federated.node_states import Fetch, GiveBack, NodeFiles, NodeFolder, NodeView, Rows
+from isthmus.runtime.federated.node_states import Fetch, GiveBack, NodeFiles, NodeFolder, Rows
 from isthmus.runtime.federated.ray_frames import Payload
 from isthmus.runtime.federated.trainer import executor_trainer
 from isthmus.runtime.launchers.ray_connection import ray_library
@@ -79,10 +79,10 @@ class ExecutorActor:
         """Of clients, whose states are as large as that. UserError for a folder that cannot be written."""
         self._folder = NodeFolder(self._states_folder, size_bytes, self._setup.name)
 
-    def view_states(self) -> NodeView:
-        """Once the folders of all are open."""
+    def view_states(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """The fields of a `NodeView`, once the folders of all are open."""
         assert self._folder is not None, "states are opened first"
-        return NodeView(self._folder.executors(), self._folder.files())
+        return self._folder.executors(), self._folder.files()
 
     def read_states(self, places: Sequence[int]) -> Rows:
         """Of this node, for another one."""

@@ -103,7 +103,7 @@ class RayExecutors:
 
     def _look_at_states(self, form: StateForm) -> StateHomes | None:
         self._all("open_states", form.size_bytes)
-        views = cast("list[NodeView]", self._all("view_states"))
+        views = [NodeView(*view) for view in cast("list[NodeView]", self._all("view_states"))]
         per_file = StateFiles("", form.size_bytes, direct=False).per_file
         return state_homes(self._names, views, per_file, form.size_bytes / self._options.bandwidth_bytes_s)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isthmus.errors import UserError
-from isthmus.federated.job import RayExecution
+from isthmus.federated.execution import RayExecution
 from isthmus.runtime.launchers.ray_connection import RayUser, connect, ray_library
 
 USER = RayUser("execution.engine", "execution.ray.address")
