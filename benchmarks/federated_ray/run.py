@@ -95,17 +95,15 @@ def cluster(folder: Path) -> Generator[None]:
 
 def measured(case: str, rounds: int, width: int) -> Row:
     lines: list[RoundLine] = []
-    notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="ray-") as place, cluster(Path(place)):
         run = FederatedRun(job_of(CASES[case], rounds, width), Path(place) / "run", resume=False, watch=lines.append)
-        run.run(notes.append)
-    (moved,) = [float(note.split()[0]) for note in notes if "moved from node to node" in note]
+        run.run(lambda note: print(note, file=sys.stderr, flush=True))
     return Row(
         case=case,
         rounds=rounds,
         state_mb=run.server.values["model"].nbytes / 1e6,
         trained=sum(line.clients for line in lines),
-        moved_mb=moved,
+        moved_mb=run.moved_bytes / 1e6,
         round_s=statistics.median(line.seconds for line in lines),
     )
 

@@ -57,6 +57,7 @@ from isthmus.runtime.processes.memory import ANY_SIZE, keep_freed_pages, return_
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.message_sender import SWITCH_S
+from isthmus.units import format_size
 
 
 def coordinator_of(
@@ -103,6 +104,8 @@ class FederatedRun:
         self.data: ClientData = client_data(job)
         self.job = job = sized(job, self.data, folder if resume else None)
         self._watch = watch
+        self.moved_bytes = 0
+        """Of clients' states, from node to node of a Ray cluster; known at the end."""
         population = len(self.data.sizes)
         self._algorithm = job.algorithm(population)
         self._resident = resident = Resident(build(job))
@@ -259,7 +262,8 @@ class FederatedRun:
             executors.begin(host.acceptor.on_connection)
             finish = host.coordinate(executors.ended, stop)
             if executors.homes is not None:
-                note(f"{executors.moved_bytes / 1e6:.1f} MB of clients' states moved from node to node")
+                self.moved_bytes = executors.moved_bytes
+                note(f"{format_size(self.moved_bytes)} of clients' states moved from node to node")
             return finish
 
     def _commit(self, record: RoundRecord, measure: RoundMeasure, after: _Aftermath) -> Callable[[], None]:

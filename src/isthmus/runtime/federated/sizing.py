@@ -65,7 +65,7 @@ def with_executors(job: FederatedJob, data: ClientData) -> FederatedJob:
     if job.execution.executors:
         return job
     if job.execution.engine == "ray":
-        return _with(job, executors=asked(lambda: cluster_room(job.execution.ray)))  # who connects has threads
+        return _with(job, executors=cluster_room(job.execution.ray))
     return _with(job, executors=_measured_executors(job, data))
 
 
