@@ -46,7 +46,7 @@ def run(task: Task, folder: Path, options: dict[str, int]) -> None:
     rounds = Rounds()
     if on_ray := bool(options.get("ray")):
         ray = importlib.import_module("ray")  # takes long, and the other sides need none
-        ray.init(num_cpus=options["executors"], include_dashboard=False, logging_level="error", log_to_driver=False)
+        ray.init("local", num_cpus=options["executors"], include_dashboard=False, log_to_driver=False)
     engine = "ray" if on_ray else "processes"
     job = job_of(task.folder, options["executors"], options["clients_per_vmap"], engine)
     with tempfile.TemporaryDirectory() as place:

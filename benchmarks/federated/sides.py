@@ -98,7 +98,8 @@ def run(side: Side, task: Path, *, memory: bool = False) -> Ran:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder)
         paths = [str(HERE)] if side.peer else [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables = {**os.environ, **QUIET, TOKEN: token, "PYTHONPATH": os.pathsep.join(paths)}
+        places = {"PYTHONPATH": os.pathsep.join(paths), "RAY_TMPDIR": folder}  # no cluster but its own
+        variables = {**os.environ, **QUIET, **places, TOKEN: token}
         log = output / "log"
         started_s = time.monotonic()
         with log.open("wb") as file:

@@ -59,6 +59,9 @@ from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.message_sender import SWITCH_S
 from isthmus.units import format_size
 
+STEALING_PAYS_ON_RAY_S = 0.05
+"""A call of an actor takes several times as long as a message to a process of this machine."""
+
 
 def coordinator_of(
     job: FederatedJob, sizes: NDArray[np.int64], cohorts: Cohorts, first_round: int, states: NDArray[np.int32] | None
@@ -72,6 +75,8 @@ def coordinator_of(
         single=scheme.single,
         steals=scheme.steals if job.execution.steals is None else job.execution.steals,
     )
+    if job.execution.engine == "ray":
+        rules = msgspec.structs.replace(rules, stealing_pays_s=STEALING_PAYS_ON_RAY_S)
     if cohorts.buffer is not None:
         needed, at_work = cohorts.buffer
         rules = msgspec.structs.replace(
