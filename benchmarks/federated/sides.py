@@ -32,6 +32,7 @@ QUIET = {
     "MKL_NUM_THREADS": "1",
     "FLWR_TELEMETRY_ENABLED": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # or Ray leaves a token at home, which later clusters then want
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
