@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import tempfile
@@ -14,7 +15,7 @@ from isthmus import FederatedJob
 from isthmus.experiments import FederatedRun
 
 
-def job_of(folder: Path, executors: int, clients_per_vmap: int) -> FederatedJob:
+def job_of(folder: Path, executors: int, clients_per_vmap: int, engine: str = "processes") -> FederatedJob:
     """The peers write nothing of a round to disk, so only the last one is saved."""
     settings = json.loads((folder / "settings.json").read_text())
     samples = str(folder / "samples.npz")
@@ -32,6 +33,7 @@ def job_of(folder: Path, executors: int, clients_per_vmap: int) -> FederatedJob:
         "local": {name: settings[name] for name in ("epochs", "batch_size", "learning_rate")},
         "participation": {"clients": settings["clients_a_round"]},
         "execution": {
+            "engine": engine,
             "executors": executors,
             "clients_per_vmap": clients_per_vmap,
             "device": os.environ.get(DEVICE, "cpu"),
@@ -42,7 +44,11 @@ def job_of(folder: Path, executors: int, clients_per_vmap: int) -> FederatedJob:
 
 def run(task: Task, folder: Path, options: dict[str, int]) -> None:
     rounds = Rounds()
-    job = job_of(task.folder, options["executors"], options["clients_per_vmap"])
+    if on_ray := bool(options.get("ray")):
+        ray = importlib.import_module("ray")  # takes long, and the other sides need none
+        ray.init("local", num_cpus=options["executors"], include_dashboard=False, log_to_driver=False)
+    engine = "ray" if on_ray else "processes"
+    job = job_of(task.folder, options["executors"], options["clients_per_vmap"], engine)
     with tempfile.TemporaryDirectory() as place:
         run = FederatedRun(job, Path(place), resume=False, watch=lambda _: rounds.end())
         run.run()

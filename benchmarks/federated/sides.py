@@ -32,6 +32,7 @@ QUIET = {
     "MKL_NUM_THREADS": "1",
     "FLWR_TELEMETRY_ENABLED": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # or Ray leaves a token at home, which later clusters then want
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
@@ -63,6 +64,7 @@ SIDES = (
     Side(name="pool of 2", module="pool"),
     Side(name="ours, 2 executors", module="ours", options={"executors": 2, "clients_per_vmap": 1}),
     Side(name="ours, 2, vectorised", module="ours", options={"executors": 2, "clients_per_vmap": 0}),
+    Side(name="ours on Ray, 2", module="ours", options={"executors": 2, "clients_per_vmap": 1, "ray": 1}),
     Side(name="pfl", module="pfl_side", options={"processes": 1}, peer="pfl"),
     Side(name="pfl, 2 processes", module="pfl_side", options={"processes": 2}, peer="pfl", processes=2),
     Side(name="Flower", module="flower_side", peer="flower"),
@@ -97,7 +99,8 @@ def run(side: Side, task: Path, *, memory: bool = False) -> Ran:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder)
         paths = [str(HERE)] if side.peer else [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables = {**os.environ, **QUIET, TOKEN: token, "PYTHONPATH": os.pathsep.join(paths)}
+        places = {"PYTHONPATH": os.pathsep.join(paths), "RAY_TMPDIR": folder}  # no cluster but its own
+        variables = {**os.environ, **QUIET, **places, TOKEN: token}
         log = output / "log"
         started_s = time.monotonic()
         with log.open("wb") as file:

@@ -76,6 +76,11 @@ class RayCluster:
         found = self._cluster.global_state.actor_table(None).values()
         return [actor["State"] for actor in found if actor["State"] != "DEAD"]
 
+    def pids(self) -> list[int]:
+        """Of the actors that are alive."""
+        found = self._cluster.global_state.actor_table(None).values()
+        return [actor["Pid"] for actor in found if actor["State"] == "ALIVE"]
+
     def folders(self) -> list[Path]:
         """Of agents."""
         return list(self.folder.glob("isthmus-agent-*"))

@@ -35,6 +35,7 @@ from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
 from isthmus.federated.emulated_speed import SpeedEmulation
 from isthmus.federated.evaluation import Evaluator
+from isthmus.federated.execution import Execution, RayExecution
 from isthmus.federated.executor_fleet import ExecutorFleet, executor_fleet
 from isthmus.federated.local import LocalConfig
 from isthmus.federated.privacy import Guarantee, Privacy, Private, guarantee
@@ -79,36 +80,6 @@ class FederatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Clients of whose own data the accuracy is taken too, evenly over the population."""
     save_every: Positive = 1
     """Rounds between commits to disk."""
-
-
-class Execution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where clients train."""
-
-    scheme: str = "ours"
-    """How clients come to executors: ours, parrot, fa, sd, rw or sp."""
-    executors: NotNegative = 2
-    """0: as many as memory and cores hold, and as train faster together, by measurement at the start of the run."""
-    device: str | Annotated[tuple[str, ...], Meta(min_length=1)] = AUTO
-    """Where executors train: `auto` (an accelerator of this machine, else the CPU), `cpu`, `cuda:1`, ... Of several,
-    executor number k has number k modulo their count: `["cuda:0", "cuda:1"]`."""
-    planner: str = ""
-    """In place of the scheme's."""
-    steals: bool | None = None
-    """In place of the scheme's."""
-    window_rounds: NotNegative = 5
-    """Times of so many rounds are fitted (Parrot's time window); 0: of all."""
-    slow_down: tuple[Annotated[float, Meta(ge=0)], ...] = ()
-    """Emulation: eta of each executor, which sleeps eta T after training for T."""
-    unstable: bool = False
-    """Emulation: speeds that change from round to round."""
-    noise: Annotated[float, Meta(ge=0, le=2)] = 0.0
-    """Emulation: sigma of a log-normal factor of mean 1 in every client's time."""
-    clients_per_vmap: NotNegative = 1
-    """Clients of equal numbers of samples that are trained as one; 0: as many as a measurement finds best."""
-    threads: Positive = 1
-    """Torch threads of each executor."""
-    timeout: str = "60 s"
-    """Silence after which an executor counts as lost."""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -256,7 +227,27 @@ def check(job: FederatedJob) -> None:
             raise UserError(f"{field}: got {seconds:g} s, expected at least 1 s")
     if job.execution.planner and job.execution.planner not in cohort_names():
         raise unknown_name("execution.planner", job.execution.planner, cohort_names())
+    check_engine(job)
     check_emulation(job)
+
+
+def check_engine(job: FederatedJob) -> None:
+    """UserError for executors that a Ray cluster cannot hold as the job says."""
+    if job.execution.engine != "ray":
+        if job.execution.ray != RayExecution():
+            raise UserError(f"execution.ray: got options for engine {job.execution.engine!r}, expected engine 'ray'")
+        return
+    if not 0 < job.execution.ray.bandwidth_bytes_s < math.inf:
+        raise UserError(f"execution.ray.bandwidth: got {job.execution.ray.bandwidth!r}, expected a finite bandwidth")
+    if not job.scheme.processes:
+        raise UserError(f"execution.engine: got 'ray' for scheme {job.execution.scheme!r}, which has no executors")
+    if job.fleet:
+        raise UserError(f"fleet: got {job.fleet!r} beside execution.engine = 'ray', expected one of them")
+    if job.devices not in ((AUTO,), ("cpu",)):
+        raise UserError(
+            f"execution.device: got {', '.join(map(repr, job.devices))} beside engine 'ray', expected 'auto' or 'cpu': "
+            "an executor sees the GPUs of execution.ray.gpus only"
+        )
 
 
 def check_emulation(job: FederatedJob) -> None:

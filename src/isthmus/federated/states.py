@@ -104,13 +104,14 @@ class StateStore:
         form: StateForm,
         taken: Sequence[int] | NDArray[np.int32] = (),
         part: tuple[int, int] = (0, 1),
+        files: StateFiles | None = None,
     ) -> None:
         """`taken` are the places that a resumed run needs (-1 among them is none); `part` is (which of the executors,
-        of how many)."""
+        of how many); `files`, in place of those under the folder alone."""
         self._folder = str(folder)
         self._form = form
         self._large = form.size_bytes >= LARGE_BYTES
-        self._files = StateFiles(self._folder, form.size_bytes, direct=self._large)
+        self._files = files or StateFiles(self._folder, form.size_bytes, direct=self._large)
         self._rows = max(1, min(MOST_WAITING, WAITING_BYTES // self._files.each_bytes))
         self._free: list[int] = []
         self._fresh = self._unused(np.asarray(taken, dtype=np.int64), *part)
@@ -250,7 +251,7 @@ class StateStore:
 
     def free(self, places: Iterable[int]) -> None:
         self._ahead.clear()  # who freed a place fills it, maybe elsewhere
-        self._free = sorted([*self._free, *places], reverse=True)
+        self._free = sorted([*self._free, *self._files.to_fill(places)], reverse=True)
 
 
 class _AtOnce(Executor):

@@ -62,9 +62,6 @@ from isthmus.protocol.run_messages import Halt
 from isthmus.protocol.work_stealing import assign_idle, assign_returned, forget_executor, grant_tasks, reassign
 
 Integers = NDArray[np.int64]
-STEALING_PAYS_S = 0.01
-"""No executor steals in a phase that is expected to end sooner. Asking in vain costs two round trips, of a millisecond
-each on busy cores."""
 
 
 class FederatedStatistics(msgspec.Struct, frozen=True):
@@ -104,6 +101,7 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         """Set by the driver when a round has reached the disk."""
         self.rules = rules
         self._scheduler = ClientScheduler(self.executors, rules, sizes, throughput, states, clients or {})
+        self.place_states = self._scheduler.place_states
         self._cohort_of = cohort
         self._late_of = late
         self._alive: set[str] = set()
@@ -301,7 +299,7 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         opening = PhaseSetup(
             phase=phase, clients=len(asked), samples=self._scheduler.samples(asked), durable_round=self.durable_round
         )
-        brief = opened.predicted_s is not None and opened.predicted_s < STEALING_PAYS_S
+        brief = opened.predicted_s is not None and opened.predicted_s < self.rules.stealing_pays_s
         holds = self._steals and len(alive) > 1 and not brief
         for name in alive:
             mine = assignment.tasks.get(name, ())

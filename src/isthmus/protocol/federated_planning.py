@@ -7,8 +7,16 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from isthmus.planners.cohort import CohortProblem, CohortSchedule, certified, fractional, parrot, schedule_cohort
-from isthmus.planners.cohort.problem import Floats
+from isthmus.planners.cohort import (
+    CohortProblem,
+    CohortSchedule,
+    certified,
+    fractional,
+    near_states,
+    parrot,
+    schedule_cohort,
+)
+from isthmus.planners.cohort.problem import Floats, Integers
 
 STEP_S = 1e-4
 """What one exchange of the certified search takes, roughly."""
@@ -16,6 +24,19 @@ FEWEST_STEPS, MOST_STEPS = 300, 4000
 LARGE = 100_000_000
 """Clients x executors from where on the certified search's tables would be larger than 1 GB; then it is Parrot's."""
 TINY_S = 1e-12
+NEVER_S = 1e9
+"""What a state takes to move while no times are known to compare that with."""
+
+
+class StatesOnNodes(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What a schedule of a cohort must know of its clients' states."""
+
+    homes: Integers
+    """(clients,) the node of each one's state, below 0 for none."""
+    nodes: Integers
+    """(executors,)"""
+    move_s: float
+    """Seconds of one state from node to node."""
 
 
 class PlanningProblem(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -30,6 +51,8 @@ class PlanningProblem(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """(executors,) what a client costs whatever its size."""
     known: bool
     """Whether these times were measured; else they are of sizes alone."""
+    states: StatesOnNodes | None = None
+    """Where clients' states lie on several nodes."""
 
 
 def plan_round(problem: PlanningProblem) -> CohortSchedule:
@@ -41,6 +64,8 @@ def plan_round(problem: PlanningProblem) -> CohortSchedule:
     if len(fixed_s) == 1:
         return _everything(problem)
     cohort = CohortProblem(sizes=sizes, seconds_per_sample=per_sample, fixed_s=fixed_s)
+    if (states := problem.states) is not None and (states.homes >= 0).any():
+        return near_states(cohort, states.homes, states.nodes, states.move_s if problem.known else NEVER_S)
     if problem.planner != "certified":
         return schedule_cohort(problem.planner, cohort)
     greedy = parrot(cohort)

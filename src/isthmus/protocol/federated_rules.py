@@ -36,6 +36,9 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
     warm_up_rounds: int = 0
     """So many first rounds are scheduled by number of clients alone (Parrot's R_w)."""
     steals: bool = True
+    stealing_pays_s: float = 0.01
+    """No executor steals in a phase that is expected to end sooner. Asking in vain costs two round trips, of a
+    millisecond each on busy cores."""
     single: bool = False
     """One client at a time, its result back at once (the FA scheme)."""
     staleness: int = 0

@@ -30,7 +30,9 @@ def assign_idle(opened: OpenPhase, scheduler: ClientScheduler, *, holds: bool) -
             out.append(grant_tasks(thief, (opened.unassigned.pop(0),), opened, holds=holds))
         elif (victim := opened.victim(thief)) is not None:
             opened.recalls[victim] = thief
-            recalled = TasksRecalled(phase=opened.phase, own=scheduler.line(victim), thief=scheduler.line(thief))
+            recalled = TasksRecalled(
+                phase=opened.phase, own=scheduler.line(victim), thief=scheduler.line_of_thief(thief, victim)
+            )
             out.append(Notify(victim, recalled))
         elif not opened.recalls:
             del opened.idle[thief]
@@ -67,8 +69,14 @@ def reassign(
     load_s = {name: opened.load_s(name) for name in names}
     given: dict[str, list[ClientTask]] = {}
     for task in sorted(tasks, key=lambda t: -t.samples):
-        name = min(names, key=lambda n: load_s[n] + scheduler.line(n).seconds(task.samples))
-        load_s[name] += scheduler.line(name).seconds(task.samples)
+        ends_s = {n: load_s[n] + _seconds(task, n, scheduler) for n in names}
+        name = min(names, key=ends_s.__getitem__)
+        load_s[name] = ends_s[name]
         given.setdefault(name, []).append(task)
     out = [grant_tasks(name, tuple(mine), opened, holds=holds) for name, mine in given.items()]
     return [*out, *assign_idle(opened, scheduler, holds=holds)]
+
+
+def _seconds(task: ClientTask, executor: str, scheduler: ClientScheduler) -> float:
+    """With the move of the client's state, where it must move."""
+    return scheduler.line(executor).seconds(task.samples) + scheduler.move_s(task.client, executor)

@@ -2,6 +2,7 @@
 
 from isthmus.planners.cohort.certified import certified
 from isthmus.planners.cohort.fractional import Fractional, fractional
+from isthmus.planners.cohort.near_states import near_states
 from isthmus.planners.cohort.parrot import parrot
 from isthmus.planners.cohort.problem import CohortProblem, CohortSchedule
 from isthmus.planners.cohort.registry import CohortAlgorithm, cohort_names, describe_cohort, schedule_cohort
@@ -21,6 +22,7 @@ __all__ = [
     "equal_times",
     "fit_times",
     "fractional",
+    "near_states",
     "parrot",
     "schedule_cohort",
     "uniform",

@@ -70,6 +70,7 @@ from isthmus.runtime.messages.state_transfer import (
 )
 from isthmus.runtime.processes.signals import ComputeThreads, Stop
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
+from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.message_sender import start_heartbeats
 from isthmus.trace import Span
@@ -233,6 +234,7 @@ class CoordinatorHost:
 
     def _joined(self, device: str, message: JoinRun) -> DeviceJoined:
         channel = self.acceptor.channel(device)
+        assert isinstance(channel, SocketChannel), "devices connect by sockets"
         self._lanes[device] = SendLane(channel, timeout_s=self._timeout_s)
         party = channel.party.id if channel.party is not None else ""
         self._addresses[device] = Address(message.host, message.port, party)

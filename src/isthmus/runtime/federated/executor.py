@@ -40,7 +40,7 @@ from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.runtime.federated.shared_memory import SharedMemory
 from isthmus.runtime.messages.federated import FromExecutor, SummedValues, ToExecutor
 from isthmus.runtime.messages.run import JoinRun
-from isthmus.runtime.transport.channel import SocketChannel, dial
+from isthmus.runtime.transport.channel import MessageChannel, dial
 from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of, start_heartbeats
 
 Told = dict[str, Tensor]
@@ -53,7 +53,7 @@ class Executor:
     def __init__(
         self,
         site: ClientTrainer,
-        channel: SocketChannel,
+        channel: MessageChannel,
         sender: MessageSender,
         run: str,
         timeout_s: float,
@@ -186,10 +186,23 @@ def serve(
     clients_per_vmap: int,
     shared: SharedMemory | None = None,
 ) -> None:
-    """Join the coordinator at HOST:PORT, train until halted. The coordinator receives an error before it is raised."""
+    """`train_over` a connection to the coordinator at HOST:PORT."""
     sys.setswitchinterval(SWITCH_S)
     host, _, port = address.rpartition(":")
     channel = dial(host, int(port), "coordinator", timeout_s)
+    train_over(channel, name, run, prepare, timeout_s, clients_per_vmap, shared)
+
+
+def train_over(
+    channel: MessageChannel,
+    name: str,
+    run: str,
+    prepare: Callable[[], ClientTrainer],
+    timeout_s: float,
+    clients_per_vmap: int,
+    shared: SharedMemory | None = None,
+) -> None:
+    """Join the coordinator, train until halted. The coordinator receives an error before it is raised."""
 
     def act(sender: MessageSender) -> None:
         site = prepare()
@@ -200,7 +213,7 @@ def serve(
 
 
 def take_part(
-    channel: SocketChannel, name: str, run: str, timeout_s: float, act: Callable[[MessageSender], None]
+    channel: MessageChannel, name: str, run: str, timeout_s: float, act: Callable[[MessageSender], None]
 ) -> None:
     """Join a run over a connection, and act while heartbeats are sent. An error is reported to the coordinator, then
     raised."""

@@ -50,7 +50,7 @@ from isthmus.runtime.messages.federated import FromExecutor, ToExecutor
 from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
-from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.channel import MessageChannel
 from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of, start_heartbeats
 from isthmus.runtime.transport.outbox import Outbox
 from isthmus.training.layout import TensorHeader
@@ -94,7 +94,7 @@ class MessageOutput(Protocol):
     def close(self) -> None: ...
 
 
-def direct_output(channel: SocketChannel, timeout_s: float, fail: Callable[[Exception], None]) -> MessageOutput:
+def direct_output(channel: MessageChannel, timeout_s: float, fail: Callable[[Exception], None]) -> MessageOutput:
     """Messages are sent at once: a process of this machine takes them."""
     return MessageSender(channel, fail)
 
@@ -105,7 +105,7 @@ class ConnectionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     timeout_s: float
     acceptor: type[Acceptor] = Acceptor
-    out: Callable[[SocketChannel, float, Callable[[Exception], None]], MessageOutput] = direct_output
+    out: Callable[[MessageChannel, float, Callable[[Exception], None]], MessageOutput] = direct_output
     """(channel, timeout in seconds, callback for an error) -> the output for messages to the executor."""
     exit_grace_s: float = EXIT_GRACE_S
     broadcast_memory: SharedBroadcast | None = None
@@ -152,7 +152,7 @@ class FederatedHost:
         self._unsent: list[Outbox] = []
         self._opened = False
         """Of what was decided since the lock was taken: whose messages wait, and whether a phase was opened."""
-        self._channels: list[SocketChannel] = []
+        self._channels: list[MessageChannel] = []
         self._phase_id: PhaseId | None = None
         self._broadcast: Mapping[str, Tensor] = {}
         self._in_shared_memory: tuple[TensorHeader, ...] = ()

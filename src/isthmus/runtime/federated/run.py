@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import secrets
 import sys
@@ -16,14 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from isthmus.data.clients import ClientData
-from isthmus.federated.admission import bounded, first_state
-from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
+from isthmus.federated.admission import first_state
+from isthmus.federated.client_trainer import ClientTrainer
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.job import (
     FederatedJob,
-    accelerator_of,
     build,
     check_staleness,
     client_data,
@@ -35,7 +35,6 @@ from isthmus.federated.job import (
 from isthmus.federated.personal import OwnModels, is_personal
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server
-from isthmus.federated.stacked import likely_shapes
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
@@ -44,15 +43,24 @@ from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.runtime.federated.emulation import pacers
 from isthmus.runtime.federated.executor import serve
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended
+from isthmus.runtime.federated.ray_actor import ActorSetup
+from isthmus.runtime.federated.ray_executors import RayExecutors, states_folder
+from isthmus.runtime.federated.ray_room import USER
 from isthmus.runtime.federated.round_store import RoundResult, RoundStore
 from isthmus.runtime.federated.shared_memory import SharedAccumulator, SharedBroadcast, SharedMemory
-from isthmus.runtime.federated.sizing import clients_each, sized
+from isthmus.runtime.federated.sizing import sized
+from isthmus.runtime.federated.trainer import executor_trainer
 from isthmus.runtime.federated.update_receiver import SumsReceiver
+from isthmus.runtime.launchers.ray_connection import check_cluster
 from isthmus.runtime.processes.forked import Forked
 from isthmus.runtime.processes.memory import ANY_SIZE, keep_freed_pages, return_freed_pages
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.message_sender import SWITCH_S
+from isthmus.units import format_size
+
+STEALING_PAYS_ON_RAY_S = 0.05
+"""A call of an actor takes several times as long as a message to a process of this machine."""
 
 
 def coordinator_of(
@@ -67,6 +75,8 @@ def coordinator_of(
         single=scheme.single,
         steals=scheme.steals if job.execution.steals is None else job.execution.steals,
     )
+    if job.execution.engine == "ray":
+        rules = msgspec.structs.replace(rules, stealing_pays_s=STEALING_PAYS_ON_RAY_S)
     if cohorts.buffer is not None:
         needed, at_work = cohorts.buffer
         rules = msgspec.structs.replace(
@@ -98,12 +108,16 @@ class FederatedRun:
     ) -> None:
         """`began` is called when the folder is the run's, before executors are forked; `watch` when a round is
         committed, in another thread. UserError for a folder of another job."""
+        if job.execution.engine == "ray":
+            check_cluster(job.execution.ray.address, USER)
         keep_freed_pages(ANY_SIZE, arenas=1)
         torch.set_num_threads(job.execution.threads)
         self.folder = folder
         self.data: ClientData = client_data(job)
         self.job = job = sized(job, self.data, folder if resume else None)
         self._began, self._watch = began, watch
+        self.moved_bytes = 0
+        """Of clients' states, from node to node of a Ray cluster; known at the end."""
         population = len(self.data.sizes)
         self._algorithm = job.algorithm(population)
         self._resident = resident = Resident(build(job))
@@ -141,30 +155,16 @@ class FederatedRun:
         self._began()
         apart = self.job.scheme.processes and len(self.machine.executors) > 1  # one shares its work with nobody
         with _Aftermath(self._after) as after:
-            finish = self._in_processes(after, note, stop) if apart else self._in_process(after, stop)
+            if self.job.execution.engine == "ray":
+                finish = self._on_ray(after, note, stop)
+            else:
+                finish = self._in_processes(after, note, stop) if apart else self._in_process(after, stop)
         return ended(finish)
 
-    def _site(self, number: int) -> ClientTrainer:
-        job = self.job
-        site = ClientTrainer(
-            TrainingTask(algorithm=self._algorithm, local=job.local, seed=job.federated.seed),
-            self._resident.module,
-            self.data,
-            self._states(number),
-            pacer=self._pacer(number),
-            admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds),
-            log=_log,
-            accelerator=accelerator_of(job, number),
-        )
-        sizes, clients_per_vmap, each = (
-            self.data.sizes,
-            job.execution.clients_per_vmap,
-            clients_each(job, len(self.data.sizes)),
-        )
-        site.warm_up(
-            shapes=likely_shapes(sizes, each, clients_per_vmap, job.local.batch_size) if clients_per_vmap > 1 else ()
-        )
-        return site
+    def _trainer(self, number: int) -> ClientTrainer:
+        """Of executor `number`, in this process or a copy of it."""
+        module, states, pacer = self._resident.module, self._states(number), self._pacer(number)
+        return executor_trainer(self.job, self._algorithm, module, self.data, states, pacer, number)
 
     def _states(self, number: int) -> StateStore | None:
         """One executor's. The places that the last committed round needs are nobody's to fill."""
@@ -192,7 +192,7 @@ class FederatedRun:
             opened_s, before = now_s, now
             self._commit(record, measure, after)()
 
-        sites = {name: self._site(number) for number, name in enumerate(self.machine.executors)}
+        sites = {name: self._trainer(number) for number, name in enumerate(self.machine.executors)}
         after.start()
         run = InProcess(
             self.machine,
@@ -221,7 +221,7 @@ class FederatedRun:
         def execute(name: str, number: int) -> Callable[[str], None]:
             shared = SharedMemory(broadcast_memory, accumulators[name])
             return lambda address: serve(
-                address, name, run, lambda: self._site(number), timeout_s, clients_per_vmap, shared
+                address, name, run, lambda: self._trainer(number), timeout_s, clients_per_vmap, shared
             )
 
         return_freed_pages()
@@ -244,6 +244,41 @@ class FederatedRun:
             finally:
                 listener.close()
 
+    def _on_ray(self, after: _Aftermath, note: Callable[[str], None], stop: Stop | None) -> FinishRounds:
+        run, states = secrets.token_hex(16), self.store.states
+        setups = [
+            ActorSetup(
+                job=self.job,
+                run=run,
+                name=name,
+                number=number,
+                fingerprint=self.data.fingerprint,
+                folder=os.getcwd(),
+                states=states_folder(self.job, self.folder),
+                taken=b"" if states is None else states.tobytes(),
+            )
+            for number, name in enumerate(self.machine.executors)
+        ]
+        with RayExecutors(self.job, setups, self._state_form) as executors:
+            if executors.homes is not None:
+                self.machine.place_states(executors.homes)
+            self._resident.let_go()  # it trains elsewhere
+            host = FederatedHost(
+                self.machine,
+                self.server,
+                SumsReceiver(self.server),
+                ConnectionPolicy(run=run, timeout_s=self.job.timeout_s),
+                committed=lambda record, measure: self._commit(record, measure, after),
+                note=note,
+            )
+            after.start()
+            executors.begin(host.acceptor.on_connection)
+            finish = host.coordinate(executors.ended, stop)
+            if executors.homes is not None:
+                self.moved_bytes = executors.moved_bytes
+                note(f"{format_size(self.moved_bytes)} of clients' states moved from node to node")
+            return finish
+
     def _commit(self, record: RoundRecord, measure: RoundMeasure, after: _Aftermath) -> Callable[[], None]:
         """What must be seen before the next round changes it; the rest happens beside that round."""
         closed = self.store.closed(record, measure)
@@ -254,11 +289,6 @@ class FederatedRun:
         if done.saves:
             self.machine.durable_round = done.record.round
         self._watch(line)
-
-
-def _log(what: str) -> None:
-    """An executor's process has its own log here."""
-    print(what, file=sys.stderr, flush=True)
 
 
 class _Aftermath:

@@ -11,7 +11,7 @@ from isthmus.protocol.federated_messages import PhaseOpened
 from isthmus.runtime.messages.all_messages import AnyMessage, content
 from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.transport.acceptor import Acceptor, OnMessage
-from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.channel import MessageChannel, SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 
 FLUSH_S = 5.0
@@ -31,14 +31,14 @@ class SiteAcceptor(Acceptor):
         timeout_s: float,
     ) -> None:
         super().__init__(run, devices, on_message=on_message, guard=guard, timeout_s=timeout_s)
-        self._endings: dict[SocketChannel, threading.Event] = {}
+        self._endings: dict[MessageChannel, threading.Event] = {}
 
-    def admit(self, channel: SocketChannel, join: JoinRun) -> None:
+    def admit(self, channel: MessageChannel, join: JoinRun) -> None:
         super().admit(channel, join)
         if (ended := self._endings.pop(channel, None)) is not None:
             ended.set()
 
-    def _takes(self, channel: SocketChannel, join: JoinRun) -> bool:
+    def _takes(self, channel: MessageChannel, join: JoinRun) -> bool:
         if join.run != self._run or join.device not in self._devices:
             return False
         with self._admitting:
@@ -59,7 +59,8 @@ class SiteAcceptor(Acceptor):
 class SiteConnection:
     """An output with its own thread: a site that receives nothing does not delay the others."""
 
-    def __init__(self, channel: SocketChannel, timeout_s: float, fail: Callable[[Exception], None]) -> None:
+    def __init__(self, channel: MessageChannel, timeout_s: float, fail: Callable[[Exception], None]) -> None:
+        assert isinstance(channel, SocketChannel), "sites connect by sockets"
         self._lane = SendLane(channel, timeout_s=timeout_s, on_error=fail)
 
     def put(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:

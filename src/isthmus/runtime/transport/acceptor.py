@@ -13,7 +13,7 @@ from isthmus.errors import PeerError
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.message import Message
 from isthmus.runtime.messages.run import JoinRun
-from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.channel import MessageChannel
 from isthmus.runtime.transport.rate_limit import RateLimit
 
 ReceivedMessage = tuple[str, AnyMessage | Exception | None, list[Tensor]]
@@ -26,7 +26,7 @@ MOST_AT_ONCE = 50_000.0
 First = TypeVar("First", bound=Message)
 
 
-def first_message(channel: SocketChannel, kinds: tuple[type[First], ...], timeout_s: float) -> First | None:
+def first_message(channel: MessageChannel, kinds: tuple[type[First], ...], timeout_s: float) -> First | None:
     """What a new connection says first; None, and the connection closed, if it is none of `kinds`."""
 
     def only(message: AnyMessage) -> None:
@@ -65,11 +65,11 @@ class Acceptor:
         self._guard = guard
         self._timeout_s = timeout_s
         self._admitting = threading.Lock()
-        self._channels: dict[str, SocketChannel] = {}
+        self._channels: dict[str, MessageChannel] = {}
         self._banned: set[str] = set()
         self._closed = False
 
-    def channel(self, device: str) -> SocketChannel:
+    def channel(self, device: str) -> MessageChannel:
         """The connection of a device that has joined."""
         return self._channels[device]
 
@@ -88,13 +88,13 @@ class Acceptor:
         for channel in self._channels.values():
             channel.close()
 
-    def on_connection(self, channel: SocketChannel) -> None:
+    def on_connection(self, channel: MessageChannel) -> None:
         """Receive from a new connection: from a device until it leaves, from an unknown peer only the first message."""
         join = first_message(channel, (JoinRun,), self._timeout_s)
         if join is not None:
             self.admit(channel, join)
 
-    def admit(self, channel: SocketChannel, join: JoinRun) -> None:
+    def admit(self, channel: MessageChannel, join: JoinRun) -> None:
         """As `on_connection`, for a connection that has said its first message."""
         if not self._takes(channel, join):
             channel.close()  # nothing of the run has changed
@@ -115,7 +115,7 @@ class Acceptor:
         except Exception as e:  # the receiver of the callback decides
             self._tell(channel, (device, e, []))
 
-    def _tell(self, channel: SocketChannel, heard: ReceivedMessage) -> None:
+    def _tell(self, channel: MessageChannel, heard: ReceivedMessage) -> None:
         then: Callable[[], None] | None = None
         with self._admitting:
             if self._channels.get(heard[0]) is channel:
@@ -123,7 +123,7 @@ class Acceptor:
         if then is not None:
             then()
 
-    def _takes(self, channel: SocketChannel, join: JoinRun) -> bool:
+    def _takes(self, channel: MessageChannel, join: JoinRun) -> bool:
         if join.run != self._run or join.device not in self._devices:
             return False
         with self._admitting:

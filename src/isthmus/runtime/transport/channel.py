@@ -75,6 +75,28 @@ def in_host_memory(message: AnyMessage, fill: Fill) -> list[Tensor]:
     return found
 
 
+class MessageChannel(Protocol):
+    """A way to one party and back, whatever carries the frames. One thread sends, one receives; any may close."""
+
+    other: str
+    """The party, as errors call it."""
+
+    def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
+        """Send a frame; returns its bytes. PeerError when it does not get through."""
+        ...
+
+    def receive(self, guard: Guard | None = None, idle_s: float | None = None) -> Received | None:
+        """The next frame; None when either side has closed. PeerError when it is malformed, stalls, or nothing
+        comes for `idle_s` seconds."""
+        ...
+
+    def close(self) -> None:
+        """End the connection at once. Also ends a receive that waits in another thread."""
+        ...
+
+    def statistics(self) -> ChannelStatistics: ...
+
+
 class Channel(Protocol):
     """A connection to one party. One thread sends, one receives; any may close."""
 
@@ -220,16 +242,9 @@ class SocketChannel:
         self._missing = header_bytes + payload_bytes
         header = memoryview(bytearray(header_bytes))
         self._fill(header)
-        message = self._decode(header)
-        _check(message, payload_bytes, guard)
+        message = decode_message(header)
+        check_message(message, payload_bytes, guard)
         return message, landing(message, self._fill)
-
-    def _decode(self, header: memoryview) -> AnyMessage:
-        try:
-            return _DECODER.decode(header)
-        except Exception as e:  # also RecursionError, UnicodeDecodeError, and a field's own UserError
-            reason = " ".join(str(e).split())
-            raise PeerError(f"frame header is not a known message: {reason[:200]}") from None
 
     def _begin(self, prefix: memoryview, idle_s: float | None) -> bool:
         """Wait for a frame and read its prefix; False when the other side closed between frames."""
@@ -292,7 +307,18 @@ class SocketChannel:
         return ChannelStatistics(self._sent, self._received)
 
 
-def _check(message: AnyMessage, payload_bytes: int, guard: Guard | None) -> None:
+def decode_message(header: memoryview) -> AnyMessage:
+    """PeerError, which does not name the party, for bytes that are no message."""
+    try:
+        return _DECODER.decode(header)
+    except Exception as e:  # also RecursionError, UnicodeDecodeError, and a field's own UserError
+        reason = " ".join(str(e).split())
+        raise PeerError(f"frame header is not a known message: {reason[:200]}") from None
+
+
+def check_message(message: AnyMessage, payload_bytes: int, guard: Guard | None) -> None:
+    """PeerError, which does not name the party, for headers of tensors that no honest sender writes, a payload of
+    another size, and what `guard` refuses."""
     for header in message.tensors:
         check_header(header)
         # A few bytes may unpack to any number of elements: only what a guard compares with a plan may come packed.

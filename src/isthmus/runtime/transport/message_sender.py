@@ -12,7 +12,7 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import Heartbeat
-from isthmus.runtime.transport.channel import Channel
+from isthmus.runtime.transport.channel import MessageChannel
 from isthmus.training.layout import TensorHeader, header_of, pack
 
 SWITCH_S = 0.0002
@@ -24,7 +24,7 @@ LARGE_BYTES = 1 << 20
 class MessageSender:
     """A channel's way out. Messages leave in the order in which they are put."""
 
-    def __init__(self, channel: Channel, on_error: Callable[[PeerError], None]) -> None:
+    def __init__(self, channel: MessageChannel, on_error: Callable[[PeerError], None]) -> None:
         """`on_error` receives the error of a message that could not be sent, in the sending thread."""
         self._channel = channel
         self._on_error = on_error

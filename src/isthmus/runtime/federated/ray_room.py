@@ -1,0 +1,41 @@
+"""How many executors a Ray cluster holds."""
+
+from __future__ import annotations
+
+from isthmus.errors import UserError
+from isthmus.federated.execution import RayExecution
+from isthmus.runtime.launchers.ray_connection import RayUser, connect, ray_library
+
+USER = RayUser("execution.engine", "execution.ray.address")
+
+
+def cluster_room(options: RayExecution) -> int:
+    """Of the job's cluster. UserError where Ray is missing, too old or cannot be reached, or has room for none."""
+    connected = connect(options.address, USER)
+    try:
+        if not (room := room_for(options)):
+            raise UserError(
+                f"execution.ray: got {share_text(options)} for each executor: no node of the cluster has them"
+            )
+        return room
+    finally:
+        if connected:
+            ray_library().shutdown()
+
+
+def room_for(options: RayExecution) -> int:
+    """Of the cluster that this process is connected to, at most."""
+    nodes = [node["Resources"] for node in ray_library().nodes() if node["Alive"]]
+    rooms = [_times(has.get("CPU", 0.0), options.cpus) for has in nodes]
+    if options.gpus:
+        rooms = [min(room, _times(has.get("GPU", 0.0), options.gpus)) for room, has in zip(rooms, nodes, strict=True)]
+    return sum(rooms)
+
+
+def share_text(options: RayExecution) -> str:
+    """What each executor reserves."""
+    return f"cpus = {options.cpus:g}, gpus = {options.gpus:g}"
+
+
+def _times(has: float, share: float) -> int:
+    return int(has / share + 1e-9)
