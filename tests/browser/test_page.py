@@ -12,7 +12,7 @@ from tests.browser.conftest import Page
 
 def _at_loss(page: Page) -> None:
     page.page.locator("#events button.lost").click()
-    page.until("at.regions.some(r => r.devices.some(d => d.state === 'lost'))")
+    page.until("Object.values(page.at.regions).flat().some(d => d.state === 'lost')")
 
 
 def test_a_finished_run(page: Page) -> None:
@@ -42,15 +42,15 @@ def test_a_lost_device_and_the_moment_before_it(page: Page) -> None:
 def test_the_slider(page: Page) -> None:
     shown = page.open("?run=a")
     shown.keyboard.press("Home")
-    page.until("at.moment === 0")
+    page.until("page.at.moment === 0")
     assert shown.locator("#live").get_attribute("aria-pressed") == "false"
     shown.keyboard.press("Shift+ArrowRight")
-    page.until("at.moment > 0")
+    page.until("page.at.moment > 0")
     shown.locator("#moment").fill("40")
-    page.until("at.moment === 40")
+    page.until("page.at.moment === 40")
     assert "step" in shown.locator("#when").inner_text()
     shown.keyboard.press("End")
-    page.until("at.moment === run.moments - 1")
+    page.until("page.at.moment === page.run.moments - 1")
     assert shown.locator("#live").get_attribute("aria-pressed") == "true"
 
 
@@ -58,23 +58,23 @@ def test_the_timeline(page: Page) -> None:
     shown = page.open("?run=a")
     assert shown.locator('[data-part="predicted"]').count() and shown.locator('[data-part="measured"]').count()
     assert "predicted" in shown.locator("#timeline-note").inner_text()
-    differs = shown.evaluate("bars.predicted.step_s !== bars.measured.step_s")
+    differs = shown.evaluate("page.bars.predicted.step_s !== page.bars.measured.step_s")
     assert differs
     step = int(shown.locator("#step").input_value())
     shown.keyboard.press("[")
-    page.until(f"bars.step === {step - 1}")
-    width = shown.evaluate("bars.to_s - bars.from_s")
+    page.until(f"page.bars.step === {step - 1}")
+    width = shown.evaluate("page.bars.to_s - page.bars.from_s")
     shown.keyboard.press("+")
-    page.until(f"bars.to_s - bars.from_s < {width} * 0.6")
+    page.until(f"page.bars.to_s - page.bars.from_s < {width} * 0.6")
     shown.keyboard.press("0")
-    page.until(f"bars.to_s - bars.from_s > {width} * 0.9")
+    page.until(f"page.bars.to_s - page.bars.from_s > {width} * 0.9")
 
 
 def test_light_and_dark(page: Page) -> None:
     shown = page.open("?run=a")
-    light = shown.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+    light = shown.evaluate("getComputedStyle(document.body).backgroundColor")
     shown.keyboard.press("t")
-    assert shown.evaluate("getComputedStyle(document.documentElement).backgroundColor") != light
+    assert shown.evaluate("getComputedStyle(document.body).backgroundColor") != light
     shown.reload()
     shown.wait_for_selector("#bars svg")
     assert shown.evaluate("document.documentElement.dataset.theme") == "dark", "it is remembered"
@@ -131,9 +131,9 @@ def test_half_a_million_spans_open_and_scroll(page: Page, runs: Path) -> None:
     began = time.monotonic()
     shown = page.open("?run=b")
     took = time.monotonic() - began
-    assert shown.evaluate("bars.spans") == 500_000
+    assert shown.evaluate("page.bars.spans") == 500_000
     shown.locator("#bars").hover()
     for _ in range(3):
         shown.mouse.wheel(0, 300)
-    page.until("bars.to_s - bars.from_s > 0")
+    page.until("page.bars.to_s - page.bars.from_s > 0")
     print(f"opened in {took:.2f} s")

@@ -59,6 +59,7 @@ def federate(
     overrides: Mapping[str, object] = {},
     observer: Observer | None = None,
     stop: Stop | None = None,
+    dashboard: bool = False,
     **given: Unpack[GivenClients],
 ) -> FederatedResult:
     """Train one model on many clients' data, which executors of this machine simulate.
@@ -68,6 +69,7 @@ def federate(
     each may be). Clients' data are read once and written as arrays into the run's folder, so that it can be resumed.
     Executors are forked from the caller, or with overrides={"execution.executors": 1} are the caller itself.
     `overrides` stand in place of what the job says: {"local.batch_size": 32, "participation.fraction": 0.1}.
+    With `dashboard` a page in a browser shows the rounds, and its address is noted.
 
     Raises UserError for what is wrong with the job, the model or the data, Diverged where no client's numbers are
     finite, PeerError where no executor is left, and Interrupted where it was to stop before it had begun.
@@ -84,7 +86,7 @@ def federate(
     if job is not None:
         if given:
             raise UserError(f"federate: got a job and {', '.join(given)}, expected one or the other: see overrides")
-        choices = FederatedChoices(resume=resume, run=where, again="resume=True")
+        choices = FederatedChoices(resume=resume, run=where, again="resume=True", dashboard=dashboard)
         return run_simulated(federated_job_of(job, overrides), choices, observer, stop)
     model, clients = given.get("model"), given.get("clients")
     if model is None or clients is None:
@@ -95,7 +97,7 @@ def federate(
     with kept_folder(name, where, overrides, resume=resume) as folder:
         made = _job(built, model, clients, given, folder.path / GIVEN)
         made = federated_job_of(msgspec.structs.replace(made, name=name), overrides)
-        choices = FederatedChoices(resume=resume, run=folder.path, again="resume=True")
+        choices = FederatedChoices(resume=resume, run=folder.path, again="resume=True", dashboard=dashboard)
         return run_simulated(made, choices, observer, stop)
 
 

@@ -13,6 +13,7 @@ import msgspec
 from isthmus.api.federated_result import PICTURES, FederatedResult
 from isthmus.api.folder import RunFolder
 from isthmus.api.observer import Observer
+from isthmus.api.page import page_beside
 from isthmus.errors import Interrupted
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, check_deployment, check_simulation
@@ -39,6 +40,8 @@ class FederatedChoices(msgspec.Struct, frozen=True, kw_only=True):
     run: Path | None = None
     again: str = "--resume"
     """What a person has to say for the run to go on."""
+    dashboard: bool = False
+    """Whether the run is shown in a browser."""
 
 
 class RoundRunner(Protocol):
@@ -92,7 +95,8 @@ def deploy(
 def _in_folder(job: FederatedJob, choices: FederatedChoices, begin: Begin, observer: Observer) -> FederatedResult:
     folder = RunFolder.chosen(Path(job.run_dir), job.name, resume=choices.resume, run=choices.run)
     folder.check_kind(federated=True)
-    with folder.claimed(LEAVING_S if choices.resume else 0.0):
+    page = page_beside(folder.path if choices.dashboard else None, observer.note)
+    with folder.claimed(LEAVING_S if choices.resume else 0.0), page:
         try:
             return _watched(job, choices, folder.path, begin, observer)
         except KeyboardInterrupt:

@@ -11,6 +11,7 @@ import msgspec
 from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import fleet_for, plan_for, predict_periods
 from isthmus.api.observer import Observer
+from isthmus.api.page import page_beside
 from isthmus.api.run import Run, finite_points, loss_unit
 from isthmus.api.search import searched
 from isthmus.api.watch import LoadedHooks, Watch
@@ -49,6 +50,8 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     """Whether devices of a run that was left in its middle may be at work still."""
     again: str = "--resume"
     """What a person has to say for the run to go on."""
+    dashboard: bool = False
+    """Whether the run is shown in a browser."""
 
 
 def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
@@ -57,7 +60,7 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
     stop.check()
     folder = run_folder(job, choices)
     folder.check_kind(federated=False)
-    with folder.claimed():
+    with folder.claimed(), page_beside(folder.path if choices.dashboard else None, observer.note):
         try:
             return _run(job, choices, folder, observer, stop)
         except KeyboardInterrupt:  # a second Ctrl-C, or one before the run began

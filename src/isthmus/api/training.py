@@ -30,6 +30,7 @@ def train(
     overrides: Mapping[str, object] = {},
     observer: Observer | None = None,
     stop: Stop | None = None,
+    dashboard: bool = False,
     **given: Unpack[Given],
 ) -> Run:
     """Plan, train over one process per device, and compare what was predicted with what was measured.
@@ -42,7 +43,8 @@ def train(
     With `resume` the newest run of this name goes on from its newest checkpoint, or the one in the folder `run`; `run`
     alone names an empty folder. `plan` is followed in place of planning. `overrides` stand in place of what the job
     says: {"training.precision": "bf16"}. `stop.request()`, from any thread, ends the run with a checkpoint; so does
-    Ctrl-C, and the outcome is `interrupted`. In a notebook progress is shown as a table that is kept up to date.
+    Ctrl-C, and the outcome is `interrupted`. In a notebook progress is shown as a table that is kept up to date;
+    with `dashboard` a page in a browser shows the run, and its address is noted.
 
     Raises UserError for what is wrong with the job, the model or the data, FleetTooSmall where no plan fits, PeerError
     where devices were lost and the run could not go on, Diverged where numbers are not finite, and Interrupted where it
@@ -60,14 +62,13 @@ def train(
         if job is not None:
             if given:
                 raise UserError(f"train: got a job and {', '.join(given)}, expected one or the other: see overrides")
-            choices = Choices(resume=resume, run=where, plan=document, again="resume=True")
+            choices = Choices(resume=resume, run=where, plan=document, again="resume=True", dashboard=dashboard)
             return run_job(job_of(job, overrides), choices, observer, stop)
         objects = Objects(given)
         folder = files.enter_context(kept_folder(objects.name, where, overrides, resume=resume))
         made = objects.job(folder.path / GIVEN, overrides)
-        return run_job(
-            made, Choices(resume=resume, run=folder.path, plan=document, again="resume=True"), observer, stop
-        )
+        choices = Choices(resume=resume, run=folder.path, plan=document, again="resume=True", dashboard=dashboard)
+        return run_job(made, choices, observer, stop)
 
 
 @contextlib.contextmanager
