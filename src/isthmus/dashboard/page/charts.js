@@ -3,6 +3,7 @@
 import { $, number } from "./text.js";
 
 const shown = new Map();
+const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((k) => [1, 2, 5].map((x) => x * 10 ** k)); // steps have no halves
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 // `series` are [label, colour, dash]. Options: marker (a position), text (of a value), range, bands, x (its label).
@@ -26,7 +27,7 @@ export function chart(id, series, data, options = {}) {
     height: place.clientHeight - 34,
     padding: [10, 10, 0, 0],
     scales: { x: { time: false }, y: options.range ? { range: options.range } : {} },
-    axes: [axis, { ...axis, size: 62, values: (_, ticks) => ticks.map(text) }],
+    axes: [{ ...axis, incrs: WHOLE }, { ...axis, size: 62, values: (_, ticks) => ticks.map(text) }],
     series: [
       { label: options.x ?? "step" },
       ...series.map(([label, name, dash]) =>

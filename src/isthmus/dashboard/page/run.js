@@ -40,7 +40,7 @@ export function drawCurves(run, at) {
   chart("loss", lossSeries, losses(run), { marker: at.step });
   $("speed-title").textContent = run.unit || "Speed";
   chart("speed", [[run.unit || "speed", "green"]], run.speed, options);
-  chart("bytes", [["sent by all devices", "pink"]], run.bytes, { ...options, text: size });
+  chart("bytes", [["sent by all devices", "pink"]], [run.bytes[0], run.bytes[1].map((x) => x / 2 ** 20)], options);
 }
 
 function meter(x, of, name, planned) {

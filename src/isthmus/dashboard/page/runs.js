@@ -9,11 +9,12 @@ const done = (run) => run.problem || `${run.done} of ${run.of} ${run.federated ?
 
 function fleetCards({ coordinator, jobs }) {
   const { devices = [], links = [], relayed = [] } = coordinator ?? {}, pair = (link) => link.devices.join(" – ");
-  const direct = links.filter((link) => !relayed.some((other) => pair(other) === pair(link)));
-  const drawnLinks = [
-    ...direct.map((link) => ({ cells: [pair(link), "direct", time(link.latency_s), "–"] })),
-    ...relayed.map((link) => ({ cells: [pair(link), "relayed", time(link.latency_s), size(link.carried_bytes)] })),
-  ];
+  const known = links.map(pair), probed = relayed.filter((link) => !known.includes(pair(link)));
+  const all = [...links, ...probed.map((link) => ({ ...link, relayed: true }))];
+  const drawnLinks = all.map((link) => {
+    const carried = link.relayed ? size(link.carried_bytes) : "–";
+    return { cells: [pair(link), link.relayed ? "relayed" : "direct", time(link.latency_s), carried] };
+  });
   return [
     coordinator && card("Devices here", table([["device"], ["hardware"], [""], ["id"]],
       devices.map((d) => ({ cells: [d.name, d.hardware, d.working ? "at work" : "idle", d.id] })))),
