@@ -17,7 +17,7 @@ from isthmus.listening import listening_socket
 from tests.dashboard.folders import recorded_run
 
 CHROMIUM = os.environ.get("ISTHMUS_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-Serve = Callable[..., str]
+Serve = Callable[..., "Served"]
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +69,7 @@ def _recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Served]]:
+def serve() -> Iterator[Serve]:
     """A server of a folder of the test's own."""
     made: list[Served] = []
 
@@ -80,6 +80,15 @@ def serve() -> Iterator[Callable[..., Served]]:
     yield make
     for served in made:
         served.close()
+
+
+def limit_s(idle_s: float) -> float:
+    """As long as it may take here, of what may take so long on a machine with nothing else to do: a share of the
+    processors is measured for a quarter of a second."""
+    began_s, used_s = time.monotonic(), time.process_time()
+    while time.process_time() - used_s < 0.25:
+        pass
+    return idle_s * max(1.0, 1.2 * (time.monotonic() - began_s) / 0.25)
 
 
 class Page:
@@ -117,8 +126,8 @@ class Page:
 
 
 @pytest.fixture
-def page(chromium: Any, _recorded: Served) -> Iterator[Page]:
-    """Claims, too, that no request left and that nothing was complained of."""
+def page(chromium: Any, _recorded: Served, serve: Serve) -> Iterator[Page]:
+    """Claims, too, that no request left and that nothing was complained of. It ends before servers do."""
     context = chromium.new_context(viewport={"width": 1280, "height": 900}, color_scheme="light")
     found = Page(context.new_page(), _recorded.address)
     yield found

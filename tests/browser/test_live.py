@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.browser.conftest import Page, Serve
+from tests.browser.conftest import Page, Serve, limit_s
 from tests.dashboard.folders import add_entry, recorded_run
 from tests.runtime.commands import COMMAND, devices_of, edited, write_job
 
@@ -18,7 +18,7 @@ def test_a_line_of_a_loss_turns_its_device_red_within_two_seconds(page: Page, se
     run = recorded_run(tmp_path / "live")
     shown = page.open(of=serve(run))
     add_entry(run, kind="lost", device="cloud-1", text="its process was killed")
-    page.until_device("cloud-1", "lost", 2.0)
+    page.until_device("cloud-1", "lost", limit_s(2.0))
     assert "cloud-1 is lost: its process was killed" in shown.locator("#events button.lost").last.inner_text()
 
 
@@ -55,8 +55,9 @@ def test_a_device_that_is_killed_turns_red_within_two_seconds(page: Page, tmp_pa
         assert shown.locator("#state").inner_text() == "running" and shown.title().startswith("●")
         name, pid = sorted(devices_of(run.pid).items())[0]
         page.until_device(name, "working")
+        limit = limit_s(2.0)
         os.kill(pid, signal.SIGKILL)
-        page.until_device(name, "lost", 2.0)
+        page.until_device(name, "lost", limit)
         assert f"{name} is lost" in shown.locator("#events button.lost").last.inner_text()
         run.send_signal(signal.SIGINT)
         assert run.wait(60) == 130

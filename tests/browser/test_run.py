@@ -1,5 +1,4 @@
-"""Claims of docs/dashboard.md of one run. Every test also claims that no request left and that nothing was complained of
-(`conftest.page`)."""
+"""One run. Every test also claims that no request left and that nothing was complained of (`conftest.page`)."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.dashboard.run_folder import WatchedRun
-from tests.browser.conftest import Page, Serve
+from tests.browser.conftest import Page, Serve, limit_s
 from tests.dashboard.folders import recorded_run, slow_link
 
 LOST = 44
@@ -104,7 +103,7 @@ def test_a_slow_link(page: Page, serve: Serve, tmp_path: Path) -> None:
 
 def test_links_show_measured_against_planned(page: Page) -> None:
     shown = page.open("?run=a")
-    assert shown.locator(".label").count() == 3
+    assert shown.locator(".label").count() == 2
     assert " of 20 Mbit/s" in shown.locator("#map").inner_text()
 
 
@@ -118,11 +117,10 @@ def test_stages_show_planned_and_measured(page: Page) -> None:
 
 def test_predicted_and_measured_differ_where_the_summary_says_so(page: Page) -> None:
     shown = page.open("?run=a")
-    extent = "e => { const b = e.getBBox(); return b.x + b.width; }"
-    ends = {
-        part: max(bar.evaluate(extent) for bar in shown.locator(f'#bars path[data-part="{part}"]').all())
-        for part in ("predicted", "measured")
-    }
+    shown.locator("#step").fill("10")
+    shown.locator("#step").press("Enter")
+    page.until("page.bars.step === 10")
+    ends = {e.get_attribute("data-part"): float(e.get_attribute("x1")) for e in shown.locator("#bars line.end").all()}
     summary = WatchedRun(Path(shown.evaluate("page.run.folder"))).summary
     assert summary is not None and summary.predicted_step_s < summary.measured_step_s
     assert ends["predicted"] < ends["measured"]
@@ -141,6 +139,7 @@ def test_a_step_that_was_done_twice_shows_the_one_that_counts(page: Page) -> Non
 
 def test_bars_say_what_they_are(page: Page) -> None:
     shown = page.open("?run=a")
+    shown.locator("#bars").scroll_into_view_if_needed()
     bar = shown.locator('#bars path[data-part="measured"][data-kind="F"]').first
     box = bar.evaluate("e => { const b = e.getBoundingClientRect(); return [b.x + 1, b.y + b.height / 2]; }")
     shown.mouse.move(*box)
@@ -181,11 +180,11 @@ def test_half_a_million_spans(page: Page, serve: Serve, tmp_path: Path, part: st
     assert shown.evaluate("page.bars.spans") > 490_000
     if part == "opens":
         print(f"opened in {took_s:.2f} s")
-        assert took_s < 3.0
+        assert took_s < limit_s(3.0)
         return
     shown.locator("#bars").focus()
     for key in ("+", "ArrowRight", "ArrowRight", "-"):
         before = shown.evaluate("`${page.bars.from_s}:${page.bars.to_s}`")
         shown.keyboard.press(key)
-        page.until(f"`${{page.bars.from_s}}:${{page.bars.to_s}}` !== '{before}'", 3.0)
+        page.until(f"`${{page.bars.from_s}}:${{page.bars.to_s}}` !== '{before}'")
     assert shown.locator("#bars path").count() < 400

@@ -14,9 +14,9 @@ from isthmus.api.run_entries import ENTRIES, SPANS, run_entries
 from isthmus.api.run_log import RunLog
 from isthmus.dashboard.run_folder import WatchedRun
 from isthmus.dashboard.run_view import overview, state_at
-from isthmus.dashboard.timeline import Timelines
 from isthmus.dashboard.sources import FolderSource
 from isthmus.dashboard.spans import LightSpan, SpanTable
+from isthmus.dashboard.timeline import Timelines
 from isthmus.errors import UserError
 from isthmus.trace import Span
 

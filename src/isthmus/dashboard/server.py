@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import secrets
 import socket
 import threading
@@ -142,7 +141,7 @@ class Answers:
             runs = self._source.runs()
             if name in runs:
                 return runs[name].stamp()
-            return [(known, state_of(run)) for known, run in runs.items()], json.dumps(self._source.fleet())
+            return [(known, state_of(run)) for known, run in runs.items()], msgspec.json.encode(self._source.fleet())
 
 
 def _number(request: Request, name: str) -> float | None:

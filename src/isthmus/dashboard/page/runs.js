@@ -70,10 +70,9 @@ export function drawCompared(runs, ids) {
   const all = curves.flatMap(([, ...values]) => values.flat()).filter((x) => x != null);
   const range = () => [Math.min(...all) * 0.95, Math.max(...all) * 1.02];
   fill("compare", ...runs.map((run, k) => {
-    const rows = FIGURES.map(([name, get]) => ({ cells: [name, get(run)] }));
-    const made = card(runLink(ids[k], run.name), ...(run.problem
-      ? [element("p", {}, run.problem)]
-      : [element("div", { class: "chart", id: `compared-${k}` }), table([["figure"], ["", "n"]], rows)]));
+    const figures = () => table([["figure"], ["", "n"]], FIGURES.map(([name, get]) => ({ cells: [name, get(run)] })));
+    const content = run.problem ? [run.problem] : [element("div", { class: "chart", id: `compared-${k}` }), figures()];
+    const made = card(runLink(ids[k], run.name), ...content);
     made.classList.add("compared");
     return made;
   }));

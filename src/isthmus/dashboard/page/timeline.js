@@ -19,6 +19,7 @@ export function drawTimeline(bars) {
     drawn.push(element("text", { class: "part", x: 0, y: y + 13 }, title));
     drawn.push(element("text", { class: "soft", x: names, y: y + 13 }, time(part.step_s)));
     y += 22;
+    const top = y;
     for (const row of part.rows) {
       const box = { x: names, y, width, height: LINE - 3 }, main = row.track === "compute";
       drawn.push(element("rect", { class: "lane", rx: 3, ...box }));
@@ -27,6 +28,8 @@ export function drawTimeline(bars) {
       hits.push(element("rect", { class: "hit", "data-part": title, "data-row": row.device, "data-track": row.track, ...box }));
       y += LINE;
     }
+    const end = x(part.step_s);
+    drawn.push(element("line", { class: "end", "data-part": title, x1: end, x2: end, y1: top, y2: y }));
     y += 12;
   }
   if (bars.planned_s != null) {
