@@ -12,8 +12,7 @@ RECENT_STEPS = 8
 
 
 class Moment:
-    def __init__(self, entries: Sequence[RunEntry], last_plan: PlanPeriod | None) -> None:
-        """`last_plan` is of a run whose entries have none."""
+    def __init__(self, entries: Sequence[RunEntry]) -> None:
         self.period: PlanPeriod | None = None
         self.last = self.heldout = RunEntry(at_s=0.0, kind="step")
         self.step, self.plans, self.ended = 0, 0, ""
@@ -24,7 +23,6 @@ class Moment:
         self._paused = False
         for entry in entries:
             self._take(entry)
-        self.period = self.period or last_plan
 
     def _take(self, entry: RunEntry) -> None:
         match entry.kind:

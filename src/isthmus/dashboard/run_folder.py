@@ -14,15 +14,15 @@ from isthmus.api.run_entries import ENTRIES, SPANS, RunEntry
 from isthmus.dashboard.rounds import RoundShown
 from isthmus.dashboard.spans import LightSpan, SpanTable
 from isthmus.fleet import Fleet
-from isthmus.plans import Plan, PlanPeriod
+from isthmus.plans import Plan
 from isthmus.report.summary import ComparisonSummary
 from isthmus.run_files import JOB, LOSSES, ROUND_LINES
 
 Item = TypeVar("Item")
 Document = TypeVar("Document")
 FLEET, PLAN, SUMMARY, PRIVACY = "fleet.json", "plan.json", "summary.json", "privacy.json"
-PERIODS, MEASURED, PREDICTED = "plans.json", "trace.jsonl", "predicted.jsonl"
-FOLLOWED = (JOB, ENTRIES, SPANS, LOSSES, ROUND_LINES, PERIODS, MEASURED, PREDICTED, SUMMARY)
+MEASURED, PREDICTED = "trace.jsonl", "predicted.jsonl"
+FOLLOWED = (JOB, ENTRIES, SPANS, LOSSES, ROUND_LINES, MEASURED, PREDICTED, SUMMARY)
 
 
 class GrowingFile(Generic[Item]):
@@ -124,14 +124,6 @@ class WatchedRun:
     @property
     def fleet(self) -> Fleet | None:
         return self.document(FLEET, Fleet)
-
-    @property
-    def period(self) -> PlanPeriod | None:
-        """The last plan that the folder has, without entries that say more."""
-        plan, periods = self.document(PLAN, Plan), self.document(PERIODS, tuple[PlanPeriod, ...])
-        if periods or plan is None or self.fleet is None:
-            return periods[-1] if periods else None
-        return PlanPeriod(plan=plan, fleet=self.fleet, first_step=0)
 
     @property
     def problem(self) -> str:

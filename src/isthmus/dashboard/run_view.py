@@ -63,26 +63,17 @@ def head(run: WatchedRun) -> Shown:
     }
 
 
-def _moments(run: WatchedRun) -> list[RunEntry]:
-    """What a slider goes through. Of an archived session, its losses stand for them, without times."""
-    return run.entries or [
-        RunEntry(at_s=0.0, kind="step" if p.split == "train" else "heldout", step=p.step, loss=p.loss)
-        for p in run.losses
-    ]
-
-
 def overview(run: WatchedRun) -> Shown:
     """All that does not depend on the moment."""
     shown = head(run)
     if run.problem:
         return shown
-    entries, model = _moments(run), run.job.get("model")
-    steps = _thinned(list({e.step: e for e in _kept(entries) if e.kind == "step" and e.at_s}.values()))
+    entries, model = run.entries, run.job.get("model")
+    steps = _thinned(list({e.step: e for e in _kept(entries) if e.kind == "step"}.values()))
     marks = [(n, e) for n, e in enumerate(entries) if e.kind not in ("step", "heldout")][-MOST_MARKS:]
     return shown | {
         "model": str(model.get("name", "")) if isinstance(model, dict) else "",
         "moments": len(run.rounds) if run.federated else len(entries),
-        "timed": bool(run.entries),
         "train": _curve(run.losses, "train"),
         "heldout": _curve(run.losses, "heldout"),
         "speed": [[e.step for e in steps], [e.per_s for e in steps]],
@@ -128,19 +119,19 @@ def _thinned(points: Sequence[Point]) -> Sequence[Point]:
 
 def state_at(run: WatchedRun, moment: int | None = None) -> Shown:
     """The run as it was after that moment, by default now."""
-    entries = _moments(run)
+    entries = run.entries
     count = len(run.rounds) if run.federated else len(entries)
     last = count - 1 if moment is None else max(0, min(moment, count - 1))
     if run.federated:
         return {"moment": last, "step": last + 1, "round": round_row(run.rounds[last])}
-    now, fleet = Moment(entries[: last + 1], run.period), run.fleet
+    now, fleet = Moment(entries[: last + 1]), run.fleet
     shown: Shown = {"moment": last, "step": now.step, "last": now.last, "heldout": now.heldout.loss}
     if now.period is None or fleet is None:
         return shown
     if any(e.kind == "began" for e in entries[last + 1 :]):
         now.rows = [0]  # of an earlier session there is no trace here
     return shown | {
-        "at_s": entries[last].at_s - entries[0].at_s if entries else 0.0,
+        "at_s": entries[last].at_s - entries[0].at_s,
         "plans": now.plans,
         "planner": now.period.plan.planner,
         "predicted": now.period.plan.predicted,
@@ -175,7 +166,7 @@ def _links(run: WatchedRun, now: Moment, plan: Plan) -> list[Shown]:
     """Pairs of devices that the plan joins. Of two directions, the one that does worse."""
     fleet = run.fleet
     assert fleet is not None
-    rates = run.measured().rates(now.rows[0], now.rows[-1]) if run.entries else {}
+    rates = run.measured().rates(now.rows[0], now.rows[-1])
     sent = {frozenset((a, b)): 0 for a, b, _ in now.last.sent}
     for a, b, size in now.last.sent:
         sent[frozenset((a, b))] += size

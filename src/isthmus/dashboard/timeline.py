@@ -33,7 +33,7 @@ class Timelines:
         session = max((n for n, e in enumerate(entries) if e.kind == "began"), default=0)
         entries = entries[session:]  # traces are of the newest session
         first_row = max((e.spans for e in entries if e.kind in ("planned", "back") and e.step < step), default=0)
-        now = Moment([e for e in entries if e.kind != "planned" or e.step < step], run.period)
+        now = Moment([e for e in entries if e.kind != "planned" or e.step < step])
         if now.period is None:
             return {"problem": "There is no plan yet."}
         measured, predicted = run.measured(), run.predicted() or self._simulation(now.period)

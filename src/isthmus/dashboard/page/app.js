@@ -51,7 +51,7 @@ function show() {
   $("moment").max = run.moments - 1;
   $("moment").value = at.moment;
   const done = run.federated ? `round ${at.step} of ${run.of}` : `step ${at.step}`;
-  $("when").textContent = run.timed ? `${clock(at.at_s ?? 0)} · ${done}` : done;
+  $("when").textContent = run.federated ? done : `${clock(at.at_s ?? 0)} · ${done}`;
   $("moment").setAttribute("aria-valuetext", $("when").textContent);
   $("live").setAttribute("aria-pressed", page.moment == null);
   $("live").textContent = run.state === "running" ? "live" : "end";

@@ -89,7 +89,7 @@ export function drawEvents(run, at, go) {
   const list = run.marks.map((mark) => {
     const kind = `${mark.kind}${mark.moment > at.moment ? " future" : ""}`;
     return element("li", {}, element("button", { class: kind, onclick: () => go(mark.moment) },
-      element("time", {}, run.timed ? clock(mark.at_s) : ""),
+      element("time", {}, clock(mark.at_s)),
       element("span", { "aria-hidden": true }, SIGNS[mark.kind]), element("span", {}, said(mark))));
   });
   fill("events", ...list);
