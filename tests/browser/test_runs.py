@@ -29,7 +29,7 @@ def test_three_runs_side_by_side(page: Page) -> None:
     cards = shown.locator("#compare .card").all()
     lefts = [card.bounding_box()["x"] for card in cards]
     assert len(cards) == 3 and lefts == sorted(set(lefts)), "beside each other, not below"
-    assert "15 of 15 steps" in cards[1].inner_text()
+    assert "24 of 24 steps" in cards[1].inner_text()
 
 
 def test_runs_of_both_kinds_side_by_side(page: Page, serve: Serve, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_run_of_a_fleet(page: Page, fleet: object) -> None:
     shown = page.open(of=fleet, ready="#list table")  # pyright: ignore[reportArgumentType]
     shown.locator("#list a", has_text="recorded").first.click()
     shown.wait_for_selector("#bars svg")
-    assert "15 of 15" in page.figure("step")
+    assert "24 of 24" in page.figure("step")
 
 
 def test_a_fleet_whose_coordinator_is_gone(page: Page, serve: Serve, tmp_path: Path) -> None:

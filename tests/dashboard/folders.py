@@ -18,7 +18,7 @@ from isthmus.runtime.service.status_file import CoordinatorStatus, DeviceStatus,
 
 
 def recorded_run(folder: Path) -> Path:
-    """A real run of six devices: home-1 is killed in step 17, and the run goes on without it."""
+    """A real run of six devices (`record.py`): home-1 is killed after step 12, and the run goes on without it."""
     with zipfile.ZipFile(Path(__file__).parent / "recorded.zip") as kept:
         kept.extractall(folder)
     return folder
@@ -63,8 +63,9 @@ def federated_run(folder: Path, rounds: int = 5) -> Path:
             stolen=int(odd),
             closed_by="quorum" if odd else "all",
         )
-        spread = {"clients": 4, "mean": 0.5 + number / 10, "worst_decile": 0.2 + number / 10, "deviation": 0.1}
-        evaluation = {"loss": 2.0 / (number + 1), "accuracy": 0.4 + number / 10, "clients": spread}
+        left = 0.5 / (number + 1)
+        spread = {"clients": 4, "mean": 0.9 - left, "worst_decile": 0.7 - left, "deviation": 0.1}
+        evaluation = {"loss": 4 * left, "accuracy": 0.9 - left, "clients": spread}
         line = {"record": record, "seconds": 1.5, "sent_bytes": 1000, "received_bytes": 500, "evaluation": evaluation}
         lines += msgspec.json.encode(line) + b"\n"
     (folder / ROUND_LINES).write_bytes(lines)
@@ -76,7 +77,7 @@ def served_fleet(state: Path, run: Path) -> Path:
     FleetState(state)
     queue = JobQueue(state)
     with queue.served():
-        first = queue.submit("recorded", "pipeline", b'{"training": {"steps": 15}}', state)
+        first = queue.submit("recorded", "pipeline", b'{"training": {"steps": 24}}', state)
         queue.begin()
         queue.runs_in(first, run)
         queue.end(first, "done")

@@ -121,7 +121,7 @@ def state_at(run: WatchedRun, moment: int | None = None) -> Shown:
     """The run as it was after that moment, by default now."""
     entries = run.entries
     count = len(run.rounds) if run.federated else len(entries)
-    last = count - 1 if moment is None else max(0, min(moment, count - 1))
+    last = count - 1 if moment is None else min(moment, count - 1)
     if run.federated:
         return {"moment": last, "step": last + 1, "round": round_row(run.rounds[last])}
     now, fleet = Moment(entries[: last + 1]), run.fleet

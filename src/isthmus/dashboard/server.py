@@ -106,14 +106,14 @@ class Answers:
         return overview(self._found(request))
 
     def at(self, request: Request) -> object:
-        moment = _number(request, "moment")
-        return state_at(self._found(request), None if moment is None else int(moment))
+        return state_at(self._found(request), _moment(request))
 
     def timeline(self, request: Request) -> object:
         step, columns = int(_number(request, "step") or 1), int(_number(request, "columns") or 800)
         from_s, to_s = _number(request, "from"), _number(request, "to")
         span_s = (from_s, to_s) if from_s is not None and to_s is not None and to_s > from_s else None
-        return self._timelines.timeline(self._found(request), step, span_s, min(4000, max(50, columns)))
+        columns, run = min(4000, max(50, columns)), self._found(request)
+        return self._timelines.timeline(run, step, _moment(request), span_s=span_s, columns=columns)
 
     async def changes(self, request: Request) -> Response:
         """An event each time that there is something new."""
@@ -150,6 +150,11 @@ def _number(request: Request, name: str) -> float | None:
         return None if given is None else float(given)
     except ValueError:
         raise HTTPException(400, f"{name}: got {given!r}, expected a number") from None
+
+
+def _moment(request: Request) -> int | None:
+    found = _number(request, "moment")
+    return None if found is None else max(0, int(found))
 
 
 def _file(path: Path) -> Callable[[Request], Coroutine[None, None, Response]]:

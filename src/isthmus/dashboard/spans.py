@@ -85,10 +85,9 @@ class SpanTable:
         found: list[int] = np.unique(self.whole[self._named(2, "F"), 4]).tolist()
         return found
 
-    def step_window(self, step: int, first_row: int = 0) -> tuple[float, float] | None:
+    def step_window(self, step: int, rows: slice = slice(None)) -> tuple[float, float] | None:
         """From the first forward of a step to that of the next, or to its last span; None where it was not done.
-        Rows before `first_row` are of attempts that do not count."""
-        rows = slice(first_row, None)
+        Other rows are of attempts that do not count."""
         times, steps, forward = self.times[rows], self.whole[rows, 4], self._named(2, "F", rows)
         starts, following = times[forward & (steps == step), 0], times[forward & (steps == step + 1), 0]
         if not len(starts):

@@ -22,26 +22,34 @@ class Timelines:
         self._simulated: dict[bytes, SpanTable] = {}
 
     def timeline(
-        self, run: WatchedRun, step: int, span_s: tuple[float, float] | None = None, columns: int = 800
+        self,
+        run: WatchedRun,
+        step: int,
+        moment: int | None = None,
+        *,
+        span_s: tuple[float, float] | None = None,
+        columns: int = 800,
     ) -> dict[str, object]:
-        """Bars from the step's first forward on; `span_s` looks closer or further, in seconds since then. Steps count
-        from 1. `problem` says why there are none."""
+        """Bars from the step's first forward on, of the attempt that counted at the moment; `span_s` looks closer or
+        further, in seconds since then. Steps count from 1. `problem` says why there are none."""
         if run.federated:
             lines = [line for line in run.rounds if line.record.round + 1 == step]
             return round_timeline(lines[-1]) if lines else {"problem": f"Round {step} was not done."}
-        entries = run.entries
-        session = max((n for n, e in enumerate(entries) if e.kind == "began"), default=0)
-        entries = entries[session:]  # traces are of the newest session
-        first_row = max((e.spans for e in entries if e.kind in ("planned", "back") and e.step < step), default=0)
-        now = Moment([e for e in entries if e.kind != "planned" or e.step < step])
+        session = max((n for n, e in enumerate(run.entries) if e.kind == "began"), default=0)
+        last = len(run.entries) if moment is None else moment + 1
+        before, after = run.entries[session:last], run.entries[last:]  # traces are of the newest session
+        begins = max((e.spans for e in before if e.kind in ("planned", "back") and e.step < step), default=0)
+        ends = min((e.spans for e in after if e.kind == "back" and e.step < step), default=None)
+        now = Moment([e for e in before if e.kind != "planned" or e.step < step])
         if now.period is None:
-            return {"problem": "There is no plan yet."}
+            return {"problem": "The newest session has no plan then."}
         measured, predicted = run.measured(), run.predicted() or self._simulation(now.period)
-        window = measured.step_window(step - 1, first_row)
+        window = measured.step_window(step - 1, slice(begins, ends))
         if window is None:
             return {"problem": f"The newest session has no trace of step {step}."}
         every = now.period.plan.sync.period
-        alike = [s for s in predicted.steps() if s <= step - 1 and (step - 1 - s) % every == 0]
+        plan_ends = min((e.step for e in after if e.kind == "planned"), default=step)
+        alike = [s for s in predicted.steps() if s < min(step, plan_ends) and (step - 1 - s) % every == 0]
         forecast = predicted.step_window(alike[-1]) if alike else None
         long_s = max(end - start for start, end in (window, forecast or window))
         from_s, to_s = span_s or (-0.02 * long_s, 1.05 * long_s)

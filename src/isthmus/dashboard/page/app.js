@@ -59,7 +59,7 @@ function show() {
 async function askBars() {
   const { from, to } = page.span ?? {}, step = page.step ?? Math.max(1, page.at.step);
   const columns = Math.round(Math.max(280, $("bars").clientWidth) / 2);
-  page.bars = await ask("timeline", { run: page.runs[0], step, from, to, columns });
+  page.bars = await ask("timeline", { run: page.runs[0], moment: page.moment, step, from, to, columns });
   $("step").value = step;
   if (!page.bars.problem) return drawTimeline(page.bars);
   fill("bars", element("p", { class: "soft" }, page.bars.problem));

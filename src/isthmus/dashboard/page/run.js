@@ -117,7 +117,7 @@ export function drawRounds(run, at) {
   const edges = [spread((c) => Math.min(1, c.mean + c.deviation)), spread((c) => Math.max(0, c.mean - c.deviation))];
   const bands = [{ series: [1, 2], fill: `${colour("green")}22` }];
   chart("spread",
-    [["mean + deviation", "soft"], ["mean − deviation", "soft"], ["mean", "green"], ["worst tenth", "red", [6, 4]]],
+    [["high", "soft"], ["low", "soft"], ["mean", "green"], ["worst tenth", "red", [6, 4]]],
     [rounds, ...edges, spread((c) => c.mean), spread((c) => c.worst_decile)], { ...options, text: share, bands });
   chart("times", [["measured", "blue"], ["forecast", "orange", [6, 4]]],
     [rounds, column((r) => r.makespan_s), column((r) => r.planned_s)], { ...options, text: time });
