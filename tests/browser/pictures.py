@@ -22,10 +22,10 @@ COLOURS = 255
 """Flat areas need no more, and a picture is a third as large."""
 
 
-def draw(page: Any, name: str, address: str, *, act: str = "", width: int = 1280, dark: bool = False) -> None:
+def draw(browser: Any, name: str, address: str, *, act: str = "", width: int = 1280, dark: bool = False) -> None:
     """The whole page, as it is after the script `act`."""
-    page.set_viewport_size({"width": width, "height": 900})
-    page.emulate_media(color_scheme="dark" if dark else "light")
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light")
+    page = context.new_page()
     page.goto(address)
     page.wait_for_selector("main:not([hidden]) table")
     page.wait_for_timeout(1000)
@@ -37,6 +37,7 @@ def draw(page: Any, name: str, address: str, *, act: str = "", width: int = 1280
     target = PICTURES / f"{name}.png"
     page.screenshot(path=str(target))
     Image.open(target).convert("P", palette=Image.Palette.ADAPTIVE, colors=COLOURS).save(target, optimize=True)
+    context.close()
     print(f"{target}: {target.stat().st_size // 1024} KiB")
 
 
@@ -51,14 +52,13 @@ def main() -> None:
         state = served_fleet(folder / "state", folder / "runs" / "first")
         runs, fleet = Served(FolderSource(folder / "runs")), Served(FleetSource(state))
         browser = driver.chromium.launch(executable_path=CHROMIUM or shutil.which("chromium"), args=["--no-sandbox"])
-        page = browser.new_page()
-        draw(page, "fleet", f"{fleet.address}/")  # first, as the coordinator's status is soon out of date
-        draw(page, "run", f"{runs.address}/?run=first")
+        draw(browser, "fleet", f"{fleet.address}/")  # first, as the coordinator's status is soon out of date
+        draw(browser, "run", f"{runs.address}/?run=first")
         lost = "document.querySelector('#events .lost').click()"
-        draw(page, "lost", f"{runs.address}/?run=second", act=lost, dark=True)
-        draw(page, "rounds", f"{runs.address}/?run=rounds")
-        draw(page, "compared", f"{runs.address}/?run=first&run=second&run=third")
-        draw(page, "telephone", f"{runs.address}/?run=first", width=390)
+        draw(browser, "lost", f"{runs.address}/?run=second", act=lost, dark=True)
+        draw(browser, "rounds", f"{runs.address}/?run=rounds")
+        draw(browser, "compared", f"{runs.address}/?run=first&run=second&run=third")
+        draw(browser, "telephone", f"{runs.address}/?run=first", width=390)
         browser.close()
         runs.close()
         fleet.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 
 import msgspec
 
@@ -48,8 +49,9 @@ class Timelines:
         if window is None:
             return {"problem": f"The newest session has no trace of step {step}."}
         every = now.period.plan.sync.period
-        plan_ends = min((e.step for e in after if e.kind == "planned"), default=step)
-        alike = [s for s in predicted.steps() if s < min(step, plan_ends) and (step - 1 - s) % every == 0]
+        plans = [e for e in run.entries[session:] if e.kind == "planned"]
+        until = next((b.step for a, b in itertools.pairwise(plans) if a.period is now.period), step + 1)
+        alike = [s for s in predicted.steps() if s < min(step, until - 1) and (step - 1 - s) % every == 0]
         forecast = predicted.step_window(alike[-1]) if alike else None
         long_s = max(end - start for start, end in (window, forecast or window))
         from_s, to_s = span_s or (-0.02 * long_s, 1.05 * long_s)
