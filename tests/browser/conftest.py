@@ -22,6 +22,8 @@ Serve = Callable[..., "Served"]
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
+    if not os.environ.get("ISTHMUS_BROWSER"):
+        pytest.skip("takes two minutes, and a browser: make test-browser")
     playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: make test-browser installs it")
     if CHROMIUM is None:
         pytest.skip("no chromium: apt-get install chromium, and make test-browser")
