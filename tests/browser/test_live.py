@@ -51,7 +51,7 @@ def test_a_device_that_is_killed_turns_red_within_two_seconds(page: Page, tmp_pa
         shown = page.page
         page.address = address
         shown.goto(f"{address}/")
-        page.until("page.at?.step >= 1 && page.at.regions", 60.0)
+        page.until("page.at?.step >= 1 && page.at.regions", 300.0)
         assert shown.locator("#state").inner_text() == "running" and shown.title().startswith("●")
         name, pid = sorted(devices_of(run.pid).items())[0]
         page.until_device(name, "working")
@@ -60,7 +60,7 @@ def test_a_device_that_is_killed_turns_red_within_two_seconds(page: Page, tmp_pa
         page.until_device(name, "lost", limit)
         assert f"{name} is lost" in shown.locator("#events button.lost").last.inner_text()
         run.send_signal(signal.SIGINT)
-        assert run.wait(60) == 130
+        assert run.wait(300) == 130
         page.until("document.getElementById('state').textContent.includes('does not answer')")
     finally:
         run.kill()
@@ -69,7 +69,7 @@ def test_a_device_that_is_killed_turns_red_within_two_seconds(page: Page, tmp_pa
 
 
 def _printed(err: Path, run: subprocess.Popen[bytes]) -> str:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 300
     while not (found := re.search(r"dashboard: (http://127\.0\.0\.1:\d+)/", err.read_text())):
         assert run.poll() is None and time.monotonic() < deadline_s, err.read_text()
         time.sleep(0.05)

@@ -138,6 +138,7 @@ def test_a_step_that_was_done_twice_shows_the_one_that_counts(page: Page) -> Non
     page.until("page.bars.step === 10")
     assert "home-1" not in shown.locator("#bars").inner_text()
     _at_loss(page)
+    page.until("page.bars.step === 12")
     shown.locator("#step").fill("10")
     shown.locator("#step").press("Enter")
     page.until("page.bars.step === 10 && document.getElementById('bars').textContent.includes('home-1')")

@@ -6,7 +6,8 @@ import importlib.util
 import json
 import os
 import signal
-import time
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,6 +18,15 @@ from isthmus.api import page
 from isthmus.api.page import page_beside
 from isthmus.errors import UserError
 from isthmus.listening import listening_socket
+
+RUN = """
+import sys, time
+from pathlib import Path
+from isthmus.api import page
+page.PORT = 0
+with page.page_beside(Path(sys.argv[1]), lambda note: print(note, flush=True)):
+    time.sleep(600)
+"""
 
 
 def _runs(address: str) -> list[dict[str, object]]:
@@ -39,17 +49,15 @@ def test_a_page_shows_the_run_and_ends_with_it(recorded: Path, monkeypatch: pyte
             _runs(address)
 
 
-def test_a_run_that_is_killed_takes_its_page_along(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "PORT", 0)
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        with page_beside(recorded, lambda note: os.write(writing, note.encode()) and None):
-            time.sleep(600)
-    address = os.read(reading, 100).decode().removeprefix("dashboard: ")
-    assert _runs(address)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+def test_a_run_that_is_killed_takes_its_page_along(recorded: Path) -> None:
+    run = subprocess.Popen([sys.executable, "-c", RUN, str(recorded)], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    try:
+        address = run.stdout.readline().strip().removeprefix("dashboard: ")
+        assert _runs(address)
+    finally:
+        run.kill()
+        run.communicate()
     with pytest.raises(OSError):
         while True:
             _runs(address)
