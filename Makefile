@@ -37,7 +37,7 @@ test-gpu: $(READY)
 # The page in a browser: Debian's chromium (apt-get install chromium), or the one that ISTHMUS_CHROMIUM names.
 test-browser: $(READY)
 	$(PIP) -c constraints.txt -e ".[browser]" $(UNWARNED)
-	$(BIN)/pytest tests/browser
+	ISTHMUS_BROWSER=1 $(BIN)/pytest tests/browser
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -257,7 +257,7 @@ def test_nothing_else_listens() -> None:
     source = Path(isthmus_package.__file__).parent
     words = re.compile(r"create_server\(|\.listen\(|HTTPServer|start_server\(|TCPStore\(")
     found = {str(path.relative_to(source)) for path in source.rglob("*.py") if words.search(path.read_text())}
-    assert found == {"runtime/transport/listener.py", "runtime/lab/probe.py"}
+    assert found == {"listening.py", "runtime/lab/probe.py"}
 
 
 def _at_work(home: Path) -> int:

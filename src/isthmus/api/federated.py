@@ -60,6 +60,7 @@ def federate(
     overrides: Mapping[str, object] = {},
     observer: Observer | None = None,
     stop: Stop | None = None,
+    dashboard: bool = False,
     **given: Unpack[GivenClients],
 ) -> FederatedResult:
     """Train one model on many clients' data, which executors of this machine simulate.
@@ -70,6 +71,7 @@ def federate(
     Executors are forked from the caller, or with overrides={"execution.executors": 1} are the caller itself.
     `callbacks` and `track` are as of `isthmus.train`.
     `overrides` stand in place of what the job says: {"local.batch_size": 32, "participation.fraction": 0.1}.
+    With `dashboard` a page in a browser shows the rounds, and its address is noted.
 
     Raises UserError for what is wrong with the job, the model or the data, Diverged where no client's numbers are
     finite, PeerError where no executor is left, and Interrupted where it was to stop before it had begun.
@@ -87,7 +89,9 @@ def federate(
     if job is not None:
         if objects := [name for name in given if name not in ATTACHED]:
             raise UserError(f"federate: got a job and {', '.join(objects)}, expected one or the other: see overrides")
-        choices = FederatedChoices(resume=resume, run=where, again="resume=True", callbacks=callbacks)
+        choices = FederatedChoices(
+            resume=resume, run=where, again="resume=True", callbacks=callbacks, dashboard=dashboard
+        )
         return run_simulated(tracked(federated_job_of(job, overrides), given), choices, observer, stop)
     model, clients = given.get("model"), given.get("clients")
     if model is None or clients is None:
@@ -98,7 +102,9 @@ def federate(
     with kept_folder(name, where, overrides, observer.note, resume=resume) as folder:
         made = _job(built, model, clients, given, folder.path / GIVEN)
         made = federated_job_of(msgspec.structs.replace(made, name=name), overrides)
-        choices = FederatedChoices(resume=resume, run=folder.path, again="resume=True", callbacks=callbacks)
+        choices = FederatedChoices(
+            resume=resume, run=folder.path, again="resume=True", callbacks=callbacks, dashboard=dashboard
+        )
         return run_simulated(tracked(made, given), choices, observer, stop)
 
 

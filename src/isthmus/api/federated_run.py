@@ -14,6 +14,7 @@ from isthmus.api.callbacks import callbacks_of
 from isthmus.api.federated_result import PICTURES, FederatedResult
 from isthmus.api.federated_watch import FederatedWatch
 from isthmus.api.observer import Observer
+from isthmus.api.page import page_beside
 from isthmus.api.stored_run import RoundUploads, chosen_folder, uploaded
 from isthmus.callbacks import Callback, RunEnded
 from isthmus.errors import Interrupted, UserError
@@ -44,6 +45,8 @@ class FederatedChoices(msgspec.Struct, frozen=True, kw_only=True):
     """What a person has to say for the run to go on."""
     callbacks: tuple[Callback, ...] = ()
     """Besides the job's."""
+    dashboard: bool = False
+    """Whether the run is shown in a browser."""
 
 
 class RoundRunner(Protocol):
@@ -118,7 +121,8 @@ def _in_folder(
         Path(job.run_dir), job.name, resume=choices.resume, run=choices.run, store=job.store, note=observer.note
     )
     folder.check_kind(federated=True)
-    with folder.claimed(LEAVING_S if choices.resume else 0.0):
+    page = page_beside(folder.path if choices.dashboard else None, observer.note)
+    with folder.claimed(LEAVING_S if choices.resume else 0.0), page:
         try:
             callbacks = callbacks_of(job, choices.callbacks, observer.note)
             with (

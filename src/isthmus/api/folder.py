@@ -35,7 +35,7 @@ from typing import TypeVar
 import msgspec
 
 from isthmus.api.losses import LossPoint, losses_file
-from isthmus.api.run_entries import SPANS
+from isthmus.api.run_entries import ENTRIES, SPANS
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
@@ -174,7 +174,7 @@ class RunFolder:
         sessions.mkdir(exist_ok=True)
         session = next(path for n in itertools.count(1) if not (path := sessions / str(n)).exists())
         session.mkdir()
-        for name in (JOB, FLEET, PLAN, LOSSES):
+        for name in (JOB, FLEET, PLAN, LOSSES, ENTRIES):
             if (self.path / name).exists():
                 shutil.copy(self.path / name, session / name)
         pictures = self.plan_picture.name, self.timeline.name

@@ -13,6 +13,7 @@ from isthmus.api.callbacks import callbacks_of
 from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import fleet_for, plan_for, predict_periods
 from isthmus.api.observer import Observer
+from isthmus.api.page import page_beside
 from isthmus.api.run import Run, finite_points, loss_unit
 from isthmus.api.search import searched
 from isthmus.api.stored_run import Uploads, chosen_folder, uploaded
@@ -55,6 +56,8 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     """What a person has to say for the run to go on."""
     callbacks: tuple[Callback, ...] = ()
     """Besides the job's."""
+    dashboard: bool = False
+    """Whether the run is shown in a browser."""
 
 
 def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
@@ -63,7 +66,7 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
     stop.check()
     folder = run_folder(job, choices, observer.note)
     folder.check_kind(federated=False)
-    with folder.claimed():
+    with folder.claimed(), page_beside(folder.path if choices.dashboard else None, observer.note):
         try:
             callbacks = callbacks_of(job, choices.callbacks, observer.note)
             with (

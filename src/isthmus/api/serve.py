@@ -18,6 +18,7 @@ from isthmus.api.job_overrides import job_of
 from isthmus.api.job_queue import Logged, run_queue
 from isthmus.api.notebook import default_observer
 from isthmus.api.observer import Observer, Written
+from isthmus.api.page import page_beside
 from isthmus.api.pipeline import Choices, run_job
 from isthmus.api.run import Run
 from isthmus.api.states import PORT, state_folder, timeout_s
@@ -43,10 +44,13 @@ def serve_federated(
     return deploy(job, choices, lambda log: serving_fleet(serving, log), observer, stop)
 
 
-def serve_submitted(serving: Serving, observer: Observer, logged: Logged) -> None:
-    """Until Ctrl-C."""
+def serve_submitted(serving: Serving, observer: Observer, logged: Logged, *, dashboard: bool = False) -> None:
+    """Until Ctrl-C. With `dashboard` a page shows the fleet."""
     folder = (serving.state or state_folder("fleet")).absolute()
-    with serving_fleet(msgspec.structs.replace(serving, state=folder), observer.note) as service:
+    with (
+        serving_fleet(msgspec.structs.replace(serving, state=folder), observer.note) as service,
+        page_beside(folder if dashboard else None, observer.note, fleet=True),
+    ):
         queue = JobQueue(folder)
         try:
             run_queue(service, queue, folder, observer.note, logged)
@@ -145,12 +149,14 @@ def serve(
     overrides: Mapping[str, object] = {},
     observer: Observer | None = None,
     stop: Stop | None = None,
+    dashboard: bool = False,
     **where: Unpack[Where],
 ) -> Run | FederatedResult | None:
     """Coordinate devices that join over TLS, and train a job once all that its plan names are here.
 
     Without a job it does what is submitted, one job after another, until Ctrl-C, and returns None. A federated job
-    trains at the sites that it names. `resume`, `run`, `overrides`, `observer` and `stop` are as of `isthmus.train`.
+    trains at the sites that it names. `resume`, `run`, `overrides`, `observer`, `stop` and `dashboard` are as of
+    `isthmus.train`; without a job the page shows the fleet.
 
     UserError for what is wrong with the job, the state folder or the address; PeerError where devices were lost and
     the run could not go on.
@@ -160,11 +166,10 @@ def serve(
     observer, stop = observer or default_observer(), stop or Stop()
     serving, folder = Serving(**where), None if run is None else Path(run)
     if job is None:
-        serve_submitted(serving, observer, Written)
+        serve_submitted(serving, observer, Written, dashboard=dashboard)
         return None
     if isinstance(job, FederatedJob) or (not isinstance(job, Job) and is_federated(Path(job))):
-        choices = FederatedChoices(resume=resume, run=folder, again="resume=True")
+        choices = FederatedChoices(resume=resume, run=folder, again="resume=True", dashboard=dashboard)
         return serve_federated(federated_job_of(job, overrides), choices, serving, observer, stop)
-    return serve_job(
-        job_of(job, overrides), Choices(resume=resume, run=folder, again="resume=True"), serving, observer, stop
-    )
+    choices = Choices(resume=resume, run=folder, again="resume=True", dashboard=dashboard)
+    return serve_job(job_of(job, overrides), choices, serving, observer, stop)

@@ -33,6 +33,7 @@ def train(
     overrides: Mapping[str, object] = {},
     observer: Observer | None = None,
     stop: Stop | None = None,
+    dashboard: bool = False,
     **given: Unpack[Given],
 ) -> Run:
     """Plan, train over one process per device, and compare what was predicted with what was measured.
@@ -47,7 +48,8 @@ def train(
     says: {"training.precision": "bf16"}. `stop.request()`, from any thread, ends the run with a checkpoint; so does
     Ctrl-C, and the outcome is `interrupted`. `callbacks` are objects of classes derived from `isthmus.Callback`, called
     besides those of the job. `track` names trackers in place of the job's: ["tensorboard", "wandb"]. In a notebook
-    progress is shown as a table that is kept up to date.
+    progress is shown as a table that is kept up to date; with `dashboard` a page in a browser shows the run, and its
+    address is noted.
 
     Raises UserError for what is wrong with the job, the model or the data, FleetTooSmall where no plan fits, PeerError
     where devices were lost and the run could not go on, Diverged where numbers are not finite, and Interrupted where it
@@ -67,6 +69,7 @@ def train(
             plan=files.enter_context(_document(plan)),
             again="resume=True",
             callbacks=given_callbacks(given),
+            dashboard=dashboard,
         )
         if job is not None:
             if objects := [name for name in given if name not in ATTACHED]:

@@ -12,6 +12,7 @@ import isthmus
 from isthmus import api
 from isthmus.cli.console import log, notes, out, print_json, show, show_run
 from isthmus.cli.options import (
+    DashboardOption,
     FaultOptions,
     JobFile,
     JobOptions,
@@ -145,6 +146,7 @@ def train(
     executors: Annotated[int | None, typer.Option("--executors", min=1, help="Federated: where clients train.")] = None,
     rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Federated: in place of the job's.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and plan; train nothing.")] = False,
+    dashboard: DashboardOption = False,
     json: JsonOption = False,
 ) -> None:
     """Plan, train over one process per device, compare what was predicted with what was measured.
@@ -157,13 +159,13 @@ def train(
         if dry_run:
             job = msgspec.structs.replace(job, deployment=None)  # it would train here
             return _simulate_rounds(api.federated_simulation.simulate_rounds(job), json=json)
-        how = api.federated_run.FederatedChoices(resume=resume, run=run)
+        how = api.federated_run.FederatedChoices(resume=resume, run=run, dashboard=dashboard)
         raise typer.Exit(
             show_run(lambda terminal: api.federated_run.run_simulated(job, how, terminal, stop), json=json)
         )
     if dry_run:
         return _plan(job, explain=False, picture=None, json=json)
-    choices = api.pipeline.Choices(resume=resume, run=run, plan=plan_file)
+    choices = api.pipeline.Choices(resume=resume, run=run, plan=plan_file, dashboard=dashboard)
     raise typer.Exit(show_run(lambda terminal: api.pipeline.run_job(job, choices, terminal, stop), json=json))
 
 

@@ -31,6 +31,7 @@ JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job: mode
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this job.")]
 RunOption = Annotated[Path | None, typer.Option("--run", help="The run's folder; default RUN_DIR/NAME.")]
+DashboardOption = Annotated[bool, typer.Option("--dashboard", help="Show it in a browser: prints the page's address.")]
 PlanFileOption = Annotated[Path | None, typer.Option("--plan", help="A plan document, in place of planning.")]
 PictureOption = Annotated[
     Path | None,

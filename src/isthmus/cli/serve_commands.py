@@ -11,6 +11,7 @@ import isthmus
 from isthmus import api
 from isthmus.cli.console import log, notes, out, show_run
 from isthmus.cli.options import (
+    DashboardOption,
     FleetFileOption,
     JobFile,
     JobOptions,
@@ -36,6 +37,7 @@ def serve(
     tickets: TicketsOption = 1,
     resume: ResumeOption = False,
     run: RunOption = None,
+    dashboard: DashboardOption = False,
     json: JsonOption = False,
 ) -> None:
     """Coordinate devices that join over TLS; with a job, train it once all that its plan names are here.
@@ -45,15 +47,16 @@ def serve(
     """
     serving, stop = where.serving(tickets), isthmus.Stop()
     if job_file is None:
-        api.serve.serve_submitted(serving, api.terminal.Terminal(out(), notes()), api.terminal.logged)
+        terminal = api.terminal.Terminal(out(), notes())
+        api.serve.serve_submitted(serving, terminal, api.terminal.logged, dashboard=dashboard)
         raise typer.Exit(130)  # after Ctrl-C
     job = asked.any_job(job_file)
     if isinstance(job, isthmus.FederatedJob):
-        how = api.federated_run.FederatedChoices(resume=resume, run=run)
+        how = api.federated_run.FederatedChoices(resume=resume, run=run, dashboard=dashboard)
         raise typer.Exit(
             show_run(lambda terminal: api.serve.serve_federated(job, how, serving, terminal, stop), json=json)
         )
-    choices = api.pipeline.Choices(resume=resume, run=run)
+    choices = api.pipeline.Choices(resume=resume, run=run, dashboard=dashboard)
     raise typer.Exit(show_run(lambda terminal: api.serve.serve_job(job, choices, serving, terminal, stop), json=json))
 
 

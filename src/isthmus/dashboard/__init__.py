@@ -1,5 +1,5 @@
 """A page that shows runs in a browser, while they work and afterwards: read from run folders alone.
 
-`run_folder` reads, `spans`, `run_view`, `rounds` and `fleet_view` turn what was read into documents for the page, and
-know no browser; `server` answers HTTP; `page` is what a browser gets. Nothing here imports torch.
+`run_folder` reads; `run_view`, `timeline` and `rounds` make documents of what was read, and know no browser; `server`
+answers HTTP; `page` is what a browser gets. Nothing here imports torch.
 """

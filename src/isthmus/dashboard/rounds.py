@@ -1,57 +1,23 @@
-"""Federated rounds for the page. Of a line of `federated/history.py` the part that is shown."""
+"""Federated rounds for the page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import msgspec
 
-MOST_LISTED = 300
-"""Rounds of the table; curves have all."""
+from isthmus.dashboard.spans import Bar
+from isthmus.protocol.federated_events import RoundRecord
 
 
-class LightClient(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    client: int
-    samples: int
-    seconds: float
+class RoundShown(msgspec.Struct, frozen=True):
+    """A line of `federated/history.py`, which imports torch."""
 
-
-class LightRefusal(msgspec.Struct, frozen=True, array_like=True):
-    client: int
-    reason: str
-
-
-class LightSpread(msgspec.Struct, frozen=True):
-    """Accuracies of clients on their own data."""
-
-    mean: float
-    worst_decile: float
-    deviation: float
-
-
-class LightEvaluation(msgspec.Struct, frozen=True):
-    loss: float | None = None
-    accuracy: float | None = None
-    clients: LightSpread | None = None
-
-
-class LightRecord(msgspec.Struct, frozen=True):
-    round: int
-    trained: Mapping[str, tuple[LightClient, ...]] = {}
-    refused: tuple[LightRefusal, ...] = ()
-    missing: tuple[int, ...] = ()
-    predicted_s: float | None = None
-    stolen: int = 0
-    stale: tuple[tuple[int, int], ...] = ()
-    closed_by: str = "all"
-
-
-class LightRound(msgspec.Struct, frozen=True):
-    record: LightRecord
+    record: RoundRecord
     seconds: float
     sent_bytes: int = 0
     received_bytes: int = 0
-    evaluation: LightEvaluation | None = None
+    evaluation: Mapping[str, object] | None = None
 
     @property
     def makespan_s(self) -> float:
@@ -59,30 +25,12 @@ class LightRound(msgspec.Struct, frozen=True):
         return max((sum(t.seconds for t in timed) for timed in self.record.trained.values()), default=0.0)
 
 
-def rounds_view(lines: Sequence[LightRound]) -> dict[str, object]:
-    """Curves by round, and what became of each of the last rounds."""
-    spread = [e.clients if (e := line.evaluation) else None for line in lines]
-    return {
-        "round": [line.record.round + 1 for line in lines],
-        "loss": [e.loss if (e := line.evaluation) else None for line in lines],
-        "accuracy": [e.accuracy if (e := line.evaluation) else None for line in lines],
-        "mean": [s.mean if s else None for s in spread],
-        "worst": [s.worst_decile if s else None for s in spread],
-        "low": [max(0.0, s.mean - s.deviation) if s else None for s in spread],
-        "high": [min(1.0, s.mean + s.deviation) if s else None for s in spread],
-        "makespan_s": [line.makespan_s for line in lines],
-        "planned_s": [line.record.predicted_s for line in lines],
-        "bytes": [line.sent_bytes + line.received_bytes for line in lines],
-        "table": [_row(line) for line in lines[-MOST_LISTED:]],
-    }
-
-
-def _row(line: LightRound) -> dict[str, object]:
+def round_row(line: RoundShown) -> dict[str, object]:
+    """What became of a round."""
     record = line.record
     return {
         "round": record.round + 1,
         "clients": sum(map(len, record.trained.values())),
-        "seconds": line.seconds,
         "makespan_s": line.makespan_s,
         "planned_s": record.predicted_s,
         "stolen": record.stolen,
@@ -90,16 +38,18 @@ def _row(line: LightRound) -> dict[str, object]:
         "missing": len(record.missing),
         "late": len(record.stale),
         "closed_by": record.closed_by,
+        "bytes": line.sent_bytes + line.received_bytes,
+        "evaluation": line.evaluation or {},
     }
 
 
-def round_bars(line: LightRound) -> dict[str, object]:
-    """Who trained whom in a round, one client after another, beside the time that was planned."""
+def round_timeline(line: RoundShown) -> dict[str, object]:
+    """Which executor trained which client when, beside the time that was planned."""
     rows: list[dict[str, object]] = []
     for name in sorted(line.record.trained, key=lambda name: (len(name), name)):
-        at_s, bars = 0.0, list[tuple[float, float, str, int, str, int, float]]()
+        at_s, bars = 0.0, list[Bar]()
         for timed in line.record.trained[name]:
-            bars.append((at_s, at_s + timed.seconds, "client", timed.client, f"{timed.samples} samples", 1, 1.0))
+            bars.append(Bar(at_s, at_s + timed.seconds, "client", timed.client, f"{timed.samples} samples", 1, 1.0))
             at_s += timed.seconds
         rows.append({"device": name, "track": "compute", "bars": bars})
     planned_s = line.record.predicted_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -11,24 +11,27 @@ import msgspec
 
 from isthmus.api.losses import LossPoint
 from isthmus.api.run_entries import ENTRIES, SPANS, RunEntry
-from isthmus.dashboard.rounds import LightRound
+from isthmus.dashboard.rounds import RoundShown
 from isthmus.dashboard.spans import LightSpan, SpanTable
 from isthmus.fleet import Fleet
-from isthmus.plans import Plan, PlanPeriod
+from isthmus.plans import Plan
 from isthmus.report.summary import ComparisonSummary
 from isthmus.run_files import JOB, LOSSES, ROUND_LINES
 
 Item = TypeVar("Item")
 Document = TypeVar("Document")
-FOLLOWED = (JOB, ENTRIES, SPANS, LOSSES, ROUND_LINES, "summary.json", "trace.jsonl", "predicted.jsonl", "plans.json")
+FLEET, PLAN, SUMMARY, PRIVACY = "fleet.json", "plan.json", "summary.json", "privacy.json"
+MEASURED, PREDICTED = "trace.jsonl", "predicted.jsonl"
+FOLLOWED = (JOB, ENTRIES, SPANS, LOSSES, ROUND_LINES, MEASURED, PREDICTED, SUMMARY)
 
 
-class Lines(Generic[Item]):
+class GrowingFile(Generic[Item]):
     """A file to which lines are added; read from where it was left, or anew where it was replaced."""
 
     def __init__(self, path: Path, kind: type[Item]) -> None:
         self._path, self._decoder = path, msgspec.json.Decoder(kind)
         self._at, self._inode = 0, -1
+        self._found: list[Item] = []
         self.unread = 0
         """Lines that are none."""
 
@@ -36,19 +39,23 @@ class Lines(Generic[Item]):
         """Whole lines that were added since the last call, and whether those of before are void."""
         try:
             with self._path.open("rb") as file:
-                found = self._path.stat()
+                found = os.fstat(file.fileno())
                 replaced = found.st_ino != self._inode or found.st_size < self._at
-                self._at = 0 if replaced else self._at
+                self._at, self._inode = 0 if replaced else self._at, found.st_ino
                 file.seek(self._at)
                 added = file.read()
         except OSError:
-            replaced, added = self._inode != -1, b""
-            self._at, self._inode = 0, -1
+            replaced, self._at, self._inode = self._inode != -1, 0, -1
             return [], replaced
-        self._inode = found.st_ino
         whole = added[: added.rfind(b"\n") + 1]
         self._at += len(whole)
         return self._decoded(whole), replaced
+
+    def all(self) -> list[Item]:
+        """Every line so far."""
+        added, replaced = self.fresh()
+        self._found = added if replaced else self._found + added if added else self._found
+        return self._found
 
     def _decoded(self, lines: bytes) -> list[Item]:
         try:
@@ -63,34 +70,33 @@ class Lines(Generic[Item]):
             return found
 
 
-class _All(Generic[Item]):
-    """All lines so far."""
-
-    def __init__(self, path: Path, kind: type[Item]) -> None:
-        self._lines, self._found = Lines(path, kind), list[Item]()
-
-    def __call__(self) -> list[Item]:
-        added, replaced = self._lines.fresh()
-        self._found = [*([] if replaced else self._found), *added] if added or replaced else self._found
-        return self._found
-
-    @property
-    def unread(self) -> int:
-        return self._lines.unread
-
-
 class WatchedRun:
-    """Everything that a page shows of a run; `problem` says why there is nothing to show."""
+    """All that a page shows of a run; `problem` says why there is nothing to show."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.entries = _All(path / ENTRIES, RunEntry)
-        self.losses = _All(path / LOSSES, LossPoint)
-        self.rounds = _All(path / ROUND_LINES, LightRound)
+        self._entries = GrowingFile(path / ENTRIES, RunEntry)
+        self._losses = GrowingFile(path / LOSSES, LossPoint)
+        self._rounds = GrowingFile(path / ROUND_LINES, RoundShown)
         self._documents: dict[str, tuple[tuple[int, int], object]] = {}
-        self._spans: dict[str, tuple[Lines[LightSpan], SpanTable]] = {}
-        self.predictions: dict[str, SpanTable] = {}
-        """Of plans that nobody has simulated yet, by their document."""
+        self._spans: dict[str, tuple[GrowingFile[LightSpan], SpanTable]] = {}
+
+    @property
+    def entries(self) -> list[RunEntry]:
+        return self._entries.all()
+
+    @property
+    def losses(self) -> list[LossPoint]:
+        return self._losses.all()
+
+    @property
+    def rounds(self) -> list[RoundShown]:
+        return self._rounds.all()
+
+    @property
+    def unread(self) -> int:
+        """Lines that cannot be read."""
+        return self._entries.unread + self._losses.unread + self._rounds.unread
 
     def document(self, name: str, kind: type[Document]) -> Document | None:
         """None where it is missing, or cannot be read: `problem` says so of what a run cannot be shown without."""
@@ -108,21 +114,16 @@ class WatchedRun:
         return self.document(JOB, dict[str, object]) or {}
 
     @property
+    def federated(self) -> bool:
+        return "federated" in self.job
+
+    @property
     def summary(self) -> ComparisonSummary | None:
-        return self.document("summary.json", ComparisonSummary)
+        return self.document(SUMMARY, ComparisonSummary)
 
     @property
     def fleet(self) -> Fleet | None:
-        return self.document("fleet.json", Fleet)
-
-    @property
-    def first_plan(self) -> Plan | None:
-        return self.document("plan.json", Plan)
-
-    @property
-    def periods(self) -> tuple[PlanPeriod, ...]:
-        """Of a run that is over."""
-        return self.document("plans.json", tuple[PlanPeriod, ...]) or ()
+        return self.document(FLEET, Fleet)
 
     @property
     def problem(self) -> str:
@@ -130,22 +131,14 @@ class WatchedRun:
         if not self.path.is_dir():
             return "There is no such folder any more."
         if not (self.path / JOB).is_file():
-            return (
-                "The folder is empty: no run has begun here yet."
-                if not any(self.path.iterdir())
-                else (f"This is no run: the folder has no {JOB}.")
-            )
-        if not self.job:
-            return f"The run is broken: {JOB} cannot be read."
-        missing = [name for name, found in (("fleet.json", self.fleet), ("plan.json", self.first_plan)) if not found]
-        if missing and "federated" not in self.job:
-            return f"The run is broken: {' and '.join(missing)} cannot be read."
-        return ""
-
-    @property
-    def unread(self) -> int:
-        """Lines that cannot be read."""
-        return self.entries.unread + self.losses.unread + self.rounds.unread
+            if any(self.path.iterdir()):
+                return f"This is no run: the folder has no {JOB}."
+            return "The folder is empty: no run has begun here yet."
+        needed = {JOB: self.job}
+        if not self.federated:
+            needed |= {FLEET: self.fleet, PLAN: self.document(PLAN, Plan)}
+        missing = [name for name, found in needed.items() if not found]
+        return f"The run is broken: {' and '.join(missing)} cannot be read." if missing else ""
 
     @cached_property
     def _inode(self) -> int:
@@ -157,38 +150,32 @@ class WatchedRun:
         Rejected: to try the lock, which for a moment would keep a run from beginning."""
         try:
             locks = Path("/proc/locks").read_text().splitlines()
+            return any("FLOCK" in line and line.split()[-3].endswith(f":{self._inode}") for line in locks)
         except OSError:
             return None
-        return any("FLOCK" in line and line.split()[-3].endswith(f":{self._inode}") for line in locks)
 
-    def stamp(self) -> tuple[tuple[int, int], ...]:
+    def stamp(self) -> tuple[object, ...]:
         """Differs once there is something new."""
-        found: list[tuple[int, int]] = [(int(bool(self.works)), 0)]
+        found: list[object] = [self.works]
         for name in FOLLOWED:
             try:
                 stat = (self.path / name).stat()
                 found.append((stat.st_size, stat.st_mtime_ns))
             except OSError:
-                found.append((-1, -1))
+                found.append(None)
         return tuple(found)
 
     def measured(self) -> SpanTable:
         """The newest session's trace: the finished one, or as far as it is."""
-        name = "trace.jsonl" if (self.path / "trace.jsonl").is_file() else SPANS
-        return self._table(name)
+        return self._table(MEASURED if (self.path / MEASURED).is_file() else SPANS)
 
-    def predicted(self, plan: Plan, simulate: Callable[[], SpanTable]) -> SpanTable:
-        """As the run's end wrote it, or of this plan as the simulator says."""
-        if (self.path / "predicted.jsonl").is_file():
-            return self._table("predicted.jsonl")
-        key = msgspec.json.encode(plan).decode()
-        if key not in self.predictions:
-            self.predictions[key] = simulate()
-        return self.predictions[key]
+    def predicted(self) -> SpanTable | None:
+        """As the run's end wrote it; None before."""
+        return self._table(PREDICTED) if (self.path / PREDICTED).is_file() else None
 
     def _table(self, name: str) -> SpanTable:
-        lines, table = self._spans.setdefault(name, (Lines(self.path / name, LightSpan), SpanTable()))
-        added, replaced = lines.fresh()
+        file, table = self._spans.setdefault(name, (GrowingFile(self.path / name, LightSpan), SpanTable()))
+        added, replaced = file.fresh()
         if replaced:
             table.clear()
         table.add(added)

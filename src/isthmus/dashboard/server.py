@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import secrets
 import socket
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,16 +23,17 @@ from starlette.responses import FileResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from isthmus.dashboard import run_view
 from isthmus.dashboard.run_folder import WatchedRun
+from isthmus.dashboard.run_view import head, overview, state_at, state_of
 from isthmus.dashboard.sources import Source
+from isthmus.dashboard.timeline import Timelines
 from isthmus.errors import UserError
+from isthmus.listening import is_loopback, listening_socket
 
 PAGE = Path(__file__).parent / "page"
-FILES = {"/": "index.html", **{f"/{n}": n for n in ("style.css", "app.js", "uPlot.iife.min.js", "uPlot.min.css")}}
+FILES = {"/" if path.name == "index.html" else f"/{path.name}": path for path in sorted(PAGE.glob("*.*"))}
 LOOK_S = 0.4
 """How often a run's folder is looked at, for who has the page open."""
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",
@@ -51,17 +52,13 @@ class Guard:
 
     def __init__(self, app: ASGIApp, *, port: int, token: str) -> None:
         self._app, self._token = app, token
-        self._hosts = {f"{name}:{port}" for name in LOOPBACK}
+        self._hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         request = Request(scope)
         answer = self._refusal(request)
         if answer is None and self._token and "token" in request.query_params:  # it leaves the address and its history
-            rest = "&".join(f"{k}={v}" for k, v in request.query_params.multi_items() if k != "token")
-            answer = RedirectResponse(f"{request.url.path}{'?' if rest else ''}{rest}", 303)
+            answer = RedirectResponse(request.url.remove_query_params("token").replace(scheme="", netloc=""), 303)
             answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
 
         async def with_headers(message: Message) -> None:
@@ -85,68 +82,66 @@ class Guard:
         return None
 
 
-def application(source: Source, *, port: int, token: str = "") -> Starlette:
-    """What answers at this port. With a token every request needs it."""
+class Answers:
+    """Documents for the page, made one at a time: files are read on from where the last request left them."""
 
-    def found(request: Request) -> WatchedRun:
-        runs, wanted = source.runs(), request.query_params.get("run", "")
-        if wanted not in runs:
-            raise HTTPException(404, f"There is no run {wanted!r} here.")
-        return runs[wanted]
+    def __init__(self, source: Source) -> None:
+        self._source, self._timelines, self._lock = source, Timelines(), threading.Lock()
 
-    one_at_a_time = threading.Lock()  # files are read on from where the last request left them
-
-    def answer(make: Callable[[Request], object]) -> Callable[[Request], object]:
+    def route(self, path: str, make: Callable[[Request], object]) -> Route:
         def made(request: Request) -> bytes:
-            with one_at_a_time:
+            with self._lock:
                 return msgspec.json.encode(make(request))
 
         async def respond(request: Request) -> Response:
             return Response(await run_in_threadpool(made, request), media_type="application/json")
 
-        return respond
+        return Route(path, respond)
 
-    def runs(_: Request) -> object:
-        listed = {name: run_view.head(run) for name, run in source.runs().items()}
-        return {"runs": [{**shown, "id": name} for name, shown in listed.items()], "fleet": source.fleet()}
+    def runs(self, _: Request) -> object:
+        listed = [head(run) | {"id": name} for name, run in self._source.runs().items()]
+        return {"runs": listed, "fleet": self._source.fleet()}
 
-    def at(request: Request) -> object:
-        moment = _number(request, "moment")
-        return run_view.state_at(found(request), None if moment is None else max(0, int(moment)))
+    def run(self, request: Request) -> object:
+        return overview(self._found(request))
 
-    def timeline(request: Request) -> object:
-        step, columns = _number(request, "step"), _number(request, "columns")
+    def at(self, request: Request) -> object:
+        return state_at(self._found(request), _moment(request))
+
+    def timeline(self, request: Request) -> object:
+        step, columns = int(_number(request, "step") or 1), int(_number(request, "columns") or 800)
         from_s, to_s = _number(request, "from"), _number(request, "to")
-        span = (from_s, to_s) if from_s is not None and to_s is not None and to_s > from_s else None
-        return run_view.timeline(found(request), int(step or 1), span, min(4000, max(50, int(columns or 800))))
+        span_s = (from_s, to_s) if from_s is not None and to_s is not None and to_s > from_s else None
+        columns, run = min(4000, max(50, columns)), self._found(request)
+        return self._timelines.timeline(run, step, _moment(request), span_s=span_s, columns=columns)
 
-    def stamp(name: str) -> object:
-        with one_at_a_time:
-            return _stamp(source, name)
+    async def changes(self, request: Request) -> Response:
+        """An event each time that there is something new."""
+        stamp = partial(self._stamp, request.query_params.get("run", ""))
 
-    async def changes(request: Request) -> Response:
-        name = request.query_params.get("run", "")
-
-        async def told() -> AsyncGenerator[dict[str, str]]:
+        async def events() -> AsyncGenerator[dict[str, str]]:
             before: object = None
             while True:
-                now = await run_in_threadpool(stamp, name)
+                now = await run_in_threadpool(stamp)
                 if now != before:
                     before = now
-                    yield {"event": "changed", "data": json.dumps({"run": name})}
+                    yield {"event": "changed", "data": ""}
                 await asyncio.sleep(LOOK_S)
 
-        return EventSourceResponse(told(), ping=15)
+        return EventSourceResponse(events(), ping=15)
 
-    routes = [Route(path, _file(name)) for path, name in FILES.items()]
-    routes += [
-        Route("/api/runs", answer(runs)),
-        Route("/api/run", answer(lambda request: run_view.overview(found(request)))),
-        Route("/api/at", answer(at)),
-        Route("/api/timeline", answer(timeline)),
-        Route("/api/changes", changes),
-    ]
-    return Starlette(routes=routes, middleware=[Middleware(Guard, port=port, token=token)])
+    def _found(self, request: Request) -> WatchedRun:
+        runs, wanted = self._source.runs(), request.query_params.get("run", "")
+        if wanted not in runs:
+            raise HTTPException(404, f"There is no run {wanted!r} here.")
+        return runs[wanted]
+
+    def _stamp(self, name: str) -> object:
+        with self._lock:
+            runs = self._source.runs()
+            if name in runs:
+                return runs[name].stamp()
+            return [(known, state_of(run)) for known, run in runs.items()], msgspec.json.encode(self._source.fleet())
 
 
 def _number(request: Request, name: str) -> float | None:
@@ -157,32 +152,44 @@ def _number(request: Request, name: str) -> float | None:
         raise HTTPException(400, f"{name}: got {given!r}, expected a number") from None
 
 
-def _stamp(source: Source, name: str) -> object:
-    runs = source.runs()
-    if name in runs:
-        return runs[name].stamp()
-    return [(known, run_view.state_of(run)) for known, run in runs.items()], msgspec.json.encode(source.fleet())
+def _moment(request: Request) -> int | None:
+    found = _number(request, "moment")
+    return None if found is None else max(0, int(found))
 
 
-def _file(name: str) -> Callable[[Request], object]:
+def _file(path: Path) -> Callable[[Request], Coroutine[None, None, Response]]:
     async def respond(_: Request) -> Response:
-        return FileResponse(PAGE / name)
+        return FileResponse(path)
 
     return respond
 
 
-def serve(source: Source, host: str, port: int, said: Callable[[str], None]) -> None:
-    """Until Ctrl-C. `said` gets the page's address. UserError where nothing can listen there."""
-    local = host in ("127.0.0.1", "localhost", "::1")
-    token = "" if local else secrets.token_urlsafe(24)
-    try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as e:
-        reason = e.strerror or e
-        raise UserError(f"dashboard: {host}:{port}: cannot listen: {reason}; --port 0 takes a free one") from None
-    port = listener.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
-    said(f"http://{shown}:{port}/{f'?token={token}' if token else ''}")
-    app = application(source, port=port, token=token)
+def application(source: Source, *, port: int, token: str = "") -> Starlette:
+    """What answers at this port. With a token every request needs it."""
+    answers = Answers(source)
+    routes = [
+        *(Route(url, _file(path)) for url, path in FILES.items()),
+        *(answers.route(f"/api/{make.__name__}", make) for make in (answers.runs, answers.run, answers.at)),
+        answers.route("/api/timeline", answers.timeline),
+        Route("/api/changes", answers.changes),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(Guard, port=port, token=token)])
+
+
+def serve_page(source: Source, listener: socket.socket, token: str = "") -> None:
+    """Until Ctrl-C, or SIGTERM."""
+    app = application(source, port=listener.getsockname()[1], token=token)
     config = uvicorn.Config(app, log_level="error", lifespan="off", server_header=False, timeout_graceful_shutdown=1)
     uvicorn.Server(config).run([listener])
+
+
+def serve(source: Source, host: str, port: int, log: Callable[[str], None]) -> None:
+    """Until Ctrl-C. `log` gets the page's address. UserError where nothing can listen there."""
+    token = "" if is_loopback(host) else secrets.token_urlsafe(24)
+    try:
+        listener = listening_socket(host, port)
+    except UserError as e:
+        raise UserError(f"dashboard: {e}; --port 0 takes a free one") from None
+    shown = f"[{host}]" if ":" in host else host
+    log(f"http://{shown}:{listener.getsockname()[1]}/{f'?token={token}' if token else ''}")
+    serve_page(source, listener, token)

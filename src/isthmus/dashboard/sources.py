@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Protocol
 
 from isthmus.api.jobs import opened, served_folder
-from isthmus.api.states import state_folder
 from isthmus.api.status import status_of
 from isthmus.dashboard.run_folder import WatchedRun
+from isthmus.documents import check_is_local
 from isthmus.errors import UserError
 from isthmus.run_files import JOB
 
@@ -33,11 +33,11 @@ class FolderSource:
     """A run's folder, or one that holds such folders. UserError for what is none of this machine's folders."""
 
     def __init__(self, path: Path) -> None:
-        if "://" in str(path) or (":/" in str(path) and not path.exists()):
-            raise UserError(
-                f"dashboard: got {str(path)!r}, expected a folder of this machine: start the page on the machine that "
-                "has the run, and reach it with `ssh -L 7434:127.0.0.1:7434 MACHINE`"
-            )
+        try:
+            check_is_local("dashboard", str(path))
+        except UserError as e:
+            reach = "start the page on the machine that has the run, and `ssh -L 7434:127.0.0.1:7434 MACHINE`"
+            raise UserError(f"{e}: {reach}") from None
         if path.exists() and not path.is_dir():
             raise UserError(f"dashboard: {path}: is a file, expected the folder of a run, or a folder of runs")
         self._path = path
@@ -61,7 +61,7 @@ class FleetSource:
     """The runs of a fleet's jobs. UserError where no fleet was served from the state folder."""
 
     def __init__(self, state: Path | None) -> None:
-        self._folder = served_folder(state or state_folder("fleet"))
+        self._folder = served_folder(state)
         self._known: dict[str, WatchedRun] = {}
 
     def runs(self) -> dict[str, WatchedRun]:
@@ -74,20 +74,14 @@ class FleetSource:
 
     def fleet(self) -> dict[str, object]:
         with opened(self._folder) as (queue, folder):
-            jobs = queue.jobs()
-            found = status_of(queue, folder)
-        return {
-            "folder": str(self._folder),
-            "coordinator": found.coordinator,
-            "jobs": [
-                {
-                    "number": job.number,
-                    "name": job.name,
-                    "state": job.state,
-                    "detail": job.detail,
-                    "run": f"{job.number}-{job.name}" if job.folder else "",
-                    "took_s": (job.ended_s or time.time()) - job.began_s if job.began_s else None,
-                }
-                for job in reversed(jobs[-MOST_RUNS:])
-            ],
-        }
+            jobs, found = queue.jobs()[-MOST_RUNS:], status_of(queue, folder)
+        kept = ("number", "name", "state", "detail")
+        shown = [
+            {name: getattr(job, name) for name in kept}
+            | {
+                "run": f"{job.number}-{job.name}" if job.folder else "",
+                "took_s": (job.ended_s or time.time()) - job.began_s if job.began_s else None,
+            }
+            for job in reversed(jobs)
+        ]
+        return {"folder": str(folder), "coordinator": found.coordinator, "jobs": shown}

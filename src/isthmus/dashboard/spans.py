@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import gc
+from collections import defaultdict
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -13,8 +14,7 @@ from numpy.typing import NDArray
 from isthmus.trace import Span
 
 MOST_BARS = 3000
-"""Of a picture; of more spans, those that are narrower than a column of pixels are drawn as one."""
-TRACKS = ("compute", "send", "receive", "down", "up", "control")
+"""Of a picture. Of more spans, those that are narrower than a column are drawn as one bar."""
 
 
 class LightSpan(msgspec.Struct, gc=False):
@@ -32,7 +32,7 @@ class LightSpan(msgspec.Struct, gc=False):
 
 
 class Bar(NamedTuple):
-    """Seconds of the trace; `spans` that are drawn as one have the name of those that take most of it."""
+    """Of one span, or of several that are drawn as one under the name that takes most of their time. In seconds."""
 
     start_s: float
     end_s: float
@@ -48,117 +48,100 @@ class SpanTable:
     """Rows in the order in which they were written."""
 
     def __init__(self) -> None:
-        self.words: list[str] = []
-        self._numbers: dict[str, int] = {}
+        self._words = defaultdict[str, int]()
+        """Each name of a device, track or span, and its number, which is the next one where it is new."""
+        self._words.default_factory = self._words.__len__
         self.clear()
 
     def clear(self) -> None:
         self.times = np.empty((0, 2))
         """Start and end, seconds."""
         self.whole = np.empty((0, 7), dtype=np.int64)
-        """device, track, name, other (numbers of words), step, micro-batch, bytes."""
+        """Numbers of device, track, name and other; step, micro-batch, bytes."""
 
     def __len__(self) -> int:
         return len(self.times)
 
     def add(self, spans: Sequence[LightSpan | Span]) -> None:
-        if spans and not spans[0].device:
-            spans = spans[1:]  # a trace's header
-        if not spans:
+        """The header of a trace is left out."""
+        kept = spans[1:] if spans and not spans[0].device else spans
+        if not kept:
             return
-        gc.disable()  # what is made here holds no cycles, and a hundred collections of it would take seconds
-        try:
-            number = self._number
-            times = np.array([(s.start_s, s.end_s) for s in spans])
-            whole = [
-                (*map(number, (s.device, s.track, s.name, s.other)), s.step, s.micro_batch, s.size_bytes) for s in spans
-            ]
-            self.times = np.concatenate([self.times, times])
-            self.whole = np.concatenate([self.whole, np.array(whole, dtype=np.int64)])
-        finally:
-            gc.enable()
+        columns: list[NDArray[np.int64]] = []
+        for name in ("device", "track", "name", "other"):
+            numbers = map(self._words.__getitem__, map(attrgetter(name), kept))
+            columns.append(np.fromiter(numbers, np.int64, len(kept)))
+        for name in ("step", "micro_batch", "size_bytes"):
+            columns.append(np.fromiter(map(attrgetter(name), kept), np.int64, len(kept)))
+        times = [np.fromiter(map(attrgetter(name), kept), np.float64, len(kept)) for name in ("start_s", "end_s")]
+        self.times = np.concatenate([self.times, np.column_stack(times)])
+        self.whole = np.concatenate([self.whole, np.column_stack(columns)])
 
-    def _number(self, word: str) -> int:
-        found = self._numbers.get(word)
-        if found is None:
-            found = self._numbers[word] = len(self.words)
-            self.words.append(word)
+    def _named(self, column: int, word: str, rows: slice = slice(None)) -> NDArray[np.bool_]:
+        return self.whole[rows, column] == self._words.get(word, -1)
+
+    def steps(self) -> list[int]:
+        """Those with a forward, ascending."""
+        found: list[int] = np.unique(self.whole[self._named(2, "F"), 4]).tolist()
         return found
 
-    def number(self, word: str) -> int:
-        """-1 for one that no span has."""
-        return self._numbers.get(word, -1)
-
-    def steps(self) -> NDArray[np.int64]:
-        """Those with a forward, ascending."""
-        return np.unique(self.whole[self.whole[:, 2] == self.number("F"), 4])
-
-    def step_window(self, step: int, first_row: int = 0) -> tuple[float, float] | None:
-        """From the first forward of a step to that of the next, or to its last update; None where it was not done.
-        Rows before `first_row` are of attempts that do not count."""
-        times, whole = self.times[first_row:], self.whole[first_row:]
-        forward = whole[:, 2] == self.number("F")
-        starts = times[forward & (whole[:, 4] == step), 0]
+    def step_window(self, step: int, rows: slice = slice(None)) -> tuple[float, float] | None:
+        """From the first forward of a step to that of the next, or to its last span; None where it was not done.
+        Other rows are of attempts that do not count."""
+        times, steps, forward = self.times[rows], self.whole[rows, 4], self._named(2, "F", rows)
+        starts, following = times[forward & (steps == step), 0], times[forward & (steps == step + 1), 0]
         if not len(starts):
             return None
-        following = times[forward & (whole[:, 4] == step + 1), 0]
-        end = following.min() if len(following) else times[whole[:, 4] == step, 1].max()
+        end = following.min() if len(following) else times[steps == step, 1].max()
         return float(starts.min()), float(max(end, starts.min()))
 
-    def rates(self, first_row: int, end_row: int) -> dict[tuple[str, str], tuple[int, float]]:
-        """By source and target: bytes that these rows' sends carried, and in how many seconds."""
-        whole, times = self.whole[first_row:end_row], self.times[first_row:end_row]
-        sends = whole[:, 1] == self.number("send")
-        found: dict[tuple[str, str], tuple[int, float]] = {}
-        pairs, inverse = np.unique(whole[sends][:, (0, 3)], axis=0, return_inverse=True)
-        carried = np.bincount(inverse.ravel(), whole[sends][:, 6], len(pairs))
-        seconds = np.bincount(inverse.ravel(), (times[sends][:, 1] - times[sends][:, 0]), len(pairs))
-        for (source, target), size, took in zip(pairs, carried, seconds, strict=True):
-            found[self.words[source], self.words[target]] = (int(size), float(took))
-        return found
+    def rates(self, first_row: int, end_row: int) -> dict[tuple[str, str], float]:
+        """By source and target: bytes per second while these rows' sends were under way."""
+        rows, words = slice(first_row, end_row), list(self._words)
+        sends = self._named(1, "send", rows)
+        whole, times = self.whole[rows][sends], self.times[rows][sends]
+        pairs, which = np.unique(whole[:, 0] * len(words) + whole[:, 3], return_inverse=True)
+        size, took_s = np.bincount(which, whole[:, 6]), np.bincount(which, times[:, 1] - times[:, 0])
+        return {
+            (words[pair // len(words)], words[pair % len(words)]): carried / seconds
+            for pair, carried, seconds in zip(pairs.tolist(), size.tolist(), took_s.tolist(), strict=True)
+            if carried and seconds
+        }
 
     def bars(self, from_s: float, to_s: float, columns: int) -> dict[tuple[str, str], list[Bar]]:
-        """What a picture of so many columns of pixels shows of a time, by device and track."""
+        """What a picture of so many columns shows of a time, by device and track."""
         inside = (self.times[:, 1] > from_s) & (self.times[:, 0] < to_s)
-        times, whole = self.times[inside], self.whole[inside]
-        merged = (
-            (times[:, 1] - times[:, 0] < (to_s - from_s) / columns)
-            if len(times) > MOST_BARS
-            else np.zeros(len(times), dtype=bool)
-        )
+        times, whole, words = self.times[inside], self.whole[inside], list(self._words)
+        narrow = (times[:, 1] - times[:, 0] < (to_s - from_s) / columns) & (len(times) > MOST_BARS)
         found: dict[tuple[str, str], list[Bar]] = {}
-        for (start, end), row in zip(times[~merged].tolist(), whole[~merged].tolist(), strict=True):
-            device, track, name, other = (self.words[n] for n in row[:4])
-            found.setdefault((device, track), []).append(Bar(start, end, name, row[5], other, 1, 1.0))
-        self._merge(times[merged], whole[merged], (from_s, (to_s - from_s) / columns), found)
+        for (start, end), row in zip(times[~narrow].tolist(), whole[~narrow].tolist(), strict=True):
+            bar = Bar(start, end, words[row[2]], row[5], words[row[3]], 1, 1.0)
+            found.setdefault((words[row[0]], words[row[1]]), []).append(bar)
+        self._merge(times[narrow], whole[narrow], from_s, (to_s - from_s) / columns, found)
         return found
 
     def _merge(
         self,
         times: NDArray[np.float64],
         whole: NDArray[np.int64],
-        grid: tuple[float, float],
+        from_s: float,
+        width_s: float,
         found: dict[tuple[str, str], list[Bar]],
     ) -> None:
-        """A bar for each column of each row, with the name that takes most of it; neighbours of one name are one."""
-        from_s, width_s = grid
-        column = np.clip((times[:, 0] - from_s) / width_s, 0, None).astype(np.int64)
-        rows = np.column_stack([whole[:, 0], whole[:, 1], column, whole[:, 2]])
-        keys, inverse = np.unique(rows, axis=0, return_inverse=True)
-        seconds = np.bincount(inverse.ravel(), times[:, 1] - times[:, 0], len(keys))
-        counts = np.bincount(inverse.ravel(), minlength=len(keys))
-        best: dict[tuple[int, int, int], tuple[float, int, float, int]] = {}
-        for (device, track, at, name), took, n in zip(keys.tolist(), seconds.tolist(), counts.tolist(), strict=True):
-            most, named, sum_s, total = best.get((device, track, at), (-1.0, -1, 0.0, 0))
-            most, named = (took, name) if took > most else (most, named)
-            best[device, track, at] = (most, named, sum_s + took, total + n)
-        for (device, track, at), (_, named, sum_s, total) in best.items():
-            bars = found.setdefault((self.words[device], self.words[track]), [])
-            start, busy = from_s + at * width_s, min(1.0, sum_s / width_s)
-            last = bars[-1] if bars else None
-            if last and last.spans > 1 and last.name == self.words[named] and start - last.end_s < width_s / 2:
-                share = last.busy * (last.end_s - last.start_s) + busy * width_s
-                whole_s = start + width_s - last.start_s
-                bars[-1] = last._replace(end_s=start + width_s, spans=last.spans + total, busy=share / whole_s)
-            else:
-                bars.append(Bar(start, start + width_s, self.words[named], -1, "", max(2, total), busy))
+        """A bar for each column of each track. A cell is a column of a track, and a part is one name in a cell."""
+        if not len(times):
+            return
+        words, column = list(self._words), ((times[:, 0] - from_s) / width_s).clip(0).astype(np.int64)
+        n, columns = len(words), int(column.max()) + 1
+        cell = (whole[:, 0] * n + whole[:, 1]) * columns + column
+        parts, part = np.unique(cell * n + whole[:, 2], return_inverse=True)
+        took_s = np.bincount(part, times[:, 1] - times[:, 0])
+        cells, of = np.unique(parts // n, return_inverse=True)
+        longest = np.lexsort((took_s, of))[np.searchsorted(np.sort(of), np.arange(len(cells)), side="right") - 1]
+        counts, busy = np.bincount(of, np.bincount(part)), np.bincount(of, took_s) / width_s
+        facts = zip(cells.tolist(), (parts[longest] % n).tolist(), counts.tolist(), busy.tolist(), strict=True)
+        for number, name, count, share in facts:
+            track, at = divmod(number, columns)
+            start = from_s + at * width_s
+            bar = Bar(start, start + width_s, words[name], -1, "", max(2, int(count)), min(1.0, share))
+            found.setdefault((words[track // n], words[track % n]), []).append(bar)

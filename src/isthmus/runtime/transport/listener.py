@@ -4,7 +4,6 @@ number of those that are not yet is bounded: a new one replaces the oldest."""
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 import threading
 from collections import Counter
@@ -12,6 +11,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 
 from isthmus.errors import PeerError, UserError
+from isthmus.listening import is_loopback, listening_socket
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.secure import Connection, await_hello, secure_accepted
@@ -57,11 +57,7 @@ class Listener:
         """Number of connections of authenticated peers, by id."""
         self._closed = threading.Event()
         self._counting = threading.Lock()
-        try:
-            self._socket = socket.create_server((host, port), backlog=128, family=_family(host))
-        except (OSError, UnicodeError, OverflowError) as e:
-            reason = e.strerror if isinstance(e, OSError) and e.strerror else e
-            raise UserError(f"cannot listen on {host}:{port}: {reason}") from None
+        self._socket = listening_socket(host, port)
         self.port: int = self._socket.getsockname()[1]
 
     def start(self, on_connection: Greet) -> None:
@@ -160,21 +156,11 @@ class Listener:
 
 def refuse_exposure(host: str) -> None:
     """UserError unless the address is this machine's own: without TLS anybody who reaches it is believed."""
-    if host == "localhost":
-        return
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not is_loopback(host):
         raise UserError(
             f"listening on {host} without TLS: got an address that others can reach, expected 127.0.0.1; "
             "`isthmus serve` listens with TLS"
         )
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 MOST_SILENT = 64

@@ -1,0 +1,130 @@
+// One run: figures, curves, stages, events and federated rounds.
+/* global uPlot */
+import { chart, colour, fromZero } from "./charts.js";
+import { $, clock, element, fill, number, share, size, table, time } from "./text.js";
+
+export function drawFigures(run, at, bars) {
+  const cells = run.federated ? roundFigures(run, at.round) : stepFigures(run, at, bars);
+  const { epsilon, delta, rounds } = run.privacy ?? {};
+  if (epsilon != null) cells.push(["epsilon", number(epsilon), `at delta ${delta}${rounds ? `, ${rounds} rounds` : ""}`]);
+  fill("figures", ...cells.map(([name, value, more = ""]) => element("div", { "data-figure": name },
+    element("dt", {}, name), element("dd", {}, String(value ?? "–")), element("small", { title: more }, more))));
+}
+function stepFigures(run, at, bars) {
+  const { loss, per_s, sent = [], sent_bytes = 0 } = at.last, compared = run.comparison;
+  return [
+    ["step", `${at.step} of ${run.of}`],
+    ["loss", number(loss, 4)],
+    ["held-out loss", number(at.heldout, 4)],
+    [run.unit || "speed", number(per_s)],
+    ["step time", time(compared?.measured_step_s ?? bars?.measured?.step_s),
+      `predicted ${time(compared?.predicted_step_s ?? at.predicted?.step_s)}`],
+    ["bytes per step", size(sent.reduce((sum, [, , bytes]) => sum + bytes, 0)), `${size(sent_bytes)} in all`],
+  ];
+}
+function roundFigures(run, round) {
+  return [
+    ["round", `${round.round} of ${run.of}`],
+    ["held-out loss", number(round.evaluation.loss, 4)],
+    ["accuracy", share(round.evaluation.accuracy)],
+    ["clients", round.clients, `${round.refused.length} refused, ${round.stolen} stolen, ${round.missing} missing`],
+    ["round time", time(round.makespan_s), `forecast ${time(round.planned_s)}`],
+    ["bytes", size(round.bytes)],
+  ];
+}
+
+export const lossSeries = [["training", "blue"], ["held out", "orange", [7, 4]]];
+export const losses = (run) => uPlot.join([run.train, run.heldout]);
+export function drawCurves(run, at) {
+  const options = { marker: at.step, range: fromZero };
+  chart("loss", lossSeries, losses(run), { marker: at.step });
+  $("speed-title").textContent = run.unit || "Speed";
+  chart("speed", [[run.unit || "speed", "green"]], run.speed, options);
+  chart("bytes", [["sent by all devices", "pink"]], [run.bytes[0], run.bytes[1].map((x) => x / 2 ** 20)], options);
+}
+
+function meter(x, of, name, planned) {
+  const part = (x) => `${Math.min(100, 100 * (x ?? 0) / (of || 1))}%`;
+  const bar = element("span", { style: { width: part(x), background: `var(--${name})` } });
+  return element("span", { class: "meter" }, bar, planned == null ? null : element("u", { style: { left: part(planned) } }));
+}
+function memoryOf(stage) {
+  const planned = `${size(stage.memory_bytes)} of ${size(stage.memory_available_bytes)}`, { peak } = stage;
+  const measured = peak ? `\nmeasured ${size(peak.peak_bytes)}${peak.resident ? " (whole process)" : ""}` : "";
+  const tip = { "data-tip": `planned ${planned}${measured}` };
+  return element("span", tip, meter(stage.memory_bytes, stage.memory_available_bytes, "green"), planned);
+}
+function busyOf(stage) {
+  const tip = { "data-tip": `busy ${share(stage.busy)}, planned ${share(stage.predicted_busy)} (the line)` };
+  return element("span", tip, meter(stage.busy, 1, "blue", stage.predicted_busy), share(stage.busy));
+}
+export function drawStages(stages) {
+  const several = stages.some((stage) => stage.replica), ops = (stage) => `${stage.first_op} … ${stage.last_op}`;
+  const columns = [["stage"], ["device"], ["layers", "ops"], ["weights", "n"], ["memory"], ["busy"]];
+  fill("stages", table(columns, stages.map((stage) => ({
+    class: stage.state,
+    cells: [
+      several ? `${stage.replica}.${stage.number}` : String(stage.number),
+      stage.device + (stage.state === "lost" ? " ✕ lost" : ""),
+      element("span", { title: ops(stage) }, ops(stage)),
+      size(stage.parameter_bytes),
+      memoryOf(stage),
+      busyOf(stage),
+    ],
+  }))));
+}
+
+const SIGNS = {
+  lost: "✕", joined: "+", left: "→", planned: "◆", back: "↩", saved: "▪", began: "▶", ended: "■", note: "·",
+};
+function said({ kind, device, step, text }) {
+  const words = {
+    lost: `${device} is lost`, joined: `${device} joined`, left: `${device} has left`, back: `goes on after step ${step}`,
+    saved: `checkpoint of step ${step}`, began: step > 0 ? `resumed after step ${step}` : "the run begins",
+    ended: "the run ended",
+  };
+  return [words[kind], text].filter(Boolean).join(": ");
+}
+export function drawEvents(run, at, go) {
+  const list = run.marks.map((mark) => {
+    const kind = `${mark.kind}${mark.moment > at.moment ? " future" : ""}`;
+    return element("li", {}, element("button", { class: kind, onclick: () => go(mark.moment) },
+      element("time", {}, clock(mark.at_s)),
+      element("span", { "aria-hidden": true }, SIGNS[mark.kind]), element("span", {}, said(mark))));
+  });
+  fill("events", ...list);
+  const last = list.findLast((item) => !item.querySelector(".future")), box = $("events");
+  if (!last) return;
+  last.firstChild.classList.add("now");
+  box.scrollTop = last.offsetTop - box.offsetTop - box.clientHeight / 2;
+}
+const TICKS = ["lost", "planned", "joined", "left", "ended"];
+export function drawTicks(run) {
+  fill("ticks", ...run.marks.filter((mark) => TICKS.includes(mark.kind)).map((mark) =>
+    element("i", { class: mark.kind, style: { left: `${100 * mark.moment / Math.max(1, run.moments - 1)}%` } })));
+}
+
+export function roundLosses(run) {
+  return [run.rounds.map((r) => r.round), run.rounds.map((r) => r.evaluation.loss)];
+}
+export function drawRounds(run, at) {
+  const options = { marker: at.step, x: "round" }, column = (get) => run.rounds.map((r) => get(r) ?? null);
+  const [rounds, loss] = roundLosses(run), accuracy = column((r) => r.evaluation.accuracy);
+  const graded = accuracy.some((x) => x != null);
+  chart("loss", graded ? [["held-out loss", "orange"], ["accuracy", "blue"]] : [["held-out loss", "orange"]],
+    graded ? [rounds, loss, accuracy] : [rounds, loss], options);
+  const spread = (get) => column((r) => r.evaluation.clients && get(r.evaluation.clients));
+  const edges = [spread((c) => Math.min(1, c.mean + c.deviation)), spread((c) => Math.max(0, c.mean - c.deviation))];
+  const bands = [{ series: [1, 2], fill: `${colour("green")}22` }];
+  chart("spread",
+    [["high", "soft"], ["low", "soft"], ["mean", "green"], ["worst tenth", "red", [6, 4]]],
+    [rounds, ...edges, spread((c) => c.mean), spread((c) => c.worst_decile)], { ...options, text: share, bands });
+  chart("times", [["measured", "blue"], ["forecast", "orange", [6, 4]]],
+    [rounds, column((r) => r.makespan_s), column((r) => r.planned_s)], { ...options, text: time });
+  const counts = ["clients", "time", "forecast", "stolen", "refused", "missing", "late"].map((name) => [name, "n"]);
+  fill("rounds", table([["round"], ...counts, ["closed by"]], run.rounds.slice(-300).reverse().map((r) => ({
+    "data-tip": r.refused.length ? r.refused.join("\n") : null,
+    cells: [String(r.round), r.clients, time(r.makespan_s), time(r.planned_s), r.stolen, r.refused.length, r.missing,
+      r.late, r.closed_by],
+  }))));
+}
