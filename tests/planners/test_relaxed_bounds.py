@@ -10,14 +10,14 @@ import random
 from math import inf
 
 import pytest
-from msgspec.structs import replace
 from plan_cases import fleet_of, gpt_graph, problem_of, random_graph, saving
 from test_verify import question_of, two_sites
 
 from isthmus.cost import Problem
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Device, Fleet, Link, Links
-from isthmus.planners import plan
+from isthmus.planners import LeastBound, plan
+from isthmus.planners.least import with_certificate
 from isthmus.verification import Prover, verify
 from isthmus.verification.prover import Parts
 from isthmus.verification.reading import GraphReading
@@ -89,25 +89,15 @@ def test_devices_that_are_alike_are_one_kind() -> None:
     assert Tracked(kinds, (0, 1)).size == 49
 
 
-def test_the_gap_is_told_as_it_falls() -> None:
+def test_the_gap_is_told_as_it_falls_and_a_check_proves_the_bound_again() -> None:
     problem = problem_of(random_graph(4, 5), fleet_of([10.0, 20.0, 30.0], 2), micro_batches=5)
-    told: list[float] = []
-    goal_s = plan("auto", problem).predicted.step_s
-    bound_s = Prover(question_of(problem), goal_s).run(lambda work: work > WORK, lambda p: told.append(p.bound_s))
-    assert told and told == sorted(told) and told[-1] == bound_s
-
-
-def test_what_it_proves_a_check_proves_again() -> None:
-    fleet = fleet_of([2e4, 3e4, 5e4, 2e4, 6e4, 3e4, 1e4], 3)
-    problem = problem_of(gpt_graph(1), fleet, micro_batches=4)
-    found = plan("even", problem)
-    assert found.certificate is not None
-    bound_s = Prover(question_of(problem), found.predicted.step_s).run(lambda work: work > 1e8)
-    assert bound_s > found.certificate.lower_bound
-    stated = replace(
-        found.certificate, lower_bound=bound_s, gap=found.predicted.step_s / bound_s - 1, exact=False
-    )
-    verdict = verify(replace(found, certificate=stated), question_of(problem))
+    found, told = plan("auto", problem), list[float]()
+    simple = Parts(GraphReading(question_of(problem)), 1e12).all
+    prover = Prover(question_of(problem), found.predicted.step_s)
+    bound_s = prover.run(lambda work: work > WORK, lambda progress: told.append(progress.bound_s))
+    assert told == sorted(told) and told[-1] == bound_s > min(part.bound_s for part in simple)
+    stated = with_certificate(problem, found, LeastBound(bound_s, exact=False))
+    verdict = verify(stated, question_of(problem))
     assert verdict.bound.status == "proven" and not verdict.differences
 
 

@@ -26,7 +26,7 @@ ROUNDING = 1 + 1e-7
 """Factor between a bound and what attains it."""
 EFFORT = 0.25
 """Share of the work of a check that may be spent while planning: what is proven with it, any check proves."""
-PLANNING_WORK = 4.2e8
+PLANNING_WORK = 4.5e8
 """Entries of arrays that the relaxation may fill while planning; about 10^8 are a second."""
 
 

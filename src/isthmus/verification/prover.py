@@ -23,6 +23,8 @@ MOST_SETS = 512
 """Of several."""
 SLICE = 100_000_000
 """Work of the first try of a part."""
+NEAR = 1.02
+"""Ratio of the limits below which the upper one itself is tried."""
 SETTLED = 1.0005
 """Ratio of a limit that could not be proven to one that was, below which no limit between them is tried."""
 
@@ -64,18 +66,22 @@ class _One(Part):
 class _Several(Part):
     def __init__(self, search: SeveralReplicas, goal_s: float, simple: Part) -> None:
         super().__init__(simple.bound_s, simple.words)
-        self._search, self._above_s, self._next_s = search, goal_s, goal_s
-        self.stuck = False
+        self._search, self._above_s, self.stuck = search, goal_s, False
+        self._next_s = goal_s
 
     def advance(self, ended: Callable[[], bool]) -> None:
-        """The goal first; then the middle between what is proven and what could not be."""
+        """The goal first. Then a limit between what is proven and what could not be: above it after a success, below it
+        else."""
         proven = self._search.proven(self._next_s, ended)
         if proven:
             self.bound_s = self._next_s
         elif not ended():
             self._above_s = self._next_s
         self.stuck = self._above_s <= self.bound_s * SETTLED
-        self._next_s = (self.bound_s * (self._above_s if proven else self._next_s)) ** 0.5
+        self._next_s = self._between(self._above_s if proven or not ended() else self._next_s)
+
+    def _between(self, above_s: float) -> float:
+        return above_s if above_s < self.bound_s * NEAR else (self.bound_s * above_s) ** 0.5
 
 
 class Parts:

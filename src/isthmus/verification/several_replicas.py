@@ -29,7 +29,7 @@ COARSE = 1.6
 """Ratio between the ends of an interval of periods at first."""
 PRICES = (0.0, 0.3, 0.6, 1.0)
 """Of devices that are not tracked. At 0 a replica may have them all, and replicas alone are counted."""
-ASKED = 100_000
+ASKED = 20_000
 """Work of a question whose walks are known."""
 FINE = 0.002
 """Relative width below which intervals are not divided: what is open then stays open."""
