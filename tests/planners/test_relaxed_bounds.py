@@ -90,7 +90,7 @@ def test_devices_that_are_alike_are_one_kind() -> None:
 
 
 def test_the_gap_is_told_as_it_falls_and_a_check_proves_the_bound_again() -> None:
-    problem = problem_of(random_graph(4, 5), fleet_of([10.0, 20.0, 30.0], 2), micro_batches=5)
+    problem = problem_of(gpt_graph(1), fleet_of([2e6, 2e6, 3e6], 2, memory=[900_000] * 3), micro_batches=1)
     found, told = plan("auto", problem), list[float]()
     simple = Parts(GraphReading(question_of(problem)), 1e12).all
     prover = Prover(question_of(problem), found.predicted.step_s)

@@ -174,7 +174,7 @@ def test_a_bound_that_takes_too_much_work_is_no_pass() -> None:
     plan = make_plan("even", problem)
     assert plan.certificate is not None
     check(plan, problem)
-    higher = certificate(problem, plan, plan.certificate.lower_bound * 1.2)
+    higher = certificate(problem, plan, 0.999 * make_plan("auto", problem).predicted.step_s)
     found = verify(higher, question_of(problem), effort=1e-3)
     assert not found.differences and found.bound.status == "unchecked"
     assert not found.holds() and found.holds(bound_unchecked=True)
