@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 from cases import case_of
-from models import KINDS, model
 
 from isthmus.cost import Problem, parameter_state
 from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.graph import Flow
+from models import KINDS, model
 
 
 def sized_problem(seed: int, low: int, high: int) -> Problem:

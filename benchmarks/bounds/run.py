@@ -19,11 +19,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "auto")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "auto"))
 
 from fleets import sized_problem
-from harness import machine, options_of, write_figures
 
+from harness import machine, options_of, write_figures
 from isthmus.api.proof import Proving, as_proven, question_of
 from isthmus.errors import UserError
 from isthmus.planners import plan as make_plan

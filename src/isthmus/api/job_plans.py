@@ -54,10 +54,11 @@ class Explained(NamedTuple):
     """What leaves the data holders, in words."""
 
 
-def plan_job(
-    job: Job, observer: Observer, stop: Stop, *, words: bool = False, prove: str | None = None
-) -> Explained:
-    """The plan that the job would be run with; with `words` explained. Its bound is raised for the duration `prove`, as "60 s"."""
+def plan_job(job: Job, observer: Observer, stop: Stop, *, words: bool = False, prove: str | None = None) -> Explained:
+    """The plan that the job would be run with; with `words` explained.
+
+    Its bound is raised for the duration `prove`, as "60 s". UserError for what is no duration.
+    """
     proving = Proving(None if prove is None else parse_duration(prove, "--prove"), observer)
     fleet, prepared = fleet_for(job), prepare(job)
     problem = prepared.problem(fleet)

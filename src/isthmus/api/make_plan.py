@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.api.proof import Proving, as_proven
+from isthmus.api.proof import A_LITTLE, Proving, as_proven
 from isthmus.cost import Problem, build_again, layouts_of
 from isthmus.cost.compressed import limited_as
 from isthmus.errors import UserError, unknown_name
@@ -47,12 +47,12 @@ def make(
     bound: Callable[[Problem], LeastBound] | None = None,
     *,
     timed: bool = False,
-    proving: Proving = Proving(),
+    proving: Proving = A_LITTLE,
 ) -> Plan:
     """The plan of the job's planner, or of another, with the best of the job's numbers of micro-batches.
 
-    `bound` is what no plan of a problem undercuts, by default the highest that a check of the document proves, raised as
-    `proving` says; `timed` lets the planner minimise time, whatever its plan is judged by.
+    `bound` is what no plan of a problem undercuts, by default the highest that a check of the document proves, raised
+    as `proving` says; `timed` lets the planner minimise time, whatever its plan is judged by.
     """
 
     def simulated_s(candidate: Plan) -> float:

@@ -61,7 +61,10 @@ class Proving(NamedTuple):
         return tell
 
 
-def as_proven(problem: Problem, plan: Plan, counts: Sequence[int], proving: Proving = Proving()) -> Plan:
+A_LITTLE = Proving()
+
+
+def as_proven(problem: Problem, plan: Plan, counts: Sequence[int], proving: Proving = A_LITTLE) -> Plan:
     """The plan with a bound over these numbers of micro-batches that a check proves."""
     return _raised(problem, _checked(problem, plan, counts), counts, proving)
 

@@ -76,7 +76,9 @@ class OneReplica:
         walk = self._walks.follow(self._tracked, terms, found, stages)
         repeats = tuple(grown(self._tracked, self._walks.kinds, Counter(walk.kinds)))
         bound_s = max(interval.bound_s, fill_s + self._later * interval.low)
-        looked = Interval(bound_s, interval.low, interval.high, fill_s, walk.period_s, repeats, len(self._tracked.kinds))
+        looked = Interval(
+            bound_s, interval.low, interval.high, fill_s, walk.period_s, repeats, len(self._tracked.kinds)
+        )
         heapq.heappush(self._open, looked)
 
     def _divide(self, interval: Interval) -> bool:

@@ -115,8 +115,10 @@ class SeveralReplicas:
         return True
 
     def _too_few(self, asked: Asked, fine: float, ended: Callable[[], bool]) -> bool:
-        """Whether all replicas end fewer micro-batches than there are. The intervals of periods by which the best sets do
-        so well are divided, down to a relative width."""
+        """Whether all replicas end fewer micro-batches than there are.
+
+        The intervals of periods by which the best sets do so well are divided, down to a relative width.
+        """
         parts = PRICES if len(self._free) else (0.0,)
         return any(self._few_at(asked, fine, part, ended) for part in parts)
 
@@ -171,7 +173,7 @@ class SeveralReplicas:
         """With periods of `low` at least."""
         ended = 1 + (asked.time_s - periods.fill_s) / low
         if not len(self._free):
-            ended = np.floor(ended + WHOLE)
+            ended = np.where(periods.fill_s <= asked.time_s, np.floor(ended + WHOLE), 0.0)
         ended = np.where(np.isfinite(periods.fill_s), np.minimum(ended, periods.most), 0.0)
         return replace(periods, low=low, ended=np.maximum(ended, 0.0))
 

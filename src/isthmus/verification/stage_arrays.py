@@ -1,4 +1,4 @@
-"""Every stage of a model at once, as arrays: `x[start, length - 1]` is of the stage of blocks start .. start + length - 1.
+"""Every stage of a model at once, as arrays: `x[start, length - 1]` is of the stage of so many blocks from `start` on.
 
 What a stage receives comes from the stage just before (`near`) or from an earlier one (`far`). That depends on where
 the stage before begins, which is known by class: in class c it made the block just before and the c nearest others
@@ -89,7 +89,7 @@ class _Builder:
                 self._charge(columns, range(home + 1), home, value.size_bytes)
             for way, blocks in enumerate((uses, returns)):
                 for start, use in self._next_uses(home, blocks):
-                    least = ([start - 1, *homes[start]] + [home]).index(home)
+                    least = [start - 1, *homes[start], home].index(home)
                     near[way, least:, start, use - start] += wire
                     far[way, :least, start, use - start] += wire
             for start, use in self._next_uses(home, uses):

@@ -107,6 +107,7 @@ class Kinds:
         times = 1.0 if led else 2 * (replicas - 1) / replicas
         return np.minimum((others * carried).sum(axis=1), (others * carried.T).sum(axis=1)) / times
 
+
 class Tracked:
     """The states of the kinds whose devices are counted: mixed-radix numbers."""
 
@@ -303,7 +304,9 @@ class Walks:
                 sent_s, busy_s = (x[0] for x in self._messages(start, width))
                 through_s = sent_s - self._far_s[0, :, start, :width] + (kept[:, start, :width] + ahead)[None]
                 through_s = np.where(busy_s <= limit_s, through_s, INFINITE)
-                returned = (self.arrays.near_there[0, start, :width] > 0) & (self.arrays.near_back[0, start, :width] > 0)
+                returned = (self.arrays.near_there[0, start, :width] > 0) & (
+                    self.arrays.near_back[0, start, :width] > 0
+                )
                 through_s = np.where(returned | ~np.isfinite(through_s), through_s, 0.0)
                 home_s[:, start] = through_s.min(axis=(1, 2))
                 self.work += through_s.size + EACH
@@ -322,7 +325,9 @@ class Walks:
             if not width or not np.isfinite(here).any():
                 continue
             sent_s, busy_s = self._messages(start, width)
-            cost = np.where(busy_s <= terms.threshold_s * SLACK, sent_s, INFINITE) + priced[None, None, :, start, :width]
+            cost = (
+                np.where(busy_s <= terms.threshold_s * SLACK, sent_s, INFINITE) + priced[None, None, :, start, :width]
+            )
             total = self._continued(here, cost)
             self._put(found, start, tracked.after, tracked.kind, total[tracked.before, tracked.kind])
         return found
