@@ -48,7 +48,7 @@ class Periods:
     ended: Floats
     """[state]: micro-batches, prices taken off."""
     summed: bool = False
-    """Whether the time for sums is heeded: what is the same without is found once for all of them."""
+    """Whether its walks keep to the time for sums; without that, walks are found once for all of them."""
 
 
 class Asked(NamedTuple):
@@ -155,7 +155,7 @@ class SeveralReplicas:
         return left < self._micro_batches
 
     def _coarse(self, asked: Asked, prices: Floats) -> list[Periods]:
-        """Intervals from the shortest period on, sums not heeded. A period above the time leaves one micro-batch."""
+        """Intervals from the shortest period on, whatever sums take. A period above the time leaves one micro-batch."""
         free = asked._replace(sums_s=INFINITE, fewest=2)
         shortest_s = self._walks.shortest_period_s() * (1 - 1e-9)
         count = max(1, math.ceil(math.log(max(asked.time_s / shortest_s, 1.0)) / math.log(COARSE)))
