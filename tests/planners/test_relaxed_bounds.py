@@ -19,10 +19,10 @@ from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.planners import LeastBound, plan
 from isthmus.planners.least import with_certificate
 from isthmus.verification import Prover, verify
-from isthmus.verification.prover import Parts
+from isthmus.verification.prover import BoundParts
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.search import OutOfWork, PlanSearch
-from isthmus.verification.walks import Kinds, Tracked
+from isthmus.verification.walks import DeviceKinds, Tracked
 
 ALL = 500
 STEP = 1 if os.environ.get("ISTHMUS_FAULTS") else 25
@@ -58,7 +58,7 @@ def test_no_bound_is_above_the_best_plan(seed: int) -> None:
     best_s = min(single_s, several_s)
     if best_s == inf:
         return
-    parts = Parts(reading, 1.4 * best_s)
+    parts = BoundParts(reading, 1.4 * best_s)
     for part, least_s in ((parts.single, single_s), (parts.several, several_s)):
         while not part.stuck and part.bound_s < 1.4 * best_s and parts.work < WORK:
             part.advance(lambda: parts.work > WORK)
@@ -72,7 +72,7 @@ def test_one_replica_is_proven_to_the_last_digit_where_values_cross_one_boundary
     problem = problem_of(gpt_graph(1, tied=False), fleet, micro_batches=4)
     found = plan("chain", problem)
     goal_s = found.predicted.step_s
-    parts = Parts(GraphReading(question_of(problem)), goal_s)
+    parts = BoundParts(GraphReading(question_of(problem)), goal_s)
     parts.single.advance(lambda: False)
     assert parts.single.bound_s >= 0.98 * goal_s
 
@@ -84,7 +84,7 @@ def test_devices_that_are_alike_are_one_kind() -> None:
     )
     fleet = Fleet(name="twelve", devices=devices, links=Links(default=Link(0.01, 1e6)))
     question = question_of(problem_of(random_graph(1, 4), fleet))
-    kinds = Kinds(question, 1 << 30)
+    kinds = DeviceKinds(question, 1 << 30)
     assert [len(kind.names) for kind in kinds.all] == [6, 6]
     assert Tracked(kinds, (0, 1)).size == 49
 
@@ -92,7 +92,7 @@ def test_devices_that_are_alike_are_one_kind() -> None:
 def test_the_gap_is_told_as_it_falls_and_a_check_proves_the_bound_again() -> None:
     problem = problem_of(gpt_graph(1), fleet_of([2e6, 2e6, 3e6], 2, memory=[900_000] * 3), micro_batches=1)
     found, told = plan("auto", problem), list[float]()
-    simple = Parts(GraphReading(question_of(problem)), 1e12).all
+    simple = BoundParts(GraphReading(question_of(problem)), 1e12).all
     prover = Prover(question_of(problem), found.predicted.step_s)
     bound_s = prover.run(lambda work: work > WORK, lambda progress: told.append(progress.bound_s))
     assert told == sorted(told) and told[-1] == bound_s > min(part.bound_s for part in simple)

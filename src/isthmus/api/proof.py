@@ -20,7 +20,7 @@ from isthmus.planners import LeastBound, cut_short
 from isthmus.planners.least import with_certificate
 from isthmus.plans import Plan
 from isthmus.units import format_duration
-from isthmus.verification import MOST_WORK, Progress, Prover, Question, StateBytes, provable
+from isthmus.verification import MOST_WORK, ProofProgress, Prover, Question, StateBytes, provable
 
 ROUNDING = 1 + 1e-7
 """Factor between a bound and what attains it."""
@@ -31,7 +31,7 @@ PLANNING_WORK = 4.5e8
 
 
 class Proving(NamedTuple):
-    """How long a bound is raised, and who is told."""
+    """How long a bound is raised, and who gets a line for each gain."""
 
     seconds: float | None = None
     """None: a little work, the same on every machine."""
@@ -48,11 +48,11 @@ class Proving(NamedTuple):
 
         return ended
 
-    def teller(self, step_s: float) -> Callable[[Progress], None]:
+    def teller(self, step_s: float) -> Callable[[ProofProgress], None]:
         """Notes the gap as it falls."""
         start_s = time.monotonic()
 
-        def tell(progress: Progress) -> None:
+        def tell(progress: ProofProgress) -> None:
             if self.seconds is not None:
                 gap = f"{max(0.0, step_s / progress.bound_s - 1):.1%}"
                 spent = format_duration(time.monotonic() - start_s)

@@ -52,8 +52,7 @@ def plan(
     """
     job = asked.pipeline_job(job_file)
     alone = [name for name, given in (("--compare", compare), ("--verify", verify)) if given is not None]
-    asks = (("--explain", explain), ("--prove", prove is not None), ("--picture", picture is not None))
-    extra = [name for name, given in asks if given]
+    extra = [name for name, on in (("--explain", explain), ("--prove", prove), ("--picture", picture)) if on]
     if alone and len(alone) + len(extra) > 1:
         raise UserError(f"plan: got {' and '.join([*alone, *extra])}, expected {alone[0]} without the others")
     if bound_unchecked and verify is None:

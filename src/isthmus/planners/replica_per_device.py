@@ -62,8 +62,8 @@ class _Sets:
             sizes = range(2, most + 1)
             return [chosen for size in sizes for chosen in itertools.combinations(range(devices), size)]
         pairs = list(itertools.combinations(sorted(self._by_speed[:MOST_TRIED]), 2))
-        grown = min(pairs, key=self.step_s)
-        found = [grown]
+        grown: Chosen = min(pairs, key=self.step_s)
+        found: list[Chosen] = [grown]
         while len(grown) < most:
             left = [d for d in self._by_speed if d not in grown][:MOST_TRIED]
             grown = min((tuple(sorted((*grown, d))) for d in left), key=self.step_s)

@@ -6,14 +6,14 @@ written apart seldom make the same mistake, so a plan that passes is right, or w
 
 from isthmus.verification.certificate import MOST_WORK, provable
 from isthmus.verification.check import verify
-from isthmus.verification.prover import Progress, Prover
+from isthmus.verification.prover import ProofProgress, Prover
 from isthmus.verification.question import BoundCheck, Difference, Question, StateBytes, Verdict, state_bytes
 
 __all__ = [
     "MOST_WORK",
     "BoundCheck",
     "Difference",
-    "Progress",
+    "ProofProgress",
     "Prover",
     "Question",
     "StateBytes",

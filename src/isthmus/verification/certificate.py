@@ -16,7 +16,7 @@ from isthmus.verification.closed_form import ClosedForm, Setup
 from isthmus.verification.feeding import relaxed
 from isthmus.verification.near import near
 from isthmus.verification.price import several_price, single_price
-from isthmus.verification.prover import Parts
+from isthmus.verification.prover import BoundParts
 from isthmus.verification.question import CLOSE, BoundCheck, DifferenceList, Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.search import OutOfWork, PlanSearch, SearchResult
@@ -165,7 +165,7 @@ class _Check:
             return SearchResult(NEVER, NEVER)
         self.searched = True
         single, several = self._single, self._several
-        parts = Parts(self._reading, reach) if walkable(self._reading) and not attained else None
+        parts = BoundParts(self._reading, reach) if walkable(self._reading) and not attained else None
         if parts is not None:
             single, several = self._walked(parts, reach, FIRST_WORK)
         found: list[SearchResult] = []
@@ -183,7 +183,7 @@ class _Check:
         known = min((f.known for f in found), default=NEVER) if self._exists else NEVER
         return SearchResult(min((f.bound for f in found), default=NEVER), known)
 
-    def _walked(self, parts: Parts, reach: float, most: float) -> tuple[float, float]:
+    def _walked(self, parts: BoundParts, reach: float, most: float) -> tuple[float, float]:
         """Bounds on one replica and on several by the relaxation, up to the reach or as far as the work goes."""
 
         def ended() -> bool:

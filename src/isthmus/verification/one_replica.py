@@ -22,7 +22,7 @@ THIN = 1e-6
 """Relative width of an interval that is not halved."""
 
 
-class Interval(NamedTuple):
+class PeriodInterval(NamedTuple):
     """Pipelines with a period in low..high take at least `bound_s`."""
 
     bound_s: float
@@ -48,7 +48,7 @@ class OneReplica:
         self._tracked = every if every.size <= FEW_STATES else Tracked(walks.kinds, ())
         low = walks.shortest_period_s() * (1 - NARROW)
         # A longer period alone takes the goal.
-        self._open = [Interval(0.0, low, goal_s / self._later if self._later else INFINITE)]
+        self._open = [PeriodInterval(0.0, low, goal_s / self._later if self._later else INFINITE)]
 
     @property
     def bound_s(self) -> float:
@@ -66,7 +66,7 @@ class OneReplica:
                 break
         return self.bound_s
 
-    def _look(self, interval: Interval) -> None:
+    def _look(self, interval: PeriodInterval) -> None:
         terms = Terms(threshold_s=interval.high, more_than=self._later)
         stages = self._walks.stages(terms)
         found = self._walks.solve(self._tracked, terms, stages)
@@ -76,12 +76,12 @@ class OneReplica:
         walk = self._walks.follow(self._tracked, terms, found, stages)
         repeats = tuple(grown(self._tracked, self._walks.kinds, Counter(walk.kinds)))
         bound_s = max(interval.bound_s, fill_s + self._later * interval.low)
-        looked = Interval(
+        looked = PeriodInterval(
             bound_s, interval.low, interval.high, fill_s, walk.period_s, repeats, len(self._tracked.kinds)
         )
         heapq.heappush(self._open, looked)
 
-    def _divide(self, interval: Interval) -> bool:
+    def _divide(self, interval: PeriodInterval) -> bool:
         """Where its walk's period is, or in the middle; False where neither could tell more."""
         _, low, high, fill_s, period_s, _, _ = interval
         if not self._later:
@@ -92,11 +92,11 @@ class OneReplica:
             at = max((low + high) / 2, high / 4)  # a round trip holds the walk up for longer than its stages do
         else:
             return False
-        heapq.heappush(self._open, Interval(fill_s + self._later * low, low, at))
+        heapq.heappush(self._open, PeriodInterval(fill_s + self._later * low, low, at))
         heapq.heappush(self._open, interval._replace(bound_s=fill_s + self._later * at, low=at))
         return True
 
-    def _track(self, interval: Interval) -> bool:
+    def _track(self, interval: PeriodInterval) -> bool:
         """One kind more; False where the walk is a pipeline, or there would be too many states."""
         for kind in interval.repeats:
             tracked = Tracked(self._walks.kinds, (*self._tracked.kinds, kind))

@@ -15,10 +15,10 @@ from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.several_replicas import SeveralReplicas
 from isthmus.verification.stage_arrays import stage_arrays
-from isthmus.verification.walks import Kinds, Walks, ample_bytes, walkable
+from isthmus.verification.walks import DeviceKinds, Walks, ample_bytes, walkable
 
 MOST_STATES = 4096
-"""Of one replica: sets of devices that are told apart."""
+"""Of one replica: sets of devices that are distinguished."""
 MOST_SETS = 512
 """Of several."""
 SLICE = 100_000_000
@@ -29,7 +29,7 @@ SETTLED = 1.0005
 """Ratio of a limit that could not be proven to one that was, below which no limit between them is tried."""
 
 
-class Progress(NamedTuple):
+class ProofProgress(NamedTuple):
     """What is proven."""
 
     bound_s: float
@@ -42,7 +42,7 @@ Ended = Callable[[int], bool]
 """Whether to end, after so much work."""
 
 
-class Part:
+class BoundPart:
     """One replica, or several, of one number of micro-batches. This one is bounded without a search."""
 
     def __init__(self, bound_s: float, words: str) -> None:
@@ -53,8 +53,8 @@ class Part:
         """Raises the bound if it can."""
 
 
-class _One(Part):
-    def __init__(self, search: OneReplica, simple: Part) -> None:
+class _One(BoundPart):
+    def __init__(self, search: OneReplica, simple: BoundPart) -> None:
         super().__init__(simple.bound_s, simple.words)
         self._search, self.stuck = search, False
 
@@ -63,8 +63,8 @@ class _One(Part):
         self.stuck = not ended()
 
 
-class _Several(Part):
-    def __init__(self, search: SeveralReplicas, goal_s: float, simple: Part) -> None:
+class _Several(BoundPart):
+    def __init__(self, search: SeveralReplicas, goal_s: float, simple: BoundPart) -> None:
         super().__init__(simple.bound_s, simple.words)
         self._search, self._above_s, self.stuck = search, goal_s, False
         self._next_s = goal_s
@@ -84,7 +84,7 @@ class _Several(Part):
         return above_s if above_s < self.bound_s * NEAR else (self.bound_s * above_s) ** 0.5
 
 
-class Parts:
+class BoundParts:
     """All plans with one number of micro-batches: of one replica, and of several."""
 
     def __init__(self, reading: GraphReading, goal_s: float) -> None:
@@ -92,19 +92,19 @@ class Parts:
         count, words = question.micro_batches, f"of {question.micro_batches} micro-batches"
         holders = question.constraints.data_holders
         alone = len(holders or question.fleet.names) == 1 or reading.not_summed is not None
-        self.single = Part(bounds.single_s(), f"one replica {words}")
-        self.several = Part(NEVER if alone else bounds.several_s(), f"several replicas {words}")
+        self.single = BoundPart(bounds.single_s(), f"one replica {words}")
+        self.several = BoundPart(NEVER if alone else bounds.several_s(), f"several replicas {words}")
         self._walks: Walks | None = None
         if walkable(reading):
             arrays = stage_arrays(reading)
-            walks = self._walks = Walks(arrays, Kinds(question, ample_bytes(arrays, count)), question)
+            walks = self._walks = Walks(arrays, DeviceKinds(question, ample_bytes(arrays, count)), question)
             self.single = _One(OneReplica(walks, count, goal_s, MOST_STATES), self.single)
             if not alone and self.several.bound_s < goal_s:
                 search = SeveralReplicas(walks, count, bounds.averaging_s(2), MOST_SETS)
                 self.several = _Several(search, goal_s, self.several)
 
     @property
-    def all(self) -> list[Part]:
+    def all(self) -> list[BoundPart]:
         return [self.single, self.several]
 
     @property
@@ -118,7 +118,7 @@ class Prover:
     def __init__(self, question: Question, goal_s: float) -> None:
         self._goal_s = goal_s
         self._counts = [
-            Parts(GraphReading(question if n == question.micro_batches else question.cut_into(n)), goal_s)
+            BoundParts(GraphReading(question if n == question.micro_batches else question.cut_into(n)), goal_s)
             for n in question.counts
         ]
 
@@ -127,11 +127,11 @@ class Prover:
         return sum(parts.work for parts in self._counts)
 
     @property
-    def lowest(self) -> Part:
+    def lowest(self) -> BoundPart:
         """The part that bounds lowest."""
         return min((part for parts in self._counts for part in parts.all), key=lambda part: part.bound_s)
 
-    def run(self, ended: Ended, tell: Callable[[Progress], None] = lambda _: None) -> float:
+    def run(self, ended: Ended, tell: Callable[[ProofProgress], None] = lambda _: None) -> float:
         """The bound in seconds: the goal, or what is proven when nothing more can be, or when it is ended."""
         told = 0.0
         while self.lowest.bound_s < self._goal_s and not self.lowest.stuck and not ended(self.work):
@@ -140,5 +140,5 @@ class Prover:
             self.lowest.advance(lambda until=until: self.work > until or ended(self.work))
             if self.lowest.bound_s > told:
                 told = min(self.lowest.bound_s, self._goal_s)
-                tell(Progress(told, self.work, self.lowest.words))
+                tell(ProofProgress(told, self.work, self.lowest.words))
         return min(self.lowest.bound_s, self._goal_s)

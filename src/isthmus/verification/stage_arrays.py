@@ -24,7 +24,7 @@ MOST_HOMES = 2
 """Blocks that made something, of which classes know whether the stage before has them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageArrays:
     """FLOPs and bytes; those of values are for one micro-batch. Stages past the last block are never asked for."""
 
@@ -95,13 +95,23 @@ class _Builder:
             for start, use in self._next_uses(home, uses):
                 received[start, use - start] += value.size_bytes
         fixed, gradients, shared, count = self._variables()
+        columns, received, near, far = (np.cumsum(x, axis=-1) for x in (columns, received, near, far))
         return StageArrays(
-            self.count,
-            self._span(self._reading.work[0]),
-            self._span(self._reading.work[1]),
-            self._span(self._reading.kept),
-            *(np.cumsum(x, axis=-1) for x in (columns, received, fixed, gradients, *near, *far, shared, count)),
-            self._covered(homes),
+            blocks=self.count,
+            forward=self._span(self._reading.work[0]),
+            backward=self._span(self._reading.work[1]),
+            saved=self._span(self._reading.kept),
+            columns=columns,
+            received=received,
+            fixed=np.cumsum(fixed, axis=-1),
+            gradients=np.cumsum(gradients, axis=-1),
+            near_there=near[0],
+            near_back=near[1],
+            far_there=far[0],
+            far_back=far[1],
+            shared=np.cumsum(shared, axis=-1),
+            shared_count=np.cumsum(count, axis=-1),
+            covered=self._covered(homes),
         )
 
     def _homes(self) -> list[list[int]]:

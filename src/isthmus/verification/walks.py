@@ -47,16 +47,16 @@ MOST_KEPT = 4_000_000
 """Seconds of messages, twice, that are kept."""
 
 
-class Kind(NamedTuple):
+class DeviceKind(NamedTuple):
     """Devices that may be exchanged for each other."""
 
-    names: tuple[str, ...]
+    names: Sequence[str]
     speed: float
     room: float
     """Bytes; infinite where it holds the model with all micro-batches."""
 
 
-class Kinds:
+class DeviceKinds:
     """The kinds of a fleet's devices, and the links between them as arrays [source, target].
 
     The diagonal joins two devices of one kind; it is infinite for a kind of one device.
@@ -70,7 +70,7 @@ class Kinds:
                 room = float(question.room_bytes(name))
                 key = number, question.flops_per_s(name), INFINITE if room >= ample_bytes else room
                 found.setdefault(key, []).append(name)
-        self.all = tuple(Kind(tuple(names), speed, room) for (_, speed, room), names in found.items())
+        self.all = tuple(DeviceKind(tuple(names), speed, room) for (_, speed, room), names in found.items())
         self.counts = np.array([len(kind.names) for kind in self.all])
         self.speed = np.array([kind.speed for kind in self.all])
         self.room = np.array([kind.room for kind in self.all])
@@ -111,7 +111,7 @@ class Kinds:
 class Tracked:
     """The states of the kinds whose devices are counted: mixed-radix numbers."""
 
-    def __init__(self, kinds: Kinds, tracked: Sequence[int]) -> None:
+    def __init__(self, kinds: DeviceKinds, tracked: Sequence[int]) -> None:
         self.kinds = tuple(sorted(tracked))
         sizes = [int(kinds.counts[k]) + 1 for k in self.kinds]
         self.size = int(np.prod(sizes, dtype=np.float64)) if sizes else 1
@@ -165,7 +165,7 @@ class Walk(NamedTuple):
 class Walks:
     """One problem. `work` counts array entries, and `EACH` for each array."""
 
-    def __init__(self, arrays: StageArrays, kinds: Kinds, question: Question) -> None:
+    def __init__(self, arrays: StageArrays, kinds: DeviceKinds, question: Question) -> None:
         self.arrays, self.kinds, self._question = arrays, kinds, question
         self.work = 0
         speed = kinds.speed[:, None, None]
@@ -428,7 +428,7 @@ def walkable(reading: GraphReading) -> bool:
     return blocks <= MOST_BLOCKS and devices <= MOST_DEVICES and devices * blocks**2 <= MOST_ENTRIES
 
 
-def grown(tracked: Tracked, kinds: Kinds, walk: Mapping[int, int]) -> list[int]:
+def grown(tracked: Tracked, kinds: DeviceKinds, walk: Mapping[int, int]) -> list[int]:
     """Kinds of which a walk uses more devices than there are, and that are not tracked; the most overused first."""
     over = {k: n - int(kinds.counts[k]) for k, n in walk.items() if k not in tracked.kinds}
     return sorted((k for k, excess in over.items() if excess > 0), key=lambda k: (-over[k], k))
