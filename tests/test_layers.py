@@ -105,7 +105,9 @@ PUBLIC = {
         "Engine EngineConfig LearningRate OptimizerConfig TorchEngine latest_checkpoint load_checkpoint read_tensors"
     ),
     "runtime": "",
-    "verification": "BoundCheck Difference Question StateBytes Verdict provable state_bytes verify",
+    "verification": (
+        "MOST_WORK BoundCheck Difference ProofProgress Prover Question StateBytes Verdict provable state_bytes verify"
+    ),
 }
 """What people may rely on: a change here is a change of the public API."""
 

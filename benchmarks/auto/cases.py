@@ -22,17 +22,17 @@ MEMORY = (None, None, 8.0, 3.0, 1.5)
 def small_case(seed: int) -> Problem:
     """At most 5 devices and 10 units: what brute force can do."""
     source = random.Random(f"small {seed}")
-    return _case(source, source.randint(2, 5), source.randint(2, 9), f"small-{seed}")
+    return case_of(source, source.randint(2, 5), source.randint(2, 9), f"small-{seed}")
 
 
 def large_case(seed: int) -> Problem:
     """2 to 64 devices, evenly in the logarithm."""
     source = random.Random(f"large {seed}")
     devices = round(2 * 32 ** source.random())
-    return _case(source, devices, source.choice((8, 16, 32, 64)), f"large-{seed}")
+    return case_of(source, devices, source.choice((8, 16, 32, 64)), f"large-{seed}")
 
 
-def _case(source: random.Random, devices: int, operators: int, name: str) -> Problem:
+def case_of(source: random.Random, devices: int, operators: int, name: str) -> Problem:
     kind = source.choice(KINDS)
     flow = Flow(model(source, kind, operators))
     state = parameter_state(source.choice(("sgd", "adamw")))

@@ -11,7 +11,7 @@ import msgspec
 
 from isthmus.api.make_plan import fleet_for, make, plan_spec, predict, read_plan, simulation_options
 from isthmus.api.observer import Observer
-from isthmus.api.proof import proven
+from isthmus.api.proof import Proving, proven
 from isthmus.api.search import searched
 from isthmus.cost import Problem, step_price
 from isthmus.data.description import description_file
@@ -39,7 +39,7 @@ from isthmus.runtime.processes.signals import Stop
 from isthmus.simulator import SimulationOptions
 from isthmus.simulator import simulate as simulate_plan
 from isthmus.trace import Trace, busy_share, link_bytes, steady_step_s
-from isthmus.units import format_duration
+from isthmus.units import format_duration, parse_duration
 from isthmus.verification import Question, StateBytes, Verdict, state_bytes, verify
 from isthmus.verification.question import FLOAT32_BYTES
 
@@ -54,11 +54,15 @@ class Explained(NamedTuple):
     """What leaves the data holders, in words."""
 
 
-def plan_job(job: Job, observer: Observer, stop: Stop, *, words: bool = False) -> Explained:
-    """The plan that the job would be run with; with `words` explained."""
+def plan_job(job: Job, observer: Observer, stop: Stop, *, words: bool = False, prove: str | None = None) -> Explained:
+    """The plan that the job would be run with; with `words` explained.
+
+    Its bound is raised for the duration `prove`, as "60 s". UserError for what is no duration.
+    """
+    proving = Proving(None if prove is None else parse_duration(prove, "--prove"), observer)
     fleet, prepared = fleet_for(job), prepare(job)
     problem = prepared.problem(fleet)
-    plan = searched(observer, stop, lambda: make(job, problem), best_so_far=True)
+    plan = searched(observer, stop, lambda: make(job, problem, proving=proving), best_so_far=True)
     check_feedback(prepared, plan, fleet)
     explanation = explain(problem.cut_into(plan.micro_batches), plan) if words else None
     return Explained(plan, fleet, prepared.captured.train, explanation, list(protection_text(prepared, plan, fleet)))

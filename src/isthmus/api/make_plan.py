@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.api.proof import as_proven
+from isthmus.api.proof import A_LITTLE, Proving, as_proven
 from isthmus.cost import Problem, build_again, layouts_of
 from isthmus.cost.compressed import limited_as
 from isthmus.errors import UserError, unknown_name
@@ -47,11 +47,12 @@ def make(
     bound: Callable[[Problem], LeastBound] | None = None,
     *,
     timed: bool = False,
+    proving: Proving = A_LITTLE,
 ) -> Plan:
     """The plan of the job's planner, or of another, with the best of the job's numbers of micro-batches.
 
-    `bound` is what no plan of a problem undercuts, by default the highest that a check of the document proves; `timed`
-    lets the planner minimise time, whatever its plan is judged by.
+    `bound` is what no plan of a problem undercuts, by default the highest that a check of the document proves, raised
+    as `proving` says; `timed` lets the planner minimise time, whatever its plan is judged by.
     """
 
     def simulated_s(candidate: Plan) -> float:
@@ -64,7 +65,7 @@ def make(
         return make_plan(planner or job.planner, cut.timed() if timed else cut, simulated_s)
 
     plan = over_counts(problem, job.counts, planned, simulated_s, bound)
-    return plan if bound is not None else as_proven(problem, plan, job.counts)
+    return plan if bound is not None else as_proven(problem, plan, job.counts, proving)
 
 
 def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> Plan:

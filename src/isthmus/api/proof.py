@@ -1,30 +1,91 @@
 """A plan document states no more than its check proves: what `isthmus plan` writes, `isthmus plan --verify` accepts.
 
 A planner may prove a bound by more work than a check may be. Then the document states the highest bound that the check
-proves, and what the planner proved is a note.
+proves, and what the planner proved is a note. Where the check's own relaxation proves more than the planner did, the
+document states that: as far as a little work goes, or for the seconds that are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from math import isfinite
+from typing import NamedTuple
 
 import msgspec
 
+from isthmus.api.observer import Observer, Silent
 from isthmus.cost import Problem
-from isthmus.planners import LeastBound
+from isthmus.planners import LeastBound, cut_short
 from isthmus.planners.least import with_certificate
 from isthmus.plans import Plan
-from isthmus.verification import Question, StateBytes, provable
+from isthmus.units import format_duration
+from isthmus.verification import MOST_WORK, ProofProgress, Prover, Question, StateBytes, provable
 
 ROUNDING = 1 + 1e-7
 """Factor between a bound and what attains it."""
 EFFORT = 0.25
 """Share of the work of a check that may be spent while planning: what is proven with it, any check proves."""
+PLANNING_WORK = 4.5e8
+"""Entries of arrays that the relaxation may fill while planning; about 10^8 are a second."""
 
 
-def as_proven(problem: Problem, plan: Plan, counts: Sequence[int]) -> Plan:
+class Proving(NamedTuple):
+    """How long a bound is raised, and who gets a line for each gain."""
+
+    seconds: float | None = None
+    """None: a little work, the same on every machine."""
+    observer: Observer = Silent()
+
+    def ended(self) -> Callable[[int], bool]:
+        """Whether to end after so much work, from now on."""
+        start_s = time.monotonic()
+
+        def ended(work: int) -> bool:
+            if self.seconds is None:
+                return work > PLANNING_WORK or cut_short()
+            return time.monotonic() - start_s > self.seconds or work > EFFORT * MOST_WORK or cut_short()
+
+        return ended
+
+    def teller(self, step_s: float) -> Callable[[ProofProgress], None]:
+        """Notes the gap as it falls."""
+        start_s = time.monotonic()
+
+        def tell(progress: ProofProgress) -> None:
+            if self.seconds is not None:
+                gap = f"{max(0.0, step_s / progress.bound_s - 1):.1%}"
+                spent = format_duration(time.monotonic() - start_s)
+                self.observer.note(f"proven within {gap} after {spent}; open: {progress.open}")
+
+        return tell
+
+
+A_LITTLE = Proving()
+
+
+def as_proven(problem: Problem, plan: Plan, counts: Sequence[int], proving: Proving = A_LITTLE) -> Plan:
     """The plan with a bound over these numbers of micro-batches that a check proves."""
+    return _raised(problem, _checked(problem, plan, counts), counts, proving)
+
+
+def _raised(problem: Problem, plan: Plan, counts: Sequence[int], proving: Proving) -> Plan:
+    """With the highest bound that the relaxation proves, if that is above the plan's."""
+    certificate = plan.certificate
+    if certificate is None or not certificate.gap or certificate.objective != "step" or cut_short():
+        return plan
+    if proving.seconds is None and plan.planner != "auto":
+        return plan  # a baseline's gap is its own distance from the best
+    step_s = plan.predicted.step_s
+    bound_s = Prover(question_of(problem, counts), step_s / ROUNDING).run(proving.ended(), proving.teller(step_s))
+    if bound_s <= certificate.lower_bound:
+        return plan
+    reached = bound_s * ROUNDING * ROUNDING >= step_s
+    found = LeastBound(step_s if reached else bound_s, exact=reached)
+    return with_certificate(problem.cut_into(plan.micro_batches), plan, found, counts)
+
+
+def _checked(problem: Problem, plan: Plan, counts: Sequence[int]) -> Plan:
     certificate = plan.certificate
     if certificate is None:
         return plan

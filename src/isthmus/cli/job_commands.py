@@ -39,6 +39,7 @@ def plan(
     asked: JobOptions,
     compare: Annotated[str | None, typer.Option("--compare", help="`all`, or planners parted by commas.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say why the plan looks as it does.")] = False,
+    prove: Annotated[str | None, typer.Option("--prove", help="Raise the proven bound for so long, as '60 s'.")] = None,
     picture: PictureOption = None,
     verify: Annotated[Path | None, typer.Option("--verify", help="Check a plan document, figure by figure.")] = None,
     bound_unchecked: Annotated[
@@ -52,7 +53,7 @@ def plan(
     """
     job = asked.pipeline_job(job_file)
     alone = [name for name, given in (("--compare", compare), ("--verify", verify)) if given is not None]
-    extra = [name for name, given in (("--explain", explain), ("--picture", picture is not None)) if given]
+    extra = [name for name, on in (("--explain", explain), ("--prove", prove), ("--picture", picture)) if on]
     if alone and len(alone) + len(extra) > 1:
         raise UserError(f"plan: got {' and '.join([*alone, *extra])}, expected {alone[0]} without the others")
     if bound_unchecked and verify is None:
@@ -61,7 +62,7 @@ def plan(
         raise typer.Exit(_compare(job, compare, json=json))
     if verify is not None:
         raise typer.Exit(_verify(job, verify, bound_unchecked=bound_unchecked, json=json))
-    _plan(job, explain=explain, picture=picture, json=json)
+    _plan(job, explain=explain, picture=picture, json=json, prove=prove)
 
 
 @app.command()
@@ -194,10 +195,10 @@ def _terminal() -> api.terminal.Terminal:
     return api.terminal.Terminal(out(), notes())
 
 
-def _plan(job: isthmus.Job, *, explain: bool, picture: Path | None, json: bool) -> None:
+def _plan(job: isthmus.Job, *, explain: bool, picture: Path | None, json: bool, prove: str | None) -> None:
     """With `json` the plan document; with `explain` too, both in one object. UserError where no PNG can be written."""
     api.output.check_folder("--picture", picture)
-    found = api.job_plans.plan_job(job, _terminal(), isthmus.Stop(), words=explain)
+    found = api.job_plans.plan_job(job, _terminal(), isthmus.Stop(), words=explain, prove=prove)
     plan, fleet, explanation = found.plan, found.fleet, found.explanation
     api.output.write_file("--picture", picture, lambda path: api.output.draw_plan(plan, fleet, path))
     if json:

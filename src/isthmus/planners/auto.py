@@ -1,10 +1,10 @@
 """How many replicas, which devices in which, where each is cut, and who takes how much of the batch.
 
 Small problems are settled: every plan is tried (`joint.every_plan`). On larger ones, groupings that score well
-(`replica_search`), the single pipeline of `chain` and the plans of the other planners are starts for a descent over
-whole plans (`joint.descent`). Where money counts, data have holders, or replicas average seldom, groupings are cut and
-their cuts moved by that objective. What is found is judged by the closed form of `cost`, and the best few by the scorer
-that the caller injects, if any.
+(`replica_search`), whole replicas on sets of devices (`replica_per_device`), the single pipeline of `chain` and the
+plans of the other planners are starts for a descent over whole plans (`joint.descent`). Where money counts, data have
+holders, or replicas average seldom, groupings are cut and their cuts moved by that objective. What is found is judged
+by the closed form of `cost`, and the best few by the scorer that the caller injects, if any.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from isthmus.planners.observer import keep, part
 from isthmus.planners.op_fence import op_fence
 from isthmus.planners.placement.on_fleet import islands, random
 from isthmus.planners.prune_fleet import pruned_fleet
+from isthmus.planners.replica_per_device import replicas_per_device
 from isthmus.planners.replica_search import PROMISING, ReplicaSearch
 from isthmus.planners.surrogates import over_surrogates, rebuilt, surrogates
 from isthmus.plans import Plan
@@ -96,6 +97,8 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
         plans += _others(problem)
         part("several pipelines")
         plans += search.cut(_best_s(plans))
+        part("a replica per device")
+        plans += replicas_per_device(problem)
         part("moves of cuts and devices")
         plans += _descended(problem, network, plans) if alike else ()
     if not plans:

@@ -4,8 +4,21 @@ What these share with the rest is the words: graphs, fleets and plans as they ar
 written apart seldom make the same mistake, so a plan that passes is right, or wrong in the definitions.
 """
 
-from isthmus.verification.certificate import provable
+from isthmus.verification.certificate import MOST_WORK, provable
 from isthmus.verification.check import verify
+from isthmus.verification.prover import ProofProgress, Prover
 from isthmus.verification.question import BoundCheck, Difference, Question, StateBytes, Verdict, state_bytes
 
-__all__ = ["BoundCheck", "Difference", "Question", "StateBytes", "Verdict", "provable", "state_bytes", "verify"]
+__all__ = [
+    "MOST_WORK",
+    "BoundCheck",
+    "Difference",
+    "ProofProgress",
+    "Prover",
+    "Question",
+    "StateBytes",
+    "Verdict",
+    "provable",
+    "state_bytes",
+    "verify",
+]

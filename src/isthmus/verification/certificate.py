@@ -1,7 +1,8 @@
 """The certificate: its question, its arithmetic, and its lower bound, which must be proven here too.
 
-A bound that one computed here without a search reaches is proven. Above that, branch and bound looks for a plan below
-it: none, and it is proven; one, and it is refuted; out of work, and it was not checked, which is no pass.
+A bound that one computed here without a search reaches is proven. Above that, a relaxation (`prover`) may prove it, and
+branch and bound looks for a plan below it: none, and it is proven; one, and it is refuted; out of work, and it was not
+checked, which is no pass.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from isthmus.verification.closed_form import ClosedForm, Setup
 from isthmus.verification.feeding import relaxed
 from isthmus.verification.near import near
 from isthmus.verification.price import several_price, single_price
+from isthmus.verification.prover import BoundParts
 from isthmus.verification.question import CLOSE, BoundCheck, DifferenceList, Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.search import OutOfWork, PlanSearch, SearchResult
+from isthmus.verification.walks import walkable
 
 GAP_ROUNDING = 1e-7
 """Absolute: planners call a gap of rounding errors none."""
+FIRST_WORK = 1e8
+MOST_WORK = 5e9
+"""Entries of arrays before and after the search; about 10^8 are a second."""
 ROUNDING = 1e-7
 """Relative: between a bound and the plan that attains it."""
 
@@ -158,17 +164,35 @@ class _Check:
         if self.simple >= reach:
             return SearchResult(NEVER, NEVER)
         self.searched = True
+        single, several = self._single, self._several
+        parts = BoundParts(self._reading, reach) if walkable(self._reading) and not attained else None
+        if parts is not None:
+            single, several = self._walked(parts, reach, FIRST_WORK)
         found: list[SearchResult] = []
         try:
             search = PlanSearch(self._reading, priced=self._priced, effort=self._effort)
-            if self._single < reach:
+            if single < reach:
                 found.append(search.single(reach))
-            if self._several < reach:
+            if several < reach:
                 found.append(search.several(reach))
         except OutOfWork:
-            return SearchResult(self.simple, NEVER)
-        known = min(f.known for f in found) if self._exists else NEVER
-        return SearchResult(min(f.bound for f in found), known)
+            if parts is not None:
+                single, several = self._walked(parts, reach, MOST_WORK)
+            bound = max(self.simple, min(single, several))
+            return SearchResult(NEVER if bound >= reach else bound, NEVER)
+        known = min((f.known for f in found), default=NEVER) if self._exists else NEVER
+        return SearchResult(min((f.bound for f in found), default=NEVER), known)
+
+    def _walked(self, parts: BoundParts, reach: float, most: float) -> tuple[float, float]:
+        """Bounds on one replica and on several by the relaxation, up to the reach or as far as the work goes."""
+
+        def ended() -> bool:
+            return parts.work > most * self._effort
+
+        for part in parts.all:
+            while part.bound_s < reach and not part.stuck and not ended():
+                part.advance(ended)
+        return max(self._single, parts.single.bound_s), max(self._several, parts.several.bound_s)
 
 
 def _unchecked(

@@ -1,0 +1,147 @@
+"""Proven gaps: how far the plans of `auto` are above what is proven of any plan, by the size of the fleet.
+
+`python benchmarks/bounds/run.py [--quick] [--problems N] [--seconds S] [--json PATH]`
+
+Random problems of two generators, each planned, its bound raised for so many seconds, and checked again. Two fleets in
+three are those of `benchmarks/auto`; the others are regions of devices that are alike (`fleets.py`).
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "auto"))
+
+from fleets import sized_problem
+
+from harness import machine, options_of, write_figures
+from isthmus.api.proof import Proving, as_proven, question_of
+from isthmus.errors import UserError
+from isthmus.planners import plan as make_plan
+from isthmus.verification import verify
+
+LATEST = Path(__file__).parent / "results" / "latest.json"
+SIZES = ((2, 6), (7, 8), (9, 16), (17, 64))
+GOALS = (0.0, 0.02, 0.10, 0.25)
+PROBLEMS, SECONDS = 100, 60.0
+QUICK_PROBLEMS, QUICK_SECONDS = 4, 5.0
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One problem."""
+
+    seed: int
+    size: tuple[int, int]
+    devices: int
+    blocks: int
+    replicas: int
+    plan_s: float
+    prove_s: float
+    before: float
+    """Gap of the planner's own bound."""
+    gap: float
+    verified: bool
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    when: str
+    host: str
+    problems: int
+    seconds: float
+    rows: tuple[Row, ...]
+
+
+def row(seed: int, size: tuple[int, int], seconds: float) -> Row | None:
+    """None where nothing fits."""
+    problem = sized_problem(seed, *size)
+    start_s = time.perf_counter()
+    try:
+        plan = make_plan("auto", problem)
+    except UserError:
+        return None
+    planned_s = time.perf_counter()
+    counts = (problem.micro_batches,)
+    proven = as_proven(problem, plan, counts, Proving(seconds))
+    proven_s = time.perf_counter()
+    before, after = plan.certificate, proven.certificate
+    verdict = verify(proven, question_of(problem, counts))
+    return Row(
+        seed=seed,
+        size=size,
+        devices=len(problem.fleet.names),
+        blocks=len(problem.flow.operators),
+        replicas=len(plan.replicas),
+        plan_s=planned_s - start_s,
+        prove_s=proven_s - planned_s,
+        before=float("inf") if before is None else before.gap,
+        gap=float("inf") if after is None else after.gap,
+        verified=verdict.holds(),
+    )
+
+
+def table(found: Report) -> Table:
+    drawn = Table("devices", title=f"proven gaps, {found.seconds:g} s of proof each")
+    headings = ("planned", "median before", "median", "90th percentile", "goal", "median s", "not verified")
+    for heading in headings:
+        drawn.add_column(heading, justify="right")
+    for size, goal in zip(SIZES, GOALS, strict=True):
+        rows = [r for r in found.rows if r.size == size]
+        if rows:
+            gaps = sorted(r.gap for r in rows)
+            drawn.add_row(
+                f"{size[0]}-{size[1]}",
+                str(len(rows)),
+                f"{statistics.median(r.before for r in rows):.1%}",
+                f"{statistics.median(gaps):.1%}",
+                f"{gaps[min(len(gaps) - 1, int(0.9 * len(gaps)))]:.1%}",
+                f"{goal:.0%}",
+                f"{statistics.median(r.prove_s for r in rows):.1f}",
+                str(sum(not r.verified for r in rows)),
+            )
+    return drawn
+
+
+def asked_of(arguments: Sequence[str] | None = None) -> tuple[int, float, Path]:
+    parser = options_of(__doc__, LATEST, f"{QUICK_PROBLEMS} problems per size, {QUICK_SECONDS:g} s each")
+    parser.add_argument("--problems", type=int, default=PROBLEMS, help="per size")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of proof, each")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        return QUICK_PROBLEMS, QUICK_SECONDS, options.json
+    return options.problems, options.seconds, options.json
+
+
+def main() -> int:
+    problems, seconds, path = asked_of()
+    rows: list[Row] = []
+    for seed in range(problems):
+        for size in SIZES:
+            one = row(seed, size, seconds)
+            if one is not None:
+                rows.append(one)
+                text = f"{one.devices} devices: {one.before:.1%} -> {one.gap:.1%}, {one.prove_s:.1f} s"
+                print(f"{seed} {text} {'' if one.verified else 'NOT VERIFIED'}", file=sys.stderr, flush=True)
+    found = Report(
+        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        host=machine(),
+        problems=problems,
+        seconds=seconds,
+        rows=tuple(rows),
+    )
+    write_figures(path, found)
+    Console(width=150).print(table(found))
+    return 0 if all(r.verified for r in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

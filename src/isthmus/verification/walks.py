@@ -1,0 +1,434 @@
+"""The least fill of any pipeline under a threshold, by a dynamic programme over cuts and kinds of devices.
+
+Devices with the same speed, room and links are one kind. A state is a boundary, the kind that ran the stage before it,
+and how many devices of each `tracked` kind are used:
+
+    F[used, kind, end] = min over (before, start) of F[used - kind, before, start] + stage(kind, start, end)
+                         + message(before, kind, start, end)
+
+and where the stage before begins, by class (`stage_arrays`).
+
+A kind that is not tracked may come any number of times (the state space is relaxed: Christofides, Mingozzi and Toth
+1981), for a price each time. Every stage and every link keeps to the threshold. So does a stage's round trip over the
+micro-batches that its device holds, with the shortest round trip of any pipeline that continues it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.verification.bound import kinds_of
+from isthmus.verification.question import Question
+from isthmus.verification.reading import GraphReading
+from isthmus.verification.stage_arrays import Floats, StageArrays
+
+Ints = NDArray[np.int64]
+INFINITE = float("inf")
+SLACK = 1 + 1e-9
+"""Factor on a threshold: rounding must not exclude what keeps to it."""
+
+
+MOST_BLOCKS = 400
+MOST_DEVICES = 128
+MOST_ENTRIES = 1_500_000
+"""Of a table of stages by kinds."""
+EACH = 5_000
+"""Entries that take as long as it takes to begin with an array: about 10^8 are a second."""
+AGES_S = 1e30
+MOST_AT_ONCE = 200_000
+"""Entries of the cost of all continuations together."""
+MOST_KEPT = 4_000_000
+"""Seconds of messages, twice, that are kept."""
+
+
+class DeviceKind(NamedTuple):
+    """Devices that may be exchanged for each other."""
+
+    names: Sequence[str]
+    speed: float
+    room: float
+    """Bytes; infinite where it holds the model with all micro-batches."""
+
+
+class DeviceKinds:
+    """The kinds of a fleet's devices, and the links between them as arrays [source, target].
+
+    The diagonal joins two devices of one kind; it is infinite for a kind of one device.
+    """
+
+    def __init__(self, question: Question, ample_bytes: float) -> None:
+        fleet = question.fleet
+        found: dict[tuple[int, float, float], list[str]] = {}
+        for number, names in enumerate(kinds_of(fleet)):
+            for name in names:
+                room = float(question.room_bytes(name))
+                key = number, question.flops_per_s(name), INFINITE if room >= ample_bytes else room
+                found.setdefault(key, []).append(name)
+        self.all = tuple(DeviceKind(tuple(names), speed, room) for (_, speed, room), names in found.items())
+        self.counts = np.array([len(kind.names) for kind in self.all])
+        self.speed = np.array([kind.speed for kind in self.all])
+        self.room = np.array([kind.room for kind in self.all])
+        self._regions = {device.region for device in fleet.devices}
+        count = len(self.all)
+        self.latency, self.byte_s = np.full((2, count, count), INFINITE)
+        self.uplink_s = np.zeros((count, count))
+        """Seconds per byte of the source's site where the link leaves it and its links share an uplink."""
+        for a, source in enumerate(self.all):
+            for b, target in enumerate(self.all):
+                if a != b or len(source.names) > 1:
+                    link = fleet.link(source.names[0], target.names[-1])
+                    self.latency[a, b], self.byte_s[a, b] = link.latency_s, 1 / link.bandwidth_bytes_per_s
+                    site = fleet.uplink(source.names[0], target.names[-1])
+                    if site is not None and site.uplink_bytes_per_s is not None:
+                        self.uplink_s[a, b] = 1 / site.uplink_bytes_per_s
+
+    def most_summed(self, seconds: float, replicas: int) -> Floats:
+        """[kind]: bytes of gradients that a device of one of so many replicas, or more, sums at most in this time.
+
+        Of two replicas, what both hold crosses their link there and back in two rounds. Of more, by whichever
+        collective, a device sends and receives what it sums at least once; sharded or in a ring, 2 (R - 1) / R times.
+        A link is of use if two latencies leave time for it.
+        """
+        others = self.counts[None, :] - np.eye(len(self.all))
+        rate = np.where(np.isfinite(self.byte_s), 1 / self.byte_s, 0.0)
+        rounds = 2 if replicas == 2 else 1
+        usable = np.isfinite(self.latency) & (2 * self.latency <= seconds)
+        latency_s, rate = np.where(usable, rounds * self.latency, 0.0), np.where(usable, rate, 0.0)
+        carried = np.where(usable, (min(seconds, AGES_S) - latency_s) * rate, 0.0)
+        if replicas == 2:
+            return (others * np.minimum(carried, carried.T)).sum(axis=1)
+        led = 1 < len(self._regions) < int(self.counts.sum())
+        times = 1.0 if led else 2 * (replicas - 1) / replicas
+        return np.minimum((others * carried).sum(axis=1), (others * carried.T).sum(axis=1)) / times
+
+
+class Tracked:
+    """The states of the kinds whose devices are counted: mixed-radix numbers."""
+
+    def __init__(self, kinds: DeviceKinds, tracked: Sequence[int]) -> None:
+        self.kinds = tuple(sorted(tracked))
+        sizes = [int(kinds.counts[k]) + 1 for k in self.kinds]
+        self.size = int(np.prod(sizes, dtype=np.float64)) if sizes else 1
+        grid = np.indices(sizes).reshape(len(sizes), -1) if sizes else np.zeros((0, 1), dtype=np.int64)
+        strides = np.array([int(np.prod(sizes[k + 1 :])) for k in range(len(sizes))], dtype=np.int64)
+        self.used = grid.T
+        """[state, tracked kind]: how many devices."""
+        self.parts = [np.flatnonzero((self.used <= row).all(axis=1))[1:] for row in self.used]
+        """[state]: the states whose devices are among its own, but for none at all."""
+        self.steps: dict[int, tuple[Ints, Ints]] = {}
+        """By kind: the states that have one left, and those that follow."""
+        for kind in range(len(kinds.all)):
+            if kind in self.kinds:
+                at = self.kinds.index(kind)
+                before = np.flatnonzero(grid[at] < kinds.counts[kind])
+                self.steps[kind] = before, before + strides[at]
+            else:
+                self.steps[kind] = np.arange(self.size), np.arange(self.size)
+        self.before = np.concatenate([before for before, _ in self.steps.values()])
+        """Of all steps, one after another."""
+        self.after = np.concatenate([after for _, after in self.steps.values()])
+        self.kind = np.concatenate([np.full(len(before), kind) for kind, (before, _) in self.steps.items()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What pipelines keep to."""
+
+    threshold_s: float
+    """Per micro-batch, of every stage and link."""
+    more_than: int
+    """The replica has more micro-batches: a stage that holds no more is held up by its round trip, or does not fit."""
+    prices_s: Floats | None = None
+    """[kind]: added for each device of that kind."""
+    sums_s: float = INFINITE
+    """Most that sums of gradients may take."""
+    replicas: int = 2
+    """That sum them, at least."""
+
+
+class Walk(NamedTuple):
+    """A pipeline of the relaxation."""
+
+    kinds: tuple[int, ...]
+    cut: tuple[int, ...]
+    """0, the boundaries, and the number of blocks."""
+    period_s: float
+    """The longest that a stage or a link is busy with a micro-batch, or that a round trip holds up each."""
+
+
+class Walks:
+    """One problem. `work` counts array entries, and `EACH` for each array."""
+
+    def __init__(self, arrays: StageArrays, kinds: DeviceKinds, question: Question) -> None:
+        self.arrays, self.kinds, self._question = arrays, kinds, question
+        self.work = 0
+        speed = kinds.speed[:, None, None]
+        again = 2 if question.recompute else 1
+        self._compute_s = [(arrays.forward * (1 + n) + arrays.backward)[None] / speed for n in range(again)]
+        each = (arrays.received + arrays.saved, arrays.received + arrays.columns)
+        fixed = (arrays.fixed, arrays.fixed + arrays.saved)
+        room = kinds.room[:, None, None]
+        self._held: list[Floats] = []
+        """[kind, start, length - 1]: micro-batches that fit; below 0 where the state does not."""
+        for n in range(again):
+            free = np.where(np.isfinite(room), room - fixed[n][None], INFINITE)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                held = np.where((each[n] > 0)[None] & np.isfinite(free), np.floor(free / each[n][None]), INFINITE)
+            self._held.append(np.where(free < 0, -1.0, held))
+        self._far_s = self._far()
+        self._gradient_sizes = np.unique(arrays.gradients)
+        joined = np.isfinite(kinds.byte_s)
+        self._byte_s = np.where(joined, kinds.byte_s, 0.0)
+        self._latency = np.where(joined, kinds.latency, 0.0)
+        self._apart = np.where(joined, 0.0, INFINITE)
+        self._sent: dict[int, tuple[Floats, Floats]] = {}
+        """By start, what `_messages` gives, where there is little of it."""
+        self._few = len(arrays.near_there) * arrays.blocks**2 * len(kinds.all) ** 2 <= MOST_KEPT
+
+    def least_work_s(self) -> Floats:
+        """[kind]: seconds of the whole model's forward and backward."""
+        return self._compute_s[0][:, 0, -1]
+
+    def shortest_period_s(self) -> float:
+        """Of any pipeline: all devices share the work, and the largest block is not divided."""
+        work_s = self.least_work_s()
+        together_s = 1 / float((self.kinds.counts / np.maximum(work_s, 1e-300)).sum())
+        return max(together_s, float(self._compute_s[0][:, :, 0].min(axis=0).max()))
+
+    def held_ranges(self, most: int) -> list[tuple[int, int]]:
+        """Ranges (more than, up to) of a replica's micro-batches: one where memory holds up nothing."""
+        if not any(bool((held < most).any()) for held in self._held):
+            return [(0, most)]
+        ends = [0, *itertools.takewhile(lambda n: n < most, (1 << k for k in itertools.count())), most]
+        return list(itertools.pairwise(ends))
+
+    def _far(self) -> Floats:
+        """[class, kind, start, length - 1]: seconds of what comes from an unknown earlier stage, over the best link."""
+        kinds, a = self.kinds, self.arrays
+        found = np.zeros((len(a.far_there), len(kinds.all), a.blocks, a.blocks))
+        if not (a.far_there.any() or a.shared.any()):
+            return found
+        there, back = kinds.byte_s.min(axis=0), kinds.byte_s.min(axis=1)
+        both = (kinds.byte_s + kinds.byte_s.T).min(axis=0)
+        latency = (kinds.latency + kinds.latency.T).min(axis=0)
+        for rate, size in (
+            (there, a.far_there),
+            (back, a.far_back),
+            (both, a.shared),
+            (latency, a.shared_count),
+        ):
+            with np.errstate(invalid="ignore"):
+                per = size[..., None, :, :]
+                found += np.where(per > 0, rate[:, None, None] * per, 0.0)
+        return found
+
+    def _messages(self, start: int, width: int) -> tuple[Floats, Floats]:
+        """[class, source, target, length - 1]: seconds of what a stage that begins here receives and returns, and how
+        long that keeps the busier link from the stage before, or the uplink, busy."""
+        if not self._few:
+            return self._messages_of(start, width)
+        if start not in self._sent:
+            self._sent[start] = self._messages_of(start, self.arrays.blocks - start)
+        sent_s, busy_s = self._sent[start]
+        return sent_s[..., :width], busy_s[..., :width]
+
+    def _messages_of(self, start: int, width: int) -> tuple[Floats, Floats]:
+        there = self.arrays.near_there[:, None, None, start, :width]
+        back = self.arrays.near_back[:, None, None, start, :width]
+        there_s, back_s = self._byte_s[..., None] * there, self._byte_s.T[..., None] * back
+        busy_s = np.maximum(there_s, back_s)
+        up = self.kinds.uplink_s
+        if up.any():
+            busy_s = np.maximum(busy_s, np.maximum(up[..., None] * there, up.T[..., None] * back))
+        sent_s = there_s + back_s + self._latency[..., None] * (there > 0) + self._latency.T[..., None] * (back > 0)
+        return sent_s + self._apart[..., None] + self._far_s[:, None, :, start, :width], busy_s
+
+    def _widths(self, threshold_s: float) -> Ints:
+        """[start]: most blocks that any kind computes within the threshold."""
+        blocks = self.arrays.blocks
+        fits = self._compute_s[0].min(axis=0) <= threshold_s * SLACK
+        most = np.where(np.arange(blocks) < (blocks - np.arange(blocks))[:, None], fits, False).sum(axis=1)
+        return np.maximum(most, 0)
+
+    def stages(self, terms: Terms) -> Floats:
+        """[kind, start, length - 1]: seconds of compute; infinite where a stage cannot keep to the terms."""
+        arrays, limit_s = self.arrays, terms.threshold_s * SLACK
+        allowed = np.ones_like(self._compute_s[0], dtype=bool)
+        if np.isfinite(terms.sums_s):
+            allowed = arrays.gradients <= self._most_summed(terms)[:, None, None] * SLACK
+        gpipe = self._question.schedule == "gpipe"
+        least = terms.more_than + 1 if gpipe else 1
+        options = [
+            np.where(allowed & (held >= least) & (compute_s <= limit_s), compute_s, INFINITE)
+            for compute_s, held in zip(self._compute_s, self._held, strict=True)
+        ]
+        if gpipe or not any(bool((h <= terms.more_than).any()) for h in self._held):
+            return np.minimum.reduce(options)
+        return self._held_up(terms, options)
+
+    def _most_summed(self, terms: Terms) -> Floats:
+        return self.kinds.most_summed(terms.sums_s * self._question.period * SLACK, terms.replicas)
+
+    def alike(self, terms: Terms) -> Hashable:
+        """The same for terms that allow the same stages, at the same prices."""
+        ranks = np.searchsorted(self._gradient_sizes, self._most_summed(terms) * SLACK, side="right")
+        prices = terms.prices_s.tobytes() if terms.prices_s is not None else b""
+        return terms.threshold_s, terms.more_than, ranks.tobytes(), prices
+
+    def _held_up(self, terms: Terms, options: Sequence[Floats]) -> Floats:
+        """Without stages whose round trip over what they hold exceeds the threshold. From the last block on: `home_s`
+        is the least time from the end of a stage's forward to the return of its gradient."""
+        blocks, limit_s = self.arrays.blocks, terms.threshold_s * SLACK
+        kept = np.full_like(options[0], INFINITE)
+        home_s = np.zeros((len(self.kinds.all), blocks + 1))
+        widths = self._widths(terms.threshold_s)
+        for start in range(blocks - 1, -1, -1):
+            width = int(widths[start])
+            if not width:
+                home_s[:, start] = INFINITE
+                continue
+            ahead = home_s[:, start + 1 : start + 1 + width]
+            last = np.arange(start + 1, start + 1 + width) == blocks
+            for option, held in zip(options, self._held, strict=True):
+                compute_s, most = option[:, start, :width], held[:, start, :width]
+                with np.errstate(invalid="ignore", divide="ignore"):
+                    quick = last[None] | (most > terms.more_than) | ((compute_s + ahead) / most <= limit_s)
+                kept[:, start, :width] = np.minimum(kept[:, start, :width], np.where(quick, compute_s, INFINITE))
+            if start:
+                sent_s, busy_s = (x[0] for x in self._messages(start, width))
+                through_s = sent_s - self._far_s[0, :, start, :width] + (kept[:, start, :width] + ahead)[None]
+                through_s = np.where(busy_s <= limit_s, through_s, INFINITE)
+                returned = (self.arrays.near_there[0, start, :width] > 0) & (
+                    self.arrays.near_back[0, start, :width] > 0
+                )
+                through_s = np.where(returned | ~np.isfinite(through_s), through_s, 0.0)
+                home_s[:, start] = through_s.min(axis=(1, 2))
+                self.work += through_s.size + EACH
+        return kept
+
+    def solve(self, tracked: Tracked, terms: Terms, stages: Floats) -> Floats:
+        """[class, state, kind, end]: the least fill of the first `end` blocks, prices included."""
+        count, blocks, classes = len(self.kinds.all), self.arrays.blocks, len(self.arrays.near_there)
+        priced = stages if terms.prices_s is None else stages + terms.prices_s[:, None, None]
+        found = np.full((classes, tracked.size, count, blocks + 1), INFINITE)
+        widths = self._widths(terms.threshold_s)
+        first = np.flatnonzero(tracked.before == 0)
+        self._put(found, 0, tracked.after[first], tracked.kind[first], priced[tracked.kind[first], 0, : int(widths[0])])
+        for start in range(1, blocks):
+            width, here = int(widths[start]), found[..., start]
+            if not width or not np.isfinite(here).any():
+                continue
+            sent_s, busy_s = self._messages(start, width)
+            cost = (
+                np.where(busy_s <= terms.threshold_s * SLACK, sent_s, INFINITE) + priced[None, None, :, start, :width]
+            )
+            total = self._continued(here, cost)
+            self._put(found, start, tracked.after, tracked.kind, total[tracked.before, tracked.kind])
+        return found
+
+    def _put(self, found: Floats, start: int, states: Ints, kinds: Ints, seconds: Floats) -> None:
+        """[step, length - 1]: seconds until the end of a stage of such a kind that begins here, where they are less."""
+        width = seconds.shape[1]
+        classes = self.arrays.covered[start, :width]
+        ends = np.arange(start + 1, start + 1 + width)
+        at = classes[None, :], states[:, None], kinds[:, None], ends[None, :]
+        found[at] = np.minimum(found[at], seconds)
+
+    def _continued(self, here: Floats, cost: Floats) -> Floats:
+        """[state, target, length - 1]: the least over the stage before, its class and kind."""
+        classes, states, sources = here.shape
+        self.work += classes * sources * states * cost[0, 0].size + EACH
+        if here.size * cost[0, 0].size <= MOST_AT_ONCE:
+            return (here.transpose(0, 2, 1)[..., None, None] + cost[:, :, None]).min(axis=(0, 1))
+        total = np.full((states, *cost.shape[2:]), INFINITE)  # one kind after another, to stay in the cache
+        for known, source in itertools.product(range(classes), range(sources)):
+            rows = np.flatnonzero(np.isfinite(here[known, :, source]))
+            if len(rows) == states:
+                np.minimum(total, here[known, :, source, None, None] + cost[known, source][None], out=total)
+            elif len(rows):
+                total[rows] = np.minimum(total[rows], here[known, rows, source, None, None] + cost[known, source][None])
+        return total
+
+    def follow(self, tracked: Tracked, terms: Terms, found: Floats, stages: Floats) -> Walk:
+        """The pipeline of the least fill. Read backwards: its predecessor is where the sum is the same."""
+        priced = stages if terms.prices_s is None else stages + terms.prices_s[:, None, None]
+        back = {k: dict(zip(b.tolist(), a.tolist(), strict=True)) for k, (a, b) in tracked.steps.items()}
+        end, shape = self.arrays.blocks, found.shape[:3]
+        known, state, kind = (int(x) for x in np.unravel_index(found[..., end].argmin(), shape))
+        kinds, cut, period_s, home_s = [kind], [end], 0.0, 0.0
+        while True:
+            earlier, reached = back[kind][state], float(found[known, state, kind, end])
+            at = known, kind, end
+            start, source, known = self._predecessor(found[:, earlier], priced, terms, at, reached, first=earlier == 0)
+            cell = kind, start, end - start - 1
+            period_s = max(period_s, self._period_s(cell, home_s, terms))
+            cut.append(start)
+            if source < 0:
+                return Walk(tuple(reversed(kinds)), tuple(reversed(cut)), period_s)
+            sent_s, busy_s = (x[known] for x in self._messages(start, end - start))
+            period_s = max(period_s, float(busy_s[source, kind, -1]))
+            near = self.arrays.near_there[known], self.arrays.near_back[known]
+            sent = float(sent_s[source, kind, -1] - self._far_s[known, kind, start, end - start - 1])
+            through_s = sent + float(self._compute_s[0][cell]) + home_s
+            home_s = through_s if near[0][cell[1:]] > 0 and near[1][cell[1:]] > 0 else 0.0
+            kinds.append(source)
+            state, kind, end = earlier, source, start
+
+    def _predecessor(
+        self, found: Floats, priced: Floats, terms: Terms, at: tuple[int, int, int], reached: float, *, first: bool
+    ) -> tuple[int, int, int]:
+        """(start, kind before, its class) of the stage of this kind and class that ends here; no kind is -1."""
+        own, kind, end = at
+        offers = list[tuple[float, int, int, int]]()
+        for start in range(end):
+            stage_s, before = priced[kind, start, end - start - 1], found[:, :, start]
+            if self.arrays.covered[start, end - start - 1] != own or not np.isfinite(stage_s):
+                continue
+            if start == 0 and first:
+                offers.append((abs(float(stage_s) - reached), 0, -1, 0))
+            if start and np.isfinite(before).any():
+                sent_s, busy_s = (x[:, :, kind, -1] for x in self._messages(start, end - start))
+                total = np.where(busy_s <= terms.threshold_s * SLACK, before + sent_s + stage_s, INFINITE)
+                known, source = divmod(int(total.argmin()), total.shape[1])
+                offers.append((abs(float(total[known, source]) - reached), start, source, known))
+        _, start, source, known = min(offers)
+        return start, source, known
+
+    def _period_s(self, cell: tuple[int, int, int], home_s: float, terms: Terms) -> float:
+        """Of a stage, by the best choice whether it recomputes; what may not be held up is the last one."""
+        last = cell[1] + cell[2] + 1 == self.arrays.blocks
+        found: list[float] = []
+        for compute_s, held in zip(self._compute_s, self._held, strict=True):
+            seconds, most = float(compute_s[cell]), float(held[cell])
+            if most >= 1:
+                held_up = not last and most <= terms.more_than
+                found.append(max(seconds, (seconds + home_s) / most if held_up else 0.0))
+        return min(found, default=0.0)
+
+
+def ample_bytes(arrays: StageArrays, micro_batches: int) -> float:
+    """Of a device that holds the model, with all micro-batches, however it is cut."""
+    last = arrays.blocks - 1
+    each = arrays.saved[0, last] + float(arrays.received.max(initial=0.0)) + arrays.columns[0, last]
+    return float(arrays.fixed[0, last] + arrays.saved[0, last] + micro_batches * each)
+
+
+def walkable(reading: GraphReading) -> bool:
+    """Whether the relaxation knows the problem: time is minimised, no device has two stages, and tables are small."""
+    question = reading.question
+    constraints, blocks, devices = question.constraints, len(reading.places) + 1, len(question.fleet.names)
+    if constraints.objective != "time" or constraints.labels_stay or constraints.copied:
+        return False
+    return blocks <= MOST_BLOCKS and devices <= MOST_DEVICES and devices * blocks**2 <= MOST_ENTRIES
+
+
+def grown(tracked: Tracked, kinds: DeviceKinds, walk: Mapping[int, int]) -> list[int]:
+    """Kinds of which a walk uses more devices than there are, and that are not tracked; the most overused first."""
+    over = {k: n - int(kinds.counts[k]) for k, n in walk.items() if k not in tracked.kinds}
+    return sorted((k for k, excess in over.items() if excess > 0), key=lambda k: (-over[k], k))

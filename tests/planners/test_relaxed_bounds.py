@@ -1,0 +1,109 @@
+"""The relaxation's bounds are bounds: of one replica and of several, none is above the best plan by brute force.
+
+Goals are above the best plan, so that a bound that is none would show. `make test` looks at a few of 500 problems.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from math import inf
+
+import pytest
+from plan_cases import fleet_of, gpt_graph, problem_of, random_graph, saving
+from test_verify import question_of, two_sites
+
+from isthmus.cost import Problem
+from isthmus.errors import FleetTooSmall
+from isthmus.fleet import Device, Fleet, Link, Links
+from isthmus.planners import LeastBound, plan
+from isthmus.planners.least import with_certificate
+from isthmus.verification import Prover, verify
+from isthmus.verification.prover import BoundParts
+from isthmus.verification.reading import GraphReading
+from isthmus.verification.search import OutOfWork, PlanSearch
+from isthmus.verification.walks import DeviceKinds, Tracked
+
+ALL = 500
+STEP = 1 if os.environ.get("ISTHMUS_FAULTS") else 25
+WORK = 1e7
+
+
+def small_problem(seed: int) -> Problem:
+    """Skips, shared and frozen parameters, integers; short memory, recomputation; uplinks; links that differ or not."""
+    draw = random.Random(f"bounds {seed}")
+    devices, units, count = draw.randint(2, 4), draw.randint(2, 5), draw.choice([1, 2, 3, 5, 9])
+    memory = [draw.randint(150, 3000) for _ in range(devices)] if seed % 2 else None
+    speeds = [draw.choice([10.0, 20.0, draw.uniform(5, 50)]) for _ in range(devices)]
+    fleet = fleet_of(speeds, seed, memory=memory)
+    if seed % 5 == 0:
+        fleet = two_sites(draw.uniform(5, 500), seed)
+    elif seed % 3 == 0:
+        alike = Links(default=Link(draw.choice([0.0, 0.2]), draw.uniform(5, 500)))
+        fleet = Fleet(name="alike", devices=fleet.devices, links=alike)
+    graph = saving(random_graph(seed, units), draw.choice([1, 9]))
+    schedule = draw.choice(["1f1b", "1f1b", "gpipe"])
+    return problem_of(graph, fleet, micro_batches=count, schedule=schedule, recompute=seed % 4 > 0)
+
+
+@pytest.mark.parametrize("seed", range(0, ALL, STEP))
+def test_no_bound_is_above_the_best_plan(seed: int) -> None:
+    problem = small_problem(seed)
+    reading = GraphReading(question_of(problem))
+    search = PlanSearch(reading, priced=False)
+    try:
+        single_s, several_s = search.single(1e12).known, search.several(1e12).known
+    except OutOfWork:
+        pytest.skip("more plans than brute force tries")
+    best_s = min(single_s, several_s)
+    if best_s == inf:
+        return
+    parts = BoundParts(reading, 1.4 * best_s)
+    for part, least_s in ((parts.single, single_s), (parts.several, several_s)):
+        while not part.stuck and part.bound_s < 1.4 * best_s and parts.work < WORK:
+            part.advance(lambda: parts.work > WORK)
+        assert part.bound_s <= least_s * (1 + 1e-9)
+    assert Prover(question_of(problem), 1.4 * best_s).run(lambda work: work > WORK) <= best_s * (1 + 1e-9)
+
+
+def test_one_replica_is_proven_to_the_last_digit_where_values_cross_one_boundary() -> None:
+    """Held and Karp's programme over three devices proves what `chain` finds, to rounding."""
+    fleet = fleet_of([2e4, 3e4, 5e4], 4)
+    problem = problem_of(gpt_graph(1, tied=False), fleet, micro_batches=4)
+    found = plan("chain", problem)
+    goal_s = found.predicted.step_s
+    parts = BoundParts(GraphReading(question_of(problem)), goal_s)
+    parts.single.advance(lambda: False)
+    assert parts.single.bound_s >= 0.98 * goal_s
+
+
+def test_devices_that_are_alike_are_one_kind() -> None:
+    """Twelve devices of two kinds have (6 + 1) (6 + 1) sets, not 2^12."""
+    devices = tuple(
+        Device(name=f"d{k}", region="ab"[k % 2], flops_per_s=2e6 * (1 + k % 2), memory_bytes=1 << 40) for k in range(12)
+    )
+    fleet = Fleet(name="twelve", devices=devices, links=Links(default=Link(0.01, 1e6)))
+    question = question_of(problem_of(random_graph(1, 4), fleet))
+    kinds = DeviceKinds(question, 1 << 30)
+    assert [len(kind.names) for kind in kinds.all] == [6, 6]
+    assert Tracked(kinds, (0, 1)).size == 49
+
+
+def test_the_gap_is_told_as_it_falls_and_a_check_proves_the_bound_again() -> None:
+    problem = problem_of(gpt_graph(1), fleet_of([2e6, 2e6, 3e6], 2, memory=[900_000] * 3), micro_batches=1)
+    found, told = plan("auto", problem), list[float]()
+    simple = BoundParts(GraphReading(question_of(problem)), 1e12).all
+    prover = Prover(question_of(problem), found.predicted.step_s)
+    bound_s = prover.run(lambda work: work > WORK, lambda progress: told.append(progress.bound_s))
+    assert told == sorted(told) and told[-1] == bound_s > min(part.bound_s for part in simple)
+    stated = with_certificate(problem, found, LeastBound(bound_s, exact=False))
+    verdict = verify(stated, question_of(problem))
+    assert verdict.bound.status == "proven" and not verdict.differences
+
+
+def test_a_fleet_that_is_too_small_has_no_bound() -> None:
+    fleet = fleet_of([2.0, 3.0], 1, memory=[10, 10])
+    problem = problem_of(random_graph(3, 4), fleet)
+    with pytest.raises(FleetTooSmall):
+        plan("auto", problem)
+    assert Prover(question_of(problem), 1e6).run(lambda work: work > WORK) == 1e6
