@@ -256,11 +256,10 @@ def as_eager(columns: Collection[str]) -> Generator[None]:
     if masks is None or "position_ids" in columns:
         yield
         return
-    changed: dict[str, object] = {"find_packed_sequence_indices": lambda *_, **__: None}
     if hasattr(masks, "is_torchdynamo_exporting"):
-        changed["is_torchdynamo_exporting"] = lambda: False
+        exports = mock.patch.object(masks, "is_torchdynamo_exporting", lambda: False)
     else:  # before transformers 5.24 `is_tracing(None)` says whether there is an export
         traced = masks.is_tracing
-        changed["is_tracing"] = lambda tensor=None: tensor is not None and traced(tensor)
-    with mock.patch.multiple(masks, **changed):
+        exports = mock.patch.object(masks, "is_tracing", lambda tensor=None: tensor is not None and traced(tensor))
+    with mock.patch.object(masks, "find_packed_sequence_indices", lambda *_, **__: None), exports:
         yield
