@@ -41,8 +41,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     with RayCluster(1) as made:
         os.environ[NODE] = str(folder / "other")
         made.add_node()
-        del os.environ[NODE]
         yield made
+        del os.environ[NODE]
 
 
 def job(folder: Path, overrides: Overrides) -> FederatedJob:

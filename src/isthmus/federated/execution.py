@@ -44,7 +44,8 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ray: RayExecution = RayExecution()
     """Of the engine ray."""
     executors: NotNegative = 2
-    """0: as many as memory and cores hold, and as train faster together, by measurement at the start of the run."""
+    """0: as many as memory and cores hold, and as train faster together, by measurement at the start of the run; on a
+    Ray cluster as many as it has room for."""
     device: str | Annotated[tuple[str, ...], Meta(min_length=1)] = AUTO
     """Where executors train: `auto` (an accelerator of this machine, else the CPU), `cpu`, `cuda:1`, ... Of several,
     executor number k has number k modulo their count: `["cuda:0", "cuda:1"]`."""

@@ -1,4 +1,4 @@
-"""A federated run on this machine: executors, the coordinator, commits, and what is left behind."""
+"""A federated run: executors, the coordinator, commits, and what is left behind."""
 
 from __future__ import annotations
 
@@ -171,7 +171,8 @@ class FederatedRun:
         if self._state_form is None or self.store.states is None:
             return None
         parts = len(self.machine.executors)
-        return StateStore(self.folder / "states", self._state_form, self.store.states, (number, parts))
+        folder = Path(os.path.expandvars(states_folder(self.job, self.folder)))
+        return StateStore(folder, self._state_form, self.store.states, (number, parts))
 
     def _in_process(self, after: _Aftermath, stop: Stop | None) -> FinishRounds:
         opened_s, before = time.monotonic(), (0, 0, 0)
