@@ -18,13 +18,13 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from bounds import bound_s
 from clocks import Alternating, calm_lines, foretell
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from run import leaf_sizes
 
-from bounds import bound_s
 from isthmus import FederatedJob
 from isthmus.data import DataSpec, load_dataset
 from isthmus.experiments import FederatedRun, RoundLine

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from bounds import bound_s
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from bounds import bound_s
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_messages import LinearFit
 from isthmus.protocol.federated_rules import RoundRules

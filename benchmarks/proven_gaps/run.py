@@ -1,6 +1,6 @@
 """Proven gaps: how far the plans of `auto` are above what is proven of any plan, by the size of the fleet.
 
-`python benchmarks/bounds/run.py [--quick] [--problems N] [--seconds S] [--json PATH]`
+`python benchmarks/proven_gaps/run.py [--quick] [--problems N] [--seconds S] [--json PATH]`
 
 Random problems of two generators, each planned, its bound raised for so many seconds, and checked again. Two fleets in
 three are those of `benchmarks/auto`; the others are regions of devices that are alike (`fleets.py`).
