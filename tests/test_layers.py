@@ -98,7 +98,7 @@ PUBLIC = {
     ),
     "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
     "trackers": (
-        "Track TrackedRun Tracker TrackerCallback check_trackers describe_tracker tracker_builders "
+        "ID_FILE Track TrackedRun Tracker TrackerCallback check_trackers describe_tracker tracker_builders "
         "tracker_names tracker_options"
     ),
     "training": (

@@ -35,7 +35,10 @@ def test_documents(recorded: Path) -> None:
     assert client.get("/api/timeline?run=recorded&step=3").json()["step"] == 3
 
 
-@pytest.mark.parametrize("asked", ["run?run=../recorded", "run?run=", "at?run=/etc", "at?run=recorded&moment=x"])
+@pytest.mark.parametrize(
+    "asked",
+    ["run?run=../recorded", "run?run=", "at?run=/etc", "at?run=recorded&moment=x", "at?run=recorded&moment=nan"],
+)
 def test_what_is_not_there(recorded: Path, asked: str) -> None:
     assert _client(recorded.parent).get(f"/api/{asked}").status_code in (400, 404)
 

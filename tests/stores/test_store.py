@@ -67,7 +67,7 @@ def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     for url, library, extra in (
         ("s3://b/x", "s3fs", "s3"),
         ("gs://b/x", "gcsfs", "gs"),
-        ("memory://x", "fsspec", "s3"),
+        ("memory://x", "fsspec", "train"),
     ):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, library, None)
@@ -75,6 +75,9 @@ def test_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
                 Store(url)
     with pytest.raises(RemoteStoreError, match=r"^store nowhere://x: Protocol not known: nowhere"):
         Store("nowhere://x")
+    for url in ("s3://", "memory://", "file:///"):
+        with pytest.raises(RemoteStoreError, match=f"^store {url}: names no place"):
+            Store(url)
 
 
 def test_what_a_job_may_say() -> None:

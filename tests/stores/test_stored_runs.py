@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import isthmus as package
 from isthmus.api.folder import RunFolder
-from isthmus.api.stored_run import chosen_folder, uploaded
+from isthmus.api.stored_run import chosen_folder, documents_of, uploaded
 from isthmus.errors import UserError
 from isthmus.federated.history import RoundHistory
 from isthmus.stores import Store, StoreConfig, commits_in
@@ -161,6 +161,13 @@ def test_the_bucket_holds_the_whole_run(whole: Path) -> None:
     assert isthmus("export", "whole", "from-folder").code == 0
     first, second = (load_file(f"{name}/model.safetensors") for name in ("from-bucket", "from-folder"))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_tracked_run_is_the_same_run_on_another_machine(tmp_path: Path) -> None:
+    """By its id trackers find it."""
+    for name in ("job.json", "tracked.id", "record.json"):
+        (tmp_path / name).touch()
+    assert [path.name for path in documents_of(tmp_path)] == ["tracked.id", "job.json"]
 
 
 def test_a_machine_that_is_behind_takes_what_the_bucket_has(whole: Path) -> None:

@@ -51,6 +51,8 @@ def tracked(job: AnyJob, attached: Attached) -> AnyJob:
     track = attached.get("track")
     if track is None:
         return job
+    if not isinstance(track, str | list | tuple | Track):
+        raise UserError(f"track: got {track!r:.80}, expected the name of a tracker, a list of names, or a Track")
     if not isinstance(track, Track):
         names = (track,) if isinstance(track, str) else tuple(track)
         options = {name: table for name, table in job.track.options.items() if name in names}

@@ -32,13 +32,14 @@ from isthmus.stores import (
     number_of,
     read_owner,
 )
+from isthmus.trackers import ID_FILE
 from isthmus.training.checkpoint import newest_whole_checkpoint
 from isthmus.units import format_duration
 
 Note = Callable[[str], None]
 STAY = frozenset({RECORD, OWNER, SPANS})
 """Documents that are not uploaded: the first is secret, the last is in `trace.jsonl` when the run is over."""
-PATTERNS = ("*.json", "*.jsonl", "*.png", AGENTS_LOG, PROBED, "logs/*.log", "sessions/*/*")
+PATTERNS = ("*.json", "*.jsonl", "*.png", ID_FILE, AGENTS_LOG, PROBED, "logs/*.log", "sessions/*/*")
 
 
 def documents_of(folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import secrets
 import socket
 import threading
@@ -147,9 +148,12 @@ class Answers:
 def _number(request: Request, name: str) -> float | None:
     given = request.query_params.get(name)
     try:
-        return None if given is None else float(given)
+        found = None if given is None else float(given)
     except ValueError:
-        raise HTTPException(400, f"{name}: got {given!r}, expected a number") from None
+        found = math.nan
+    if found is not None and not math.isfinite(found):
+        raise HTTPException(400, f"{name}: got {given!r}, expected a number")
+    return found
 
 
 def _moment(request: Request) -> int | None:

@@ -52,7 +52,9 @@ class Store:
 
     def __init__(self, url: str, options: Mapping[str, object] = {}) -> None:
         self.url = url.rstrip("/")
-        protocol = self.url.partition("://")[0]
+        protocol, _, place = self.url.partition("://")
+        if not place:  # fsspec would take `s3:` for a folder of this machine
+            raise RemoteStoreError(f"store {url}: names no place, expected one as in s3://bucket/runs/first")
         import_extra("fsspec", f"store {self.url}")
         if (library := _LIBRARIES.get(protocol)) is not None:
             import_extra(library, f"store {self.url}")
