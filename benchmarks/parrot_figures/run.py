@@ -79,13 +79,23 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FEMNIST = Workload(
-    name="FEMNIST", network="resnet18", shape=(1, 28, 28), clients=3400, mean=226.83, deviation=88.94,
+    name="FEMNIST",
+    network="resnet18",
+    shape=(1, 28, 28),
+    clients=3400,
+    mean=226.83,
+    deviation=88.94,
     epochs={100: 10, 1000: 10},
-)  # fmt: skip
+)
 IMAGENET = Workload(
-    name="ImageNet", network="resnet50", shape=(3, 224, 224), clients=10_000, mean=128.12, deviation=17.1,
+    name="ImageNet",
+    network="resnet50",
+    shape=(3, 224, 224),
+    clients=10_000,
+    mean=128.12,
+    deviation=17.1,
     epochs={100: 2, 1000: 1},
-)  # fmt: skip
+)
 """1,281,167 images of 1,000 classes by Dirichlet(0.1): a class gives a client 0.128 images with deviation 0.54, its
 share's and the drawing's together, so a client has 128 with deviation 17."""
 SCHEMES: dict[str, dict[str, object]] = {

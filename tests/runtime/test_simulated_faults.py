@@ -8,11 +8,13 @@ import msgspec
 import pytest
 
 from isthmus.api.fault_simulation import FaultedRun, read_faults, simulate_faults
+from isthmus.api.make_plan import fleet_for, plan_for
 from isthmus.api.observer import Observer
 from isthmus.cost import SyncPolicy
 from isthmus.errors import UserError
 from isthmus.fleet import dump_fleet
-from isthmus.job import Job
+from isthmus.job import Job, prepare
+from isthmus.plans import save_plan
 from isthmus.runtime.processes.signals import Stop
 
 from .commands import isthmus
@@ -48,6 +50,17 @@ def test_a_lost_device_is_replaced_by_those_that_are_left(tmp_path: Path) -> Non
     assert summary["outcome"] == "done" and summary["steps"] == STEPS
     found.draw(tmp_path / "faults.png")
     assert (tmp_path / "faults.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_device_that_the_plan_leaves_out_replaces_a_lost_one(tmp_path: Path) -> None:
+    """A run offers it from its beginning."""
+    job = _job(tmp_path)
+    two = msgspec.structs.replace(job, planner="even", devices=2)
+    save_plan(plan_for(prepare(job), fleet_for(two)), tmp_path / "plan.json")
+    lost = read_faults({"fault": ["d1@2s"]})
+    found = simulate_faults(job, lost, _Quiet(), Stop(), tmp_path / "plan.json")
+    assert [p.plan.used for p in found.run.periods] == [("d0", "d1"), ("d0", "d2")]
+    assert found.run.finish.outcome == "done" and found.faults == lost
 
 
 def test_a_newcomer_takes_part_and_a_device_leaves(tmp_path: Path) -> None:

@@ -150,7 +150,8 @@ def simulate_faults(
     again = msgspec.structs.replace(prepared, job=msgspec.structs.replace(prepared.job, plan=kept))
     planner = _Planner(prepared, plan, fleet, Plans(prepared, plan, fleet, partial(plan_for, again), emulate=False))
     times = RecoveryTimes(timeout_s=job.timeout_s, start_s=START_S)
-    options = msgspec.structs.replace(simulation_options(prepared, plan), faults=faults, recovery=times)
+    unused = tuple(Fault(kind="join", device=name, time_s=0) for name in present if name not in plan.devices)
+    options = msgspec.structs.replace(simulation_options(prepared, plan), faults=(*unused, *faults), recovery=times)
     spec = run_spec(prepared)
     run = RunSimulation(plan, fleet, spec, options, planner=planner, layout=planner.layout).run()
     return FaultedRun(

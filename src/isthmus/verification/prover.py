@@ -133,12 +133,12 @@ class Prover:
 
     def run(self, ended: Ended, tell: Callable[[ProofProgress], None] = lambda _: None) -> float:
         """The bound in seconds: the goal, or what is proven when nothing more can be, or when it is ended."""
-        told = 0.0
+        reported_s = 0.0
         while self.lowest.bound_s < self._goal_s and not self.lowest.stuck and not ended(self.work):
             # A part may use as much as was used so far: none takes all that there is.
             until = 2 * self.work + SLICE
             self.lowest.advance(lambda until=until: self.work > until or ended(self.work))
-            if self.lowest.bound_s > told:
-                told = min(self.lowest.bound_s, self._goal_s)
-                tell(ProofProgress(told, self.work, self.lowest.words))
+            if self.lowest.bound_s > reported_s:
+                reported_s = min(self.lowest.bound_s, self._goal_s)
+                tell(ProofProgress(reported_s, self.work, self.lowest.words))
         return min(self.lowest.bound_s, self._goal_s)

@@ -43,8 +43,8 @@ from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.transport.channel import MessageChannel, dial
 from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of, start_heartbeats
 
-Told = dict[str, Tensor]
-Act = tuple[BeginPhase, Told] | tuple[TrainTasks, tuple[ClientTask, ...]] | SumsSent | ForgetPhase
+Broadcast = dict[str, Tensor]
+Act = tuple[BeginPhase, Broadcast] | tuple[TrainTasks, tuple[ClientTask, ...]] | SumsSent | ForgetPhase
 
 
 class Executor:
@@ -70,9 +70,9 @@ class Executor:
         self._deciding = threading.Lock()
         self._acting = threading.Lock()
         self._acts: deque[Act] = deque()
-        self._bell: queue.SimpleQueue[Exception | StopExecutor | None] = queue.SimpleQueue()
+        self._wakeups: queue.SimpleQueue[Exception | StopExecutor | None] = queue.SimpleQueue()
         """Wakes the main thread: there are acts, or it is over."""
-        self._broadcast: Told = {}
+        self._broadcast: Broadcast = {}
         self._shared = shared
         if shared is not None:
             site.add_up_in(shared.accumulator.totals)
@@ -80,9 +80,9 @@ class Executor:
     def run(self) -> None:
         """Until halted. Raises what ended the connection, or training."""
         threading.Thread(target=self._listen, name="receive from coordinator", daemon=True).start()
-        while not isinstance(rung := self._bell.get(), StopExecutor):
-            if rung is not None:
-                raise rung
+        while not isinstance(wakeup := self._wakeups.get(), StopExecutor):
+            if wakeup is not None:
+                raise wakeup
             with self._acting:
                 self._work_off()
         self._sender.flush()
@@ -111,7 +111,7 @@ class Executor:
     def _act(self, brief: bool) -> None:
         """In the thread that receives: what there is to do now, by itself or by the main thread."""
         if not brief or not self._acting.acquire(blocking=False):  # the other still trains for a phase before
-            self._bell.put(None)
+            self._wakeups.put(None)
             return
         try:
             self._work_off()
@@ -138,9 +138,9 @@ class Executor:
                         self._on_order(body)
                         self._handle(body)
                         self._act(brief=False)
-            self._bell.put(PeerError("coordinator: closed the connection"))
+            self._wakeups.put(PeerError("coordinator: closed the connection"))
         except Exception as e:  # the main thread decides
-            self._bell.put(e)
+            self._wakeups.put(e)
 
     def _on_order(self, order: PhaseOrder) -> None:
         """For people: executors of one machine have none of their own."""
@@ -159,7 +159,7 @@ class Executor:
                     case SumsSent() | ForgetPhase():
                         self._acts.append(instruction)
                     case StopExecutor():
-                        self._bell.put(instruction)
+                        self._wakeups.put(instruction)
 
     def _send_sums(self, sums: SumsSent) -> None:
         partial = self.site.partial

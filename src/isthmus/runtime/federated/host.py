@@ -142,7 +142,7 @@ class FederatedHost:
         self._deciding = threading.Lock()
         self._begun = threading.Event()
         self._ended: Callable[[], Mapping[str, str]] = dict
-        self._bell: queue.SimpleQueue[RunInterrupted | None] = queue.SimpleQueue()
+        self._wakeups: queue.SimpleQueue[RunInterrupted | None] = queue.SimpleQueue()
         """Wakes the thread in `coordinate`: for Ctrl-C, and at the end. A signal may put where it could not lock."""
         self._senders: dict[str, MessageOutput] = {}
         self._outboxes: dict[str, Outbox] = {}
@@ -176,7 +176,7 @@ class FederatedHost:
         before_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         try:
-            with (stop or Stop()).calls(lambda: self._bell.put(RunInterrupted())):
+            with (stop or Stop()).calls(lambda: self._wakeups.put(RunInterrupted())):
                 finish = self._watch()
             for name, out in list(self._senders.items()):
                 self._outboxes[name].finish()
@@ -208,8 +208,8 @@ class FederatedHost:
         while self._finish is None:
             events: list[FederatedEvent] = []
             with contextlib.suppress(queue.Empty):
-                if (rung := self._bell.get(timeout=EXIT_TICK_S if self._machine.urgent else TICK_S)) is not None:
-                    events.append(rung)
+                if (wakeup := self._wakeups.get(timeout=EXIT_TICK_S if self._machine.urgent else TICK_S)) is not None:
+                    events.append(wakeup)
             if self._machine.urgent or time.monotonic() - looked_s >= TICK_S:
                 looked_s = time.monotonic()
                 events.append(self._look())
@@ -264,7 +264,7 @@ class FederatedHost:
 
     def _end(self, finish: FinishRounds) -> None:
         self._finish = self._finish or finish
-        self._bell.put(None)
+        self._wakeups.put(None)
 
     # Events
 
@@ -274,7 +274,7 @@ class FederatedHost:
             case None | Exception():
                 reason = "its connection closed" if message is None else str(message)
                 reason = reason.removeprefix(f"device {executor!r}: ")
-                self._bell.put(None)  # ticks may have to come sooner
+                self._wakeups.put(None)  # ticks may have to come sooner
                 return [self._look(), ExecutorDisconnected(executor=executor, reason=reason)]
             case JoinRun():
                 self._welcome(executor)
@@ -287,13 +287,13 @@ class FederatedHost:
     def _reported(self, executor: str, message: FromExecutor, tensors: Sequence[Tensor]) -> FederatedEvent:
         report = message.body
         if isinstance(report, DeviceFailed):
-            self._bell.put(None)
+            self._wakeups.put(None)
             return FromDevice(executor, report)
         named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
         try:
             return FromDevice(executor, self._receiver.on_report(executor, report, message.values, named))
         except PeerError as e:
-            self._bell.put(None)
+            self._wakeups.put(None)
             return ReportRefused(executor=executor, reason=str(e))
 
     def _welcome(self, executor: str) -> None:
