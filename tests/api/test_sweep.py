@@ -257,3 +257,11 @@ def test_memory_of_this_process_is_counted() -> None:
     assert family_bytes(os.getpid()) - own > 48 << 20
     assert len(held) and available_bytes()
     assert family_bytes(2**22 + 1) == 0
+
+
+def test_an_unknown_engine_starts_nothing(tmp_path: Path) -> None:
+    text = 'name = "rates"\njob = "small.toml"\nrun_dir = "{folder}/runs"\nengine.on = "lokal"\n'
+    sweep = write(tmp_path, text, PIPELINE)
+    with pytest.raises(UserError, match="unknown --on 'lokal'"):
+        isthmus.sweep(sweep)
+    assert not (tmp_path / "runs").exists()

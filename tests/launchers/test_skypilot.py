@@ -159,3 +159,8 @@ def test_what_is_missing_is_said_in_one_line(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r'needs SkyPilot, got no sky here: pip install "skypilot\[aws\]"'):
         _launcher().check()
+
+
+def test_a_number_is_text_where_an_option_is_text() -> None:
+    task = yaml.safe_load(_launcher(cpus=4, memory=16).render(_specs("desk"), Path()))
+    assert (task["resources"]["cpus"], task["resources"]["memory"]) == ("4", "16")

@@ -33,6 +33,7 @@ from isthmus.job.sweep import SweepFile, SweepRun, load_sweep, runs_of
 from isthmus.locking import claimed
 from isthmus.report.sweep_table import SECONDS, RunOutcome, RunResult, SweepRow, sweep_rows
 from isthmus.run_files import read_json, write_json
+from isthmus.runtime.launchers.registry import open_launcher
 from isthmus.runtime.processes.memory_use import available_bytes
 from isthmus.runtime.processes.signals import Stop
 from isthmus.units import format_duration
@@ -139,6 +140,8 @@ def sweep(
         raise UserError(
             f"{path}: engine: got {said.engine.on!r} for a federated job, expected [execution] engine in {job}"
         )
+    if said.engine is not None:
+        open_launcher(said.engine.on, said.engine.options)
     runs, tasks = runs_of(said), dict[str, Task]()
     folder = Path(run) if run is not None else Path(said.run_dir) / said.name
     for one in runs:

@@ -53,7 +53,7 @@ def open_launcher(engine: str, options: Mapping[str, object]) -> Launcher:
         ours = _OURS[engine]
         struct = cast("type[msgspec.Struct]", import_object("--on", ours.options))
         launcher = cast("Callable[[msgspec.Struct], Launcher]", import_object("--on", ours.launcher))
-        return launcher(read_options(f"--on {engine}:", options, struct))
+        return launcher(read_options(f"--on {engine}:", _with_text(options, struct), struct))
     others = third_party(ENTRY_POINTS)
     if engine not in others:
         raise unknown_name("--on", engine, engine_names())
@@ -66,3 +66,12 @@ def open_launcher(engine: str, options: Mapping[str, object]) -> Launcher:
         raise
     except Exception as e:
         raise UserError(f"--on {engine}: {type(e).__name__}: {e}") from e
+
+
+def _with_text(options: Mapping[str, object], struct: type[msgspec.Struct]) -> dict[str, object]:
+    """With numbers as text where an option is text: `cpu=4` on a command line is read as a number."""
+    text = {field.encode_name for field in msgspec.structs.fields(struct) if field.type is str}
+    return {
+        key: str(value) if key in text and isinstance(value, int | float) and not isinstance(value, bool) else value
+        for key, value in options.items()
+    }
