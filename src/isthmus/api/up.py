@@ -43,6 +43,7 @@ from isthmus.runtime.processes.signals import Stop, uninterrupted
 from isthmus.runtime.service.agent import local_address
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.fleet_probe import probe_fleet
+from isthmus.runtime.service.fleet_state import remove_state
 from isthmus.runtime.service.probe_questions import speed_question
 
 ANY_PORT = 9
@@ -127,6 +128,7 @@ def _started(
     with contextlib.ExitStack() as stack:
         folder.path.mkdir(parents=True, exist_ok=True)
         log = stack.enter_context(AgentLog(folder.path / AGENTS_LOG, observer.note if verbose else None))
+        remove_state(state)  # of a run that was killed: its devices have our agents' names
         stack.callback(shutil.rmtree, state, ignore_errors=True)
         service = stack.enter_context(serving_fleet(msgspec.structs.replace(serving, state=state), say))
         cluster = Cluster(launcher, service, specs, log, observer.note)

@@ -41,7 +41,6 @@ class LocalLauncher:
 
     def start(self, agents: Sequence[AgentSpec], folder: Path, log: Callable[[str, str], None]) -> None:
         self._folder = folder / "local"
-        shutil.rmtree(self._folder, ignore_errors=True)  # of a run that was killed: its agents know an old address
         self._agents, self._islands = ForkedAgents(log), ChildAgents(log)
         for agent in agents:
             self.restart(agent)

@@ -6,8 +6,10 @@ Commands of the same user on the same machine (`isthmus ticket`, `isthmus device
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Generator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -24,6 +26,18 @@ _LEAVING = "leaving-"
 _CLAIM = "serving.claim"
 _REMEDY = "remove the folder it is in: `isthmus serve` makes another"
 Addresses = tuple[tuple[str, int], ...]
+
+
+def remove_state(folder: Path) -> None:
+    """What a coordinator that was killed has left. UserError while one serves."""
+    if folder.is_dir():
+        with _served(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _served(folder: Path) -> AbstractContextManager[None]:
+    taken = "another coordinator serves this fleet: end it first, or choose another folder with --state"
+    return claimed(folder / _CLAIM, f"state folder {folder}: {taken}")
 
 
 class FleetState:
@@ -48,8 +62,7 @@ class FleetState:
     def served(self) -> Generator[None]:
         """This process alone coordinates the fleet meanwhile: a second one would put its own address into all tickets
         from then on. UserError while another process does."""
-        taken = "another coordinator serves this fleet: end it first, or choose another folder with --state"
-        with claimed(self.folder / _CLAIM, f"state folder {self.folder}: {taken}"):
+        with _served(self.folder):
             yield
 
     def listens_at(self, addresses: Addresses) -> None:
