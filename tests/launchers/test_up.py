@@ -110,12 +110,15 @@ def test_ctrl_c_while_agents_join_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists(), "nothing was run"
 
 
-def test_agents_end_with_a_command_that_is_killed(tmp_path: Path) -> None:
-    up = _Up(tmp_path)
+def test_agents_end_with_a_command_that_is_killed_and_it_can_be_given_again(tmp_path: Path) -> None:
+    up = _Up(tmp_path, "--run", "run")
     soon(lambda: up.has("is here"), WITHIN_S)
     up.process.kill()
     assert up.ended() == -signal.SIGKILL
     soon(lambda: not processes_with(f"{tmp_path.name}-"), 60.0)
+    again = _Up(tmp_path, "--run", "run", "--set", "training.steps=3")
+    assert again.ended() == 0, again.printed.read_text()
+    _check_nothing_left(tmp_path)
 
 
 @pytest.mark.parametrize(
