@@ -45,6 +45,7 @@ COMPONENTS = {
     "launchers": ("isthmus.runtime.launchers", "isthmus.runtime.service"),  # agents without a run
     "parrot_figures": ("isthmus.api.federated_simulation", "isthmus.data", "isthmus.federated", "isthmus.protocol"),
     "placement_runs": ("isthmus.training",),  # the plain module beside the runs
+    "proven_gaps": ("isthmus.api.proof", "isthmus.verification"),  # bounds of problems without a job
     "reconstruction": ("isthmus.runtime.coordinator", "isthmus.training"),  # what an attacker sees of a stage
     "sky": ("isthmus.planners.network",),
     "snapshots": ("isthmus.runtime.coordinator.stage_assignments",),  # bytes of states

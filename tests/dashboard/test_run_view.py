@@ -100,7 +100,7 @@ def test_what_is_no_run_says_so(recorded: Path, tmp_path: Path) -> None:
     (recorded / "plan.json").write_text("{")
     shown: Any = overview(WatchedRun(recorded))
     assert shown["state"] == "broken" and "plan.json" in shown["problem"]
-    with pytest.raises(UserError, match="expected a folder of this machine"):
+    with pytest.raises(UserError, match="expected a path of this machine"):
         FolderSource(Path("s3://bucket/run"))
     assert list(FolderSource(recorded.parent).runs()) == ["recorded"]
 

@@ -124,9 +124,9 @@ def test_addresses_in_place_of_folders(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     where = "s3://bucket/runs"
     job = write_job(tmp_path)
-    refused(isthmus("plan", job, "--picture", f"{where}/plan.png"), 2, where, "a folder of this machine")
-    refused(isthmus("export", "runs/x", where), 2, where, "a folder of this machine")
-    refused(isthmus("devices", "--state", where), 2, where, "a folder of this machine")
+    refused(isthmus("plan", job, "--picture", f"{where}/plan.png"), 2, where, "a path of this machine")
+    refused(isthmus("export", "runs/x", where), 2, where, "a path of this machine")
+    refused(isthmus("devices", "--state", where), 2, where, "a path of this machine")
     refused(isthmus("train", edited(job, ("run_dir = ", f'run_dir = "{where}" #'))), 2, "run_dir", where)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.toml"]
 
