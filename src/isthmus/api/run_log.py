@@ -12,9 +12,6 @@ import msgspec
 from isthmus.api.observer import StepDone
 from isthmus.api.run_entries import ENTRIES, SPANS, RunEntry
 from isthmus.plans import PlanPeriod
-from isthmus.plans.worker_ids import device_of
-from isthmus.protocol.coordinator_events import DeviceJoined, ReleaseDevice
-from isthmus.protocol.run_events import Note, RejectDevice, RunEvent, RunInstruction
 from isthmus.trace import Span
 
 LEAST_S = 0.5
@@ -95,15 +92,15 @@ class RunLog:
         if text != self._reason:
             self._add(RunEntry(at_s=self._clock(), kind="note", text=text))
 
-    def decided(self, _now_s: float, event: RunEvent, instructions: Sequence[RunInstruction]) -> None:
-        """What the run's machine decided: who came, who is lost, who left."""
-        if isinstance(event, DeviceJoined):
-            self._add(RunEntry(at_s=self._clock(), kind="joined", device=device_of(event.device)))
-        for device in dict.fromkeys(device_of(i.device) for i in instructions if isinstance(i, RejectDevice)):
-            self._reason = next((i.text for i in instructions if isinstance(i, Note)), "")
-            self._add(RunEntry(at_s=self._clock(), kind="lost", device=device, text=self._reason))
-        for device in dict.fromkeys(device_of(i.device) for i in instructions if isinstance(i, ReleaseDevice)):
-            self._add(RunEntry(at_s=self._clock(), kind="left", device=device))
+    def joined(self, device: str) -> None:
+        self._add(RunEntry(at_s=self._clock(), kind="joined", device=device))
+
+    def lost(self, device: str, reason: str) -> None:
+        self._reason = reason
+        self._add(RunEntry(at_s=self._clock(), kind="lost", device=device, text=reason))
+
+    def left(self, device: str) -> None:
+        self._add(RunEntry(at_s=self._clock(), kind="left", device=device))
 
     def ended(self, outcome: str, reason: str = "") -> None:
         """The session is over. `reason` is empty where it went well."""

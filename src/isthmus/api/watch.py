@@ -70,8 +70,13 @@ class Watch:
 
     def decided(self, now_s: float, event: RunEvent, instructions: Sequence[RunInstruction]) -> None:
         """What the run's machine decided."""
-        self.log.decided(now_s, event, instructions)
         for fault in faults_of(self._done, event, instructions):
+            if fault.kind == "joined":
+                self.log.joined(fault.device)
+            elif fault.kind == "lost":
+                self.log.lost(fault.device, fault.text)
+            elif fault.kind == "left":
+                self.log.left(fault.device)
             if self._running or fault.kind != "joined":  # those that it begins with are no news
                 self._callbacks.fault(fault)
 
