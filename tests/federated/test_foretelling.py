@@ -96,7 +96,7 @@ def test_rounds_closed_early_and_tried_again_are_told(tmp_path: Path) -> None:
 def test_a_simulation_without_sites_left_says_why_it_ended(when: str, tmp_path: Path) -> None:
     lost = [word for name in ("north", "south", "east") for word in ("--fault", f"{name}@{when}")]
     done = isthmus("simulate", deployed(tmp_path), "--json", *lost)
-    assert done.code == 0, done.err
+    assert done.code == 4, done.err
     found = json.loads(done.out)
     assert found["outcome"] == "lost" and found["reason"] and found["rounds"] < 6
     assert {"text": "site north was lost: its connection closed", "time_s": float(when[:-1])} in found[

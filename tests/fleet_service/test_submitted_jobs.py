@@ -19,10 +19,11 @@ import pytest
 
 import isthmus as isthmus_package
 from isthmus.api import job_queue
-from isthmus.api.federated_run import FederatedChoices, ServeAs
+from isthmus.api.federated_run import ServeAs
 from isthmus.api.job_queue import run_queue
 from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Choices
+from isthmus.api.run_session import RunChoices
 from isthmus.api.terminal import logged
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, load_federated_job
@@ -191,7 +192,7 @@ def test_a_federated_job_is_deployed(fleet: Fleet, tmp_path: Path) -> None:
     assert isthmus("submit", job, "--state", fleet.state.folder).code == 0
     deployed: list[object] = []
 
-    def deploy(job: FederatedJob, choices: FederatedChoices, serving: ServeAs, *_: object) -> None:
+    def deploy(job: FederatedJob, choices: RunChoices, serving: ServeAs, *_: object) -> None:
         with serving(lambda _: None) as service:
             deployed.append((job, choices.resume, service))
         _ctrl_c()

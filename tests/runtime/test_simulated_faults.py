@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -135,6 +136,14 @@ def test_the_command(tmp_path: Path) -> None:
     found = isthmus("simulate", *job, "--fault", "desk@1s+5s", "--json")
     assert found.code == 0, found.err
     assert '"recoveries": [' in found.out and '"detected_after_s"' in found.out
+
+
+def test_the_exit_code_is_that_of_the_run(tmp_path: Path) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    fleet = ("--fleet", str(examples / "two-machines-fleet.toml"))
+    job = (str(examples / "two-machines.toml"), *fleet, "--steps", "20")
+    found = isthmus("simulate", *job, "--fault", "desk@1s", "--fault", "laptop@1s", "--json")
+    assert found.code == 4 and json.loads(found.out)["outcome"] == "lost", found.err
 
 
 def test_all_devices_die_at_once_and_come_back(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import pipeline as pipeline
     from isthmus.api import probe as probe
     from isthmus.api import run as run
+    from isthmus.api import run_session as run_session
     from isthmus.api import serve as serve
     from isthmus.api import status as status
     from isthmus.api import terminal as terminal

@@ -12,7 +12,7 @@ import msgspec
 from isthmus.api.make_plan import eval_edges, fleet_for, plan_for, simulation_options
 from isthmus.api.observer import Observer
 from isthmus.api.search import searched
-from isthmus.errors import UserError
+from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.job import Job, Prepared, prepare
@@ -52,6 +52,11 @@ class FaultedRun(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def trace(self) -> Trace:
         return self.run.trace
+
+    @property
+    def exit_code(self) -> int:
+        """That a real run would end with."""
+        return PeerError.exit_code if self.run.finish.outcome == "lost" else 0
 
     @property
     def steps(self) -> int:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from isthmus.api.callbacks import ATTACHED, Attached, given_callbacks, tracked
 from isthmus.api.federated_result import FederatedResult
-from isthmus.api.federated_run import FederatedChoices, run_simulated
+from isthmus.api.federated_run import run_simulated
 from isthmus.api.folder import GIVEN
 from isthmus.api.given import TARGET, Arrays, check_arguments, columns_of, inputs_of, kept_folder, module_of
 from isthmus.api.notebook import default_observer
 from isthmus.api.observer import Observer
+from isthmus.api.run_session import RunChoices
 from isthmus.api.samples import Samples, write_arrays
 from isthmus.data import DataSpec
 from isthmus.data.partition import PartitionSpec
@@ -89,9 +90,7 @@ def federate(
     if job is not None:
         if objects := [name for name in given if name not in ATTACHED]:
             raise UserError(f"federate: got a job and {', '.join(objects)}, expected one or the other: see overrides")
-        choices = FederatedChoices(
-            resume=resume, run=where, again="resume=True", callbacks=callbacks, dashboard=dashboard
-        )
+        choices = RunChoices(resume=resume, run=where, again="resume=True", callbacks=callbacks, dashboard=dashboard)
         return run_simulated(tracked(federated_job_of(job, overrides), given), choices, observer, stop)
     model, clients = given.get("model"), given.get("clients")
     if model is None or clients is None:
@@ -102,7 +101,7 @@ def federate(
     with kept_folder(name, where, overrides, observer.note, resume=resume) as folder:
         made = _job(built, model, clients, given, folder.path / GIVEN)
         made = federated_job_of(msgspec.structs.replace(made, name=name), overrides)
-        choices = FederatedChoices(
+        choices = RunChoices(
             resume=resume, run=folder.path, again="resume=True", callbacks=callbacks, dashboard=dashboard
         )
         return run_simulated(tracked(made, given), choices, observer, stop)

@@ -8,16 +8,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
-from isthmus.api.callbacks import callbacks_of
 from isthmus.api.federated_result import PICTURES, FederatedResult
 from isthmus.api.federated_watch import FederatedWatch
 from isthmus.api.observer import Observer
-from isthmus.api.page import page_beside
-from isthmus.api.stored_run import RoundUploads, chosen_folder, uploaded
-from isthmus.callbacks import Callback, RunEnded
-from isthmus.errors import Interrupted, UserError
+from isthmus.api.run_session import RunChoices, run_session
+from isthmus.api.stored_run import RoundUploads
+from isthmus.callbacks import RunEnded
+from isthmus.errors import UserError
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob, check_deployment, check_simulation
 from isthmus.protocol.federated_events import FinishRounds
@@ -29,24 +26,7 @@ from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 Act = Callable[[], FinishRounds]
 ServeAs = Callable[[Callable[[str], None]], AbstractContextManager[FleetCoordinator]]
 """Opens a service, or one that is open already, that tells people what it does in this way."""
-LEAVING_S = 5.0
-"""Executors of a coordinator that was killed are copies of it and hold its claim until they notice."""
-
-
 Begin = Callable[[Path, FederatedWatch], "tuple[RoundRunner, Act]"]
-
-
-class FederatedChoices(msgspec.Struct, frozen=True, kw_only=True):
-    """How the job is run."""
-
-    resume: bool = False
-    run: Path | None = None
-    again: str = "--resume"
-    """What a person has to say for the run to go on."""
-    callbacks: tuple[Callback, ...] = ()
-    """Besides the job's."""
-    dashboard: bool = False
-    """Whether the run is shown in a browser."""
 
 
 class RoundRunner(Protocol):
@@ -58,7 +38,7 @@ class RoundRunner(Protocol):
     def history(self) -> RoundHistory: ...
 
 
-def run_simulated(job: FederatedJob, choices: FederatedChoices, observer: Observer, stop: Stop) -> FederatedResult:
+def run_simulated(job: FederatedJob, choices: RunChoices, observer: Observer, stop: Stop) -> FederatedResult:
     """Clients of a population, on executors of this machine. Raises Interrupted where it ended at once."""
     stop.check()
     check_simulation(job)
@@ -85,9 +65,7 @@ def run_simulated(job: FederatedJob, choices: FederatedChoices, observer: Observ
     return _in_folder(job, choices, begin, observer, stop)
 
 
-def deploy(
-    job: FederatedJob, choices: FederatedChoices, serving: ServeAs, observer: Observer, stop: Stop
-) -> FederatedResult:
+def deploy(job: FederatedJob, choices: RunChoices, serving: ServeAs, observer: Observer, stop: Stop) -> FederatedResult:
     """At the sites of the service that `serving` opens."""
     stop.check()
     check_deployment(job)
@@ -114,35 +92,19 @@ def deploy(
     return _in_folder(job, choices, begin, observer, stop)
 
 
-def _in_folder(
-    job: FederatedJob, choices: FederatedChoices, begin: Begin, observer: Observer, stop: Stop
-) -> FederatedResult:
-    folder = chosen_folder(
-        Path(job.run_dir), job.name, resume=choices.resume, run=choices.run, store=job.store, note=observer.note
-    )
-    folder.check_kind(federated=True)
-    page = page_beside(folder.path if choices.dashboard else None, observer.note)
-    with folder.claimed(LEAVING_S if choices.resume else 0.0), page:
-        try:
-            callbacks = callbacks_of(job, choices.callbacks, observer.note)
-            with (
-                callbacks.session(folder.path),
-                uploaded(job.store, folder, choices.again, observer.note, resume=choices.resume) as uploads,
-            ):
-                rounds = RoundUploads(uploads, folder.path)
-                watch = FederatedWatch(job, rounds, observer, callbacks, stop)
-                result = _watched(job, choices, folder.path, lambda path: begin(path, watch), observer)
-                outcome = "interrupted" if result.outcome == "interrupted" else "done"
-                callbacks.end(RunEnded(run=folder.path, outcome=outcome, pictures=result.pictures))
-            return result
-        except KeyboardInterrupt:
-            what = f"interrupted: resume with {choices.again}, run folder {folder.path}"
-            raise Interrupted(what, folder.path if folder.begun else None) from None
+def _in_folder(job: FederatedJob, choices: RunChoices, begin: Begin, observer: Observer, stop: Stop) -> FederatedResult:
+    with run_session(job, choices, observer) as session:
+        folder, callbacks = session.folder.path, session.callbacks
+        watch = FederatedWatch(job, RoundUploads(session.uploads, folder), observer, callbacks, stop)
+        result = _watched(job, choices, folder, lambda path: begin(path, watch), observer)
+        outcome = "interrupted" if result.outcome == "interrupted" else "done"
+        callbacks.end(RunEnded(run=folder, outcome=outcome, pictures=result.pictures))
+        return result
 
 
 def _watched(
     job: FederatedJob,
-    choices: FederatedChoices,
+    choices: RunChoices,
     folder: Path,
     begin: Callable[[Path], tuple[RoundRunner, Act]],
     observer: Observer,

@@ -23,7 +23,7 @@ import numpy as np
 from isthmus.api.fault_simulation import fault_text
 from isthmus.api.federated_timeline import FederatedTimeline, simulate_struck
 from isthmus.data.clients import ClientData
-from isthmus.errors import UserError, unknown_name
+from isthmus.errors import PeerError, UserError, unknown_name
 from isthmus.federated.client_costs import ClientCosts
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.executor_fleet import ExecutorFleet, transfer_s
@@ -70,6 +70,11 @@ class SimulatedRounds(NamedTuple):
     """With a fleet: of every executor."""
     timeline: FederatedTimeline | None = None
     """Where faults were given."""
+
+    @property
+    def exit_code(self) -> int:
+        """That a real run would end with."""
+        return PeerError.exit_code if self.timeline is not None and self.timeline.run.finish.outcome == "lost" else 0
 
     def summary(self) -> dict[str, object]:
         """As JSON has it."""

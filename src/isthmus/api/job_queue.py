@@ -13,11 +13,12 @@ from typing import NamedTuple, TextIO, TypeVar
 
 import msgspec
 
-from isthmus.api.federated_run import FederatedChoices, deploy
+from isthmus.api.federated_run import deploy
 from isthmus.api.folder import RunFolder
 from isthmus.api.jobs import opened
 from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Choices, run_job
+from isthmus.api.run_session import RunChoices
 from isthmus.data.allowed import refuse_paths
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.federated.job import FederatedJob, check_deployment
@@ -155,7 +156,7 @@ def _run(job: Submitted, service: FleetCoordinator, queue: JobQueue, observer: O
     if job.kind == "federated":
         made = msgspec.json.decode(job.document, type=FederatedJob)
         folder = _folder(job, made.run_dir, queue)
-        choices = FederatedChoices(resume=folder.begun, run=folder.path, again=again)
+        choices = RunChoices(resume=folder.begun, run=folder.path, again=again)
         return deploy(made, choices, lambda _: contextlib.nullcontext(service), observer, stop).outcome
     made = msgspec.json.decode(job.document, type=Job)
     folder = _folder(job, made.run_dir, queue)

@@ -6,21 +6,20 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from isthmus.api.callbacks import callbacks_of
 from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import fleet_for, plan_for, predict_periods
 from isthmus.api.observer import Observer
-from isthmus.api.page import page_beside
 from isthmus.api.run import Run, finite_points, loss_unit
+from isthmus.api.run_session import RunChoices, RunSession, run_session
 from isthmus.api.search import searched
-from isthmus.api.stored_run import Uploads, chosen_folder, uploaded
 from isthmus.api.watch import Watch
-from isthmus.callbacks import Callback, Callbacks, RunEnded, RunStarted
+from isthmus.callbacks import RunEnded, RunStarted
 from isthmus.data.description import difference, joined_descriptions
-from isthmus.errors import Interrupted, UserError
+from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
 from isthmus.job import Job, Prepared, constraints_of, described_in, keep_prepared, kept_prepared, prepare
@@ -41,65 +40,73 @@ from isthmus.training.checkpoint import newest_whole_checkpoint, read_manifest
 from isthmus.units import format_duration
 
 
-class Choices(msgspec.Struct, frozen=True, kw_only=True):
+class Choices(RunChoices, frozen=True, kw_only=True):
     """How the job is run."""
 
-    resume: bool = False
-    run: Path | None = None
     plan: Path | None = None
     """A plan document to follow."""
     backend: Backend | None = None
     """Devices of a fleet, at their own speed; None: a process for each device here, emulated as the job says."""
     devices_stay: bool = True
     """Whether devices of a run that was left in its middle may be at work still."""
-    again: str = "--resume"
-    """What a person has to say for the run to go on."""
-    callbacks: tuple[Callback, ...] = ()
-    """Besides the job's."""
-    dashboard: bool = False
-    """Whether the run is shown in a browser."""
 
 
 def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
     """To its end, or to a good end once it is to stop: then what is leased is finished, and a checkpoint saved. Raises
     Interrupted where it ended at once: before it began, or by a second Ctrl-C."""
     stop.check()
-    folder = run_folder(job, choices, observer.note)
-    folder.check_kind(federated=False)
-    with folder.claimed(), page_beside(folder.path if choices.dashboard else None, observer.note):
-        try:
-            callbacks = callbacks_of(job, choices.callbacks, observer.note)
-            with (
-                callbacks.session(folder.path),
-                uploaded(job.store, folder, choices.again, observer.note, resume=choices.resume) as uploads,
-            ):
-                return _run(job, choices, folder, uploads, observer, stop, callbacks)
-        except KeyboardInterrupt:  # a second Ctrl-C, or one before the run began
-            how = f"resume with {choices.again}, run folder {folder.path}" if folder.begun else "nothing was written"
-            raise Interrupted(f"interrupted at once: {how}", folder.path if folder.begun else None) from None
+    with run_session(job, choices, observer) as session:
+        folder = session.folder
+        start = _start(job, choices, folder, observer.note)
+        if start.step >= job.training.steps:
+            observer.note(
+                f"nothing left to do: {folder.path} has {start.step} steps, the job asks for {job.training.steps}"
+            )
+            return Run(folder.path)
+        if choices.resume:
+            where = "from the start: nothing was saved yet" if start.checkpoint is None else f"after step {start.step}"
+            observer.note(f"resuming {folder.path} {where}")
+        planned = _planned(job, choices, folder, start, observer, stop)
+        outcome = _carry_out(planned, start, session, observer, stop)
+        run = _explained(planned, outcome, session, observer)
+        check_outcome(outcome)
+        if outcome.outcome == "interrupted":
+            observer.note(f"interrupted: resume with {choices.again}, run folder {folder.path}")
+        return run
 
 
-def _run(
-    job: Job,
-    choices: Choices,
-    folder: RunFolder,
-    uploads: Uploads,
-    observer: Observer,
-    stop: Stop,
-    callbacks: Callbacks,
-) -> Run:
+class _Start(NamedTuple):
+    """Where a run goes on."""
+
+    step: int
+    """Done before."""
+    checkpoint: Path | None
+    record: RecoveryRecord | None
+    """What is known of a run that devices may be at work for still."""
+
+
+def _start(job: Job, choices: Choices, folder: RunFolder, note: Callable[[str], None]) -> _Start:
+    if not choices.resume:
+        return _Start(0, None, None)
     record = _left_in_its_middle(folder, choices)
-    finite = job.training.non_finite != "ignore"
-    checkpoint = newest_whole_checkpoint(folder.checkpoints, observer.note, finite=finite) if choices.resume else None
-    start_step = read_manifest(checkpoint).step if checkpoint is not None else 0
-    if start_step >= job.training.steps:
-        observer.note(
-            f"nothing left to do: {folder.path} has {start_step} steps, the job asks for {job.training.steps}"
-        )
-        return Run(folder.path)
-    if choices.resume:
-        where = f"after step {start_step}" if checkpoint is not None else "from the start: nothing was saved yet"
-        observer.note(f"resuming {folder.path} {where}")
+    checkpoint = newest_whole_checkpoint(folder.checkpoints, note, finite=job.training.non_finite != "ignore")
+    return _Start(read_manifest(checkpoint).step if checkpoint is not None else 0, checkpoint, record)
+
+
+class _Planned(NamedTuple):
+    """What a run follows."""
+
+    prepared: Prepared
+    plan: Plan
+    fleet: Fleet
+    """As it was described."""
+    believed: Fleet | None
+    """With speeds as an earlier session measured them."""
+    holders: DataHolders
+    backend: Backend
+
+
+def _planned(job: Job, choices: Choices, folder: RunFolder, start: _Start, observer: Observer, stop: Stop) -> _Planned:
     fleet = fleet_for(job)
     backend = choices.backend or LocalBackend(starts_again=True, places=local_places(job.runtime.device, fleet.names))
     holders = DataHolders(
@@ -110,37 +117,39 @@ def _run(
         alike=not job.plan.feeders,
         note=observer.note,
     )
-    prepared = _prepared(job, folder, holders, observer, in_its_middle=record is not None)
+    prepared = _prepared(job, folder, holders, observer, in_its_middle=start.record is not None)
     kept = choices.plan or folder.plan_to_keep(job, fleet)
     believed = folder.fitted(fleet) if choices.resume else None
     if believed is not None:
         observer.note(f"speeds as measured before: {fitted_text(believed)}")
     planned_on = fleet if believed is None or kept is not None else believed
-    plan = record.plan if record is not None else searched(observer, stop, lambda: plan_for(prepared, planned_on, kept))
+    if start.record is not None:
+        plan = start.record.plan
+    else:
+        plan = searched(observer, stop, lambda: plan_for(prepared, planned_on, kept))
     prepared = prepared.cut_into(plan.micro_batches)
     observer.planned(plan, planned_on, prepared.captured.train)
     for line in protection_text(prepared, plan, planned_on):
         observer.note(line)
     observer.note(f"run folder: {folder.path}")
     holders.ask(readers(plan, prepared.captured, evaluates=job.evaluates))
+    return _Planned(prepared, plan, fleet, believed, holders, backend)
+
+
+def _carry_out(planned: _Planned, start: _Start, session: RunSession, observer: Observer, stop: Stop) -> Outcome:
+    prepared, plan, fleet = planned.prepared, planned.plan, planned.fleet
+    folder, callbacks, uploads = session
+    watch = Watch(prepared, plan, folder, observer, callbacks, uploads)
 
     def begin() -> None:
-        # Where devices hold more than the checkpoint, what was lost is not known yet: see Watch.rolled_back.
-        start = start_step if record is None else job.training.steps
-        folder.begin(prepared.job, fleet, plan, start, observer.note)
-        folder.keep_described(holders.described)
-        if record is None:  # else devices are waiting, and it was all done before
-            folder.graph.write_bytes(encode(prepared.captured.train))
-            if choices.backend is not None:
-                keep_prepared(prepared, folder.captured)
-            draw_plan(plan, fleet, folder.plan_picture)
-        watch.began(start_step)
+        _begin_folder(planned, start, folder, observer)
+        watch.began(start.step)
         callbacks.start(
             RunStarted(
                 run=folder.path,
                 kind="pipeline",
-                steps=job.training.steps,
-                first_step=start_step,
+                steps=prepared.job.training.steps,
+                first_step=start.step,
                 settings=msgspec.to_builtins(prepared.job),
                 plan=plan,
                 pictures={"plan": folder.plan_picture} if folder.plan_picture.is_file() else {},
@@ -148,7 +157,6 @@ def _run(
             )
         )
 
-    watch = Watch(prepared, plan, folder, observer, callbacks, uploads)
     observer.began(plan)
     try:
         outcome = run_plan(
@@ -156,7 +164,7 @@ def _run(
             plan,
             fleet,
             folder.path,
-            msgspec.structs.replace(_options(prepared, backend, holders, checkpoint, record, believed), stop=stop),
+            msgspec.structs.replace(_options(planned, start), stop=stop),
             Watcher(
                 accepted=begin,
                 planned=watch.planned,
@@ -170,14 +178,33 @@ def _run(
         )
     finally:
         observer.ended()
-    if record is not None:
+    watch.log.ended(outcome.outcome, _reason(outcome))
+    if start.record is not None:
         draw_plan(plan, fleet, folder.plan_picture)
-    predicted = predict_periods(prepared, outcome.periods)
-    measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=plan.sync.period)
+    return outcome
+
+
+def _begin_folder(planned: _Planned, start: _Start, folder: RunFolder, observer: Observer) -> None:
+    prepared, plan, fleet = planned.prepared, planned.plan, planned.fleet
+    # Where devices hold more than the checkpoint, what was lost is not known yet: see Watch.rolled_back.
+    kept_until = start.step if start.record is None else prepared.job.training.steps
+    folder.begin(prepared.job, fleet, plan, kept_until, observer.note)
+    folder.keep_described(planned.holders.described)
+    if start.record is not None:  # devices are waiting, and it was all done before
+        return
+    folder.graph.write_bytes(encode(prepared.captured.train))
+    if planned.backend.survives_coordinator:
+        keep_prepared(prepared, folder.captured)
+    draw_plan(plan, fleet, folder.plan_picture)
+
+
+def _explained(planned: _Planned, outcome: Outcome, session: RunSession, observer: Observer) -> Run:
+    """Traces, pictures, summary and measured speeds, in the folder."""
+    folder, fleet = session.folder, planned.fleet
+    predicted = predict_periods(planned.prepared, outcome.periods)
+    measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=planned.plan.sync.period)
     folder.write_traces(predicted, measured, outcome.periods)
-    reason = "" if outcome.outcome in ("done", "interrupted") else outcome.reason
-    watch.log.ended(outcome.outcome, reason)
-    _report(folder, prepared, (predicted, measured), outcome)
+    _report(folder, planned.prepared, (predicted, measured), outcome)
     run = Run(folder.path, outcome.outcome)
     observer.reported(run)
     fitted = fit_fleet(fleet, outcome.periods, measured.spans)
@@ -185,16 +212,19 @@ def _run(
         folder.keep_fitted(fitted)
         observer.note(f"measured: {fitted_text(fitted)}; isthmus calibrate {folder.path} writes such a fleet")
     _warn_late(observer, outcome)
-    callbacks.end(RunEnded(run=folder.path, outcome=outcome.outcome, reason=reason, pictures=run.pictures))
-    check_outcome(outcome)
-    if outcome.outcome == "interrupted":
-        observer.note(f"interrupted: resume with {choices.again}, run folder {folder.path}")
+    session.callbacks.end(
+        RunEnded(run=folder.path, outcome=outcome.outcome, reason=_reason(outcome), pictures=run.pictures)
+    )
     return run
 
 
+def _reason(outcome: Outcome) -> str:
+    """Why it did not end well."""
+    return "" if outcome.outcome in ("done", "interrupted") else outcome.reason
+
+
 def _left_in_its_middle(folder: RunFolder, choices: Choices) -> RecoveryRecord | None:
-    """What is known of a run that devices may be at work for still."""
-    if not choices.resume or choices.backend is None or not choices.devices_stay:
+    if choices.backend is None or not choices.devices_stay:
         return None
     record = read_record(folder.path)
     if record is not None:
@@ -218,25 +248,18 @@ def _prepared(
     return prepare(job, samples)
 
 
-def _options(
-    prepared: Prepared,
-    backend: Backend,
-    holders: DataHolders,
-    checkpoint: Path | None,
-    record: RecoveryRecord | None,
-    believed: Fleet | None,
-) -> RunOptions:
+def _options(planned: _Planned, start: _Start) -> RunOptions:
+    prepared, backend, holders = planned.prepared, planned.backend, planned.holders
     # The numbers follow from how a batch is cut: that stays as it is.
     kept = msgspec.structs.replace(prepared.job.plan, micro_batches=())
     again = msgspec.structs.replace(prepared, job=msgspec.structs.replace(prepared.job, plan=kept))
-    replan = partial(_plan_again, again, holders)
     return RunOptions(
         emulate=not backend.survives_coordinator and prepared.job.runtime.emulate,
-        resume_from=checkpoint,
+        resume_from=start.checkpoint,
         backend=backend,
-        record=record,
-        replan=replan,
-        believed=believed,
+        record=start.record,
+        replan=partial(_plan_again, again, holders),
+        believed=planned.believed,
         holders=holders,
     )
 
@@ -253,13 +276,6 @@ def _plan_again(prepared: Prepared, holders: DataHolders, fleet: Fleet) -> Plan:
         if not left:
             raise UserError(f"data: of the devices that are left, none has described them: {', '.join(unknown)}")
         fleet = fleet.subset(left)
-
-
-def run_folder(job: Job, choices: Choices, note: Callable[[str], None]) -> RunFolder:
-    """Of the run to resume, or a new one. UserError."""
-    return chosen_folder(
-        Path(job.run_dir), job.name, resume=choices.resume, run=choices.run, store=job.store, note=note
-    )
 
 
 def _report(folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], outcome: Outcome) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from isthmus.api.federated import federated_job_of
 from isthmus.api.federated_result import FederatedResult
-from isthmus.api.federated_run import FederatedChoices, deploy
+from isthmus.api.federated_run import deploy
 from isthmus.api.job_overrides import job_of
 from isthmus.api.job_queue import Logged, run_queue
 from isthmus.api.notebook import default_observer
@@ -21,6 +21,7 @@ from isthmus.api.observer import Observer, Written
 from isthmus.api.page import page_beside
 from isthmus.api.pipeline import Choices, run_job
 from isthmus.api.run import Run
+from isthmus.api.run_session import RunChoices
 from isthmus.api.states import PORT, state_folder, timeout_s
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, is_federated
@@ -38,7 +39,7 @@ def serve_job(job: Job, choices: Choices, serving: Serving, observer: Observer, 
 
 
 def serve_federated(
-    job: FederatedJob, choices: FederatedChoices, serving: Serving, observer: Observer, stop: Stop
+    job: FederatedJob, choices: RunChoices, serving: Serving, observer: Observer, stop: Stop
 ) -> FederatedResult:
     """Until its rounds are done."""
     return deploy(job, choices, lambda log: serving_fleet(serving, log), observer, stop)
@@ -169,7 +170,7 @@ def serve(
         serve_submitted(serving, observer, Written, dashboard=dashboard)
         return None
     if isinstance(job, FederatedJob) or (not isinstance(job, Job) and is_federated(Path(job))):
-        choices = FederatedChoices(resume=resume, run=folder, again="resume=True", dashboard=dashboard)
+        choices = RunChoices(resume=resume, run=folder, again="resume=True", dashboard=dashboard)
         return serve_federated(federated_job_of(job, overrides), choices, serving, observer, stop)
     choices = Choices(resume=resume, run=folder, again="resume=True", dashboard=dashboard)
     return serve_job(job_of(job, overrides), choices, serving, observer, stop)

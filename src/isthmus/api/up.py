@@ -18,8 +18,9 @@ from isthmus.api.job_overrides import job_of
 from isthmus.api.make_plan import fleet_for
 from isthmus.api.notebook import default_observer
 from isthmus.api.observer import Observer
-from isthmus.api.pipeline import Choices, run_folder, run_job
+from isthmus.api.pipeline import Choices, run_job
 from isthmus.api.run import Run
+from isthmus.api.run_session import RunChoices, folder_of
 from isthmus.api.serve import Serving, serving_fleet
 from isthmus.api.states import timeout_s
 from isthmus.api.up_choices import (
@@ -60,7 +61,7 @@ def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) ->
     launcher.check()
     specs = agent_specs(agent_names(asked, fleet, launcher.nodes()), asked, fleet, here=not launcher.head)
     serving = _serving(asked, launcher.head)
-    folder = run_folder(job, Choices(resume=asked.resume, run=asked.run), observer.note)
+    folder = folder_of(job, RunChoices(resume=asked.resume, run=asked.run), observer.note)
     interrupted = False
     try:
         with _started(folder, launcher, specs, serving, observer, verbose=asked.verbose) as (cluster, service):

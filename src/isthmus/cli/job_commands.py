@@ -81,27 +81,29 @@ def simulate(
     """Run the plan on a virtual clock: the same machines as a real run, with modelled durations.
 
     Without --steps it simulates 4; with faults the whole run: when each is detected, how the run recovers, its new
-    plans. Of a job with a table [federated]: its rounds, with clients' times by its fleet or as measured here;
-    faults are of its sites, of its fleet's devices or of executor-0, executor-1, ...
+    plans; the exit code is the run's. Of a job with a table [federated]: its rounds, with clients' times by its fleet
+    or as measured here; faults are of its sites, of its fleet's devices or of executor-0, executor-1, ...
     """
     api.output.check_folder("--picture", picture)
     faults = api.fault_simulation.read_faults(struck.given)
     job = asked.any_job(job_file, None, plan=plan_file, trace=trace_file, picture=picture)
     if isinstance(job, isthmus.FederatedJob):
-        _simulate_rounds(api.federated_simulation.simulate_rounds(job, faults), json=json)
-        return
+        raise typer.Exit(_simulate_rounds(api.federated_simulation.simulate_rounds(job, faults), json=json))
     if faults:
         found = api.fault_simulation.simulate_faults(job, faults, _terminal(), isthmus.Stop(), plan_file)
+        code = found.exit_code
     else:
+        code = 0
         job = api.job_overrides.Changes(steps=asked.steps or STEPS).of(job)
         found = api.job_plans.simulate_job(job, _terminal(), isthmus.Stop(), plan_file)
     api.output.write_file("--trace", trace_file, lambda path: api.output.write_perfetto([found.trace], path))
     api.output.write_file("--picture", picture, found.draw)
     if json:
         print_json(found.summary())
-        return
-    out().print(api.output.plan_overview(found.plan, found.fleet, found.graph))
-    out().print("\n".join(found.lines()), highlight=False)
+    else:
+        out().print(api.output.plan_overview(found.plan, found.fleet, found.graph))
+        out().print("\n".join(found.lines()), highlight=False)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -159,8 +161,8 @@ def train(
     if isinstance(job, isthmus.FederatedJob):
         if dry_run:
             job = msgspec.structs.replace(job, deployment=None)  # it would train here
-            return _simulate_rounds(api.federated_simulation.simulate_rounds(job), json=json)
-        how = api.federated_run.FederatedChoices(resume=resume, run=run, dashboard=dashboard)
+            raise typer.Exit(_simulate_rounds(api.federated_simulation.simulate_rounds(job), json=json))
+        how = api.run_session.RunChoices(resume=resume, run=run, dashboard=dashboard)
         raise typer.Exit(
             show_run(lambda terminal: api.federated_run.run_simulated(job, how, terminal, stop), json=json)
         )
@@ -232,7 +234,9 @@ def _verify(job: isthmus.Job, document: Path, *, bound_unchecked: bool, json: bo
     return 0 if holds else 1
 
 
-def _simulate_rounds(found: api.federated_simulation.SimulatedRounds, *, json: bool) -> None:
+def _simulate_rounds(found: api.federated_simulation.SimulatedRounds, *, json: bool) -> int:
+    """The exit code: that of a real run."""
     show(found.summary(), lambda: api.output.simulated_table(found.rounds, found.line, found.fleet), json=json)
     if found.timeline is not None and not json:
         out().print("\n".join(found.timeline.lines()), highlight=False)
+    return found.exit_code

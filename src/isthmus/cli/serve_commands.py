@@ -52,7 +52,7 @@ def serve(
         raise typer.Exit(130)  # after Ctrl-C
     job = asked.any_job(job_file)
     if isinstance(job, isthmus.FederatedJob):
-        how = api.federated_run.FederatedChoices(resume=resume, run=run, dashboard=dashboard)
+        how = api.run_session.RunChoices(resume=resume, run=run, dashboard=dashboard)
         raise typer.Exit(
             show_run(lambda terminal: api.serve.serve_federated(job, how, serving, terminal, stop), json=json)
         )

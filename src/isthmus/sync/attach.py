@@ -80,6 +80,35 @@ def attach(
     >>> sync.close()
     >>> torch.distributed.destroy_process_group()
     """
+    _check_arguments(model, optimizer, mode, period, options, codec)
+    private = _private(group, model)
+    settings = _Settings(mode, period, codec_name(codec), type(optimizer).__name__, options)
+    workers = _check_alike(model, settings, private)
+    _start_alike(model, private)
+    flat = flatten(model, options.smallest_layer_bytes)
+    updates = Updates(optimizer, flat)
+    averager = Averager(private, options.weight, options.at_once if mode == "asc-wfbp" else 1)
+    setting = Setting(
+        module=model,
+        model=flat,
+        updates=updates,
+        averager=averager,
+        monitor=Monitor(averager, workers),
+        period=period,
+        options=options,
+        codec=codec,
+    )
+    try:
+        return Sync(mode, _MODES[mode](setting), setting)
+    except UserError:
+        updates.detach()
+        averager.close()
+        raise
+
+
+def _check_arguments(
+    model: nn.Module, optimizer: Optimizer, mode: str, period: int, options: Options, codec: DeltaCodec | None
+) -> None:
     kinds: list[tuple[str, object, type]] = [
         ("model", model, nn.Module),
         ("optimizer", optimizer, Optimizer),
@@ -112,29 +141,6 @@ def attach(
     if attached(optimizer):
         raise UserError("isthmus.sync.attach: this optimizer is attached already: close() its Sync first")
     _check_own_memory(model)
-    private = _private(group, model)
-    settings = _Settings(mode, period, codec_name(codec), type(optimizer).__name__, options)
-    workers = _check_alike(model, settings, private)
-    _start_alike(model, private)
-    flat = flatten(model, options.smallest_layer_bytes)
-    updates = Updates(optimizer, flat)
-    averager = Averager(private, options.weight, options.at_once if mode == "asc-wfbp" else 1)
-    setting = Setting(
-        module=model,
-        model=flat,
-        updates=updates,
-        averager=averager,
-        monitor=Monitor(averager, workers),
-        period=period,
-        options=options,
-        codec=codec,
-    )
-    try:
-        return Sync(mode, _MODES[mode](setting), setting)
-    except UserError:
-        updates.detach()
-        averager.close()
-        raise
 
 
 def _check_own_memory(model: nn.Module) -> None:

@@ -1,0 +1,70 @@
+"""What every run has around it, whatever it trains: a folder that is claimed, callbacks, uploads, a page."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from isthmus.api.callbacks import callbacks_of
+from isthmus.api.folder import RunFolder
+from isthmus.api.observer import Observer
+from isthmus.api.page import page_beside
+from isthmus.api.stored_run import Uploads, chosen_folder, uploaded
+from isthmus.callbacks import Callback, Callbacks
+from isthmus.errors import Interrupted
+from isthmus.federated.job import FederatedJob
+from isthmus.job import Job
+
+LEAVING_S = 5.0
+"""Executors of a coordinator that was killed are copies of it and hold its claim until they notice."""
+
+
+class RunChoices(msgspec.Struct, frozen=True, kw_only=True):
+    """How the job is run."""
+
+    resume: bool = False
+    run: Path | None = None
+    again: str = "--resume"
+    """What a person has to say for the run to go on."""
+    callbacks: tuple[Callback, ...] = ()
+    """Besides the job's."""
+    dashboard: bool = False
+    """Whether the run is shown in a browser."""
+
+
+class RunSession(NamedTuple):
+    folder: RunFolder
+    callbacks: Callbacks
+    uploads: Uploads
+
+
+def folder_of(job: Job | FederatedJob, choices: RunChoices, note: Callable[[str], None]) -> RunFolder:
+    """Of the run to resume, or of a new one. UserError."""
+    return chosen_folder(
+        Path(job.run_dir), job.name, resume=choices.resume, run=choices.run, store=job.store, note=note
+    )
+
+
+@contextlib.contextmanager
+def run_session(job: Job | FederatedJob, choices: RunChoices, observer: Observer) -> Generator[RunSession]:
+    """Raises UserError for a folder that is in use or of another kind of run, and Interrupted where the block ends at
+    once: by a second Ctrl-C, or by one before the run began."""
+    folder = folder_of(job, choices, observer.note)
+    federated = isinstance(job, FederatedJob)
+    folder.check_kind(federated=federated)
+    page = page_beside(folder.path if choices.dashboard else None, observer.note)
+    with folder.claimed(LEAVING_S if federated and choices.resume else 0.0), page:
+        try:
+            callbacks = callbacks_of(job, choices.callbacks, observer.note)
+            with (
+                callbacks.session(folder.path),
+                uploaded(job.store, folder, choices.again, observer.note, resume=choices.resume) as uploads,
+            ):
+                yield RunSession(folder, callbacks, uploads)
+        except KeyboardInterrupt:
+            how = f"resume with {choices.again}, run folder {folder.path}" if folder.begun else "nothing was written"
+            raise Interrupted(f"interrupted at once: {how}", folder.path if folder.begun else None) from None
