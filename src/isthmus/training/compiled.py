@@ -203,7 +203,7 @@ def _chosen(engine: TorchEngine, columns: Mapping[Ref, Tensor], backend: Backend
     # Imported when it is needed: with it comes torch's compiler, for seconds.
     inductor = cast("_Inductor", importlib.import_module("torch._inductor.config"))
     inductor.compile_threads = 1  # others are processes that outlive this one, or forks of a process with threads
-    batch = {**_made_up(engine), **columns}
+    batch = {**made_up(engine), **columns}
     try:
         compiled = CompiledProgram(engine.eager, by_torch(backend))
         engine.try_out(compiled, batch)
@@ -233,8 +233,8 @@ def _seconds(engine: TorchEngine, act: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
-def _made_up(engine: TorchEngine) -> dict[Ref, Tensor]:
-    """Whole numbers may be indices: none is too large."""
+def made_up(engine: TorchEngine) -> dict[Ref, Tensor]:
+    """What other stages send in a micro-batch. Whole numbers may be indices: none is too large."""
     draws = torch.Generator().manual_seed(0)
     found: dict[Ref, Tensor] = {}
     for crossing in engine.train.receives:

@@ -94,7 +94,12 @@ def _spread(measure: Operator) -> Operator:
     """Both overloads: `(x, unbiased)`, `(x, dim, unbiased, keepdim)` and `(x, dim, *, correction, keepdim)`."""
 
     def spread(
-        x: Array, dim: Axes | bool = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None
+        x: Array,
+        dim: Axes | bool = None,
+        unbiased: bool = True,
+        keepdim: bool = False,
+        *,
+        correction: float | None = None,
     ) -> Array:
         if isinstance(dim, bool):
             dim, unbiased = None, dim

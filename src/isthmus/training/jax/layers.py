@@ -261,7 +261,11 @@ def _adaptive_avg_pool(dims: int) -> Operator:
         for axis, count in enumerate(_numbers(sizes, dims), start=x.ndim - dims):
             length = x.shape[axis]
             parts = [
-                jnp.mean(lax.slice_in_dim(x, k * length // count, -(-(k + 1) * length // count), axis=axis), axis, keepdims=True)
+                jnp.mean(
+                    lax.slice_in_dim(x, k * length // count, -(-(k + 1) * length // count), axis=axis),
+                    axis,
+                    keepdims=True,
+                )
                 for k in range(count)
             ]
             x = jnp.concatenate(parts, axis)

@@ -173,9 +173,7 @@ def _filled(x: Array, value: Any) -> Array:
     return jnp.broadcast_to(jnp.asarray(value, x.dtype), x.shape)
 
 
-def _sorted(
-    x: Array, dim: int = -1, descending: bool = False, *, stable: bool | None = True
-) -> tuple[Array, Array]:
+def _sorted(x: Array, dim: int = -1, descending: bool = False, *, stable: bool | None = True) -> tuple[Array, Array]:
     """Stable whether asked or not."""
     if x.ndim == 0:
         return x, jnp.zeros((), jnp.int64)
@@ -183,7 +181,7 @@ def _sorted(
     return jnp.take_along_axis(x, where, axis=dim), where
 
 
-def _topk(x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:  # noqa: A002
+def _topk(x: Array, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, Array]:
     values, where = _sorted(x, dim, largest)
     return _slice(values, dim, 0, k), _slice(where, dim, 0, k)
 
@@ -192,7 +190,9 @@ def _roll(x: Array, shifts: int | Sequence[int], dims: int | Sequence[int] = ())
     shifts = shifts if isinstance(shifts, int) or len(shifts) > 1 else shifts[0]
     if not isinstance(dims, int) and not dims:
         return jnp.roll(x, shifts)
-    return jnp.roll(x, shifts, dims if isinstance(dims, int) else tuple(dims) if not isinstance(shifts, int) else dims[0])
+    return jnp.roll(
+        x, shifts, dims if isinstance(dims, int) else tuple(dims) if not isinstance(shifts, int) else dims[0]
+    )
 
 
 def _same(x: Array, *_: object, **__: object) -> Array:

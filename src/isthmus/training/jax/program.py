@@ -1,7 +1,7 @@
 """A stretch of a stage's operators as one function that JAX compiles, forward and backward.
 
-The forward is `jax.jit` of `jax.vjp`: it returns the results, and what the backward needs. Tensors pass between torch and
-JAX by dlpack, without copies where memory is aligned for JAX. Torch's autograd sees one operator per stretch.
+The forward is `jax.jit` of `jax.vjp`: it returns the results, and what the backward needs. Tensors pass between torch
+and JAX by dlpack, without copies where memory is aligned for JAX. Torch's autograd sees one operator per stretch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from jax import Array
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.autograd.function import FunctionCtx
+from torch.fx.node import map_arg
 
 from isthmus.training.compiled import CompiledProgram
 from isthmus.training.jax.elementwise import dtype_of
@@ -36,9 +36,11 @@ def jax_program(program: Program) -> CompiledProgram:
     return CompiledProgram(program, JaxFunction, joins)
 
 
-def without_entry(program: Program) -> tuple[str, ...]:
-    """Operators that torch computes all the same, sorted; those that draw are no news."""
-    return tuple(sorted({step.described.partition(" ")[0] for step in program.steps if not (step.random or joins(step))}))
+def left_to_torch(program: Program) -> tuple[str, ...]:
+    """Operators without an entry, sorted; those that draw are no news."""
+    return tuple(
+        sorted({step.described.partition(" ")[0] for step in program.steps if not (step.random or joins(step))})
+    )
 
 
 class JaxFunction:
@@ -101,8 +103,8 @@ class JaxFunction:
 
 
 def _called(node: fx.Node, found: dict[fx.Node, Any]) -> Any:
-    args = fx.node.map_arg(node.args, lambda one: found[one])
-    kwargs = fx.node.map_arg(node.kwargs, lambda one: found[one])
+    args = map_arg(node.args, lambda one: found[one])
+    kwargs = map_arg(node.kwargs, lambda one: found[one])
     if not isinstance(node.target, OpOverload):  # one of several results
         return cast("Callable[..., object]", node.target)(*args)
     if node.target is torch.ops.aten.detach.default:
@@ -123,12 +125,6 @@ def _called(node: fx.Node, found: dict[fx.Node, Any]) -> Any:
             found[cast(fx.Node, node.args[0])] = result
         return result
     return tuple(jnp.asarray(r).astype(dtype_of(t)) for r, t in zip(cast("Sequence[Any]", result), types, strict=True))
-
-
-class _Context(FunctionCtx):
-    call: JaxFunction
-    needs: tuple[bool, ...]
-    vjp: Any
 
 
 class _Differentiated(torch.autograd.Function):
