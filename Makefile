@@ -64,7 +64,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing PyTorch (`tail -n 1 constraints.txt`; see constraints.txt) ..."
 	@$(PIP) -r constraints.txt $(UNWARNED)
 	@echo "installing Isthmus and what its tests need ..."
-	@$(PIP) -c constraints.txt -e ".[train,hf,lora,stream,privacy,ray,slurm,kubernetes,dashboard,tensorboard,wandb,trackio,mlflow,prometheus,lightning,s3,dev]" $(UNWARNED)
+	@$(PIP) -c constraints.txt -e ".[train,hf,lora,jax,stream,privacy,ray,slurm,kubernetes,dashboard,tensorboard,wandb,trackio,mlflow,prometheus,lightning,s3,dev]" $(UNWARNED)
 	touch $(READY)
 
 clean:

@@ -36,6 +36,7 @@ EXTRAS = {
     "PIL": "vision",
     "pyarrow": "stream",
     "torchvision": "vision",
+    "jax": "jax",
     "ray": "ray",
     "submitit": "slurm",
     "kubernetes": "kubernetes",

@@ -19,7 +19,7 @@ from isthmus.errors import PeerError, StepError
 from isthmus.graph import Ref
 from isthmus.runtime.device.stage_preparation import unless_outdated
 from isthmus.training import compiled as compiled_module
-from isthmus.training.compiled import Backend, CompiledProgram, compile_where_it_pays
+from isthmus.training.compiled import Backend, CompiledProgram, by_torch, compile_where_it_pays
 from isthmus.training.engine import EngineConfig, TorchEngine
 
 CONFIG = EngineConfig(micro_batches=2, micro_batch_size=2)
@@ -35,7 +35,7 @@ def pipelines(name: str, backend: Backend, *, recompute: bool = False) -> tuple[
     again = [recompute] * (len(cut) + 1)
     plain, compiled = (Pipeline(captured, cut, weights_of(build, captured), CONFIG, recompute=again) for _ in range(2))
     for engine in compiled.engines:
-        engine.program = CompiledProgram(engine.eager, backend)
+        engine.program = CompiledProgram(engine.eager, by_torch(backend))
     return plain, compiled
 
 
@@ -114,7 +114,7 @@ def test_an_operator_that_fails_is_named() -> None:
         return call
 
     engine, batch = engine_of("mlp")
-    engine.program = CompiledProgram(engine.eager, fails)
+    engine.program = CompiledProgram(engine.eager, by_torch(fails))
     with pytest.raises(RuntimeError, match=r"kernel\.cpp:33"):
         engine.forward(0, 0, batch)
     wrong = {ref: value if value.is_floating_point() else value + 10**6 for ref, value in batch.items()}
@@ -127,7 +127,7 @@ def test_random_operators_draw_what_they_drew() -> None:
     engine, batch = engine_of("", dropout=True)
     expected = engine.forward(3, 1, batch), engine.loss
     other, _ = engine_of("", dropout=True)
-    other.program = CompiledProgram(other.eager, "eager")
+    other.program = CompiledProgram(other.eager, by_torch("eager"))
     assert (other.forward(3, 1, batch), other.loss) == expected
 
 

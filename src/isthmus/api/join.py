@@ -17,6 +17,7 @@ from isthmus.api.states import timeout_s as read_timeout
 from isthmus.data import dataset_kinds
 from isthmus.data.allowed import check_kind
 from isthmus.data.callables import is_callable_name
+from isthmus.engines import check_engine
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.federated.task_spec import SiteConfig, load_site
 from isthmus.runtime.device.island_ranks import Island, attend, island_here
@@ -318,6 +319,8 @@ class HowToJoin(TypedDict, total=False):
     """`all`, or numbers of accelerators, of which each is a device of its own; `auto`: as `all` where there is one."""
     memory: str
     """What jobs may take of it, as "4 GiB"; by default all."""
+    engine: str
+    """What computes: `torch`, which is the default, or `jax`."""
     data: Path
     """Folder with its data: jobs name files in it, no others."""
     data_kinds: str
@@ -342,7 +345,11 @@ def join(
 
     >>> isthmus.join(ticket, name="desk", device="cpu", memory="4 GiB")  # doctest: +SKIP
     """
-    place = ProcessPlace(data=how.get("data"), data_kinds=kinds_of(how.get("data_kinds", "")))
+    place = ProcessPlace(
+        engine=check_engine("engine", how.get("engine", "torch")),
+        data=how.get("data"),
+        data_kinds=kinds_of(how.get("data_kinds", "")),
+    )
     asked = JoinOptions(
         state=how.get("state"),
         name=how.get("name"),

@@ -108,7 +108,8 @@ class _Planned(NamedTuple):
 
 def _planned(job: Job, choices: Choices, folder: RunFolder, start: _Start, observer: Observer, stop: Stop) -> _Planned:
     fleet = fleet_for(job)
-    backend = choices.backend or LocalBackend(starts_again=True, places=local_places(job.runtime.device, fleet.names))
+    places = local_places(job.runtime.device, fleet.names, job.runtime.engine)
+    backend = choices.backend or LocalBackend(starts_again=True, places=places)
     holders = DataHolders(
         backend.asks(stop),
         job.data,

@@ -52,6 +52,7 @@ def join(
             "--per-rank", help="Under torchrun: each rank is a device, NAME/RANK; a ticket per line and rank."
         ),
     ] = False,
+    engine: Annotated[str, typer.Option("--engine", help="What computes: torch or jax.")] = "torch",
     data: Annotated[
         Path | None, typer.Option("--data", help="Folder with this device's data: jobs name files in it, no others.")
     ] = None,
@@ -81,6 +82,7 @@ def join(
         port=port,
         address=address,
         relayed=relayed,
+        engine=api.join.check_engine("--engine", engine),
         data=data,
         data_kinds=api.join.kinds_of(data_kinds),
         memory_bytes=api.join.memory_of(memory),

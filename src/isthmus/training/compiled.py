@@ -24,6 +24,7 @@ from torch._ops import OpOverload
 from torch.fx.node import Argument
 
 from isthmus.accelerators.copies import to_device
+from isthmus.graph.operators import overload_of
 from isthmus.graph.opgraph import Ref
 from isthmus.training.engine import TorchEngine
 from isthmus.training.faults import is_drivers, is_short_of_memory
@@ -32,6 +33,8 @@ from isthmus.units import format_duration
 
 Backend = str | Callable[..., object]
 """Of torch.compile."""
+Compiler = Callable[[fx.Graph], Callable[..., Sequence[Tensor]]]
+"""Of a graph of operators, whose nodes say in `meta["dtypes"]` of which types their results are."""
 Values = dict[Ref, Tensor]
 CLONE = torch.ops.aten.clone.default
 DETACH = torch.ops.aten.detach.default
@@ -50,17 +53,20 @@ class _Segment(NamedTuple):
 class CompiledProgram:
     """As `Program`, for the same values."""
 
-    def __init__(self, program: Program, backend: Backend = "inductor") -> None:
-        """Nothing is compiled before the first run.
+    def __init__(
+        self, program: Program, compiler: Compiler | None = None, joins: Callable[[Step], bool] | None = None
+    ) -> None:
+        """`compiler` makes one function of operators in a row that `joins` allows; by default torch does. Nothing is
+        compiled before the first run.
 
         (Rejected: CUDA graphs, as by mode="reduce-overhead". While a stream is captured no other thread may allocate on
         the device or ask for an event, and the links' threads do both; and a graph writes each micro-batch's results
         where the last one's are, which may wait for their backward.)
         """
         self._parts: list[_Segment | Step] = []
-        for joins, steps in groupby(program.steps, key=_is_joined):
+        for joined, steps in groupby(program.steps, key=joins or _is_joined):
             found = tuple(steps)
-            self._parts += [_compiled(found, backend)] if joins else found
+            self._parts += [_compiled(found, compiler or by_torch())] if joined else found
         self._program = program
 
     def run(self, values: Values, step: int, micro_batch: int) -> Values:
@@ -84,24 +90,32 @@ class CompiledProgram:
 
 def _is_joined(step: Step) -> bool:
     """Not those that draw, nor those that look at values before they call a kernel that trusts them."""
-    return isinstance(step.call, OpOverload) and not step.random
+    return isinstance(step.call, OpOverload) and step.target != "" and not step.random
 
 
-def _compiled(steps: tuple[Step, ...], backend: Backend) -> _Segment:
+def by_torch(backend: Backend = "inductor") -> Compiler:
+    """By torch.compile."""
+
+    def compiled(graph: fx.Graph) -> Callable[..., Sequence[Tensor]]:
+        module = fx.GraphModule(torch.nn.Module(), graph)
+        # Not fullgraph: errors of compiled code, those of memory too, would be hidden behind one of the compiler's.
+        return cast("Callable[..., Sequence[Tensor]]", torch.compile(module, backend=backend, dynamic=False))
+
+    return compiled
+
+
+def _compiled(steps: tuple[Step, ...], compiler: Compiler) -> _Segment:
     graph, takes, gives = _graph_of(steps)
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    # Not fullgraph: errors of compiled code, those of memory too, would be hidden behind one of the compiler's.
-    call = torch.compile(module, backend=backend, dynamic=False)
     ended = {ref for step in steps for ref in step.last_use}
-    return _Segment(steps, cast("Callable[..., Sequence[Tensor]]", call), takes, gives, tuple(ended & set(takes)))
+    return _Segment(steps, compiler(graph), takes, gives, tuple(ended & set(takes)))
 
 
 def _graph_of(steps: Sequence[Step]) -> tuple[fx.Graph, tuple[Ref, ...], tuple[Ref, ...]]:
     """What the steps compute of values that others made, and those of their own that outlive them."""
     graph, nodes = fx.Graph(), dict[Ref, fx.Node]()
-    made = {Ref(step.name, index) for step in steps for index in range(step.outputs)}
+    made = {Ref(step.name, index) for step in steps for index in range(len(step.dtypes))}
     takes = tuple(dict.fromkeys(ref for step in steps for ref in _refs([step.args, step.kwargs]) if ref not in made))
-    written = tuple(dict.fromkeys(ref for step in steps if (ref := _written(step)) is not None and ref in takes))
+    written = tuple(dict.fromkeys(ref for step in steps for ref in step.writes if ref in takes))
     for number, ref in enumerate(takes):
         nodes[ref] = graph.placeholder(f"value_{number}")
     for ref in written:
@@ -109,9 +123,11 @@ def _graph_of(steps: Sequence[Step]) -> tuple[fx.Graph, tuple[Ref, ...], tuple[R
         nodes[ref] = graph.call_function(CLONE, (nodes[ref],))
     for step in steps:
         args, kwargs = (_filled(part, nodes) for part in (step.args, step.kwargs))
-        result = graph.call_function(step.call, tuple(cast(_Arguments, args)), cast(_Named, kwargs))
-        single = [str(r.type) for r in cast(OpOverload, step.call)._schema.returns] == ["Tensor"]  # pyright: ignore[reportPrivateUsage]
-        for index in range(step.outputs):
+        overload = overload_of(step.target)
+        result = graph.call_function(overload, tuple(cast(_Arguments, args)), cast(_Named, kwargs))
+        result.meta["dtypes"] = step.dtypes
+        single = [str(r.type) for r in overload._schema.returns] == ["Tensor"]  # pyright: ignore[reportPrivateUsage]
+        for index in range(len(step.dtypes)):
             one = result if single else graph.call_function(operator.getitem, (result, index))
             # without gradient, as `Program` calls them
             nodes[Ref(step.name, index)] = graph.call_function(DETACH, (one,)) if step.quiet else one
@@ -119,13 +135,6 @@ def _graph_of(steps: Sequence[Step]) -> tuple[fx.Graph, tuple[Ref, ...], tuple[R
     gives = (*written, *(ref for ref in nodes if ref in made and ref not in ended))
     graph.output(tuple(nodes[ref] for ref in gives))
     return graph, takes, gives
-
-
-def _written(step: Step) -> Ref | None:
-    """The buffer that an operator changes in place."""
-    arguments = cast(OpOverload, step.call)._schema.arguments  # pyright: ignore[reportPrivateUsage]
-    writes = bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
-    return step.args[0].ref if writes and step.args and isinstance(step.args[0], Slot) else None
 
 
 def _refs(value: object) -> Iterator[Ref]:
@@ -194,9 +203,9 @@ def _chosen(engine: TorchEngine, columns: Mapping[Ref, Tensor], backend: Backend
     # Imported when it is needed: with it comes torch's compiler, for seconds.
     inductor = cast("_Inductor", importlib.import_module("torch._inductor.config"))
     inductor.compile_threads = 1  # others are processes that outlive this one, or forks of a process with threads
-    batch = {**_made_up(engine), **columns}
+    batch = {**made_up(engine), **columns}
     try:
-        compiled = CompiledProgram(engine.eager, backend)
+        compiled = CompiledProgram(engine.eager, by_torch(backend))
         engine.try_out(compiled, batch)
         engine.accelerator.synchronize()
         compile_s = time.perf_counter() - started_s
@@ -224,8 +233,8 @@ def _seconds(engine: TorchEngine, act: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
-def _made_up(engine: TorchEngine) -> dict[Ref, Tensor]:
-    """Whole numbers may be indices: none is too large."""
+def made_up(engine: TorchEngine) -> dict[Ref, Tensor]:
+    """What other stages send in a micro-batch. Whole numbers may be indices: none is too large."""
     draws = torch.Generator().manual_seed(0)
     found: dict[Ref, Tensor] = {}
     for crossing in engine.train.receives:

@@ -25,12 +25,17 @@ class Slot(NamedTuple):
 
 class Step(NamedTuple):
     name: str
+    target: str
+    """The operator; empty where something else runs in its place."""
     described: str
     """The operator, the module of the user's that calls it, and the line."""
     call: Callable[..., object]
     args: list[object]
     kwargs: dict[str, object]
-    outputs: int
+    dtypes: tuple[torch.dtype, ...]
+    """Of its results."""
+    writes: tuple[Ref, ...]
+    """Buffers that it changes in place."""
     quiet: bool
     random: bool
     last_use: tuple[Ref, ...]
@@ -92,11 +97,13 @@ class Program:
         needs = [received[r] if r in received else bool(own.get(r.op) and own[r.op][r.index]) for r in op.refs()]
         return Step(
             op.name,
+            "" if op.target in self._replaced else op.target,
             _described(op),
             self._replaced.get(op.target) or operator_of(op.target),
             cast("list[object]", args),
             cast("dict[str, object]", kwargs),
-            len(op.outputs),
+            tuple(cast(torch.dtype, getattr(torch, o.dtype)) for o in op.outputs),
+            tuple(Ref(name) for name in op.mutates),
             no_gradient(op, needs, mode),
             op.random,
             tuple(ending),

@@ -14,6 +14,7 @@ import msgspec
 from isthmus.accelerators import AUTO, accelerator_names, resolve_accelerator
 from isthmus.data import DataSpec
 from isthmus.data.description import DataDescription, check_description
+from isthmus.engines import check_engine
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.plans.worker_ids import device_of
 from isthmus.protocol.run_messages import PeerPath
@@ -271,9 +272,24 @@ class _LocalSession:
 FIELD = "runtime.device"
 
 
-def local_places(chosen: str | dict[str, str], devices: Sequence[str]) -> dict[str, ProcessPlace]:
-    """The place of each device of the fleet, by `[runtime] device`. Raises UserError for a device or an accelerator
-    that does not exist."""
+def local_places(
+    chosen: str | dict[str, str], devices: Sequence[str], engine: str | dict[str, str] = "torch"
+) -> dict[str, ProcessPlace]:
+    """The place of each device of the fleet, by `[runtime] device` and `[runtime] engine`. Raises UserError for a
+    device, an accelerator or an engine that does not exist."""
+    engines = dict.fromkeys(devices, engine) if isinstance(engine, str) else engine
+    for device in engines:
+        if device not in devices:
+            raise UserError(f"runtime.engine: {unknown_name('device', device, devices)}")
+    field = "runtime.engine" if isinstance(engine, str) else "runtime.engine.{}"
+    places = _places(chosen, devices)
+    for device, name in engines.items():
+        place = places.get(device, ProcessPlace())
+        places[device] = msgspec.structs.replace(place, engine=check_engine(field.format(device), name))
+    return places
+
+
+def _places(chosen: str | dict[str, str], devices: Sequence[str]) -> dict[str, ProcessPlace]:
     if isinstance(chosen, str):
         return dict(zip(devices, _dealt(len(devices)), strict=True)) if chosen == AUTO else _all(chosen, devices)
     for device in chosen:

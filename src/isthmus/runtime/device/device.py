@@ -327,7 +327,11 @@ class DeviceWorker:
         engine = self._engine(assignment, values)
         try:
             self._notes = compile_stage(
-                engine, assignment, Batches(assignment, self._data), lambda: self._control.outdated(assignment.epoch)
+                engine,
+                self._site.engine,
+                assignment,
+                Batches(assignment, self._data),
+                lambda: self._control.outdated(assignment.epoch),
             )
         except PeerError as e:
             self._send_failed(e)

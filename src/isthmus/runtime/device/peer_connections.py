@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.engines import EngineName
 from isthmus.errors import PeerError
 from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.device.tasklets import ComputeTurns
@@ -51,6 +52,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Each of them holds its part of a stage's weights."""
     accelerator: str = "cpu"
     """Where it computes, as `open_accelerator` takes it."""
+    engine: EngineName = "torch"
+    """What computes its stages."""
     data_kinds: tuple[str, ...] | None = None
     """Kinds of data that its owner allows; None: all that are installed."""
     sharing: ComputeTurns | None = None

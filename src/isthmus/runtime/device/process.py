@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from isthmus.engines import ENGINES
 from isthmus.errors import InternalError, IsthmusError, PeerError
 from isthmus.plans.worker_ids import worker_id
 from isthmus.runtime.device.coordinator_link import in_one_line
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--ranks", type=int, default=1, help="number of ranks, this one included")
     parser.add_argument("--sharded", action="store_true", help="each rank holds a part of a stage's weights")
     parser.add_argument("--accelerator", default="cpu", help="where it computes: cpu, cuda:0, ...")
+    parser.add_argument("--engine", choices=ENGINES, default="torch", help="what computes its stages")
     parser.add_argument("--data-kind", action="append", help="a kind of data that may be read; without it all may")
     parser.add_argument("--memory", type=int, metavar="BYTES", help="what this process may take; without it any amount")
     parser.add_argument("--stages", type=int, default=1, help="how many stages it may get at once")
@@ -73,6 +75,7 @@ def main(arguments: Sequence[str]) -> None:
         ranks=options.ranks,
         sharded=options.sharded,
         accelerator=options.accelerator,
+        engine=options.engine,
         data_kinds=None if options.data_kind is None else tuple(options.data_kind),
     )
     run, timeout_s = os.environ.get("ISTHMUS_RUN", ""), options.timeout

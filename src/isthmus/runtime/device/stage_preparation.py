@@ -8,6 +8,7 @@ for another: nothing but its own values may change.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import queue
 import threading
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators.copies import to_device
+from isthmus.engines import EngineName
 from isthmus.errors import PeerError, UserError
+from isthmus.extensions import import_extra
 from isthmus.graph import Ref, StageGraph
 from isthmus.graph.mixing import sample_axis
 from isthmus.protocol import Item
@@ -27,21 +30,35 @@ from isthmus.runtime.device.stage_data import Batches
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.training.compiled import compile_where_it_pays
 from isthmus.training.engine import Engine, TorchEngine
+from isthmus.training.jax import prepare_process
 from isthmus.training.program import Program
 
 LOOK_S = 0.1
 
 
 def compile_stage(
-    engine: Engine, assignment: Assignment, batches: Batches, outdated: Callable[[], bool]
+    engine: Engine, name: EngineName, assignment: Assignment, batches: Batches, outdated: Callable[[], bool]
 ) -> tuple[str, ...]:
-    """Lines for people, if the job asks for it at all. PeerError as soon as the stage is `outdated`."""
+    """Lines for people, if the job asks for it at all, or the device's engine `name` is JAX. PeerError as soon as the
+    stage is `outdated`."""
+    if name == "jax":
+        return (unless_outdated(lambda: _by_jax(engine, assignment, batches), outdated),)
     if not assignment.engine.kernels.compile:
         return ()
     if not isinstance(engine, TorchEngine):
         return ("not compiled: the ranks of an island compute operator by operator",)
     columns = _columns(engine, assignment, batches)
     return (unless_outdated(lambda: compile_where_it_pays(engine, columns).note, outdated),)
+
+
+def _by_jax(engine: Engine, assignment: Assignment, batches: Batches) -> str:
+    if not isinstance(engine, TorchEngine):
+        raise UserError("engine: got 'jax' for a device of several ranks, expected 'torch'")
+    prepare_process(engine.accelerator)
+    import_extra("jax", "a device with engine 'jax'")
+    loaded = importlib.import_module("isthmus.training.jax.start")
+    start: Callable[[TorchEngine, Mapping[Ref, Tensor]], str] = loaded.compute_by_jax
+    return start(engine, _columns(engine, assignment, batches))
 
 
 def unless_outdated(act: Callable[[], str], outdated: Callable[[], bool]) -> str:

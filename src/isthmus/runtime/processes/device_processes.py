@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from isthmus.engines import EngineName
 from isthmus.runtime.processes.children import SIGNAL_S, end_children, how_it_ended, wait_for_children
 from isthmus.runtime.processes.fork_server import ForkedProcess, ForkServer
 
@@ -43,6 +44,8 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where it computes, as `isthmus.accelerators` names it."""
     hardware: str = ""
     """The same as people call it."""
+    engine: EngineName = "torch"
+    """Which library computes its stages."""
     data: Path | None = None
     """The folder from which relative paths of data count; None: where this process runs."""
 
@@ -55,7 +58,7 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
     def options(self) -> list[str]:
         """For the process's command line: paths and addresses, no secret."""
         found = ["--host", self.host, "--port", str(self.port), "--address", self.address]
-        found += ["--accelerator", self.accelerator]
+        found += ["--accelerator", self.accelerator, "--engine", self.engine]
         if self.identity is not None:
             found += ["--identity", str(self.identity)]
         if self.island is not None:

@@ -1,0 +1,17 @@
+"""Libraries that compute stages."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from isthmus.errors import UserError, unknown_name
+
+EngineName = Literal["torch", "jax"]
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+
+
+def check_engine(field: str, name: str) -> EngineName:
+    """UserError for a name that is none."""
+    if name not in ENGINES:
+        raise UserError(f"{field}: {unknown_name('engine', name, ENGINES)}")
+    return name

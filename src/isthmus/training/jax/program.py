@@ -1,0 +1,154 @@
+"""A stretch of a stage's operators as one function that JAX compiles, forward and backward.
+
+The forward is `jax.jit` of `jax.vjp`: it returns the results, and what the backward needs. Tensors pass between torch
+and JAX by dlpack, without copies where memory is aligned for JAX. Torch's autograd sees one operator per stretch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import Array
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.node import map_arg
+
+from isthmus.training.compiled import CompiledProgram
+from isthmus.training.jax.elementwise import dtype_of
+from isthmus.training.jax.table import OPERATORS, base_name, in_place, is_computed
+from isthmus.training.program import Program, Step
+
+jax.config.update("jax_enable_x64", True)  # else whole numbers of 64 bits are cut
+jax.config.update("jax_default_matmul_precision", "highest")  # as torch's float32 products
+
+
+def joins(step: Step) -> bool:
+    """Not operators that draw: torch draws the same numbers for them anywhere."""
+    return step.target != "" and not step.random and is_computed(step.target)
+
+
+def jax_program(program: Program) -> CompiledProgram:
+    """The program, computed by JAX. Operators without an entry in the table, and those that draw, are torch's."""
+    return CompiledProgram(program, JaxFunction, joins)
+
+
+def left_to_torch(program: Program) -> tuple[str, ...]:
+    """Operators without an entry, sorted; those that draw are no news."""
+    return tuple(
+        sorted({step.described.partition(" ")[0] for step in program.steps if not (step.random or joins(step))})
+    )
+
+
+class JaxFunction:
+    """Tensors in the order of the graph's placeholders to those of its output."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._forwards: dict[tuple[bool, ...], Callable[..., tuple[list[Array], list[Array], Any]]] = {}
+        self._floating: tuple[bool, ...] = ()
+        """Of the results: found while the first forward is traced."""
+        self._without: Callable[..., tuple[Array, ...]] = jax.jit(self._interpret)
+        self._backward: Callable[[Any, list[Array]], tuple[Array, ...]] = jax.jit(lambda vjp, given: vjp(given))
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return cast("tuple[Tensor, ...]", _Differentiated.apply(self, *tensors))
+        return _tensors(self._without(*_arrays(tensors)))
+
+    def forward(self, needs: tuple[bool, ...], arrays: Sequence[Array]) -> tuple[list[Array | None], Any]:
+        """Results in order, and what `backward` takes. Those without a gradient are not differentiated."""
+        if needs not in self._forwards:
+            self._forwards[needs] = jax.jit(self._differentiated(needs))
+        some, others, vjp = self._forwards[needs](*arrays)
+        left, right = iter(some), iter(others)
+        return [next(left) if floating else next(right) for floating in self._floating], vjp
+
+    def backward(self, vjp: Any, given: Sequence[Array]) -> Sequence[Array]:
+        """Gradients of the inputs that need one, from those of the results of fractions."""
+        return self._backward(vjp, list(given))
+
+    @property
+    def floating(self) -> tuple[bool, ...]:
+        return self._floating
+
+    def _differentiated(self, needs: tuple[bool, ...]) -> Callable[..., tuple[list[Array], list[Array], Any]]:
+        def forward(*arrays: Array) -> tuple[list[Array], list[Array], Any]:
+            def of(*chosen: Array) -> tuple[list[Array], list[Array]]:
+                left = iter(chosen)
+                results = self._interpret(*(next(left) if n else a for n, a in zip(needs, arrays, strict=True)))
+                self._floating = tuple(bool(jnp.issubdtype(r.dtype, jnp.floating)) for r in results)
+                pairs = list(zip(results, self._floating, strict=True))
+                return [r for r, floating in pairs if floating], [r for r, floating in pairs if not floating]
+
+            results, vjp, others = jax.vjp(of, *(a for n, a in zip(needs, arrays, strict=True) if n), has_aux=True)
+            return results, others, vjp
+
+        return forward
+
+    def _interpret(self, *arrays: Array) -> tuple[Array, ...]:
+        found: dict[fx.Node, Any] = {}
+        given = iter(arrays)
+        for node in self._graph.nodes:
+            if node.op == "placeholder":
+                found[node] = next(given)
+            elif node.op == "call_function":
+                found[node] = _called(node, found)
+            elif node.op == "output":
+                return tuple(found[cast(fx.Node, one)] for one in cast("Sequence[object]", node.args[0]))
+        raise AssertionError("a graph has an output")
+
+
+def _called(node: fx.Node, found: dict[fx.Node, Any]) -> Any:
+    args = map_arg(node.args, lambda one: found[one])
+    kwargs = map_arg(node.kwargs, lambda one: found[one])
+    if not isinstance(node.target, OpOverload):  # one of several results
+        return cast("Callable[..., object]", node.target)(*args)
+    if node.target is torch.ops.aten.detach.default:
+        return jax.lax.stop_gradient(args[0])
+    name = base_name(str(node.target))
+    result = OPERATORS[name](*args, **cast("Mapping[str, Any]", kwargs))
+    if name == "batch_norm":
+        result, *running = result
+        for place, value in zip(node.args[3:5], running, strict=True):
+            if isinstance(place, fx.Node) and node.args[5]:
+                found[place] = value.astype(found[place].dtype)
+    types = cast("Sequence[torch.dtype] | None", node.meta.get("dtypes"))
+    if types is None:  # the copy of a buffer that is written
+        return result
+    if not isinstance(result, tuple | list):
+        result = jnp.asarray(result).astype(dtype_of(types[0]))
+        if in_place(node.target):
+            found[cast(fx.Node, node.args[0])] = result
+        return result
+    return tuple(jnp.asarray(r).astype(dtype_of(t)) for r, t in zip(cast("Sequence[Any]", result), types, strict=True))
+
+
+class _Differentiated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: JaxFunction, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.needs = tuple(t.requires_grad for t in tensors)
+        results, ctx.vjp = call.forward(ctx.needs, _arrays(tensors))
+        found = _tensors(cast("Sequence[Array]", results))
+        ctx.mark_non_differentiable(*(t for t, floating in zip(found, call.floating, strict=True) if not floating))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        call: JaxFunction = ctx.call
+        given = _arrays([g for g, floating in zip(gradients, call.floating, strict=True) if floating])
+        left = iter(_tensors(call.backward(ctx.vjp, given)))
+        return (None, *(next(left) if need else None for need in ctx.needs))
+
+
+def _arrays(tensors: Sequence[Tensor]) -> list[Array]:
+    return [jnp.from_dlpack(t.detach().contiguous()) for t in tensors]
+
+
+def _tensors(arrays: Sequence[Array]) -> tuple[Tensor, ...]:
+    """Finished: torch reads them at once."""
+    return tuple(torch.from_dlpack(array) for array in jax.block_until_ready(list(arrays)))

@@ -1,0 +1,95 @@
+"""A stage that JAX computes gives what torch gives, alone and between stages that torch computes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+
+import pytest
+import torch
+from in_process import Pipeline, batches, capture_of, copies, random_cut, weights_of
+from zoo import CASES, MODELS, Dropouts, X, model
+
+from isthmus.graph import Flow, Ref, cuts
+from isthmus.training.engine import EngineConfig, TorchEngine
+from isthmus.training.optim import OptimizerConfig
+
+pytest.importorskip("jax", reason="the extra jax")
+from isthmus.training.jax.program import jax_program, left_to_torch
+from isthmus.training.jax.start import compute_by_jax
+
+CONFIG = EngineConfig(micro_batches=2, micro_batch_size=2)
+CLOSE = 1e-5
+RECURRENT = {"aten.lstm.input", "aten.gru.input"}
+
+
+ALL = os.environ.get("ISTHMUS_FAULTS") == "1"
+"""Compiling takes seconds for each model."""
+SOME = ("gpt", "cnn", "Written", "Lists", "Dropouts")
+
+
+@pytest.mark.parametrize("name", [*MODELS, *CASES, "Dropouts"] if ALL else SOME)
+def test_losses_gradients_and_buffers_are_torchs(name: str) -> None:
+    """Random numbers too: dropout draws what it draws anywhere."""
+    build, columns = model(name) if name != "Dropouts" else (Dropouts, X)
+    captured = capture_of(build, columns)
+    cut = random_cut(captured, random.Random(0), most=2)
+    plain, other = (Pipeline(captured, cut, weights_of(build, captured), CONFIG) for _ in range(2))
+    for engine in other.engines:
+        engine.program = jax_program(engine.eager)
+        assert set(left_to_torch(engine.eager)) <= RECURRENT
+    for step in range(2):
+        data = batches(columns, CONFIG.micro_batches, CONFIG.micro_batch_size, step)
+        (expected_loss, expected), (loss, found) = plain.step(step, copies(data)), other.step(step, copies(data))
+        assert loss == pytest.approx(expected_loss, rel=CLOSE)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert (found[key] - value).norm() <= CLOSE * value.norm() + CLOSE, key
+    for key, value in plain.state().items():
+        assert torch.allclose(other.state()[key], value, rtol=CLOSE, atol=CLOSE), key
+
+
+def test_a_gpt_over_stages_of_both_in_every_order() -> None:
+    """A hundred steps of training stay within 1e-4 of torch's."""
+    config = EngineConfig(
+        micro_batches=1, micro_batch_size=2, steps=100, optimizers=(OptimizerConfig(name="sgd", lr=0.02),)
+    )
+    by_jax: list[tuple[bool, ...]] = [who for who in itertools.product((False, True), repeat=3) if any(who)]
+    losses: dict[tuple[bool, ...], list[float]] = {}
+    programs: dict[int, object] = {}
+    build, columns = model("gpt")
+    captured = capture_of(build, columns)
+    legal = [cut.position for cut in cuts(Flow(captured.train))]
+    thirds = [legal[len(legal) // 3], legal[2 * len(legal) // 3]]
+    data = [batches(columns, 1, 2, step % 4) for step in range(100)]
+    for who in [(False, False, False), *by_jax]:
+        pipeline = Pipeline(captured, thirds, weights_of(build, captured), config)
+        for number, (engine, chosen) in enumerate(zip(pipeline.engines, who, strict=True)):
+            if chosen:  # compiled once, for all orders
+                engine.program = programs.setdefault(number, jax_program(engine.eager))  # pyright: ignore
+        for step, batch in enumerate(data):
+            losses.setdefault(who, []).append(pipeline.step(step, copies(batch))[0])
+            pipeline.update(step)
+    plain = losses.pop((False, False, False))
+    assert plain[-1] < plain[0]
+    for who, found in losses.items():
+        assert found == pytest.approx(plain, abs=1e-4), who
+
+
+def engine_of(name: str) -> tuple[TorchEngine, dict[Ref, torch.Tensor]]:
+    """Of a whole model, with one micro-batch."""
+    build, columns = model(name)
+    captured = capture_of(build, columns)
+    (engine,) = Pipeline(captured, [], weights_of(build, captured), CONFIG).engines
+    (data,) = batches(columns, 1, CONFIG.micro_batch_size)
+    names = {op.target: op.name for op in captured.train.ops if op.kind == "placeholder"}
+    return engine, {Ref(names[key]): value for key, value in data.items()}
+
+
+def test_what_is_said_of_it() -> None:
+    engine, batch = engine_of("Recurrent")
+    before = engine.program
+    note = compute_by_jax(engine, batch)
+    assert engine.program is not before
+    assert note.startswith("computed by JAX") and note.endswith("torch computes aten.gru.input, aten.lstm.input")
