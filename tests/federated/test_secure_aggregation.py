@@ -25,7 +25,7 @@ from isthmus.federated.secure.masks import WEIGHTS
 from isthmus.federated.secure.shamir import PRIME, deal, draw_secret, recover
 from isthmus.protocol import secure_graph
 from isthmus.protocol.federated_messages import PhaseId, PhaseOpened, PhaseSetup
-from isthmus.protocol.secure_coordinator import SecureRules
+from isthmus.protocol.federated_rules import SecureRules
 from isthmus.protocol.secure_graph import neighbour_count, neighbours, threshold_of
 from isthmus.protocol.secure_messages import SealedShare, SecureReport, SharesRevealed, SiteKeys, UnmaskAsked
 from isthmus.protocol.secure_messages import KeysListed, SharesDelivered

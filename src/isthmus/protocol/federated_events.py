@@ -26,6 +26,8 @@ from isthmus.protocol.federated_planning import PlanningProblem
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
+from isthmus.protocol.secure_coordinator import TakeMasksOff
+from isthmus.protocol.secure_messages import SecureOrder, SecureReport
 
 # To the executor, besides the coordinator's orders
 
@@ -100,7 +102,16 @@ class PhaseUnderWay(msgspec.Struct, frozen=True, kw_only=True):
     opened."""
 
 
+class Unmasked(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to `UnmaskSums`."""
+
+    phase: PhaseId
+    reason: str = ""
+    """Why the masks cannot be taken off; empty: they are off."""
+
+
 CoordinatorEvent = FromDevice[ExecutorReport] | ExecutorLost | Tick | RunInterrupted | RoundPlanned | PhaseUnderWay
+CoordinatorEvent |= Unmasked
 
 
 # From the coordinator
@@ -110,7 +121,7 @@ class Notify(msgspec.Struct, frozen=True):
     """Send this to one executor. With `PhaseOpened` comes the broadcast."""
 
     executor: str
-    body: ExecutorOrder
+    body: ExecutorOrder | SecureOrder
 
 
 class PlanRound(msgspec.Struct, frozen=True, eq=False):
@@ -139,6 +150,14 @@ class DismissExecutor(msgspec.Struct, frozen=True):
 
     executor: str
     reason: str
+
+
+class UnmaskSums(msgspec.Struct, frozen=True):
+    """The phase is over, and its sum is masked. Say `Unmasked` when the masks are off."""
+
+    phase: PhaseId
+    executors: frozenset[str]
+    """Whose updates are in it."""
 
 
 class UpdateServer(msgspec.Struct, frozen=True):
@@ -190,6 +209,7 @@ class FinishRounds(msgspec.Struct, frozen=True):
 CoordinatorInstruction = (
     Notify | PlanRound | MergeSums | IgnoreSums | DismissExecutor | UpdateServer | CommitRound | Halt | FinishRounds
 )
+CoordinatorInstruction |= UnmaskSums
 """`Halt` is for every executor."""
 
 
@@ -217,4 +237,5 @@ class ReportRefused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FederatedEvent = CoordinatorEvent | FromDevice[DeviceFailed] | ExecutorConnected | ExecutorDisconnected | ReportRefused
-FederatedInstruction = CoordinatorInstruction | Note
+FederatedEvent |= FromDevice[SecureReport]
+FederatedInstruction = CoordinatorInstruction | TakeMasksOff | Note

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from isthmus.protocol.federated_messages import PhaseId
+from isthmus.protocol.federated_rules import SecureRules
 from isthmus.protocol.machine import FromDevice, Machine, Transitions
 from isthmus.protocol.secure_graph import neighbours, threshold_of
 from isthmus.protocol.secure_messages import (
@@ -33,17 +34,6 @@ from isthmus.protocol.secure_messages import (
     SiteKeys,
     UnmaskAsked,
 )
-
-
-class SecureRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How the sums of a run are masked."""
-
-    share: float = 0.5
-    """More than this share of a secret's shares give it back."""
-    wait_s: float = 10.0
-    """For sites that do not answer, in each step."""
-    fewest: int = 2
-    """Updates in a sum."""
 
 
 # To the machine, besides the sites' reports

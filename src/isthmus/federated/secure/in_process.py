@@ -20,13 +20,13 @@ from isthmus.federated.secure.recovery import MaskedSum
 from isthmus.federated.secure.shamir import Draw
 from isthmus.federated.secure.site_secrets import SiteSecrets, Unsigned
 from isthmus.protocol.federated_messages import PhaseId, PhaseOpened, PhaseSetup
+from isthmus.protocol.federated_rules import SecureRules
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.secure_coordinator import (
     LeaveOut,
     SecureCoordinator,
     SecureEvent,
     SecureOpened,
-    SecureRules,
     SiteGone,
     SumsLost,
     SumsWanted,
