@@ -42,6 +42,7 @@ from isthmus.federated.privacy import Guarantee, Privacy, Private, guarantee
 from isthmus.federated.resident import Resident
 from isthmus.federated.robust import Aggregation, Robust
 from isthmus.federated.schemes import Scheme, scheme
+from isthmus.federated.secure.rules import check_secure
 from isthmus.federated.server import RunIdentity, Server
 from isthmus.models import ModelSpec, build_model
 from isthmus.overrides import overridden
@@ -174,7 +175,7 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def algorithm(self, population: int) -> Algorithm:
         """With what the job puts around it."""
-        inner = load_algorithm(AlgorithmSpec(name=self.federated.algorithm, options=self.federated.options))
+        inner = load_algorithm(_spec(self))
         if self.privacy is not None:
             return Private(inner=inner, privacy=self.privacy, expected=self.participation.expected(population))
         return inner if self.aggregation.rule == "declared" else Robust(inner=inner, rule=self.aggregation)
@@ -182,7 +183,7 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def bounds(self) -> AdmissionRules:
         """Of every update."""
-        return self.admission if self.privacy is None else AdmissionRules(max_norm=self.privacy.clip, clip=True)
+        return self.admission if self.privacy is None else self.privacy.bounds
 
     def guarantee(self, population: int, rounds: int) -> Guarantee | None:
         """What so many rounds promise every client; None without privacy. Clients that are drawn each by themselves,
@@ -218,7 +219,6 @@ def check(job: FederatedJob) -> None:
         find_callback(config)
     if job.data is not None:
         refuse_description(job.data)
-    load_algorithm(AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options))
     check_combining(job)
     if (seed := job.federated.seed) >= 1 << 64:
         raise UserError(f"federated.seed: got {seed}, expected less than 2^64")
@@ -229,6 +229,10 @@ def check(job: FederatedJob) -> None:
         raise unknown_name("execution.planner", job.execution.planner, cohort_names())
     check_engine(job)
     check_emulation(job)
+
+
+def _spec(job: FederatedJob) -> AlgorithmSpec:
+    return AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options)
 
 
 def check_engine(job: FederatedJob) -> None:
@@ -282,6 +286,7 @@ def check_combining(job: FederatedJob) -> None:
             f"participation.minimum: got {rules.minimum}, expected at least {job.aggregation.fewest} for "
             f"{job.aggregation.rule} with byzantine = {job.aggregation.byzantine}, keep = {job.aggregation.keep}"
         )
+    check_secure(job.aggregation, rules, job.admission, load_algorithm(_spec(job)))
     if rules.availability is not None and not 0 < rules.round_length_s < math.inf:
         raise UserError(f"participation.round_length: got {rules.round_length!r}, expected more than 0 s")
     if rules.poisson and (rules.weighted or rules.over_select > 1):
@@ -399,7 +404,15 @@ def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRu
         minimum=rules.minimum,
         deadline_s=job.deadline_s,
         attempts=rules.attempts,
+        most_samples=job.aggregation.most_samples or 0,
     )
+
+
+def check_sizes(job: FederatedJob, sizes: NDArray[np.int64]) -> None:
+    """UserError for a client with more samples than the job says."""
+    most = job.aggregation.most_samples
+    if most is not None and (largest := int(sizes.max())) > most:
+        raise UserError(f"aggregation.most_samples: got {most}, expected at least {largest}, the samples of a client")
 
 
 def evaluator(job: FederatedJob, data: ClientData, *, personal: bool = False) -> Evaluator | None:

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
+from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Cohort, Combine, Values
 from isthmus.federated.algorithms.algorithm import Wrapping
 from isthmus.training.local_privacy import SecretNoise
@@ -32,6 +33,11 @@ class Privacy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The noise's deviation in units of `clip`, on the sum."""
     delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5
     """Of (epsilon, delta) differential privacy."""
+
+    @property
+    def bounds(self) -> AdmissionRules:
+        """Of every update."""
+        return AdmissionRules(max_norm=self.clip, clip=True)
 
 
 class Private(Wrapping, frozen=True):

@@ -42,7 +42,6 @@ from isthmus.protocol.federated_messages import (
     ClientTask,
     ExecutorDrained,
     ExecutorJoined,
-    LinearFit,
     PhaseDropped,
     PhaseId,
     PhaseOpened,

@@ -26,8 +26,8 @@ from isthmus.protocol.federated_planning import PlanningProblem
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
-from isthmus.protocol.secure_coordinator import TakeMasksOff
-from isthmus.protocol.secure_messages import SecureOrder, SecureReport
+from isthmus.protocol.secure_coordinator import TakeMasksOff, TellSite
+from isthmus.protocol.secure_messages import SecureReport
 
 # To the executor, besides the coordinator's orders
 
@@ -110,8 +110,9 @@ class Unmasked(msgspec.Struct, frozen=True, kw_only=True):
     """Why the masks cannot be taken off; empty: they are off."""
 
 
-CoordinatorEvent = FromDevice[ExecutorReport] | ExecutorLost | Tick | RunInterrupted | RoundPlanned | PhaseUnderWay
-CoordinatorEvent |= Unmasked
+CoordinatorEvent = (
+    FromDevice[ExecutorReport] | ExecutorLost | Tick | RunInterrupted | RoundPlanned | PhaseUnderWay | Unmasked
+)
 
 
 # From the coordinator
@@ -121,7 +122,7 @@ class Notify(msgspec.Struct, frozen=True):
     """Send this to one executor. With `PhaseOpened` comes the broadcast."""
 
     executor: str
-    body: ExecutorOrder | SecureOrder
+    body: ExecutorOrder
 
 
 class PlanRound(msgspec.Struct, frozen=True, eq=False):
@@ -206,11 +207,11 @@ class FinishRounds(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-CoordinatorInstruction = (
+RoundInstruction = (
     Notify | PlanRound | MergeSums | IgnoreSums | DismissExecutor | UpdateServer | CommitRound | Halt | FinishRounds
 )
-CoordinatorInstruction |= UnmaskSums
 """`Halt` is for every executor."""
+CoordinatorInstruction = RoundInstruction | UnmaskSums
 
 
 # Between a run's machine and its host, besides
@@ -236,6 +237,12 @@ class ReportRefused(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-FederatedEvent = CoordinatorEvent | FromDevice[DeviceFailed] | ExecutorConnected | ExecutorDisconnected | ReportRefused
-FederatedEvent |= FromDevice[SecureReport]
-FederatedInstruction = CoordinatorInstruction | TakeMasksOff | Note
+FederatedEvent = (
+    CoordinatorEvent
+    | FromDevice[DeviceFailed]
+    | FromDevice[SecureReport]
+    | ExecutorConnected
+    | ExecutorDisconnected
+    | ReportRefused
+)
+FederatedInstruction = RoundInstruction | TellSite | TakeMasksOff | Note

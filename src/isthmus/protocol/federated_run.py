@@ -293,11 +293,12 @@ class FederatedRunMachine:
         if sums.phase == self._phase and site in self._left_out:
             self._out.append(IgnoreSums(site, sums.phase))
             return
-        if sums.timed and self.coordinator.rounds_late(site, sums.phase) == 0 and not secure.takes(site, sums.phase):
-            if self.coordinator.phase != "unmasking":
-                self._out += [IgnoreSums(site, sums.phase), DismissExecutor(site, "sent an update that is not masked")]
-                self._on_ended(site, "it sent an update that is not masked")
-                return
+        is_due = self.coordinator.rounds_late(site, sums.phase) == 0 and self.coordinator.phase == "running"
+        if sums.timed and is_due and not secure.takes(site, sums.phase):
+            reason = "sent an update before it had keys to mask it with"
+            self._out += [IgnoreSums(site, sums.phase), DismissExecutor(site, reason)]
+            self._on_ended(site, reason)
+            return
         self._coordinate(FromDevice(site, sums))
         if not sums.timed:
             self._mask(SiteGone(site=site))
@@ -307,9 +308,7 @@ class FederatedRunMachine:
             return
         for instruction in self._secure.handle(event):
             match instruction:
-                case TellSite(site=site, body=body):
-                    self._out.append(Notify(site, body))
-                case TakeMasksOff():
+                case TellSite() | TakeMasksOff():
                     self._out.append(instruction)
                 case SumsLost(phase=phase, reason=reason):
                     self._note(f"round {phase.round + 1}: {reason}")

@@ -35,7 +35,6 @@ from isthmus.protocol.secure_messages import (
     UnmaskAsked,
 )
 
-
 # To the machine, besides the sites' reports
 
 
@@ -186,14 +185,8 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
 
     def _take(self, event: SecureEvent) -> list[SecureInstruction]:
         match event:
-            case FromDevice(device=site, body=KeysSent(keys=keys)):
-                self._waits.discard(site)
-                self._keys[site] = msgspec.structs.replace(keys, site=site)
-                return self._go_on()
-            case FromDevice(device=site, body=SharesSent(shares=shares)):
-                return self._on_shares(site, shares)
-            case FromDevice(device=site, body=SharesRevealed(seeds=seeds, keys=keys)):
-                return self._on_revealed(site, seeds, keys)
+            case FromDevice(device=site, body=report):
+                return self._on_report(site, report)
             case SecureOpened(phase=phase, sites=sites):
                 return self._open(phase, sites)
             case SiteGone(site=site):
@@ -204,6 +197,17 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
                 return self._end_step("did not answer in time") if late else []
             case SumsWanted(summed=summed):
                 return self._unmask(summed)
+
+    def _on_report(self, site: str, report: SecureReport) -> list[SecureInstruction]:
+        self._waits.discard(site)
+        match report:
+            case KeysSent(keys=keys):
+                self._keys[site] = msgspec.structs.replace(keys, site=site)
+                return self._go_on()
+            case SharesSent(shares=shares):
+                return self._on_shares(site, shares)
+            case SharesRevealed(seeds=seeds, keys=keys):
+                return self._on_revealed(site, seeds, keys)
 
     def _open(self, phase: PhaseId, sites: frozenset[str]) -> list[SecureInstruction]:
         self._phase_id, self._phase = phase, "keys"
@@ -252,7 +256,6 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
 
     def _on_shares(self, site: str, shares: tuple[SealedShare, ...]) -> list[SecureInstruction]:
         dealt = {share.site: share.sealed for share in shares}
-        self._waits.discard(site)
         if len(shares) != len(dealt) or dealt.keys() != set(self._peers[site]):
             self._gone.add(site)
             return [*self._leave_out([site], "dealt shares that are not those of its neighbours"), *self._go_on()]
@@ -329,7 +332,6 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
             for found, shares in ((self._seeds, seeds), (self._mask_keys, keys)):
                 for share in shares:
                     found.setdefault(share.site, {})[self._number(site, share.site)] = share.share
-        self._waits.discard(site)
         enough = all(len(self._revealed(one)) >= self._threshold(one) for one in self._wanted)
         return self._recover() if enough else self._go_on()
 

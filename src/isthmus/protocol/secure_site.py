@@ -31,8 +31,9 @@ class UpdateReady(msgspec.Struct, frozen=True, kw_only=True):
     refused: bool = False
 
 
-SecureSiteEvent = PhaseOpened | KeysListed | SharesDelivered | UnmaskAsked | PhaseDropped | UpdateRefused | UpdateReady
-SecureSiteEvent |= Halt
+SecureSiteEvent = (
+    PhaseOpened | KeysListed | SharesDelivered | UnmaskAsked | PhaseDropped | UpdateRefused | UpdateReady | Halt
+)
 
 
 # To the driver
@@ -91,8 +92,9 @@ class Distrust(msgspec.Struct, frozen=True):
     reason: str
 
 
-SecureSiteInstruction = MakeKeys | DealShares | OpenShares | MaskUpdate | SendRefusal | RevealShares
-SecureSiteInstruction |= ForgetSecrets | Distrust
+SecureSiteInstruction = (
+    MakeKeys | DealShares | OpenShares | MaskUpdate | SendRefusal | RevealShares | ForgetSecrets | Distrust
+)
 SecureSitePhase = Literal["idle", "keyed", "dealt", "ready", "masked", "stopped"]
 
 _OVER = {PhaseOpened: "keyed", PhaseDropped: "idle", UpdateRefused: "idle", Halt: "stopped"}

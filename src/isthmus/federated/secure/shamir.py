@@ -32,7 +32,8 @@ def deal(secret: bytes, holders: int, threshold: int, draw: Draw) -> list[bytes]
 
 def recover(shares: Mapping[int, bytes]) -> bytes:
     """The secret of `threshold` shares, by holder's number. PeerError for a share that is none."""
-    return _bytes(sum(_number(share) * factor for share, factor in zip(shares.values(), _factors([*shares]), strict=True)))
+    factors = _factors([*shares])
+    return _bytes(sum(_number(share) * factor for share, factor in zip(shares.values(), factors, strict=True)))
 
 
 def _factors(holders: Sequence[int]) -> list[int]:

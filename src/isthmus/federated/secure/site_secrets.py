@@ -107,8 +107,8 @@ class SiteSecrets:
     def public(self) -> SiteKeys:
         """To be sent."""
         commitment = hashlib.sha256(self._seed).digest()
-        public = (key.public_key().public_bytes_raw() for key in (self._cipher, self._mask))
-        keys = SiteKeys(self._site, *public, commitment)
+        cipher, mask = (key.public_key().public_bytes_raw() for key in (self._cipher, self._mask))
+        keys = SiteKeys(self._site, cipher, mask, commitment)
         certificate, signature = self._signer.sign(signed_text(keys, self._bound_to))
         return SiteKeys(keys.site, keys.cipher, keys.mask, keys.commitment, certificate, signature)
 
@@ -160,4 +160,5 @@ class SiteSecrets:
             self._site: self._own,
             **{dealer: (both[:SECRET_BYTES], both[SECRET_BYTES:]) for dealer, both in self._held.items()},
         }
-        return [RevealedShare(site, held[site][0]) for site in seeds], [RevealedShare(site, held[site][1]) for site in keys]
+        of_keys = [RevealedShare(site, held[site][1]) for site in keys]
+        return [RevealedShare(site, held[site][0]) for site in seeds], of_keys

@@ -25,6 +25,7 @@ from isthmus.federated.in_process import InProcess
 from isthmus.federated.job import (
     FederatedJob,
     build,
+    check_sizes,
     check_staleness,
     client_data,
     evaluator,
@@ -82,6 +83,7 @@ def coordinator_of(
         rules = msgspec.structs.replace(
             rules, needed=needed, at_work=at_work, quorum=1.0, staleness=job.participation.staleness
         )
+    check_sizes(job, sizes)
     fleet = job.executor_fleet(count)
     names = [f"executor-{number}" for number in range(count)] if fleet is None else fleet.names
     throughput = ThroughputModel(count, window_rounds=job.execution.window_rounds)

@@ -1,0 +1,96 @@
+"""Sites as processes whose updates are masked: the same bits as without masks, also when one is lost in mid-round."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from isthmus.federated.job import load_federated_job
+from isthmus.runtime.federated.site_run import SiteRun
+from isthmus.runtime.processes.forked import Forked
+from tests.federated.sites import attend, free_port, model, write_job, write_tickets
+from tests.federated.test_deployment import by_site, lines, recomputed
+from tests.fleet_service.parties import Fleet
+from tests.runtime.commands import edited, isthmus
+
+NAMES = ("a", "b", "c")
+SECURE = """
+[participation]
+fraction = 1.0
+minimum = 2
+
+[aggregation]
+secure = true
+most_samples = 64
+
+[execution]"""
+ALGORITHM = """
+import os, signal
+from pathlib import Path
+from isthmus.federated.algorithms.{file} import {base}
+
+class Mine({base}, frozen=True):
+    "The same; site c's process ends in its second round, while it trains."
+    def client(self, local, broadcast, state):
+        Path(f"trained-{{len(list(Path().glob('trained-*')))}}").touch()
+        if Path.cwd().name == "at-c" and Path("trained-1").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().client(local, broadcast, state)
+"""
+
+
+def served(
+    folder: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch, *, rounds: int, own: str = ""
+) -> tuple[Path, list[str]]:
+    """A run over sites to its end: the job, and what was said. `own` is the algorithm's text at the sites."""
+    monkeypatch.delitem(sys.modules, "mine_algorithm", raising=False)
+    job_file = edited(write_job(folder, NAMES, algorithm, rounds), ("[execution]", SECURE))
+    port = free_port()
+    write_tickets(folder, NAMES, port)
+    for where in (folder, *(folder / f"at-{name}" for name in NAMES)):
+        where.mkdir(exist_ok=True)
+        if own:
+            (where / "mine_algorithm.py").write_text(own)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    with Forked({name: attend(folder, name) for name in NAMES}, folder / "logs") as sites:
+        said: list[str] = []
+        fleet = Fleet(folder / "fleet", port=port)
+        site_run = SiteRun(load_federated_job(job_file), folder / "run", resume=False)
+        running = threading.Thread(target=lambda: site_run.run(fleet.service, said.append), daemon=True)
+        running.start()
+        sites.begin("")
+        running.join(60)
+        assert not running.is_alive(), said
+        for pid in sites.pids().values():
+            os.kill(pid, signal.SIGKILL)
+    fleet.service.close()
+    return job_file, said
+
+
+def test_masked_updates_give_the_bits_of_a_simulation_without_masks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two values a client, one of them with the clients' states."""
+    job_file, said = served(tmp_path, "scaffold", monkeypatch, rounds=3)
+    history = lines(tmp_path / "run")
+    assert [sorted(by_site(line)) for line in history] == [list(NAMES)] * 3, said
+    alone = isthmus("train", job_file, "--scheme", "sp", "--run", tmp_path / "alone")
+    assert alone.code == 0, alone.err
+    assert torch.equal(model(tmp_path / "run"), model(tmp_path / "alone"))
+
+
+def test_a_site_that_is_lost_while_it_trains_takes_its_masks_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ALGORITHM.format(file="fedavg", base="FedAvg")
+    job_file, said = served(tmp_path, "mine_algorithm:Mine", monkeypatch, rounds=3, own=own)
+    history = lines(tmp_path / "run")
+    assert [sorted(by_site(line)) for line in history] == [["a", "b", "c"], ["a", "b"], ["a", "b"]], said
+    assert torch.equal(model(tmp_path / "run"), recomputed(job_file, history, len(NAMES)))
