@@ -46,11 +46,18 @@ class Mine({base}, frozen=True):
 
 
 def served(
-    folder: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch, *, rounds: int, own: str = ""
+    folder: Path,
+    algorithm: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    rounds: int,
+    own: str = "",
+    tables: str = "",
 ) -> tuple[Path, list[str]]:
-    """A run over sites to its end: the job, and what was said. `own` is the algorithm's text at the sites."""
+    """A run over sites to its end: the job, and what was said. `own` is the algorithm's text at the sites; `tables`
+    are more of the job."""
     monkeypatch.delitem(sys.modules, "mine_algorithm", raising=False)
-    job_file = edited(write_job(folder, NAMES, algorithm, rounds), ("[execution]", SECURE))
+    job_file = edited(write_job(folder, NAMES, algorithm, rounds), ("[execution]", tables + SECURE))
     port = free_port()
     write_tickets(folder, NAMES, port)
     for where in (folder, *(folder / f"at-{name}" for name in NAMES)):
@@ -94,3 +101,16 @@ def test_a_site_that_is_lost_while_it_trains_takes_its_masks_with_it(
     history = lines(tmp_path / "run")
     assert [sorted(by_site(line)) for line in history] == [["a", "b", "c"], ["a", "b"], ["a", "b"]], said
     assert torch.equal(model(tmp_path / "run"), recomputed(job_file, history, len(NAMES)))
+
+
+def test_sites_clip_and_add_their_noise_before_they_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of noise that is next to nothing, the model is nearly that of clipped updates; not to the bit, so it is there."""
+    pytest.importorskip("dp_accounting")
+    tables = '[privacy]\nclip = 0.3\nnoise_multiplier = 1e-5\nnoise = "sites"\n'
+    job_file, said = served(tmp_path, "fedavg", monkeypatch, rounds=2, tables=tables)
+    assert any(line.startswith("privacy: epsilon ") and "after 2 rounds" in line for line in said), said
+    alone = isthmus("train", job_file, "--scheme", "sp", "--run", tmp_path / "alone")
+    assert alone.code == 0, alone.err
+    ours, theirs = model(tmp_path / "run"), model(tmp_path / "alone")
+    assert not torch.equal(ours, theirs)
+    assert torch.allclose(ours, theirs, atol=1e-4)

@@ -38,11 +38,12 @@ from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.execution import Execution, RayExecution
 from isthmus.federated.executor_fleet import ExecutorFleet, executor_fleet
 from isthmus.federated.local import LocalConfig
-from isthmus.federated.privacy import Guarantee, Privacy, Private, guarantee
+from isthmus.federated.privacy import Guarantee, Privacy, guarantee, private
 from isthmus.federated.resident import Resident
 from isthmus.federated.robust import Aggregation, Robust
 from isthmus.federated.schemes import Scheme, scheme
 from isthmus.federated.secure.rules import check_secure
+from isthmus.federated.secure.site_noise import check_site_noise, concentrated, distributed_guarantee
 from isthmus.federated.server import RunIdentity, Server
 from isthmus.models import ModelSpec, build_model
 from isthmus.overrides import overridden
@@ -131,7 +132,7 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     aggregation: Aggregation = Aggregation()
     """How updates are combined."""
     privacy: Privacy | None = None
-    """Central differential privacy; without this table updates are not noised."""
+    """Differential privacy of clients; without this table updates are not noised."""
     execution: Execution = Execution()
     """Where simulated clients train."""
     fleet: str = ""
@@ -173,11 +174,12 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Seconds after which a round closes with the updates received so far."""
         return parse_duration(self.participation.deadline, "participation.deadline")
 
-    def algorithm(self, population: int) -> Algorithm:
-        """With what the job puts around it."""
+    def algorithm(self, population: int, *, deployed: bool = False) -> Algorithm:
+        """With what the job puts around it; where it is not `deployed`, in a simulation."""
         inner = load_algorithm(_spec(self))
         if self.privacy is not None:
-            return Private(inner=inner, privacy=self.privacy, expected=self.participation.expected(population))
+            expected, minimum = self.participation.expected(population), self.participation.minimum
+            return private(inner, self.privacy, expected, minimum, simulated=not deployed)
         return inner if self.aggregation.rule == "declared" else Robust(inner=inner, rule=self.aggregation)
 
     @property
@@ -185,15 +187,19 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Of every update."""
         return self.admission if self.privacy is None else self.privacy.bounds
 
-    def guarantee(self, population: int, rounds: int) -> Guarantee | None:
+    def guarantee(self, population: int, rounds: int, numbers: int) -> Guarantee | None:
         """What so many rounds promise every client; None without privacy. Clients that are drawn each by themselves,
-        and take part if they are drawn, make it stronger."""
+        and take part if they are drawn, make it stronger. `numbers` are in the model."""
         if self.privacy is None:
             return None
-        rules = self.participation
+        rules, passes = self.participation, self.algorithm(population).passes
+        if self.privacy.noise == "sites":
+            most = numbers * max(len(one.returns) for one in passes)
+            rho = concentrated(self.privacy, rules.minimum, _asked(self, rules.needed(population), population), most)
+            return distributed_guarantee(self.privacy, rounds, len(passes), rho)
         alone = rules.poisson and not rules.availability and self.deployment is None
         rate = rules.needed(population) / population if alone else None
-        return guarantee(self.privacy, rounds, len(self.algorithm(population).passes), rate)
+        return guarantee(self.privacy, rounds, len(passes), rate)
 
 
 def is_federated(path: Path) -> bool:
@@ -286,6 +292,7 @@ def check_combining(job: FederatedJob) -> None:
             f"participation.minimum: got {rules.minimum}, expected at least {job.aggregation.fewest} for "
             f"{job.aggregation.rule} with byzantine = {job.aggregation.byzantine}, keep = {job.aggregation.keep}"
         )
+    check_site_noise(job.privacy, rules.minimum, secure=job.aggregation.secure)
     check_secure(job.aggregation, rules, job.admission, load_algorithm(_spec(job)))
     if rules.availability is not None and not 0 < rules.round_length_s < math.inf:
         raise UserError(f"participation.round_length: got {rules.round_length!r}, expected more than 0 s")
@@ -406,13 +413,6 @@ def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRu
         attempts=rules.attempts,
         most_samples=job.aggregation.most_samples or 0,
     )
-
-
-def check_sizes(job: FederatedJob, sizes: NDArray[np.int64]) -> None:
-    """UserError for a client with more samples than the job says."""
-    most = job.aggregation.most_samples
-    if most is not None and (largest := int(sizes.max())) > most:
-        raise UserError(f"aggregation.most_samples: got {most}, expected at least {largest}, the samples of a client")
 
 
 def evaluator(job: FederatedJob, data: ClientData, *, personal: bool = False) -> Evaluator | None:

@@ -22,6 +22,7 @@ from isthmus.federated.admission import AdmissionRules, bounded, check_finite
 from isthmus.federated.algorithms import ClientUpdate
 from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
 from isthmus.federated.emulated_speed import Pacer
+from isthmus.federated.privacy import Private
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import Rows, StateLost
 from isthmus.protocol.federated_messages import (
@@ -179,6 +180,8 @@ class Site(ClientTrainer):
     def _take_in(self, task: ClientTask, update: ClientUpdate) -> int:
         values = to_host(self.resident.accelerator, update.values)
         weight = self._samples if update.weight is None and self._told_samples is not None else update.weight
+        if isinstance(self._work.algorithm, Private):
+            weight = 1.0  # of sums no weights are needed, and noise does not cover them
         self.update = ClientUpdate(values=values, state=update.state, weight=weight)
         if self._masked is not None:
             check_finite(self.update)

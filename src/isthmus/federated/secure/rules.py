@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from isthmus.errors import UserError
 from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm
@@ -32,6 +35,13 @@ def check_secure(
         raise UserError(f"participation.minimum: {what}: the sum of one update is that update")
     if not 0 < aggregation.wait_s < math.inf:
         raise UserError(f"aggregation.wait: got {aggregation.wait!r}, expected more than 0 s")
+
+
+def check_sizes(aggregation: Aggregation, sizes: NDArray[np.int64]) -> None:
+    """UserError for a simulated client with more samples than the job says."""
+    most = aggregation.most_samples
+    if most is not None and (largest := int(sizes.max())) > most:
+        raise UserError(f"aggregation.most_samples: got {most}, expected at least {largest}, the samples of a client")
 
 
 def _refusals(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
 import torch
 
 from isthmus.errors import PeerError, UserError
 from isthmus.federated.secure.masks import WEIGHTS, Vector, joined, parted
+from isthmus.federated.secure.site_noise import SiteNoise
 from isthmus.federated.secure.site_secrets import Signer, SiteSecrets
 from isthmus.federated.site import Site
 from isthmus.protocol.federated_messages import (
@@ -58,11 +58,11 @@ class SecureSiteExecutor(SiteExecutor):
         link: SiteLink,
         rules: SecureRules,
         signer: Signer,
-        cover: Callable[[Vector], None] = lambda vector: None,
+        noise: SiteNoise | None = None,
     ) -> None:
-        """`cover` adds noise to an update before it is masked."""
+        """`noise` is added to an update before it is masked."""
         super().__init__(site, link)
-        self._name, self._signer, self._cover = link.name, signer, cover
+        self._name, self._signer, self._noise = link.name, signer, noise
         self._secure = SecureSiteMachine(link.name, rules.share, rules.fewest)
         self._stepping = threading.Lock()
         self._secrets: SiteSecrets | None = None
@@ -84,10 +84,11 @@ class SecureSiteExecutor(SiteExecutor):
         """In the main thread: the update is trained, and is sent when the shares are here."""
         if sums.timed:
             partial = self.site.partial
-            weights = partial.weights()
-            values = {**partial.tensors(), WEIGHTS: torch.tensor([weights.total, weights.clients])}
+            weights, values = partial.weights(), partial.tensors()
+            if self._noise is not None:
+                self._noise.cover(values, min(map(partial.unit, values)))
+            values[WEIGHTS] = torch.tensor([weights.total, weights.clients])
             vector = joined(values)
-            self._cover(vector)
             with self._stepping:
                 self._vector, self._sizes = vector, {name: len(value) for name, value in values.items()}
         self.site.clear()

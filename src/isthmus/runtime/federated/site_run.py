@@ -100,7 +100,7 @@ class SiteRun:
         self._began, self._watch = began, watch
         resident = Resident(build(job))
         population = len(self.deployment.sites)
-        self.server = Server(job.algorithm(population), resident.vector(), resident.buffers(), population)
+        self.server = Server(job.algorithm(population, deployed=True), resident.vector(), resident.buffers(), population)
         self.store = RoundStore(job, folder, self.server, site_identity(job, resident.size), resume=resume)
         check_staleness(job, self.server)
         self.store.evaluator = site_evaluator(job)

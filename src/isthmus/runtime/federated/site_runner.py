@@ -21,6 +21,7 @@ from isthmus.federated.algorithms import load_algorithm
 from isthmus.federated.client_trainer import TrainingTask
 from isthmus.federated.emulated_speed import Pacer, SpeedEmulation
 from isthmus.federated.resident import Resident
+from isthmus.federated.secure.site_noise import SiteNoise
 from isthmus.federated.site import OwnData, Site, SiteStates
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.task_spec import SiteConfig, TaskSpec
@@ -155,7 +156,10 @@ class SiteRunner:
     def _executor(self, site: Site, task_spec: TaskSpec, link: SiteLink) -> SiteExecutor:
         if (rules := task_spec.secure_rules) is None:
             return SiteExecutor(site, link)
-        return SecureSiteExecutor(site, link, rules, DeviceSigner(Identity(self._folder)))
+        privacy, noise = task_spec.privacy, None
+        if privacy is not None and privacy.noise == "sites":
+            noise = SiteNoise(privacy, rules.fewest)
+        return SecureSiteExecutor(site, link, rules, DeviceSigner(Identity(self._folder)), noise)
 
     def _site(self, task_spec: TaskSpec) -> Site:
         """The one of before where the same is asked for: nothing is built or read twice."""
