@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from isthmus.federated.job import load_federated_job
+from isthmus.federated.site_log import SiteLog
 from isthmus.runtime.federated.site_run import SiteRun
 from isthmus.runtime.processes.forked import Forked
 from tests.federated.sites import attend, free_port, model, write_job, write_tickets
@@ -58,14 +59,19 @@ def served(
     are more of the job."""
     monkeypatch.delitem(sys.modules, "mine_algorithm", raising=False)
     job_file = edited(write_job(folder, NAMES, algorithm, rounds), ("[execution]", tables + SECURE))
-    port = free_port()
-    write_tickets(folder, NAMES, port)
     for where in (folder, *(folder / f"at-{name}" for name in NAMES)):
         where.mkdir(exist_ok=True)
         if own:
             (where / "mine_algorithm.py").write_text(own)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
+    return job_file, run_over_sites(folder, job_file)
+
+
+def run_over_sites(folder: Path, job_file: Path) -> list[str]:
+    """To its end; what was said."""
+    port = free_port()
+    write_tickets(folder, NAMES, port)
     with Forked({name: attend(folder, name) for name in NAMES}, folder / "logs") as sites:
         said: list[str] = []
         fleet = Fleet(folder / "fleet", port=port)
@@ -78,7 +84,7 @@ def served(
         for pid in sites.pids().values():
             os.kill(pid, signal.SIGKILL)
     fleet.service.close()
-    return job_file, said
+    return said
 
 
 def test_masked_updates_give_the_bits_of_a_simulation_without_masks(
@@ -114,3 +120,18 @@ def test_sites_clip_and_add_their_noise_before_they_mask(tmp_path: Path, monkeyp
     ours, theirs = model(tmp_path / "run"), model(tmp_path / "alone")
     assert not torch.equal(ours, theirs)
     assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_a_site_that_sends_masked_updates_only_leaves_a_coordinator_that_wants_plain_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_job(tmp_path, NAMES)
+    job_file = tmp_path / "fed.toml"
+    edited(tmp_path / "c.toml", ("[data]", "[approval]\nsecure = true\n\n[data]"))
+    edited(job_file, ("[execution]", "[participation]\nfraction = 1.0\n\n[execution]"), ("wait =", "start = 2\nwait ="))
+    said = run_over_sites(tmp_path, job_file)
+    history = lines(tmp_path / "run")
+    assert all("c" not in by_site(line) for line in history), said
+    assert any("approval.secure: this site sends masked updates only" in line for line in said), said
+    assert [line.event for line in SiteLog(tmp_path / "c-state").lines()] == ["refused"]
+    assert {line.event for line in SiteLog(tmp_path / "a-state").lines()} == {"asked", "allowed", "sent"}

@@ -49,6 +49,14 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the updates are covered with."""
     minimum: Annotated[int, Meta(ge=1)] = 1
     """Updates in a sum."""
+    rounds: Annotated[int, Meta(ge=0)] = 0
+    """Of the whole run."""
+    sites: tuple[str, ...] = ()
+    """Who may take part."""
+    epsilon: float | None = None
+    """Of the whole run, as the coordinator accounts it; None: no promise."""
+    epsilon_so_far: float | None = None
+    """Of the rounds that were committed before."""
 
     @property
     def secure_rules(self) -> SecureRules | None:
@@ -73,6 +81,23 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise UserError(f"data: this site has {samples} samples, the coordinator counts on at most {most}")
 
 
+class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether a run that the file allows goes on at this site. Every rule must hold."""
+
+    ask: bool = False
+    """A person says yes or no, once for each run: `isthmus site yes`, `isthmus site no`."""
+    secure: bool = False
+    """Updates leave this site under masks only."""
+    max_epsilon: Annotated[float, Meta(gt=0)] | None = None
+    """Of the whole run; a run without such a promise is refused."""
+    max_rounds: Annotated[int, Meta(ge=1)] | None = None
+    """Of the whole run."""
+    min_sites: Annotated[int, Meta(ge=1)] = 1
+    """Sites that may take part, this one among them."""
+    sites: tuple[str, ...] = ()
+    """The only sites that may take part, this one among them; none: any."""
+
+
 class SiteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A site's own file: what may run there, and its data, which stay."""
 
@@ -84,6 +109,8 @@ class SiteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The only model that may be trained here, with its options."""
     data: DataSpec
     """This site's data. They are never sent."""
+    approval: Approval = Approval()
+    """Whether a run goes on here, by rule or by a person's word."""
     threads: Annotated[int, Meta(ge=1)] = 1
     """Torch threads."""
     device: str = AUTO

@@ -118,6 +118,8 @@ class SecureSiteExecutor(SiteExecutor):
                         self._send_values()
                     case RevealShares(phase=phase, seeds=seeds, keys=keys):
                         of_seeds, of_keys = self._own_secrets.reveal(seeds, keys)
+                        what = f"shares of the seeds of {', '.join(seeds)}"
+                        self._left(phase, what + (f" and of the keys of {', '.join(keys)}" if keys else ""), 0)
                         self._report(SharesRevealed(phase=phase, seeds=tuple(of_seeds), keys=tuple(of_keys)))
                     case ForgetSecrets():
                         self._secrets = self._vector = None
@@ -135,6 +137,10 @@ class SecureSiteExecutor(SiteExecutor):
     def _send_masked(self, peers: tuple[str, ...]) -> None:
         assert self._vector is not None, "the update is ready"
         self._own_secrets.mask(self._vector, peers)
+        devices = (f"{peer} ({self._own_secrets.devices[peer][:8]})" for peer in peers)
+        noise = "" if self._noise is None else ", with noise"
+        assert self._sums is not None, "the client was trained"
+        self._left(self._sums.phase, f"the update{noise}, masked with {', '.join(devices)}", self._vector.nbytes)
         self._send_values(self._vector)
 
     def _send_values(self, vector: Vector | None = None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from isthmus.errors import UserError
 from isthmus.federated.site import Site
-from isthmus.protocol.federated_messages import ExecutorOrder, PhaseDropped, SumsSent, UpdateRefused
+from isthmus.protocol.federated_messages import ExecutorOrder, PhaseDropped, PhaseId, SumsSent, UpdateRefused
 from isthmus.protocol.secure_messages import SecureOrder
 from isthmus.runtime.federated.executor import Executor
 from isthmus.runtime.messages.federated import FromExecutor, SiteValues
@@ -26,6 +26,8 @@ class SiteLink:
     sender: MessageSender
     timeout_s: float
     log: Callable[[str], None]
+    left: Callable[[PhaseId, str, int], None] = lambda phase, what, size_bytes: None
+    """Called before anything of the site's data leaves it: in which phase, what, and how many bytes."""
 
 
 class SiteExecutor(Executor):
@@ -34,7 +36,7 @@ class SiteExecutor(Executor):
     def __init__(self, site: Site, link: SiteLink) -> None:
         super().__init__(site, link.channel, link.sender, link.run, link.timeout_s, clients_per_vmap=1)
         self._own = site
-        self._log = link.log
+        self._log, self._left = link.log, link.left
 
     def _on_order(self, order: ExecutorOrder | SecureOrder) -> None:
         match order:
@@ -51,6 +53,8 @@ class SiteExecutor(Executor):
         if update is None or not sums.timed:
             raise UserError("; ".join(r.reason for r in sums.refused) or "the client returned nothing")
         values = SiteValues(weight=update.weight)
+        size_bytes = sum(value.nbytes for value in update.values.values())
+        self._left(sums.phase, f"the update as it is: {', '.join(update.values)}", size_bytes)
         message = FromExecutor(run=self._run, body=sums, values=values, tensors=headers_of(update.values))
         self._sender.put(message, list(update.values.values()))
         self._sender.flush()  # the values' memory is used again

@@ -100,7 +100,8 @@ class SiteRun:
         self._began, self._watch = began, watch
         resident = Resident(build(job))
         population = len(self.deployment.sites)
-        self.server = Server(job.algorithm(population, deployed=True), resident.vector(), resident.buffers(), population)
+        algorithm = job.algorithm(population, deployed=True)
+        self.server = Server(algorithm, resident.vector(), resident.buffers(), population)
         self.store = RoundStore(job, folder, self.server, site_identity(job, resident.size), resume=resume)
         check_staleness(job, self.server)
         self.store.evaluator = site_evaluator(job)
@@ -161,7 +162,10 @@ class SiteRun:
         return name.decode()
 
     def _task_spec_from(self, kept: str) -> Callable[[int], TaskSpec]:
-        job = self.job
+        job, population = self.job, len(self.deployment.sites)
+        numbers = self.server.values["model"].numel()
+        whole = job.guarantee(population, job.federated.rounds, numbers)
+        so_far = job.guarantee(population, self.first_round, numbers) if self.first_round else None
 
         def task_spec(client: int) -> TaskSpec:
             return TaskSpec(
@@ -176,6 +180,10 @@ class SiteRun:
                 admission=job.admission,
                 privacy=job.privacy,
                 minimum=job.participation.minimum,
+                rounds=job.federated.rounds,
+                sites=self.deployment.sites,
+                epsilon=None if whole is None else whole.epsilon,
+                epsilon_so_far=None if so_far is None else so_far.epsilon,
             )
 
         return task_spec

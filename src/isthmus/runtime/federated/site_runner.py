@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,15 +19,17 @@ from isthmus.data import load_dataset
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.federated.admission import first_state
 from isthmus.federated.algorithms import load_algorithm
+from isthmus.federated.approval import described, digest_of, refusal
 from isthmus.federated.client_trainer import TrainingTask
 from isthmus.federated.emulated_speed import Pacer, SpeedEmulation
 from isthmus.federated.resident import Resident
 from isthmus.federated.secure.site_noise import SiteNoise
 from isthmus.federated.site import OwnData, Site, SiteStates
+from isthmus.federated.site_log import SiteLog
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.task_spec import SiteConfig, TaskSpec
 from isthmus.models import build_model
-from isthmus.protocol.federated_messages import ExecutorJoined
+from isthmus.protocol.federated_messages import ExecutorJoined, PhaseId
 from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.federated.executor import take_part
 from isthmus.runtime.federated.secure_site import SecureSiteExecutor
@@ -40,6 +43,8 @@ from isthmus.runtime.processes.signals import ComputeThreads
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.message_sender import MessageSender
 
+ANSWER_S = 0.5
+"""Between looks for the owner's answer."""
 RETRIES_S = (0.5, 1.0, 2.0)
 """Waits between attempts to reach the coordinator; the last one again and again."""
 
@@ -69,6 +74,7 @@ class SiteRunner:
         self._warm: tuple[TaskSpec, Site] | None = None
         self._training = threading.Lock()
         self._work: _SiteRun | None = None
+        self._site_log = SiteLog(folder)
         self._threads = ComputeThreads()
         """Of this run and of those before that are still trained for."""
 
@@ -138,6 +144,8 @@ class SiteRunner:
             task_spec = _task_spec(channel, call.timeout_s)
             if task_spec is None:
                 return
+            if not self._is_allowed(task_spec, work):
+                return
             site = self._site(task_spec)
             told = task_spec.aggregation.most_samples or self._data.samples
             sender.put(FromExecutor(run=call.run, body=ExecutorJoined(samples=told)))
@@ -148,10 +156,37 @@ class SiteRunner:
                 sender=sender,
                 timeout_s=call.timeout_s,
                 log=self._log,
+                left=partial(self._note_sent, task_spec),
             )
             self._executor(site, task_spec, link).run()
 
         take_part(channel, self._name, call.run, call.timeout_s, act)
+
+    def _is_allowed(self, task_spec: TaskSpec, work: _SiteRun) -> bool:
+        """By the owner's file and rules; where the owner is to be asked, waits for the answer. False where the run is
+        over before. UserError for a no."""
+        self._config.check(task_spec)
+        note = partial(self._site_log.note, job=task_spec.job, run=task_spec.run, request=digest_of(task_spec))
+        if (broken := refusal(self._config.approval, task_spec)) is not None:
+            note("refused", text=f"by rule: {broken}")
+            raise UserError(broken)
+        answer = self._site_log.answer(digest_of(task_spec))
+        if answer is None:
+            note("asked", text=described(task_spec))
+            if not self._config.approval.ask:
+                note("allowed", text="by rule")
+                return True
+            self._log(f"a coordinator asks for:\n{described(task_spec)}")
+            self._log(f"answer with `isthmus site yes --state {self._folder}`, or no")
+        while (answer := self._site_log.answer(digest_of(task_spec))) is None:
+            if work.over.wait(ANSWER_S):
+                return False
+        if not answer:
+            raise UserError(f"approval: this site's owner said no to the run of {task_spec.job}")
+        return True
+
+    def _note_sent(self, task_spec: TaskSpec, phase: PhaseId, what: str, size_bytes: int) -> None:
+        self._site_log.note("sent", task_spec.job, task_spec.run, what, round_=phase.round + 1, size_bytes=size_bytes)
 
     def _executor(self, site: Site, task_spec: TaskSpec, link: SiteLink) -> SiteExecutor:
         if (rules := task_spec.secure_rules) is None:
@@ -165,7 +200,6 @@ class SiteRunner:
         """The one of before where the same is asked for: nothing is built or read twice."""
         if self._warm is not None and self._warm[0] == task_spec:
             return self._warm[1]
-        self._config.check(task_spec)
         algorithm = task_spec.around(load_algorithm(self._config.algorithm))
         task_spec.check_samples(self._data.samples)
         torch.manual_seed(task_spec.seed)
