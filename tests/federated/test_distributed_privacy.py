@@ -120,3 +120,13 @@ def test_noise_of_sites_is_refused_where_single_updates_are_seen() -> None:
         check_site_noise(privacy, 2, secure=False)
     with pytest.raises(UserError, match=r"privacy.noise_multiplier: got 1e\+06 x clip 1"):
         check_site_noise(Privacy(clip=1.0, noise_multiplier=1e6, noise="sites"), 2, secure=True)
+
+
+@pytest.mark.parametrize("honest", [1, 4, 7])
+def test_fewer_honest_sites_are_a_smaller_multiplier(honest: int) -> None:
+    """Of 8 sites that should add noise: what is left of rho without the others, and what docs/federated.md says."""
+    privacy = Privacy(clip=1.0, noise_multiplier=1.2, noise="sites")
+    left = math.sqrt(honest) * site_deviation(privacy, 8)
+    said = Privacy(clip=1.0, noise_multiplier=1.2 * math.sqrt(honest / 8), noise="sites")
+    assert left == pytest.approx(said.noise_multiplier * said.clip)
+    assert concentrated(said, honest, 8, 100) == pytest.approx(concentrated(privacy, 8, 8, 100) * 8 / honest, rel=1e-6)

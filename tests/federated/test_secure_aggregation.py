@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.federated.algorithms import ClientUpdate, Combine
+from isthmus.federated.algorithms import AlgorithmSpec, ClientUpdate, Combine, algorithm_names, load_algorithm
 from isthmus.federated.partial import PartialSum
 from isthmus.federated.secure import shamir
 from isthmus.federated.secure.in_process import SecurePhase, SecureResult, Step
 from isthmus.federated.secure.masks import WEIGHTS
 from isthmus.federated.secure.shamir import PRIME, deal, draw_secret, recover
+from isthmus.federated.server import Server
 from isthmus.protocol import secure_graph
 from isthmus.protocol.federated_messages import PhaseId, PhaseOpened, PhaseSetup
 from isthmus.protocol.federated_rules import SecureRules
@@ -124,6 +125,32 @@ def test_the_sum_is_the_plain_one_where_each_site_has_some_neighbours(
     check_equals_plain(result, samples)
     dropped_before = sum(step != "reveal" for step in lost.values())
     assert len(result.summed) == count - dropped_before - 1
+
+
+@pytest.mark.parametrize("name", sorted(algorithm_names()))
+def test_every_algorithm_has_its_plain_sums(name: str) -> None:
+    """All values of all its passes, of sites of which one is lost while it trains."""
+    server = Server(load_algorithm(AlgorithmSpec(name=name)), torch.randn(9), torch.zeros(2), 5)
+    draws = torch.Generator().manual_seed(7)
+    for number, forms in enumerate(server.forms):
+        returns = server._returns(number)
+        updates = [
+            ClientUpdate(values={n: torch.randn(form.shape, generator=draws) for n, form in forms.items()})
+            for _ in range(5)
+        ]
+
+        def summed(clients: range, returns: Mapping[str, Combine] = returns, updates: list = updates) -> PartialSum:
+            partial = PartialSum(returns)
+            partial.begin(5 * 64, 5)
+            for client in clients:
+                partial.fold(client, updates[client], 10 + client)
+            return partial
+
+        values = {f"s{client}": masked_values(summed(range(client, client + 1))) for client in range(5)}
+        found = SecurePhase(values, SecureRules(), lost={"s4": "update"}, draw=draw_from(number)).run()
+        plain = summed(range(4))
+        assert found.sums is not None and found.weights == plain.weights()
+        assert all(torch.equal(found.sums[n], value) for n, value in plain.tensors().items())
 
 
 # Shamir

@@ -115,13 +115,13 @@ class SiteSecrets:
     def deal(self, peers: Sequence[SiteKeys], threshold: int) -> list[SealedShare]:
         """A sealed share for each peer. PeerError for keys that the peer did not sign."""
         self._peers = {peer.site: peer for peer in peers}
-        self._agreed = {peer.site: agreed(self._cipher, peer.cipher) for peer in peers}
         self.devices = {
             peer.site: self._signer.check(peer.certificate, peer.signature, signed_text(peer, self._bound_to))
             for peer in peers
         }
         if len(set(self.devices.values())) < len(peers):
             raise PeerError("listed one device under two names")
+        self._agreed = {peer.site: agreed(self._cipher, peer.cipher) for peer in peers}
         holders = [*self._peers, self._site]
         seeds = deal(self._seed, len(holders), threshold, self._draw)
         keys = deal(self._mask_secret, len(holders), threshold, self._draw)
