@@ -1,5 +1,5 @@
-"""Secure aggregation by its machines alone: sums equal plain ones bit for bit, whoever drops out and when, and what
-the coordinator sees tells nothing of the updates."""
+"""Secure aggregation by its machines alone: sums equal plain ones bit for bit, whichever sites drop out and when, and
+what the coordinator sees tells nothing of the updates."""
 
 from __future__ import annotations
 
@@ -95,17 +95,17 @@ STEPS: tuple[Step, ...] = ("keys", "shares", "update", "reveal")
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_the_sum_is_the_plain_one_bit_for_bit_whoever_drops_out_and_when(data: st.DataObject) -> None:
+def test_the_sum_is_the_plain_one_bit_for_bit_whichever_sites_drop_out(data: st.DataObject) -> None:
     count = data.draw(st.integers(3, 9))
     lost = data.draw(st.dictionaries(st.integers(0, count - 1), st.sampled_from(STEPS)))
     late = data.draw(st.sets(st.integers(0, count - 1), max_size=2)) - lost.keys()
     result, samples = secure(count, lost, late)
-    dealing = count - sum(step in ("keys", "shares") for step in lost.values())
+    giving = count - sum(step in ("keys", "shares") for step in lost.values())
     keyed = count - sum(step == "keys" for step in lost.values())
-    updates = dealing - sum(step == "update" for step in lost.values()) - len(late)
+    updates = giving - sum(step == "update" for step in lost.values()) - len(late)
     revealing = updates - sum(step == "reveal" for step in lost.values())
     needed = threshold_of(keyed, 0.5)
-    if revealing < needed or keyed < 2 or dealing < 2 or revealing < 1:
+    if revealing < needed or keyed < 2 or giving < 2 or revealing < 1:
         assert result.sums is None
         assert "secure aggregation" in result.reason
         return
@@ -255,9 +255,9 @@ def test_the_coordinator_never_has_both_secrets_of_one_site(lost: Mapping[int, S
     assert not seeds & keys
 
 
-def site_at_the_end(share: float = 0.5, fewest: int = 2) -> SecureSiteMachine:
+def site_at_the_end(share: float = 0.5) -> SecureSiteMachine:
     """A site, one of five, whose masked update is sent."""
-    machine = SecureSiteMachine("a", share, fewest)
+    machine = SecureSiteMachine("a", share)
     peers = [SiteKeys(name, bytes([n]) * 32, bytes([n + 100]) * 32, bytes(32)) for n, name in enumerate("bcde")]
     machine.handle(PhaseOpened(opening=PhaseSetup(phase=PHASE, clients=5, samples=5), tasks=()))
     machine.handle(KeysListed(phase=PHASE, peers=tuple(peers)))

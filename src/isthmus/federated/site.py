@@ -151,16 +151,15 @@ class Site(ClientTrainer):
         pacer: Pacer | None = None,
         log: Callable[[str], None] = lambda _: None,
         accelerator: Accelerator = HOST,
-        told_samples: int | None = None,
+        stated_samples: int | None = None,
         masked: AdmissionRules | None = None,
     ) -> None:
-        """As a client trainer's. `told_samples` is what the coordinator is told in place of how many samples there
-        are. With `masked`, an update is made a sum of its own, within these rules, in place of being checked by the
-        coordinator."""
+        """As a client trainer's. `stated_samples` is the number that the coordinator gets in place of the true one.
+        With `masked`, an update is made a sum of its own, within these rules, and not checked by the coordinator."""
         super().__init__(work, module, data, states, pacer=pacer, log=log, accelerator=accelerator)
         self._own_states = states
         self._samples = int(data.sizes[0])
-        self._told_samples = told_samples
+        self._stated_samples = stated_samples
         self._masked = masked
 
     def open(self, opening: PhaseSetup, broadcast: Mapping[str, Tensor]) -> None:
@@ -174,12 +173,12 @@ class Site(ClientTrainer):
             if self._own_states is not None and task.state <= self._durable_round:
                 self._own_states.keep_only(task.state)
         timed, refused = super().train(tasks)
-        told = self._told_samples or self._samples
-        return tuple(msgspec.structs.replace(t, samples=told) for t in timed), refused
+        stated = self._stated_samples or self._samples
+        return tuple(msgspec.structs.replace(t, samples=stated) for t in timed), refused
 
     def _take_in(self, task: ClientTask, update: ClientUpdate) -> int:
         values = to_host(self.resident.accelerator, update.values)
-        weight = self._samples if update.weight is None and self._told_samples is not None else update.weight
+        weight = self._samples if update.weight is None and self._stated_samples is not None else update.weight
         if isinstance(self._work.algorithm, Private):
             weight = 1.0  # of sums no weights are needed, and noise does not cover them
         self.update = ClientUpdate(values=values, state=update.state, weight=weight)

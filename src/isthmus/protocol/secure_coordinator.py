@@ -160,7 +160,7 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
         self._peers: dict[str, tuple[str, ...]] = {}
         """Neighbours of every site whose keys are in."""
         self._dealt: dict[str, dict[str, bytes]] = {}
-        """By dealer, its sealed shares by holder."""
+        """By owner, its sealed shares by holder."""
         self._gone: set[str] = set()
         self._masking: frozenset[str] = frozenset()
         """Sites that were delivered shares: they mask with their neighbours among them."""
@@ -287,8 +287,8 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
         return threshold_of(len(self._holders(site)), self._rules.share)
 
     def _shares_for(self, site: str) -> tuple[SealedShare, ...]:
-        dealers = (peer for peer in self._peers[site] if peer in self._masking)
-        return tuple(SealedShare(dealer, self._dealt[dealer][site]) for dealer in dealers)
+        owners = (peer for peer in self._peers[site] if peer in self._masking)
+        return tuple(SealedShare(owner, self._dealt[owner][site]) for owner in owners)
 
     # The end of a phase
 
@@ -335,9 +335,9 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
         enough = all(len(self._revealed(one)) >= self._threshold(one) for one in self._wanted)
         return self._recover() if enough else self._go_on()
 
-    def _number(self, holder: str, dealer: str) -> int:
-        """At which the dealer's polynomials were evaluated for this holder."""
-        return number_of(holder, self._holders(dealer))
+    def _number(self, holder: str, owner: str) -> int:
+        """At which the owner's polynomials were evaluated for this holder."""
+        return number_of(holder, self._holders(owner))
 
     def _revealed(self, site: str) -> Mapping[int, bytes]:
         return (self._seeds if site in self._summed else self._mask_keys).get(site, {})

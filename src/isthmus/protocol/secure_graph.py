@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 
 COMPLETE_BELOW = 100
 """Sites: fewer are all neighbours."""
+LEAST_SUMMED = 2
+"""Updates in a sum: of one update the sum is that update."""
 PER_DOUBLING = 10
 """Neighbours for each doubling of the sites: with a fifth of all sites colluding and a fifth dropping out, no
 neighbourhood has a majority of either but with a probability below 2^-40 for 1,000 sites."""

@@ -33,18 +33,18 @@ class SiteKeys(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SealedShare(msgspec.Struct, frozen=True, array_like=True):
-    """A dealer's two shares for one holder, which only the holder can read."""
+    """An owner's two shares for one holder, which only the holder can read."""
 
     site: Name
-    """The holder, on the way to the coordinator; the dealer, on the way from it."""
+    """The holder, on the way to the coordinator; the owner, on the way from it."""
     sealed: Annotated[bytes, Meta(max_length=128)]
 
 
 class RevealedShare(msgspec.Struct, frozen=True, array_like=True):
-    """A holder's share of one secret of a dealer."""
+    """A holder's share of one secret of an owner."""
 
     site: Name
-    """The dealer."""
+    """The owner."""
     share: Share
 
 
@@ -95,7 +95,7 @@ class SharesSent(RoundBody, frozen=True, kw_only=True):
 
 
 class SharesRevealed(RoundBody, frozen=True, kw_only=True):
-    """The answer to `UnmaskAsked`: of each dealer one share, never two."""
+    """The answer to `UnmaskAsked`: of each owner one share, never two."""
 
     phase: PhaseId
     seeds: tuple[RevealedShare, ...]

@@ -18,7 +18,7 @@ import msgspec
 from isthmus.protocol.federated_messages import PhaseDropped, PhaseId, PhaseOpened, UpdateRefused
 from isthmus.protocol.machine import Machine, Transitions
 from isthmus.protocol.run_messages import Halt
-from isthmus.protocol.secure_graph import threshold_of
+from isthmus.protocol.secure_graph import LEAST_SUMMED, threshold_of
 from isthmus.protocol.secure_messages import KeysListed, SealedShare, SharesDelivered, SiteKeys, UnmaskAsked
 
 # From the driver
@@ -123,16 +123,15 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
 
     transitions = SECURE_SITE
 
-    def __init__(self, site: str, share: float, fewest: int) -> None:
-        """More than `share` of a secret's shares give it back; a sum of less than `fewest` updates is not unmasked."""
+    def __init__(self, site: str, share: float) -> None:
+        """More than `share` of a secret's shares give it back."""
         super().__init__()
         self._site = site
         self._share = share
-        self._fewest = fewest
         self._phase_id: PhaseId | None = None
         self._holders: frozenset[str] = frozenset()
         """Of this site's secrets: its neighbours and itself."""
-        self._dealers: frozenset[str] = frozenset()
+        self._owners: frozenset[str] = frozenset()
         """With whom it masks: neighbours whose shares it holds."""
         self._update: UpdateReady | None = None
 
@@ -143,7 +142,7 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
         match event:
             case PhaseOpened(opening=opening):
                 self._phase_id, self._phase = opening.phase, "keyed"
-                self._holders = self._dealers = frozenset()
+                self._holders = self._owners = frozenset()
                 self._update = None
                 return [ForgetSecrets(), MakeKeys(opening.phase)]
             case KeysListed(phase=phase, peers=peers):
@@ -170,20 +169,20 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
         public = [key for peer in peers for key in (peer.cipher, peer.mask)]
         if len(names) < len(peers) or self._site in names or len(set(public)) < len(public):
             return self._distrust("listed one site's keys twice")
-        if len(names) + 1 < self._fewest:
-            return self._distrust(f"listed {len(names) + 1} sites, expected at least {self._fewest}")
+        if len(names) + 1 < LEAST_SUMMED:
+            return self._distrust(f"listed {len(names) + 1} sites, expected at least {LEAST_SUMMED}")
         self._holders, self._phase = frozenset(names | {self._site}), "dealt"
         return [DealShares(phase, peers, threshold_of(len(self._holders), self._share))]
 
     def _on_shares(self, phase: PhaseId, shares: tuple[SealedShare, ...]) -> list[SecureSiteInstruction]:
         if self._phase == "idle":
             return []
-        dealers = {share.site for share in shares}
-        if len(dealers) < len(shares) or not dealers <= self._holders - {self._site}:
+        owners = {share.site for share in shares}
+        if len(owners) < len(shares) or not owners <= self._holders - {self._site}:
             return self._distrust("delivered shares of sites that are no neighbours")
-        if len(dealers) + 1 < max(self._fewest, threshold_of(len(self._holders), self._share)):
-            return self._distrust(f"delivered shares of {len(dealers)} sites: too few to mask with")
-        self._dealers, self._phase = frozenset(dealers), "ready"
+        if len(owners) + 1 < max(LEAST_SUMMED, threshold_of(len(self._holders), self._share)):
+            return self._distrust(f"delivered shares of {len(owners)} sites: too few to mask with")
+        self._owners, self._phase = frozenset(owners), "ready"
         return [OpenShares(phase, shares), *(self._on_update(self._update) if self._update is not None else [])]
 
     def _on_update(self, event: UpdateReady) -> list[SecureSiteInstruction]:
@@ -195,7 +194,7 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
             self._update = event
             return []
         self._phase = "masked"
-        return [MaskUpdate(event.phase, tuple(sorted(self._dealers)))]
+        return [MaskUpdate(event.phase, tuple(sorted(self._owners)))]
 
     def _on_asked(
         self, phase: PhaseId, summed: Collection[str], dropped: Collection[str]
@@ -203,9 +202,9 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
         if self._phase == "idle":
             return []
         wanted, gone = frozenset(summed), frozenset(dropped)
-        if wanted & gone or wanted | gone != self._dealers | {self._site} or self._site not in wanted:
+        if wanted & gone or wanted | gone != self._owners | {self._site} or self._site not in wanted:
             return self._distrust("asked for shares of both kinds, or not of every neighbour")
-        if len(wanted) < max(self._fewest, threshold_of(len(self._holders), self._share)):
+        if len(wanted) < max(LEAST_SUMMED, threshold_of(len(self._holders), self._share)):
             return self._distrust(f"asked to unmask a sum with {len(wanted)} neighbours: too few")
         return [RevealShares(phase, tuple(sorted(wanted)), tuple(sorted(gone))), *self._forget("idle")]
 

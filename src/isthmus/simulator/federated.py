@@ -54,8 +54,8 @@ from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
 from isthmus.protocol.secure_coordinator import TakeMasksOff, TellSite
 from isthmus.protocol.secure_messages import KeysListed, SecureOrder, SecureReport, SharesDelivered, UnmaskAsked
+from isthmus.protocol.secure_stand_in import SimulatedSecrets
 from isthmus.simulator.clock import VirtualClock
-from isthmus.simulator.secure_sites import SimulatedSecrets
 
 
 class MessageCosts(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ Words = NDArray[np.uint64]
 MARGIN = 2.0**-38
 """Relative: floating-point errors of exp(-gamma) are below 2^-40 for every gamma whose exp is above 2^-64."""
 MOST_SIGMA = 2.0**46
-"""Larger numbers could not be told apart in the sums."""
+"""Larger numbers have no room in the sums."""
 _BATCH = 1 << 16
 """Numbers that are drawn at once."""
 

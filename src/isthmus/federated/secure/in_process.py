@@ -66,7 +66,7 @@ class _Site:
     def __init__(self, name: str, values: Mapping[str, Tensor], rules: SecureRules) -> None:
         self.name = name
         self.values = values
-        self.machine = SecureSiteMachine(name, rules.share, rules.fewest)
+        self.machine = SecureSiteMachine(name, rules.share)
         self.secrets: SiteSecrets | None = None
 
 

@@ -14,9 +14,7 @@ from isthmus.federated.algorithms import Algorithm
 from isthmus.federated.robust import Aggregation
 from isthmus.protocol.federated_participation import Participation
 from isthmus.protocol.federated_rules import SecureRules
-
-LEAST = 2
-"""Updates in a sum: of one update the sum is that update."""
+from isthmus.protocol.secure_graph import LEAST_SUMMED
 
 
 def check_secure(
@@ -30,8 +28,8 @@ def check_secure(
     if aggregation.most_samples is None:
         what = "missing, expected the most samples of a site: with aggregation.secure no site says how many it has"
         raise UserError(f"aggregation.most_samples: {what}")
-    if participation.minimum < LEAST:
-        what = f"got {participation.minimum} beside aggregation.secure, expected at least {LEAST}"
+    if participation.minimum < LEAST_SUMMED:
+        what = f"got {participation.minimum} beside aggregation.secure, expected at least {LEAST_SUMMED}"
         raise UserError(f"participation.minimum: {what}: the sum of one update is that update")
     if not 0 < aggregation.wait_s < math.inf:
         raise UserError(f"aggregation.wait: got {aggregation.wait!r}, expected more than 0 s")
@@ -66,4 +64,4 @@ def secure_rules(aggregation: Aggregation, minimum: int) -> SecureRules | None:
     """For the machines; None where sums are not masked. `minimum` updates make a sum."""
     if not aggregation.secure:
         return None
-    return SecureRules(share=aggregation.threshold, wait_s=aggregation.wait_s, fewest=max(LEAST, minimum))
+    return SecureRules(share=aggregation.threshold, wait_s=aggregation.wait_s, fewest=max(LEAST_SUMMED, minimum))

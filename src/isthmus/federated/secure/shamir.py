@@ -3,7 +3,7 @@ nothing of it.
 
     share of holder x = f(x),  f(0) = the secret,  f a polynomial of degree threshold - 1 with random coefficients
 
-Computing times depend on the numbers: a dealer's own machine is trusted, as is whoever recovers a secret.
+Computing times depend on the numbers: a owner's own machine is trusted, as is the one that recovers a secret.
 """
 
 from __future__ import annotations

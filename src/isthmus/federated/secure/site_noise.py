@@ -10,8 +10,8 @@ Kairouz, Liu and Steinke, The Distributed Discrete Gaussian Mechanism for Federa
     concentrated privacy   rho = e^2 / 2, e = min( sqrt(D^2 / S + t d / 2), D / sqrt(S) + t sqrt(d) )
                            t = 10 sum over k < n of exp(-2 pi^2 S / n k / (k + 1))      (Theorem 1 there)
 
-A round has `minimum` updates or more, or none: whoever drops out, S is (m C)^2 at least. Epsilon is that of `minimum`
-sites. Of n sites the noise's deviation is sqrt(n / minimum) times what epsilon counts on.
+A round has `minimum` updates or more, or none: whichever sites drop out, S is (m C)^2 at least. Epsilon is that of
+`minimum` sites. Of n sites the noise's deviation is sqrt(n / minimum) times what epsilon counts on.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class SiteSecrets:
         """By peer, what shares are sealed under."""
         self._own: tuple[bytes, bytes] = (b"", b"")
         self._held: dict[str, bytes] = {}
-        """By dealer, its shares of the seed and of the mask key."""
+        """By owner, its shares of the seed and of the mask key."""
         self.devices: dict[str, str] = {}
         """By peer, the id of the device that signed its keys."""
 
@@ -129,8 +129,8 @@ class SiteSecrets:
         self._own = seeds[numbers[self._site]], keys[numbers[self._site]]
         return [SealedShare(peer, self._seal(peer, seeds[numbers[peer]] + keys[numbers[peer]])) for peer in self._peers]
 
-    def _cipher_with(self, peer: str, dealer: str, holder: str) -> ChaCha20Poly1305:
-        about = self._bound_to + f"share|{dealer}|{holder}".encode()
+    def _cipher_with(self, peer: str, owner: str, holder: str) -> ChaCha20Poly1305:
+        about = self._bound_to + f"share|{owner}|{holder}".encode()
         return ChaCha20Poly1305(_derived(self._agreed[peer], about))
 
     def _seal(self, peer: str, shares: bytes) -> bytes:
@@ -158,7 +158,7 @@ class SiteSecrets:
         """Shares of these sites' seeds, this one's own among them, and of those sites' mask keys."""
         held: Mapping[str, tuple[bytes, bytes]] = {
             self._site: self._own,
-            **{dealer: (both[:SECRET_BYTES], both[SECRET_BYTES:]) for dealer, both in self._held.items()},
+            **{owner: (both[:SECRET_BYTES], both[SECRET_BYTES:]) for owner, both in self._held.items()},
         }
         of_keys = [RevealedShare(site, held[site][1]) for site in keys]
         return [RevealedShare(site, held[site][0]) for site in seeds], of_keys

@@ -63,7 +63,7 @@ class SecureSiteExecutor(SiteExecutor):
         """`noise` is added to an update before it is masked."""
         super().__init__(site, link)
         self._name, self._signer, self._noise = link.name, signer, noise
-        self._secure = SecureSiteMachine(link.name, rules.share, rules.fewest)
+        self._secure = SecureSiteMachine(link.name, rules.share)
         self._stepping = threading.Lock()
         self._secrets: SiteSecrets | None = None
         self._sums: SumsSent | None = None

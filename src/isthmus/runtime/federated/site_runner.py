@@ -147,8 +147,8 @@ class SiteRunner:
             if not self._is_allowed(task_spec, work):
                 return
             site = self._site(task_spec)
-            told = task_spec.aggregation.most_samples or self._data.samples
-            sender.put(FromExecutor(run=call.run, body=ExecutorJoined(samples=told)))
+            stated = task_spec.aggregation.most_samples or self._data.samples
+            sender.put(FromExecutor(run=call.run, body=ExecutorJoined(samples=stated)))
             link = SiteLink(
                 name=self._name,
                 run=call.run,
@@ -214,7 +214,7 @@ class SiteRunner:
             pacer=Pacer(SpeedEmulation(eta=self._config.slow_down).clock()),
             log=self._log,
             accelerator=self._accelerator,
-            told_samples=task_spec.aggregation.most_samples,
+            stated_samples=task_spec.aggregation.most_samples,
             masked=task_spec.bounds if task_spec.aggregation.secure else None,
         )
         site.warm_up(task_spec.client)

@@ -1,4 +1,4 @@
-"""Masked updates on a virtual clock: a site's machine of secure aggregation, without keys and masks."""
+"""A site's side of secure aggregation without keys and masks: its machine, for simulations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SimulatedSecrets:
 
     def __init__(self, site: str, rules: SecureRules) -> None:
         self._site = site
-        self._machine = SecureSiteMachine(site, rules.share, rules.fewest)
+        self._machine = SecureSiteMachine(site, rules.share)
         self._sums: SumsSent | None = None
 
     def hear(self, order: ExecutorOrder | SecureOrder) -> Iterator[SecureReport | SumsSent]:
