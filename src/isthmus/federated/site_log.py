@@ -30,7 +30,7 @@ class SiteLogLine(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """In words: what is asked for, who answered, what was sent."""
     request: str = ""
-    """Digest of what is asked for, of which this is the question or the answer."""
+    """Digest of what the owner is asked, of which this is the question or the answer; empty where rules decide."""
     round: int | None = None
     """From 1 on, of what was sent."""
     size_bytes: int = 0
@@ -74,5 +74,5 @@ class SiteLog(LinesFile[SiteLogLine]):
 
     def open_request(self) -> SiteLogLine | None:
         """What was asked last, if it has no answer."""
-        asked = [line for line in self.lines() if line.event == "asked"]
+        asked = [line for line in self.lines() if line.event == "asked" and line.request]
         return asked[-1] if asked and self.answer(asked[-1].request) is None else None

@@ -75,6 +75,8 @@ class SiteRunner:
         self._training = threading.Lock()
         self._work: _SiteRun | None = None
         self._site_log = SiteLog(folder)
+        self._ruled: set[str] = set()
+        """Requests that the owner's rules allowed, and the log has."""
         self._threads = ComputeThreads()
         """Of this run and of those before that are still trained for."""
 
@@ -166,19 +168,23 @@ class SiteRunner:
         """By the owner's file and rules; where the owner is to be asked, waits for the answer. False where the run is
         over before. UserError for a no."""
         self._config.check(task_spec)
-        note = partial(self._site_log.note, job=task_spec.job, run=task_spec.run, request=digest_of(task_spec))
-        if (broken := refusal(self._config.approval, task_spec)) is not None:
+        request, rules = digest_of(task_spec), self._config.approval
+        note = partial(self._site_log.note, job=task_spec.job, run=task_spec.run)
+        if (broken := refusal(rules, task_spec)) is not None:
             note("refused", text=f"by rule: {broken}")
             raise UserError(broken)
-        answer = self._site_log.answer(digest_of(task_spec))
-        if answer is None:
-            note("asked", text=described(task_spec))
-            if not self._config.approval.ask:
+        answer = self._site_log.answer(request)
+        if answer is None and not rules.ask:  # rules may change: an answer by rule holds for this process alone
+            if request not in self._ruled:
+                note("asked", text=described(task_spec))
                 note("allowed", text="by rule")
-                return True
+                self._ruled.add(request)
+            return True
+        if answer is None:
+            note("asked", text=described(task_spec), request=request)
             self._log(f"a coordinator asks for:\n{described(task_spec)}")
             self._log(f"answer with `isthmus site yes --state {self._folder}`, or no")
-        while (answer := self._site_log.answer(digest_of(task_spec))) is None:
+        while (answer := self._site_log.answer(request)) is None:
             if work.over.wait(ANSWER_S):
                 return False
         if not answer:
