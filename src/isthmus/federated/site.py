@@ -167,14 +167,16 @@ class Site(ClientTrainer):
         self._durable_round = opening.durable_round
 
     def train(self, tasks: Sequence[ClientTask]) -> tuple[tuple[ClientTime, ...], tuple[RefusedUpdate, ...]]:
-        tasks = [msgspec.structs.replace(task, samples=self._samples) for task in tasks]
+        if self._stated_samples is not None:
+            tasks = [msgspec.structs.replace(task, samples=self._samples) for task in tasks]
         for task in tasks:
             # A state that is on the coordinator's disk makes those before it useless, and those after it never came.
             if self._own_states is not None and task.state <= self._durable_round:
                 self._own_states.keep_only(task.state)
         timed, refused = super().train(tasks)
-        stated = self._stated_samples or self._samples
-        return tuple(msgspec.structs.replace(t, samples=stated) for t in timed), refused
+        if self._stated_samples is None:
+            return timed, refused
+        return tuple(msgspec.structs.replace(t, samples=self._stated_samples) for t in timed), refused
 
     def _take_in(self, task: ClientTask, update: ClientUpdate) -> int:
         values = to_host(self.resident.accelerator, update.values)
