@@ -16,8 +16,8 @@ COMPLETE_BELOW = 100
 LEAST_SUMMED = 2
 """Updates in a sum: of one update the sum is that update."""
 PER_DOUBLING = 10
-"""Neighbours for each doubling of the sites: with a fifth of all sites colluding and a fifth dropping out, no
-neighbourhood has a majority of either but with a probability below 2^-40 for 1,000 sites."""
+"""Neighbours for each doubling of the sites: of up to 1,000 sites a fifth may collude, and a fifth drop out. That any
+neighbourhood has a majority of either then has a probability below 2^-30."""
 
 
 def neighbour_count(sites: int) -> int:
@@ -29,7 +29,7 @@ def neighbour_count(sites: int) -> int:
 
 def neighbours(keys: Mapping[str, bytes]) -> dict[str, tuple[str, ...]]:
     """By site its neighbours, ascending. `keys` are the sites' public keys: they shuffle the ring in which each site
-    has its nearest ones for neighbours, so nobody chooses who they are."""
+    has its nearest ones for neighbours, so a coordinator that follows the protocol does not choose them."""
     count = neighbour_count(len(keys))
     if count == len(keys) - 1:
         return {site: tuple(sorted(keys.keys() - {site})) for site in keys}
