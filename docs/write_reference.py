@@ -17,6 +17,8 @@ from isthmus.protocol.device_session import SESSION
 from isthmus.protocol.machine import Transitions
 from isthmus.protocol.membership import MEMBERSHIP
 from isthmus.protocol.phases import COORDINATOR
+from isthmus.protocol.secure_coordinator import SECURE_COORDINATOR
+from isthmus.protocol.secure_site import SECURE_SITE
 from isthmus.protocol.worker_phases import WORKER
 from isthmus.report.settings_reference import KINDS, TableDoc, option_rows, tables_by_file
 
@@ -43,6 +45,16 @@ MACHINES = {
         federated.EXECUTOR,
         "src/isthmus/protocol/federated_transitions.py",
         "the clients of one process or site",
+    ),
+    "Secure aggregation, the coordinator": (
+        SECURE_COORDINATOR,
+        "src/isthmus/protocol/secure_coordinator.py",
+        "the masks of one phase after another",
+    ),
+    "Secure aggregation, a site": (
+        SECURE_SITE,
+        "src/isthmus/protocol/secure_site.py",
+        "one site's secrets",
     ),
     "The member of a fleet": (
         MEMBERSHIP,

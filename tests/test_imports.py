@@ -47,6 +47,7 @@ COMPONENTS = {
     "placement_runs": ("isthmus.training",),  # the plain module beside the runs
     "proven_gaps": ("isthmus.api.proof", "isthmus.verification"),  # bounds of problems without a job
     "reconstruction": ("isthmus.runtime.coordinator", "isthmus.training"),  # what an attacker sees of a stage
+    "secure_aggregation": ("isthmus.federated", "isthmus.protocol"),  # one phase without a network
     "sky": ("isthmus.planners.network",),
     "snapshots": ("isthmus.runtime.coordinator.stage_assignments",),  # bytes of states
     "sync": ("isthmus.sync",),

@@ -17,9 +17,9 @@ from isthmus.cli.app import commands
 LINES_OF_A_COMMAND = 45
 """Of the command line, on average."""
 MACHINES_IMPORT = {
-    *("__future__", "collections", "dataclasses", "heapq", "itertools", "math", "msgspec", "numpy", "statistics"),
-    *("typing", "isthmus.errors", "isthmus.fleet", "isthmus.planners", "isthmus.plans", "isthmus.protocol"),
-    *("isthmus.rng", "isthmus.trace", "isthmus.units"),
+    *("__future__", "collections", "dataclasses", "hashlib", "heapq", "itertools", "math", "msgspec", "numpy"),
+    *("statistics", "typing", "isthmus.errors", "isthmus.fleet", "isthmus.planners", "isthmus.plans"),
+    *("isthmus.protocol", "isthmus.rng", "isthmus.trace", "isthmus.units"),
 }
 
 WITHOUT_TORCH = [

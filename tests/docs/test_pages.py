@@ -17,7 +17,13 @@ import isthmus
 from tests.docs.newcomer import ROOT, make_machine, type_in
 
 DOCS = ROOT / "docs"
-PAGES = ["start/first-run.md", "tutorials/own-model.md", "tutorials/federated.md", "../README.md"]
+PAGES = [
+    "start/first-run.md",
+    "tutorials/own-model.md",
+    "tutorials/federated.md",
+    "tutorials/site-owner.md",
+    "../README.md",
+]
 LONG = ["tutorials/fine-tune.md"]
 """Typed by `make test-faults` alone: every import of transformers and peft takes seconds."""
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)

@@ -82,6 +82,7 @@ def recomputed(job_file: Path, history: Sequence[RoundLine], population: int) ->
         if job.participation.staleness:
             asked = set(range(population))  # room is kept for those that are late
         total = sum(len(samples(c)["labels"]) for c in asked)
+        total = len(asked) * (job.aggregation.most_samples or 0) or total
         opening = PhaseSetup(phase=PhaseId(now), clients=len(asked), samples=total)
         broadcast.append(server.broadcast())
         server.open(opening)

@@ -25,7 +25,7 @@ from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.runtime.federated.executor import Executor, take_part
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost
 from isthmus.runtime.federated.site_acceptor import SiteAcceptor, SiteConnection
-from isthmus.runtime.federated.site_runner import SiteExecutor
+from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
 from isthmus.runtime.federated.site_update_receiver import SiteUpdateReceiver
 from isthmus.runtime.federated.update_receiver import SumsReceiver
 from isthmus.runtime.messages.federated import FromExecutor, TaskMessage
@@ -218,7 +218,8 @@ class _Run:
         site = Site(self._task, module(), self._data, None, pacer=Pacer(self._lasts(name)))
         samples = int(self._data.sizes[self._scenario.executors.index(name)])
         sender.put(FromExecutor(run=RUN, body=ExecutorJoined(samples=samples)))
-        SiteExecutor(site, channel, sender, RUN, TIMEOUT_S, lambda _: None).run()
+        link = SiteLink(name=name, run=RUN, channel=channel, sender=sender, timeout_s=TIMEOUT_S, log=lambda _: None)
+        SiteExecutor(site, link).run()
 
     def _depart(self, departure: Departure, port: int) -> None:
         assert self._machine.wait_for(departure.after, LIMIT_S)

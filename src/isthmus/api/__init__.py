@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import run as run
     from isthmus.api import run_session as run_session
     from isthmus.api import serve as serve
+    from isthmus.api import site as site
     from isthmus.api import status as status
     from isthmus.api import terminal as terminal
     from isthmus.api import up as up

@@ -25,6 +25,7 @@ from isthmus.cli import (
     lists,
     run_commands,
     serve_commands,
+    site_commands,
 )
 from isthmus.errors import InternalError, IsthmusError, UserError
 from isthmus.sanitize import error_line
@@ -47,6 +48,7 @@ GROUPS = (
     cluster_commands,
     fleet_commands,
     device_commands,
+    site_commands,
     doctor_commands,
 )
 """In the order of the help."""

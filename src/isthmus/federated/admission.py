@@ -153,10 +153,15 @@ def admit(update: ClientUpdate, forms: Mapping[str, Form], rules: AdmissionRules
             raise PeerError(f"sent a value {reprlib.repr(name)}, expected {', '.join(sorted(forms))}")
         if (got := Form.of(update.values[name])) != forms[name]:
             raise PeerError(f"value {name!r}: got {got}, expected {forms[name]}")
+    check_finite(update)
+    return bounded(update, rules)
+
+
+def check_finite(update: ClientUpdate) -> None:
+    """DivergedUpdate for one that is not."""
     for name, value in update.values.items():
         if not is_finite(value):
             raise DivergedUpdate(f"value {name!r}: not all numbers are finite")
-    return bounded(update, rules)
 
 
 def refusal_of(client: int, error: PeerError) -> RefusedUpdate:

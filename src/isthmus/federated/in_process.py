@@ -33,6 +33,7 @@ from isthmus.protocol.federated_events import (
     TasksTrained,
     Tick,
     TrainTasks,
+    UnmaskSums,
     UpdateServer,
 )
 from isthmus.protocol.federated_executor import ExecutorMachine
@@ -174,6 +175,8 @@ class InProcess:
                     return instruction
                 case DismissExecutor(executor=executor, reason=reason):
                     raise InternalError(f"federated: {executor} {reason}")
+                case UnmaskSums(phase=phase):
+                    raise InternalError(f"federated: round {phase.round + 1}: sums in one process are not masked")
                 case IgnoreSums() | Halt():
                     pass
         return None

@@ -38,10 +38,12 @@ from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.execution import Execution, RayExecution
 from isthmus.federated.executor_fleet import ExecutorFleet, executor_fleet
 from isthmus.federated.local import LocalConfig
-from isthmus.federated.privacy import Guarantee, Privacy, Private, guarantee
+from isthmus.federated.privacy import Guarantee, Privacy, guarantee, private
 from isthmus.federated.resident import Resident
 from isthmus.federated.robust import Aggregation, Robust
 from isthmus.federated.schemes import Scheme, scheme
+from isthmus.federated.secure.rules import check_secure
+from isthmus.federated.secure.site_noise import check_site_noise, concentrated, distributed_guarantee
 from isthmus.federated.server import RunIdentity, Server
 from isthmus.models import ModelSpec, build_model
 from isthmus.overrides import overridden
@@ -130,7 +132,7 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     aggregation: Aggregation = Aggregation()
     """How updates are combined."""
     privacy: Privacy | None = None
-    """Central differential privacy; without this table updates are not noised."""
+    """Differential privacy of clients; without this table updates are not noised."""
     execution: Execution = Execution()
     """Where simulated clients train."""
     fleet: str = ""
@@ -172,27 +174,32 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Seconds after which a round closes with the updates received so far."""
         return parse_duration(self.participation.deadline, "participation.deadline")
 
-    def algorithm(self, population: int) -> Algorithm:
-        """With what the job puts around it."""
-        inner = load_algorithm(AlgorithmSpec(name=self.federated.algorithm, options=self.federated.options))
+    def algorithm(self, population: int, *, deployed: bool = False) -> Algorithm:
+        """With what the job puts around it; where it is not `deployed`, in a simulation."""
+        inner = load_algorithm(_spec(self))
         if self.privacy is not None:
-            return Private(inner=inner, privacy=self.privacy, expected=self.participation.expected(population))
+            expected, minimum = self.participation.expected(population), self.participation.minimum
+            return private(inner, self.privacy, expected, minimum, simulated=not deployed)
         return inner if self.aggregation.rule == "declared" else Robust(inner=inner, rule=self.aggregation)
 
     @property
     def bounds(self) -> AdmissionRules:
         """Of every update."""
-        return self.admission if self.privacy is None else AdmissionRules(max_norm=self.privacy.clip, clip=True)
+        return self.admission if self.privacy is None else self.privacy.bounds
 
-    def guarantee(self, population: int, rounds: int) -> Guarantee | None:
+    def guarantee(self, population: int, rounds: int, numbers: int) -> Guarantee | None:
         """What so many rounds promise every client; None without privacy. Clients that are drawn each by themselves,
-        and take part if they are drawn, make it stronger."""
+        and take part if they are drawn, make it stronger. `numbers` are in the model."""
         if self.privacy is None:
             return None
-        rules = self.participation
+        rules, passes = self.participation, self.algorithm(population).passes
+        if self.privacy.noise == "sites":
+            most = numbers * max(len(one.returns) for one in passes)
+            rho = concentrated(self.privacy, rules.minimum, _asked(self, rules.needed(population), population), most)
+            return distributed_guarantee(self.privacy, rounds, len(passes), rho)
         alone = rules.poisson and not rules.availability and self.deployment is None
         rate = rules.needed(population) / population if alone else None
-        return guarantee(self.privacy, rounds, len(self.algorithm(population).passes), rate)
+        return guarantee(self.privacy, rounds, len(passes), rate)
 
 
 def is_federated(path: Path) -> bool:
@@ -218,7 +225,6 @@ def check(job: FederatedJob) -> None:
         find_callback(config)
     if job.data is not None:
         refuse_description(job.data)
-    load_algorithm(AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options))
     check_combining(job)
     if (seed := job.federated.seed) >= 1 << 64:
         raise UserError(f"federated.seed: got {seed}, expected less than 2^64")
@@ -229,6 +235,10 @@ def check(job: FederatedJob) -> None:
         raise unknown_name("execution.planner", job.execution.planner, cohort_names())
     check_engine(job)
     check_emulation(job)
+
+
+def _spec(job: FederatedJob) -> AlgorithmSpec:
+    return AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options)
 
 
 def check_engine(job: FederatedJob) -> None:
@@ -282,6 +292,8 @@ def check_combining(job: FederatedJob) -> None:
             f"participation.minimum: got {rules.minimum}, expected at least {job.aggregation.fewest} for "
             f"{job.aggregation.rule} with byzantine = {job.aggregation.byzantine}, keep = {job.aggregation.keep}"
         )
+    check_site_noise(job.privacy, rules.minimum, secure=job.aggregation.secure)
+    check_secure(job.aggregation, rules, job.admission, load_algorithm(_spec(job)))
     if rules.availability is not None and not 0 < rules.round_length_s < math.inf:
         raise UserError(f"participation.round_length: got {rules.round_length!r}, expected more than 0 s")
     if rules.poisson and (rules.weighted or rules.over_select > 1):
@@ -399,6 +411,7 @@ def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRu
         minimum=rules.minimum,
         deadline_s=job.deadline_s,
         attempts=rules.attempts,
+        most_samples=job.aggregation.most_samples or 0,
     )
 
 

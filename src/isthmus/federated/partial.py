@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isthmus.errors import DivergedUpdate, PeerError, UserError
 from isthmus.federated.algorithms import ClientUpdate, Cohort, Combine, Values
-from isthmus.federated.fixed_point import DeviceSum, Down, FixedSum, scale_exponent
+from isthmus.federated.fixed_point import FRACTION_BITS, DeviceSum, Down, FixedSum, scale_exponent
 from isthmus.training.finite import is_finite
 
 WEIGHT_BITS = 20
@@ -156,6 +156,10 @@ class PartialSum:
         expected = len(self._sums[name]) if name in self._sums else self._expected.get(name, size)
         if size != expected:
             raise PeerError(f"got {size} numbers, expected {expected}")
+
+    def unit(self, name: str) -> float:
+        """What 1.0 is in the sum of this value."""
+        return math.ldexp(1.0, FRACTION_BITS - self._exponents[self._returns[name]])
 
     def tensors(self) -> dict[str, Tensor]:
         """What is sent: one int64 vector per summed value, and `CLIENT/NAME` per collected one."""

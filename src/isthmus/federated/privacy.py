@@ -1,4 +1,4 @@
-"""Central differential privacy: every update is clipped, and the server adds Gaussian noise to what is combined.
+"""Differential privacy of clients: every update is clipped, and Gaussian noise is added to what is combined.
 
 McMahan et al., Learning Differentially Private Recurrent Language Models, 2018: the sum of clipped updates over a fixed
 number of clients, so that one client moves it by `clip` at most. The unit of privacy is a client: all its samples.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
-from isthmus.federated.algorithms import Cohort, Combine, Values
+from isthmus.federated.admission import AdmissionRules
+from isthmus.federated.algorithms import Algorithm, Cohort, Combine, Values
 from isthmus.federated.algorithms.algorithm import Wrapping
 from isthmus.training.local_privacy import SecretNoise
 
@@ -32,6 +33,14 @@ class Privacy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The noise's deviation in units of `clip`, on the sum."""
     delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5
     """Of (epsilon, delta) differential privacy."""
+    noise: Literal["server", "sites"] = "server"
+    """Who adds it: the server to the sum, or with aggregation.secure each site its share, so that nobody sees a sum
+    without noise."""
+
+    @property
+    def bounds(self) -> AdmissionRules:
+        """Of every update."""
+        return AdmissionRules(max_norm=self.clip, clip=True)
 
 
 class Private(Wrapping, frozen=True):
@@ -41,6 +50,10 @@ class Private(Wrapping, frozen=True):
     privacy: Privacy
     expected: float
     """Clients per round: what sums are divided by, however many came."""
+    noisy: bool = True
+    """Whether the server adds noise: else it is in the updates."""
+    minimum: int = 0
+    """Of simulated sites that add noise: so many make the deviation, and more have more. 0: the server adds it."""
 
     def operations(self, returns: Mapping[str, Combine]) -> Mapping[str, Combine]:
         for name, combine in returns.items():
@@ -50,9 +63,19 @@ class Private(Wrapping, frozen=True):
 
     def changed(self, returns: Mapping[str, Combine], combined: Values, cohort: Cohort) -> Values:
         deviation = self.privacy.noise_multiplier * self.privacy.clip
-        noise = SecretNoise()
-        noisy = {name: v + (deviation * noise.normal(v.shape)).to(v.dtype) for name, v in combined.items()}
+        if self.minimum:
+            deviation *= math.sqrt(cohort.clients / self.minimum)
+        noise, noisy = SecretNoise(), combined
+        if self.noisy:
+            noisy = {name: v + (deviation * noise.normal(v.shape)).to(v.dtype) for name, v in combined.items()}
         return {name: v if returns[name] == "sum" else v / self.expected for name, v in noisy.items()}
+
+
+def private(inner: Algorithm, privacy: Privacy, expected: float, minimum: int, *, simulated: bool) -> Private:
+    """The server's side of a job; `minimum` updates make a sum."""
+    if privacy.noise == "server":
+        return Private(inner=inner, privacy=privacy, expected=expected)
+    return Private(inner=inner, privacy=privacy, expected=expected, noisy=simulated, minimum=minimum)
 
 
 class Guarantee(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,10 +18,12 @@ from torch import Tensor
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import Cohort, Combine, Values
 from isthmus.federated.algorithms.algorithm import Wrapping
+from isthmus.units import parse_duration
 
 
 class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What takes the place of the algorithm's means and sums. Weights do not count then: anybody could say any."""
+    """How updates are combined, and whether the coordinator sees them. With a rule in place of the algorithm's means
+    and sums, weights do not count: anybody could say any."""
 
     rule: Literal["declared", "median", "trimmed_mean", "krum"] = "declared"
     """`declared`: what the algorithm itself says."""
@@ -31,6 +33,19 @@ class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Of Krum: so many updates may be hostile."""
     keep: Annotated[int, Meta(ge=1)] = 1
     """Of Krum: the mean of so many updates."""
+    secure: bool = False
+    """Sites mask their updates, so that the coordinator sees the sum only. Simulated clients have the same bits without
+    masks."""
+    most_samples: Annotated[int, Meta(ge=1, lt=1 << 40)] | None = None
+    """Of a site. It fixes the scale of the sums, so that no site says how many samples it has."""
+    threshold: Annotated[float, Meta(ge=0.5, lt=1)] = 0.5
+    """With `secure`: more than this share of a site's neighbours must stay to take the masks off."""
+    wait: str = "10 s"
+    """With `secure`: for sites that do not answer, in each step of the key exchange."""
+
+    @property
+    def wait_s(self) -> float:
+        return parse_duration(self.wait, "aggregation.wait")
 
     @property
     def fewest(self) -> int:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,9 +18,11 @@ from isthmus.atomic_write import atomic_write
 from isthmus.data.clients import ClientData, refuse_stream
 from isthmus.data.dataset import ColumnSpec, Dataset, batch_of_round, joined
 from isthmus.errors import UserError
+from isthmus.federated.admission import AdmissionRules, bounded, check_finite
 from isthmus.federated.algorithms import ClientUpdate
 from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
 from isthmus.federated.emulated_speed import Pacer
+from isthmus.federated.privacy import Private
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import Rows, StateLost
 from isthmus.protocol.federated_messages import (
@@ -148,24 +151,40 @@ class Site(ClientTrainer):
         pacer: Pacer | None = None,
         log: Callable[[str], None] = lambda _: None,
         accelerator: Accelerator = HOST,
+        stated_samples: int | None = None,
+        masked: AdmissionRules | None = None,
     ) -> None:
-        """As a client trainer's."""
+        """As a client trainer's. `stated_samples` is the number that the coordinator gets in place of the true one.
+        With `masked`, an update is made a sum of its own, within these rules, and not checked by the coordinator."""
         super().__init__(work, module, data, states, pacer=pacer, log=log, accelerator=accelerator)
         self._own_states = states
+        self._samples = int(data.sizes[0])
+        self._stated_samples = stated_samples
+        self._masked = masked
 
     def open(self, opening: PhaseSetup, broadcast: Mapping[str, Tensor]) -> None:
         super().open(opening, broadcast)
         self._durable_round = opening.durable_round
 
     def train(self, tasks: Sequence[ClientTask]) -> tuple[tuple[ClientTime, ...], tuple[RefusedUpdate, ...]]:
+        if self._stated_samples is not None:
+            tasks = [msgspec.structs.replace(task, samples=self._samples) for task in tasks]
         for task in tasks:
             # A state that is on the coordinator's disk makes those before it useless, and those after it never came.
             if self._own_states is not None and task.state <= self._durable_round:
                 self._own_states.keep_only(task.state)
-        return super().train(tasks)
+        timed, refused = super().train(tasks)
+        if self._stated_samples is None:
+            return timed, refused
+        return tuple(msgspec.structs.replace(t, samples=self._stated_samples) for t in timed), refused
 
     def _take_in(self, task: ClientTask, update: ClientUpdate) -> int:
-        state = self._keep_one(task, update.state)
         values = to_host(self.resident.accelerator, update.values)
-        self.update = ClientUpdate(values=values, state=update.state, weight=update.weight)
-        return state
+        weight = self._samples if update.weight is None and self._stated_samples is not None else update.weight
+        if isinstance(self._work.algorithm, Private):
+            weight = 1.0  # of sums no weights are needed, and noise does not cover them
+        self.update = ClientUpdate(values=values, state=update.state, weight=weight)
+        if self._masked is not None:
+            check_finite(self.update)
+            self.partial.fold(task.client, bounded(self.update, self._masked), self._samples)
+        return self._keep_one(task, update.state)

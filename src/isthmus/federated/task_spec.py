@@ -17,9 +17,14 @@ from isthmus.data import DataSpec
 from isthmus.data.description import refuse_description
 from isthmus.documents import convert, read_toml
 from isthmus.errors import UserError
-from isthmus.federated.algorithms import AlgorithmSpec, load_algorithm
+from isthmus.federated.admission import AdmissionRules
+from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
 from isthmus.federated.local import LocalConfig
+from isthmus.federated.privacy import Privacy, Private
+from isthmus.federated.robust import Aggregation
+from isthmus.federated.secure.rules import secure_rules
 from isthmus.models import ModelSpec
+from isthmus.protocol.federated_rules import SecureRules
 
 RUN_NAME = "^[0-9a-f]{32}$"
 """What a run is called at its sites."""
@@ -36,6 +41,61 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True):
     local: LocalConfig
     seed: Annotated[int, Meta(ge=0)]
     client: Annotated[int, Meta(ge=0)]
+    aggregation: Aggregation = Aggregation()
+    """Whether updates are masked, and the most samples of a site."""
+    admission: AdmissionRules = AdmissionRules()
+    """By which a site clips its update where they are masked."""
+    privacy: Privacy | None = None
+    """What the updates are covered with."""
+    minimum: Annotated[int, Meta(ge=1)] = 1
+    """Updates in a sum."""
+    rounds: Annotated[int, Meta(ge=0)] = 0
+    """Of the whole run."""
+    sites: tuple[str, ...] = ()
+    """Who may take part."""
+    epsilon: float | None = None
+    """Of the whole run, as the coordinator accounts it; None: no promise."""
+    epsilon_so_far: float | None = None
+    """Of the rounds that were committed before."""
+
+    @property
+    def secure_rules(self) -> SecureRules | None:
+        """None where updates are not masked."""
+        return secure_rules(self.aggregation, self.minimum)
+
+    @property
+    def bounds(self) -> AdmissionRules:
+        """By which a site clips its update, where it does so itself."""
+        return self.admission if self.privacy is None else self.privacy.bounds
+
+    def around(self, algorithm: Algorithm) -> Algorithm:
+        """With what the job puts around it, where the site makes the sum of its update itself."""
+        if self.privacy is None or not self.aggregation.secure:
+            return algorithm
+        return Private(inner=algorithm, privacy=self.privacy, expected=1.0)
+
+    def check_samples(self, samples: int) -> None:
+        """UserError for more than the coordinator counts on."""
+        most = self.aggregation.most_samples
+        if most is not None and samples > most:
+            raise UserError(f"data: this site has {samples} samples, the coordinator counts on at most {most}")
+
+
+class Approval(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether a run that the file allows goes on at this site. Every rule must hold."""
+
+    ask: bool = False
+    """A person says yes or no, once for each run: `isthmus site yes`, `isthmus site no`."""
+    secure: bool = False
+    """Updates leave this site under masks only."""
+    max_epsilon: Annotated[float, Meta(gt=0)] | None = None
+    """Of the whole run; a run without such a promise is refused."""
+    max_rounds: Annotated[int, Meta(ge=1)] | None = None
+    """Of the whole run."""
+    min_sites: Annotated[int, Meta(ge=1)] = 1
+    """Sites that may take part, this one among them."""
+    sites: tuple[str, ...] = ()
+    """The only sites that may take part, this one among them; none: any."""
 
 
 class SiteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +109,8 @@ class SiteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The only model that may be trained here, with its options."""
     data: DataSpec
     """This site's data. They are never sent."""
+    approval: Approval = Approval()
+    """Whether a run goes on here, by rule or by a person's word."""
     threads: Annotated[int, Meta(ge=1)] = 1
     """Torch threads."""
     device: str = AUTO

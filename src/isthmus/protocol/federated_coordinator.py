@@ -1,13 +1,13 @@
 """The federated coordinator: which clients, on which executor, and when a round is over. Events in, instructions out.
 
     joining ──enough here──► phase open ──all in, quorum, or deadline──► absorb ──last pass──► commit ──► next round
-       ▲                          │                                           └──► next pass, same cohort
+       ▲                          │                 │                         └──► next pass, same cohort
        └──too few here────────────┴──too few in──► dropped, tried again
 
 The sums of a lost executor are lost: its clients go to the other executors. An executor that runs out of clients steals
 clients that another has not begun. Sums are exact and random streams belong to clients, so the bits do not depend on
 which executor trains which client. Each site has one client, which no other site takes. A site that reconnects is used
-again.
+again. Masked sums are unmasked before `absorb` (`secure_coordinator`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from isthmus.protocol.federated_events import (
     PhaseUnderWay,
     PlanRound,
     RoundPlanned,
-    RoundRecord,
     RunInterrupted,
     Tick,
+    Unmasked,
+    UnmaskSums,
     UpdateServer,
 )
 from isthmus.protocol.federated_messages import (
     ClientTask,
     ExecutorDrained,
     ExecutorJoined,
-    LinearFit,
     PhaseDropped,
     PhaseId,
     PhaseOpened,
@@ -52,7 +52,7 @@ from isthmus.protocol.federated_messages import (
     UpdateRefused,
 )
 from isthmus.protocol.federated_phase import OpenPhase
-from isthmus.protocol.federated_reports import fault_of, has_diverged, refusal_texts
+from isthmus.protocol.federated_reports import fault_of, has_diverged, record_of, refusal_texts
 from isthmus.protocol.federated_rules import RoundRules, Waiting, Why
 from isthmus.protocol.federated_scheduler import ClientScheduler
 from isthmus.protocol.federated_throughput import ThroughputModel
@@ -100,7 +100,8 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         self.durable_round = rules.first_round - 1
         """Set by the driver when a round has reached the disk."""
         self.rules = rules
-        self._scheduler = ClientScheduler(self.executors, rules, sizes, throughput, states, clients or {})
+        self.clients = clients or {}
+        self._scheduler = ClientScheduler(self.executors, rules, sizes, throughput, states, self.clients)
         self.place_states = self._scheduler.place_states
         self._cohort_of = cohort
         self._late_of = late
@@ -119,6 +120,7 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         """Sites that still train for a closed phase, while no phase is open."""
         self._behind: dict[str, PhaseId] = {}
         """Executors that were asked to drop a phase, and have not said since that they are done with it."""
+        self._why: Why = "all"
         self._now_s = 0.0
 
     def statistics(self) -> FederatedStatistics:
@@ -149,7 +151,7 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
     def due_s(self) -> float | None:
         """By the clock of `Tick`, when the next tick may decide something, if nothing else happens before."""
         if self._open is not None:
-            return self._open.opened_s + self.rules.deadline_s
+            return None if self._phase == "unmasking" else self._open.opened_s + self.rules.deadline_s
         return None if (waiting := self.waiting) is None else waiting.until_s
 
     def rounds_late(self, executor: str, phase: PhaseId) -> int | None:
@@ -176,6 +178,8 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
     def _is_stale(self, event: CoordinatorEvent) -> bool:
         if self._phase == "done" or type(event) is not FromDevice or isinstance(event.body, ExecutorJoined):
             return False
+        if self._phase == "unmasking":
+            return True  # what is in the sum cannot change any more
         executor, report = event.device, event.body
         late = self.rounds_late(executor, report.phase)
         return late is None or (late > 0 and not isinstance(report, SumsSent)) or executor not in self._alive
@@ -184,6 +188,8 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         assert isinstance(event, FromDevice) and not isinstance(event.body, ExecutorJoined), "nothing else is late"
         executor, report = event.device, event.body
         self._catches_up(executor, report)
+        if self._open is not None and report.phase == self._open.phase and isinstance(report, SumsSent):
+            self._open.lose(executor)
         return [IgnoreSums(executor, report.phase)] if isinstance(report, SumsSent) else []
 
     def _take(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
@@ -201,6 +207,8 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
                 return self._end("interrupted")
             case PhaseUnderWay():
                 return self._look_ahead()
+            case Unmasked(reason=reason):
+                return self._on_unmasked(reason)
             case RoundPlanned(schedule=schedule):
                 self._scheduler.take(schedule)
                 if self._phase == "running":
@@ -290,8 +298,8 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         expected = clients + len(self._late)
         opened = OpenPhase(phase=phase, opened_s=self._now_s, needed=min(self.rules.needed, expected), line=line)
         opened.late, self._late = self._late, {}
-        if assignment.schedule is not None:
-            opened.predicted_s, opened.bound_s = assignment.schedule.makespan_s, assignment.schedule.lower_bound_s
+        if (schedule := assignment.schedule) is not None:
+            opened.predicted_s, opened.bound_s = schedule.makespan_s, schedule.lower_bound_s
         self._open = opened
         asked = self._cohort
         if opened.late:
@@ -320,8 +328,11 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
             del self._late[name]
         return [self._drop(name, before) for name, before in gone.items()]
 
-    def _drop(self, executor: str, phase: PhaseId, kept: tuple[int, ...] = (), *, again: bool = False) -> Notify:
-        self._behind[executor] = phase
+    def _drop(
+        self, executor: str, phase: PhaseId, kept: tuple[int, ...] = (), *, again: bool = False, busy: bool = True
+    ) -> Notify:
+        if busy:
+            self._behind[executor] = phase
         return Notify(executor, PhaseDropped(phase=phase, kept=kept, again=again))
 
     @property
@@ -381,16 +392,27 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
 
     def _look(self) -> list[CoordinatorInstruction]:
         """Whether the phase is over."""
-        if (opened := self._open) is None:
+        if (opened := self._open) is None or self._phase == "unmasking":
             return []
         behind = sum(len(opened.held.get(name, ())) for name in self._behind)
         if self.rules.quorum == 1:  # else they may be among those that make a quorum
             behind += len(opened.late)
         open_s = self._now_s - opened.opened_s
         why = self.rules.why_over(opened.outstanding, opened.done, opened.needed, open_s, behind)
+        if why is not None and self.rules.secure is not None and opened.done >= self.rules.minimum:
+            self._phase, self._why = "unmasking", why
+            return [UnmaskSums(opened.phase, frozenset(name for name, timed in opened.timed.items() if timed))]
         return [] if why is None else self._close_phase(why)
 
     # Its end
+
+    def _on_unmasked(self, reason: str) -> list[CoordinatorInstruction]:
+        """With a reason: the masks stay on, and no update of the phase is of use."""
+        assert self._open is not None, "the sums of the open phase are unmasked"
+        self._phase = "running"
+        if reason:
+            self._open.done, self._open.reasons = 0, [*self._open.reasons, reason]
+        return self._close_phase(self._why)
 
     def _close_phase(self, why: Why) -> list[CoordinatorInstruction]:
         opened, self._open = self._open, None
@@ -399,7 +421,7 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
         out: list[CoordinatorInstruction] = []
         there = [name for name in opened.held if name in self._alive]
         if opened.done < self.rules.minimum:
-            out += [self._drop(name, phase, again=True) for name in there]
+            out += [self._drop(name, phase, again=True, busy=bool(opened.held[name])) for name in there]
             out += [self._drop(name, before) for name, (before, _) in opened.late.items()]
             # Of a simulation's clients that were all trained, another attempt makes the same updates.
             if phase.attempt + 1 >= self.rules.attempts or (why == "all" and self.rules.gathering is None):
@@ -430,11 +452,9 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
             self._passed.append(opened)
             self._cohort = np.array(sorted(trained), dtype=np.int64)
             return [*out, *self._open_phase(PhaseId(phase.round, phase.attempt, phase.number + 1))]
-        return [
-            *out,
-            CommitRound(self._record(opened, trained, lines, why)),
-            *self._open_phase(PhaseId(phase.round + 1)),
-        ]
+        late, asked = self._scheduler.late, self._asked.tolist()
+        record = record_of(opened, self._passed, asked, lines=lines, late=late, why=why)
+        return [*out, CommitRound(record), *self._open_phase(PhaseId(phase.round + 1))]
 
     def _try_again(self, phase: PhaseId) -> list[CoordinatorInstruction]:
         """Those that are away are waited for first: it may be that only sites are back whose updates are refused."""
@@ -442,27 +462,6 @@ class FederatedCoordinator(Machine[CoordinatorPhase, CoordinatorEvent, Coordinat
             return self._open_phase(phase)
         self._next, self._phase = phase, "joining"
         return self._gather()
-
-    def _record(self, opened: OpenPhase, trained: set[int], lines: Mapping[str, LinearFit], why: Why) -> RoundRecord:
-        refusals = [r for one in (*self._passed, opened) for r in one.refused]
-        refused = {r.client for r in refusals}
-        earlier_s: dict[str, float] = {}
-        for name, timed in ((name, timed) for one in self._passed for name, timed in one.timed.items()):
-            earlier_s[name] = earlier_s.get(name, 0.0) + sum(t.seconds for t in timed)
-        return RoundRecord(
-            round=opened.phase.round,
-            attempt=opened.phase.attempt,
-            trained={name: tuple(timed) for name, timed in opened.timed.items() if timed},
-            earlier_s=earlier_s,
-            refused=tuple(refusals),
-            missing=tuple(c for c in self._asked.tolist() if c not in trained and c not in refused),
-            predicted_s=opened.predicted_s,
-            bound_s=opened.bound_s,
-            lines=lines,
-            stolen=opened.stolen,
-            closed_by=why,
-            stale=(*opened.stale, *((c, late) for c, late in self._scheduler.late.items() if late and c in trained)),
-        )
 
     # Losses
 

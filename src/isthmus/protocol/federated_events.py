@@ -26,6 +26,8 @@ from isthmus.protocol.federated_planning import PlanningProblem
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
+from isthmus.protocol.secure_coordinator import TakeMasksOff, TellSite
+from isthmus.protocol.secure_messages import SecureReport
 
 # To the executor, besides the coordinator's orders
 
@@ -100,7 +102,17 @@ class PhaseUnderWay(msgspec.Struct, frozen=True, kw_only=True):
     opened."""
 
 
-CoordinatorEvent = FromDevice[ExecutorReport] | ExecutorLost | Tick | RunInterrupted | RoundPlanned | PhaseUnderWay
+class Unmasked(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to `UnmaskSums`."""
+
+    phase: PhaseId
+    reason: str = ""
+    """Why the masks cannot be taken off; empty: they are off."""
+
+
+CoordinatorEvent = (
+    FromDevice[ExecutorReport] | ExecutorLost | Tick | RunInterrupted | RoundPlanned | PhaseUnderWay | Unmasked
+)
 
 
 # From the coordinator
@@ -139,6 +151,14 @@ class DismissExecutor(msgspec.Struct, frozen=True):
 
     executor: str
     reason: str
+
+
+class UnmaskSums(msgspec.Struct, frozen=True):
+    """The phase is over, and its sum is masked. Say `Unmasked` when the masks are off."""
+
+    phase: PhaseId
+    executors: frozenset[str]
+    """Whose updates are in it."""
 
 
 class UpdateServer(msgspec.Struct, frozen=True):
@@ -187,10 +207,11 @@ class FinishRounds(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-CoordinatorInstruction = (
+RoundInstruction = (
     Notify | PlanRound | MergeSums | IgnoreSums | DismissExecutor | UpdateServer | CommitRound | Halt | FinishRounds
 )
 """`Halt` is for every executor."""
+CoordinatorInstruction = RoundInstruction | UnmaskSums
 
 
 # Between a run's machine and its host, besides
@@ -216,5 +237,12 @@ class ReportRefused(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-FederatedEvent = CoordinatorEvent | FromDevice[DeviceFailed] | ExecutorConnected | ExecutorDisconnected | ReportRefused
-FederatedInstruction = CoordinatorInstruction | Note
+FederatedEvent = (
+    CoordinatorEvent
+    | FromDevice[DeviceFailed]
+    | FromDevice[SecureReport]
+    | ExecutorConnected
+    | ExecutorDisconnected
+    | ReportRefused
+)
+FederatedInstruction = RoundInstruction | TellSite | TakeMasksOff | Note

@@ -1,13 +1,15 @@
-"""Checks of executors' reports, and the log lines about refused updates."""
+"""Checks of executors' reports, the log lines about refused updates, and the record of a round."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
+from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_messages import (
     NONE,
     ClientTask,
+    LinearFit,
     RefusedUpdate,
     SumsSent,
 )
@@ -43,3 +45,36 @@ def has_diverged(opened: OpenPhase, why: Why) -> bool:
     """Whether every client of the phase was trained, and none to finite numbers."""
     everyone = why == "all" and not opened.done and not opened.reasons
     return everyone and bool(opened.refused) and all(refusal.diverged for refusal in opened.refused)
+
+
+def record_of(
+    opened: OpenPhase,
+    passed: Sequence[OpenPhase],
+    asked: Sequence[int],
+    *,
+    lines: Mapping[str, LinearFit],
+    late: Mapping[int, int],
+    why: Why,
+) -> RoundRecord:
+    """Of a round whose last pass is over, after those that `passed`. `asked` are its clients, `late` by how many rounds
+    some are in a simulation."""
+    trained = {t.client for timed in opened.timed.values() for t in timed}
+    refusals = [r for one in (*passed, opened) for r in one.refused]
+    refused = {r.client for r in refusals}
+    earlier_s: dict[str, float] = {}
+    for name, timed in ((name, timed) for one in passed for name, timed in one.timed.items()):
+        earlier_s[name] = earlier_s.get(name, 0.0) + sum(t.seconds for t in timed)
+    return RoundRecord(
+        round=opened.phase.round,
+        attempt=opened.phase.attempt,
+        trained={name: tuple(timed) for name, timed in opened.timed.items() if timed},
+        earlier_s=earlier_s,
+        refused=tuple(refusals),
+        missing=tuple(c for c in asked if c not in trained and c not in refused),
+        predicted_s=opened.predicted_s,
+        bound_s=opened.bound_s,
+        lines=lines,
+        stolen=opened.stolen,
+        closed_by=why,
+        stale=(*opened.stale, *((c, rounds) for c, rounds in late.items() if rounds and c in trained)),
+    )

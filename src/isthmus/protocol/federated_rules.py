@@ -18,6 +18,17 @@ class ExecutorChurn(msgspec.Struct, frozen=True, kw_only=True):
     """Later, and after a restart: once the round's `minimum` is here, so long for the others."""
 
 
+class SecureRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How the sums of a run are masked."""
+
+    share: float = 0.5
+    """More than this share of a secret's shares give it back."""
+    wait_s: float = 10.0
+    """For sites that do not answer, in each step."""
+    fewest: int = 2
+    """Updates in a sum."""
+
+
 class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
     """How a run's rounds go."""
 
@@ -45,6 +56,10 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
     """Rounds that an update may be late; it then has a smaller weight (FedBuff). 0: late updates are ignored."""
     at_work: int = 0
     """Of a simulation with late updates: clients at work at any time, of whom a round is the next `needed` that end."""
+    secure: SecureRules | None = None
+    """Sums are masked: when a phase is over, the masks are taken off first. None: they are not."""
+    most_samples: int = 0
+    """Of a client, which does not say how many it has; 0: it does."""
     gathering: ExecutorChurn | None = None
     """None: a run begins when all executors are connected, and a lost executor stays lost."""
 

@@ -2,6 +2,8 @@
 
     connections that open and close, failures ─┐
     ticks: processes that ended, time limits ──┴─► who is lost ─► coordinator ─► instructions, lines for people
+                                                                    ▲  │
+                          keys, shares ─► secure aggregation ◄──────┴──┘ where sums are masked
 
 It has no phases of its own: those are the coordinator's. Pure: time comes with ticks. The host over TCP and the
 simulator drive the same machine.
@@ -23,15 +25,31 @@ from isthmus.protocol.federated_events import (
     FederatedEvent,
     FederatedInstruction,
     FinishRounds,
+    IgnoreSums,
     MergeSums,
     Notify,
     ReportRefused,
     Tick,
+    Unmasked,
+    UnmaskSums,
 )
-from isthmus.protocol.federated_messages import PhaseDropped, PhaseId, PhaseOpened
+from isthmus.protocol.federated_messages import PhaseDropped, PhaseId, PhaseOpened, RefusedUpdate, SumsSent
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
+from isthmus.protocol.secure_coordinator import (
+    LeaveOut,
+    SecureCoordinator,
+    SecureEvent,
+    SecureOpened,
+    SiteGone,
+    SumsLost,
+    SumsWanted,
+    TakeMasksOff,
+    TellSite,
+    TimePassed,
+)
+from isthmus.protocol.secure_messages import KeysSent, SharesRevealed, SharesSent
 
 Out = list[FederatedInstruction]
 EXIT_GRACE_S = 0.5
@@ -75,6 +93,12 @@ class FederatedRunMachine:
         """Sites whose last round ended without them."""
         self._phase: PhaseId | None = None
         """That was opened last."""
+        rules = coordinator.rules.secure
+        self._secure = None if rules is None else SecureCoordinator(rules)
+        self._opened: set[str] = set()
+        """Who was sent the opening of a phase, of which the secure machine is not told yet."""
+        self._left_out: set[str] = set()
+        """Of the phase that was opened last."""
         self._over = False
 
     @property
@@ -88,6 +112,8 @@ class FederatedRunMachine:
         times = [self.coordinator.due_s, *(until_s for _, until_s in self._ending.values())]
         if not self._returns and self._missing:
             times.append(self._join_by_s)
+        if self._secure is not None:
+            times.append(self._secure.due_s)
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def is_here(self, executor: str) -> bool:
@@ -112,6 +138,10 @@ class FederatedRunMachine:
                     self._on_ended(executor, reason)
             case FromDevice(device=executor, body=DeviceFailed() as failed):
                 self._on_failed(executor, failed)
+            case FromDevice(device=site, body=KeysSent() | SharesSent() | SharesRevealed() as body):
+                self._mask(FromDevice(site, body))
+            case FromDevice(device=site, body=SumsSent() as sums) if self._secure is not None:
+                self._on_masked(self._secure, site, sums)
             case _:
                 self._coordinate(event)
         out, self._out = self._out, []
@@ -149,6 +179,7 @@ class FederatedRunMachine:
         self._here.discard(executor)
         reason = self._reasons[executor] = self._tick.ended.get(executor, reason)
         self._coordinate(ExecutorLost(executor=executor, reason=reason))
+        self._mask(SiteGone(site=executor))
         finish = self._out[-1] if self._over else None
         if not isinstance(finish, FinishRounds) or reason not in finish.reason:
             self._note(f"{self._who} {executor} was lost: {reason}")
@@ -168,6 +199,7 @@ class FederatedRunMachine:
             return
         if self._notes_waits:
             self._note_waits(tick.now_s)
+        self._mask(TimePassed(now_s=tick.now_s))
         self._coordinate(tick)
         if not (self._over or self._returns):
             self._miss(tick, self._join_by_s)
@@ -214,11 +246,20 @@ class FederatedRunMachine:
     def _coordinate(self, event: CoordinatorEvent) -> None:
         for instruction in self.coordinator.handle(event):
             self._follow(instruction)
+        if self._opened and self._phase is not None:
+            sites, self._opened = frozenset(self._opened), set()
+            self._left_out = set()
+            self._mask(SecureOpened(phase=self._phase, sites=sites))
 
     def _follow(self, instruction: CoordinatorInstruction) -> None:
         match instruction:
-            case Notify(body=PhaseOpened(opening=opening)):
+            case Notify(executor=executor, body=PhaseOpened(opening=opening)):
                 self._on_opened(opening.phase)
+                if self._secure is not None:
+                    self._opened.add(executor)
+            case UnmaskSums(phase=phase, executors=summed):
+                self._mask(SumsWanted(phase=phase, summed=summed))
+                return
             case Notify(executor=executor, body=PhaseDropped(phase=phase, again=False)) if self._returns:
                 self._on_missed(executor, phase.round + 1)
             case MergeSums(executor=executor) if executor in self._behind:
@@ -244,3 +285,42 @@ class FederatedRunMachine:
             self._behind.add(site)
             ended = f"round {round_} ended without its update, which is ignored if it comes"
             self._note(f"site {site}: {ended}; rounds do not wait for this site until it is in time again")
+
+    # Masked sums
+
+    def _on_masked(self, secure: SecureCoordinator, site: str, sums: SumsSent) -> None:
+        """An update that is masked with others, or the news that there is none."""
+        if sums.phase == self._phase and site in self._left_out:
+            self._out.append(IgnoreSums(site, sums.phase))
+            return
+        is_due = self.coordinator.rounds_late(site, sums.phase) == 0 and self.coordinator.phase == "running"
+        if sums.timed and is_due and not secure.takes(site, sums.phase):
+            reason = "sent an update before it had keys to mask it with"
+            self._out += [IgnoreSums(site, sums.phase), DismissExecutor(site, reason)]
+            self._on_ended(site, reason)
+            return
+        self._coordinate(FromDevice(site, sums))
+        if not sums.timed:
+            self._mask(SiteGone(site=site))
+
+    def _mask(self, event: SecureEvent) -> None:
+        if self._secure is None or self._over:
+            return
+        for instruction in self._secure.handle(event):
+            match instruction:
+                case TellSite() | TakeMasksOff():
+                    self._out.append(instruction)
+                case SumsLost(phase=phase, reason=reason):
+                    self._note(f"round {phase.round + 1}: {reason}")
+                    self._coordinate(Unmasked(phase=phase, reason=reason))
+                case LeaveOut(phase=phase, sites=sites, reason=reason):
+                    self._leave_out(phase, sites, reason)
+
+    def _leave_out(self, phase: PhaseId, sites: Collection[str], reason: str) -> None:
+        """As if each had said that it has no update of the phase."""
+        self._left_out |= set(sites)
+        for site in sites:
+            if site in self._here and self.coordinator.rounds_late(site, phase) == 0:
+                self._note(f"site {site}: left out of round {phase.round + 1}: {reason}")
+                refused = (RefusedUpdate(self.coordinator.clients[site], reason),)
+                self._coordinate(FromDevice(site, SumsSent(phase=phase, timed=(), refused=refused)))

@@ -102,7 +102,8 @@ class ClientScheduler:
         return self._homes.move_s
 
     def samples(self, cohort: Integers) -> int:
-        return int(self.sizes[cohort].sum())
+        """Of them all, or a bound."""
+        return len(cohort) * self._rules.most_samples or int(self.sizes[cohort].sum())
 
     def keep(self, timed: Sequence[ClientTime]) -> None:
         """These are the clients' states from now on."""

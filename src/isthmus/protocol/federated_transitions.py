@@ -11,6 +11,7 @@ from isthmus.protocol.federated_events import (
     RunInterrupted,
     TasksTrained,
     Tick,
+    Unmasked,
 )
 from isthmus.protocol.federated_messages import (
     ExecutorDrained,
@@ -27,13 +28,15 @@ from isthmus.protocol.federated_messages import (
 from isthmus.protocol.machine import Transitions
 from isthmus.protocol.run_messages import Halt
 
-CoordinatorPhase = Literal["joining", "planning", "running", "done"]
+CoordinatorPhase = Literal["joining", "planning", "running", "unmasking", "done"]
 ExecutorPhase = Literal["idle", "training", "drained", "stopped"]
 
 _BEGIN = "joining planning running done"
 """Where an executor that came may lead to: a run that is resumed after its last round has nothing to do."""
-_ROUND_OVER = "running planning joining done"
-"""Where what may end a round leads to: to the next round, to waiting for executors, to the end."""
+_OVER = "running planning joining done"
+"""Where the end of a round leads to: to the next round, to waiting for executors, to the end."""
+_ROUND_OVER = f"{_OVER} unmasking"
+"""Where what may end a round leads to: masked sums are unmasked first."""
 
 COORDINATOR = Transitions(
     "joining",
@@ -46,7 +49,7 @@ COORDINATOR = Transitions(
             RunInterrupted: "done",
             PhaseUnderWay: "joining",
         },
-        "planning": {RoundPlanned: _ROUND_OVER},
+        "planning": {RoundPlanned: _OVER},
         "running": {
             ExecutorJoined: "running",
             ExecutorDrained: "running",
@@ -57,6 +60,14 @@ COORDINATOR = Transitions(
             RunInterrupted: "done",
             PhaseUnderWay: "running",
             RoundPlanned: "running",
+        },
+        "unmasking": {
+            Unmasked: _OVER,
+            ExecutorJoined: "unmasking",
+            ExecutorLost: "unmasking",
+            Tick: "unmasking",
+            RunInterrupted: "done",
+            PhaseUnderWay: "unmasking",
         },
     },
 )

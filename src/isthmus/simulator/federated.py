@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -28,6 +29,7 @@ from isthmus.protocol.federated_events import (
     TasksTrained,
     Tick,
     TrainTasks,
+    Unmasked,
 )
 from isthmus.protocol.federated_executor import ExecutorMachine
 from isthmus.protocol.federated_messages import (
@@ -36,6 +38,7 @@ from isthmus.protocol.federated_messages import (
     ClientTime,
     ExecutorDrained,
     ExecutorJoined,
+    ExecutorOrder,
     LinearFit,
     PhaseId,
     PhaseOpened,
@@ -45,9 +48,13 @@ from isthmus.protocol.federated_messages import (
     TasksReturned,
 )
 from isthmus.protocol.federated_planning import plan_round
+from isthmus.protocol.federated_rules import SecureRules
 from isthmus.protocol.federated_run import EXIT_GRACE_S, FederatedRunMachine
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
+from isthmus.protocol.secure_coordinator import TakeMasksOff, TellSite
+from isthmus.protocol.secure_messages import KeysListed, SecureOrder, SecureReport, SharesDelivered, UnmaskAsked
+from isthmus.protocol.secure_stand_in import SimulatedSecrets
 from isthmus.simulator.clock import VirtualClock
 
 
@@ -182,10 +189,11 @@ def _clients(numbers: Sequence[int]) -> str:
 class _SimulatedExecutor:
     """An executor's machine, and what it has still to do: one thing after another, as an executor's process does."""
 
-    def __init__(self, number: int, name: str, clients_per_vmap: int) -> None:
+    def __init__(self, number: int, name: str, clients_per_vmap: int, secure: SecureRules | None) -> None:
         self.number = number
         self.name = name
         self.machine = ExecutorMachine(clients_per_vmap)
+        self.secrets = None if secure is None else SimulatedSecrets(name, secure)
         self.due: deque[TrainTasks | SumsSent] = deque()
         self.trains = self.gone = False
 
@@ -258,7 +266,8 @@ class _RoundsSimulation:
 
     def _join(self, name: str) -> None:
         number, sites = self._numbers[name], self._costs.sites
-        self._executors[name] = _SimulatedExecutor(number, name, self._costs.clients_per_vmap)
+        secure = self._machine.coordinator.rules.secure
+        self._executors[name] = _SimulatedExecutor(number, name, self._costs.clients_per_vmap, secure)
         self._decide(ExecutorConnected(executor=name))
         self._decide(FromDevice(name, ExecutorJoined(samples=sites[number] if sites else None)))
 
@@ -309,6 +318,10 @@ class _RoundsSimulation:
                     if isinstance(body, TasksGranted):
                         self._moved(event, executor, body)
                     self._later(0.0, executor, body)
+                case TellSite(site=site, body=body):
+                    self._later(0.0, site, body)
+                case TakeMasksOff(phase=phase):
+                    self._handle(Unmasked(phase=phase))
                 case PlanRound(problem=problem):
                     self._handle(RoundPlanned(plan_round(problem)))
                 case CommitRound(record=record):
@@ -341,11 +354,21 @@ class _RoundsSimulation:
             busy_s[self._numbers[name]] += seconds
         return SimulatedRound(record=record, seconds=self._clock.now_s - self._opened_s, busy_s=busy_s)
 
-    def _later(self, seconds: float, name: str, event: ExecutorEvent) -> None:
+    def _later(self, seconds: float, name: str, event: ExecutorOrder | SecureOrder) -> None:
         due_s = self._clock.now_s + self._messages[self._numbers[name]].to_s + seconds
-        self._clock.at(due_s, name, partial(self._hear, self._executors[name], event))
+        self._clock.at(due_s, name, partial(self._arrive, self._executors[name], event))
 
     # Executors
+
+    def _arrive(self, executor: _SimulatedExecutor, order: ExecutorOrder | SecureOrder) -> None:
+        if executor.secrets is not None and not executor.gone:
+            for report in executor.secrets.hear(order):
+                self._tell_masked(executor, report)
+        match order:
+            case KeysListed() | SharesDelivered() | UnmaskAsked():
+                pass
+            case _:
+                self._hear(executor, order)
 
     def _hear(self, executor: _SimulatedExecutor, event: ExecutorEvent) -> None:
         if executor.gone:
@@ -363,10 +386,11 @@ class _RoundsSimulation:
     def _act(self, executor: _SimulatedExecutor) -> None:
         while executor.due and not executor.trains:
             match executor.due.popleft():
-                case SumsSent(phase=phase, timed=timed) as sums:
-                    costs, number = self._messages[executor.number], phase.number
-                    values_s = costs.sums_s[number] + len(timed) * costs.collected_s[number] if timed else 0.0
-                    self._tell(values_s, executor.name, sums)
+                case SumsSent() as sums if executor.secrets is not None:
+                    for report in executor.secrets.ready(sums):
+                        self._tell_masked(executor, report)
+                case SumsSent() as sums:
+                    self._tell_sums(executor, sums)
                 case TrainTasks(phase=phase) if not executor.machine.works_for(phase):
                     self._hear(executor, TasksTrained(phase=phase, timed=()))
                 case TrainTasks(phase=phase, tasks=tasks):
@@ -380,9 +404,22 @@ class _RoundsSimulation:
         executor.trains = False
         self._hear(executor, done)
 
-    def _tell(self, seconds: float, executor: str, report: PhaseReport) -> None:
+    def _tell_sums(self, executor: _SimulatedExecutor, sums: SumsSent) -> None:
+        costs, number = self._messages[executor.number], sums.phase.number
+        timed = sums.timed
+        values_s = costs.sums_s[number] + len(timed) * costs.collected_s[number] if timed else 0.0
+        self._tell(values_s, executor.name, sums)
+
+    def _tell_masked(self, executor: _SimulatedExecutor, report: SecureReport | SumsSent) -> None:
+        if isinstance(report, SumsSent):
+            self._tell_sums(executor, report)
+        else:
+            self._tell(0.0, executor.name, report)
+
+    def _tell(self, seconds: float, executor: str, report: PhaseReport | SecureReport) -> None:
         due_s = self._clock.now_s + self._messages[self._numbers[executor]].from_s + seconds
-        self._clock.at(due_s, f"from {executor}", partial(self._decide, FromDevice(executor, report)))
+        event = cast(FederatedEvent, FromDevice(executor, report))
+        self._clock.at(due_s, f"from {executor}", partial(self._decide, event))
 
     def _train(self, number: int, phase: PhaseId, tasks: Sequence[ClientTask]) -> tuple[ClientTime, ...]:
         line, factor = self._costs.lines[number], self._costs.factor(number, phase)

@@ -31,12 +31,13 @@ from isthmus.protocol.federated_messages import (
     ClientTask,
     ExecutorDrained,
     ExecutorJoined,
+    ExecutorOrder,
     PhaseOpened,
-    PhaseOrder,
     SumsSent,
     TasksReturned,
 )
 from isthmus.protocol.run_messages import DeviceFailed, Halt
+from isthmus.protocol.secure_messages import KeysListed, SecureOrder, SharesDelivered, UnmaskAsked
 from isthmus.runtime.federated.shared_memory import SharedMemory
 from isthmus.runtime.messages.federated import FromExecutor, SummedValues, ToExecutor
 from isthmus.runtime.messages.run import JoinRun
@@ -129,11 +130,14 @@ class Executor:
                         self._broadcast = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
                         if self._shared is not None:
                             self._broadcast |= self._shared.broadcast_memory.get(message.in_shared_memory)
+                        self._on_order(body)
                         self._handle(body)
                         self._act(brief)
                     case Halt():
                         self._handle(body)
                         return
+                    case KeysListed() | SharesDelivered() | UnmaskAsked():
+                        self._on_order(body)
                     case _:
                         self._on_order(body)
                         self._handle(body)
@@ -142,8 +146,8 @@ class Executor:
         except Exception as e:  # the main thread decides
             self._wakeups.put(e)
 
-    def _on_order(self, order: PhaseOrder) -> None:
-        """For people: executors of one machine have none of their own."""
+    def _on_order(self, order: ExecutorOrder | SecureOrder) -> None:
+        """Before the machine: executors of one machine have no use for it."""
 
     def _handle(self, event: ExecutorEvent) -> None:
         """From both threads: one event at a time, answers at once, everything else to who acts, in order."""

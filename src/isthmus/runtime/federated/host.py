@@ -35,6 +35,7 @@ from isthmus.protocol.federated_events import (
     RoundRecord,
     RunInterrupted,
     Tick,
+    Unmasked,
     UpdateServer,
 )
 from isthmus.protocol.federated_messages import PhaseId, PhaseOpened, TasksGranted
@@ -43,6 +44,8 @@ from isthmus.protocol.federated_run import EXIT_GRACE_S, FederatedRunMachine
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
+from isthmus.protocol.secure_coordinator import TakeMasksOff, TellSite
+from isthmus.protocol.secure_messages import SecureReport
 from isthmus.runtime.federated.shared_memory import SharedBroadcast
 from isthmus.runtime.federated.update_receiver import UpdateReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage
@@ -289,6 +292,8 @@ class FederatedHost:
         if isinstance(report, DeviceFailed):
             self._wakeups.put(None)
             return FromDevice(executor, report)
+        if isinstance(report, SecureReport):
+            return FromDevice(executor, report)
         named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
         try:
             return FromDevice(executor, self._receiver.on_report(executor, report, message.values, named))
@@ -332,10 +337,14 @@ class FederatedHost:
                 if isinstance(body, TasksGranted):
                     self._receiver.settle()  # it will add up where its last sums lie
                 self._put(executor, ToExecutor(run=self._run, body=body))
+            case TellSite(site=site, body=body):
+                self._put(site, ToExecutor(run=self._run, body=body))
             case PlanRound(problem=problem):  # a short round's plan is made sooner than another thread wakes up
                 self._step(RoundPlanned(plan_round(problem)))
             case MergeSums(executor=executor):
                 self._receiver.merge(executor)
+            case TakeMasksOff():
+                self._step(self._unmask(instruction))
             case IgnoreSums(executor=executor):
                 self._receiver.ignore(executor)
             case DismissExecutor(executor=executor):
@@ -354,6 +363,13 @@ class FederatedHost:
                 self._note(text)
             case FinishRounds():
                 self._end(instruction)
+
+    def _unmask(self, recovered: TakeMasksOff) -> Unmasked:
+        try:
+            self._receiver.unmask(recovered)
+        except PeerError as e:
+            return Unmasked(phase=recovered.phase, reason=f"secure aggregation: {e}")
+        return Unmasked(phase=recovered.phase)
 
     def _put(self, executor: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
         outbox = self._outboxes[executor]

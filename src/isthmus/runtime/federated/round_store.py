@@ -49,7 +49,7 @@ class RoundStore:
         self.own_models: OwnModels | None = None
         """Of clients that use models of their own."""
         self._job = job
-        self._clients = identity.clients
+        self._clients, self._numbers = identity.clients, identity.numbers
         self._commits = Commits(folder / ROUNDS, identity)
         self.states: NDArray[np.int32] | None = None
         """(population,), of algorithms whose clients keep something."""
@@ -69,7 +69,7 @@ class RoundStore:
         self._note = note
         for why in self._passed_over:
             note(f"{why}; resuming from round {self.first_round}")
-        promised = self._job.guarantee(self._clients, self._job.federated.rounds)
+        promised = self._job.guarantee(self._clients, self._job.federated.rounds, self._numbers)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / JOB, self._job)

@@ -34,6 +34,7 @@ from isthmus.federated.job import (
 )
 from isthmus.federated.personal import OwnModels, is_personal
 from isthmus.federated.resident import Resident
+from isthmus.federated.secure.rules import check_sizes
 from isthmus.federated.server import Server
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
@@ -82,6 +83,7 @@ def coordinator_of(
         rules = msgspec.structs.replace(
             rules, needed=needed, at_work=at_work, quorum=1.0, staleness=job.participation.staleness
         )
+    check_sizes(job.aggregation, sizes)
     fleet = job.executor_fleet(count)
     names = [f"executor-{number}" for number in range(count)] if fleet is None else fleet.names
     throughput = ThroughputModel(count, window_rounds=job.execution.window_rounds)

@@ -31,6 +31,7 @@ from isthmus.federated.job import (
     site_identity,
 )
 from isthmus.federated.resident import Resident
+from isthmus.federated.secure.rules import secure_rules
 from isthmus.federated.server import Server
 from isthmus.federated.task_spec import RUN_NAME, TaskSpec
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
@@ -40,6 +41,7 @@ from isthmus.protocol.federated_throughput import ThroughputModel
 from isthmus.runtime.coordinator.backend import RunRequest
 from isthmus.runtime.federated.host import ConnectionPolicy, FederatedHost, RoundMeasure, ended
 from isthmus.runtime.federated.round_store import RoundStore
+from isthmus.runtime.federated.secure_update_receiver import SecureUpdateReceiver
 from isthmus.runtime.federated.site_acceptor import SiteAcceptor, SiteConnection
 from isthmus.runtime.federated.site_update_receiver import SiteUpdateReceiver
 from isthmus.runtime.processes.signals import Stop
@@ -60,6 +62,7 @@ def site_coordinator(
     rules = msgspec.structs.replace(
         round_rules(job, population, first_round),
         staleness=job.participation.staleness,
+        secure=secure_rules(job.aggregation, job.participation.minimum),
         gathering=ExecutorChurn(start=deployment.start or population, wait_s=deployment.wait_s),
     )
     machine = FederatedCoordinator(
@@ -97,7 +100,8 @@ class SiteRun:
         self._began, self._watch = began, watch
         resident = Resident(build(job))
         population = len(self.deployment.sites)
-        self.server = Server(job.algorithm(population), resident.vector(), resident.buffers(), population)
+        algorithm = job.algorithm(population, deployed=True)
+        self.server = Server(algorithm, resident.vector(), resident.buffers(), population)
         self.store = RoundStore(job, folder, self.server, site_identity(job, resident.size), resume=resume)
         check_staleness(job, self.server)
         self.store.evaluator = site_evaluator(job)
@@ -121,7 +125,7 @@ class SiteRun:
         self._began()
         run = secrets.token_hex(16)
         clients = {name: number for number, name in enumerate(self.deployment.sites)}
-        receiver = SiteUpdateReceiver(
+        receiver = (SecureUpdateReceiver if self.job.aggregation.secure else SiteUpdateReceiver)(
             self.server,
             clients,
             self._task_spec_from(self._kept_run()),
@@ -158,7 +162,10 @@ class SiteRun:
         return name.decode()
 
     def _task_spec_from(self, kept: str) -> Callable[[int], TaskSpec]:
-        job = self.job
+        job, population = self.job, len(self.deployment.sites)
+        numbers = self.server.values["model"].numel()
+        whole = job.guarantee(population, job.federated.rounds, numbers)
+        so_far = job.guarantee(population, self.first_round, numbers) if self.first_round else None
 
         def task_spec(client: int) -> TaskSpec:
             return TaskSpec(
@@ -169,6 +176,14 @@ class SiteRun:
                 seed=job.federated.seed,
                 client=client,
                 algorithm=AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options),
+                aggregation=job.aggregation,
+                admission=job.admission,
+                privacy=job.privacy,
+                minimum=job.participation.minimum,
+                rounds=job.federated.rounds,
+                sites=self.deployment.sites,
+                epsilon=None if whole is None else whole.epsilon,
+                epsilon_so_far=None if so_far is None else so_far.epsilon,
             )
 
         return task_spec

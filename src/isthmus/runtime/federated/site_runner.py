@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,62 +19,34 @@ from isthmus.data import load_dataset
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.federated.admission import first_state
 from isthmus.federated.algorithms import load_algorithm
+from isthmus.federated.approval import described, digest_of, refusal
 from isthmus.federated.client_trainer import TrainingTask
 from isthmus.federated.emulated_speed import Pacer, SpeedEmulation
 from isthmus.federated.resident import Resident
+from isthmus.federated.secure.site_noise import SiteNoise
 from isthmus.federated.site import OwnData, Site, SiteStates
+from isthmus.federated.site_log import SiteLog
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.task_spec import SiteConfig, TaskSpec
 from isthmus.models import build_model
-from isthmus.protocol.federated_messages import ExecutorJoined, PhaseDropped, PhaseOrder, SumsSent, UpdateRefused
+from isthmus.protocol.federated_messages import ExecutorJoined, PhaseId
 from isthmus.protocol.run_messages import Halt
-from isthmus.runtime.federated.executor import Executor, take_part
+from isthmus.runtime.federated.executor import take_part
+from isthmus.runtime.federated.secure_site import SecureSiteExecutor
+from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
 from isthmus.runtime.identity import Identity, Party
-from isthmus.runtime.messages.federated import FromExecutor, SiteValues, TaskMessage, ToExecutor
+from isthmus.runtime.identity.signatures import DeviceSigner
+from isthmus.runtime.messages.federated import FromExecutor, TaskMessage, ToExecutor
 from isthmus.runtime.messages.fleet import StartRun
 from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.processes.signals import ComputeThreads
 from isthmus.runtime.transport.channel import SocketChannel, dial
-from isthmus.runtime.transport.message_sender import MessageSender, headers_of
+from isthmus.runtime.transport.message_sender import MessageSender
 
+ANSWER_S = 0.5
+"""Between looks for the owner's answer."""
 RETRIES_S = (0.5, 1.0, 2.0)
 """Waits between attempts to reach the coordinator; the last one again and again."""
-
-
-class SiteExecutor(Executor):
-    """Sends what its one client returned, not sums."""
-
-    def __init__(
-        self,
-        site: Site,
-        channel: SocketChannel,
-        sender: MessageSender,
-        run: str,
-        timeout_s: float,
-        log: Callable[[str], None],
-    ) -> None:
-        super().__init__(site, channel, sender, run, timeout_s, clients_per_vmap=1)
-        self._own = site
-        self._log = log
-
-    def _on_order(self, order: PhaseOrder) -> None:
-        match order:
-            case UpdateRefused(phase=phase, reason=reason):
-                self._log(f"the update of round {phase.round + 1} was refused: {reason}")
-            case PhaseDropped(phase=phase, again=again):
-                what = "is tried again" if again else "closed before this site's update arrived"
-                self._log(f"round {phase.round + 1} {what}: this site's update is ignored")
-            case _:
-                pass
-
-    def _send_sums(self, sums: SumsSent) -> None:
-        update = self._own.update
-        if update is None or not sums.timed:
-            raise UserError("; ".join(r.reason for r in sums.refused) or "the client returned nothing")
-        values = SiteValues(weight=update.weight)
-        message = FromExecutor(run=self._run, body=sums, values=values, tensors=headers_of(update.values))
-        self._sender.put(message, list(update.values.values()))
-        self._sender.flush()  # the values' memory is used again
 
 
 class SiteRunner:
@@ -101,6 +74,9 @@ class SiteRunner:
         self._warm: tuple[TaskSpec, Site] | None = None
         self._training = threading.Lock()
         self._work: _SiteRun | None = None
+        self._site_log = SiteLog(folder)
+        self._ruled: set[str] = set()
+        """Requests that the owner's rules allowed, and the log has."""
         self._threads = ComputeThreads()
         """Of this run and of those before that are still trained for."""
 
@@ -170,18 +146,68 @@ class SiteRunner:
             task_spec = _task_spec(channel, call.timeout_s)
             if task_spec is None:
                 return
+            if not self._is_allowed(task_spec, work):
+                return
             site = self._site(task_spec)
-            sender.put(FromExecutor(run=call.run, body=ExecutorJoined(samples=self._data.samples)))
-            SiteExecutor(site, channel, sender, call.run, call.timeout_s, self._log).run()
+            stated = task_spec.aggregation.most_samples or self._data.samples
+            sender.put(FromExecutor(run=call.run, body=ExecutorJoined(samples=stated)))
+            link = SiteLink(
+                name=self._name,
+                run=call.run,
+                channel=channel,
+                sender=sender,
+                timeout_s=call.timeout_s,
+                log=self._log,
+                left=partial(self._note_sent, task_spec),
+            )
+            self._executor(site, task_spec, link).run()
 
         take_part(channel, self._name, call.run, call.timeout_s, act)
+
+    def _is_allowed(self, task_spec: TaskSpec, work: _SiteRun) -> bool:
+        """By the owner's file and rules; where the owner is to be asked, waits for the answer. False where the run is
+        over before. UserError for a no."""
+        self._config.check(task_spec)
+        request, rules = digest_of(task_spec), self._config.approval
+        note = partial(self._site_log.note, job=task_spec.job, run=task_spec.run)
+        if (broken := refusal(rules, task_spec)) is not None:
+            note("refused", text=f"by rule: {broken}")
+            raise UserError(broken)
+        answer = self._site_log.answer(request)
+        if answer is None and not rules.ask:  # rules may change: an answer by rule holds for this process alone
+            if request not in self._ruled:
+                note("asked", text=described(task_spec))
+                note("allowed", text="by rule")
+                self._ruled.add(request)
+            return True
+        if answer is None:
+            note("asked", text=described(task_spec), request=request)
+            self._log(f"a coordinator asks for:\n{described(task_spec)}")
+            self._log(f"answer with `isthmus site yes --state {self._folder}`, or no")
+        while (answer := self._site_log.answer(request)) is None:
+            if work.over.wait(ANSWER_S):
+                return False
+        if not answer:
+            raise UserError(f"approval: this site's owner said no to the run of {task_spec.job}")
+        return True
+
+    def _note_sent(self, task_spec: TaskSpec, phase: PhaseId, what: str, size_bytes: int) -> None:
+        self._site_log.note("sent", task_spec.job, task_spec.run, what, round_=phase.round + 1, size_bytes=size_bytes)
+
+    def _executor(self, site: Site, task_spec: TaskSpec, link: SiteLink) -> SiteExecutor:
+        if (rules := task_spec.secure_rules) is None:
+            return SiteExecutor(site, link)
+        privacy, noise = task_spec.privacy, None
+        if privacy is not None and privacy.noise == "sites":
+            noise = SiteNoise(privacy, rules.fewest)
+        return SecureSiteExecutor(site, link, rules, DeviceSigner(Identity(self._folder)), noise)
 
     def _site(self, task_spec: TaskSpec) -> Site:
         """The one of before where the same is asked for: nothing is built or read twice."""
         if self._warm is not None and self._warm[0] == task_spec:
             return self._warm[1]
-        self._config.check(task_spec)
-        algorithm = load_algorithm(self._config.algorithm)
+        algorithm = task_spec.around(load_algorithm(self._config.algorithm))
+        task_spec.check_samples(self._data.samples)
         torch.manual_seed(task_spec.seed)
         module = build_model(self._config.model)
         first = first_state(algorithm, Resident(module).vector())
@@ -194,6 +220,8 @@ class SiteRunner:
             pacer=Pacer(SpeedEmulation(eta=self._config.slow_down).clock()),
             log=self._log,
             accelerator=self._accelerator,
+            stated_samples=task_spec.aggregation.most_samples,
+            masked=task_spec.bounds if task_spec.aggregation.secure else None,
         )
         site.warm_up(task_spec.client)
         self._warm = (task_spec, site)

@@ -14,7 +14,8 @@ from isthmus.federated.server import Server
 from isthmus.federated.stale_models import staleness_weight
 from isthmus.federated.task_spec import TaskSpec
 from isthmus.protocol.federated_messages import ExecutorJoined, ExecutorReport, PhaseId, SumsSent, TasksReturned
-from isthmus.runtime.federated.update_receiver import check_frame
+from isthmus.protocol.secure_coordinator import TakeMasksOff
+from isthmus.runtime.federated.update_receiver import check_frame, unmasked
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import SentValues, SiteValues, TaskMessage
 
@@ -25,6 +26,9 @@ SLACK_BYTES = 1 << 16
 
 class SiteUpdateReceiver:
     """As `UpdateReceiver`. `note` gets every update that does not count, with its sender and the reason."""
+
+    values: type[SentValues] = SiteValues
+    """What sites send."""
 
     def __init__(
         self,
@@ -51,9 +55,13 @@ class SiteUpdateReceiver:
         self._updates: dict[str, ClientUpdate] = {}
         most = max(sum(math.prod(f.shape) * f.dtype.itemsize for f in forms.values()) for forms in server.forms)
         self._most_bytes = SLACK * most + SLACK_BYTES
+        self.prepare()
+
+    def prepare(self) -> None:
+        """For a subclass."""
 
     def guard(self, executor: str, message: AnyMessage) -> None:
-        check_frame(message, SiteValues)
+        check_frame(message, self.values)
         size_bytes = sum(h.nbytes for h in message.tensors)
         if size_bytes > self._most_bytes:
             raise PeerError(f"sent {size_bytes} bytes of values, expected at most {self._most_bytes}")
@@ -73,17 +81,23 @@ class SiteUpdateReceiver:
             raise PeerError(f"sent {type(report).__name__} before it had joined")
         elif isinstance(report, TasksReturned):
             raise PeerError("gave back clients, which no site is asked for")
-        elif isinstance(report, SumsSent) and isinstance(values, SiteValues):
+        elif isinstance(report, SumsSent) and isinstance(values, self.values):
             self.trips += 1
             self.value_bytes += sum(t.nbytes for t in tensors.values())
-            return self._take(executor, report, ClientUpdate(values=tensors, weight=values.weight))
+            return self._keep(executor, report, values, tensors)
         return report
 
-    def _take(self, executor: str, sums: SumsSent, update: ClientUpdate) -> SumsSent:
-        """Keep an update that counts. Of one that is refused, the machine learns that."""
-        client, samples, phase = self._clients[executor], self._samples[executor], sums.phase
+    def _check_of(self, executor: str, sums: SumsSent, client: int, samples: int) -> None:
+        """PeerError for an update that is not of the site's client."""
         if [(t.client, t.samples) for t in sums.timed] != [(client, samples)] or sums.refused:
             raise PeerError(f"sent an update that is not of client {client} with {samples} samples")
+
+    def _keep(self, executor: str, sums: SumsSent, values: SentValues, tensors: dict[str, Tensor]) -> SumsSent:
+        """Keep an update that counts. Of one that is refused, the machine learns that."""
+        assert isinstance(values, SiteValues), "the frame was checked"
+        update = ClientUpdate(values=tensors, weight=values.weight)
+        client, samples, phase = self._clients[executor], self._samples[executor], sums.phase
+        self._check_of(executor, sums, client, samples)
         late = self._rounds_late(executor, phase)
         if late is not None:
             try:
@@ -101,6 +115,9 @@ class SiteUpdateReceiver:
 
     def settle(self) -> None:
         """An update is read when it is taken in."""
+
+    def unmask(self, recovered: TakeMasksOff) -> None:
+        unmasked(recovered)
 
     def ignore(self, executor: str) -> None:
         self._updates.pop(executor, None)

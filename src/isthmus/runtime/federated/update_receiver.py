@@ -7,10 +7,11 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from isthmus.errors import PeerError
+from isthmus.errors import InternalError, PeerError
 from isthmus.federated.partial import AggregationWeights
 from isthmus.federated.server import Server
 from isthmus.protocol.federated_messages import ExecutorJoined, ExecutorReport, PhaseId, SumsSent
+from isthmus.protocol.secure_coordinator import TakeMasksOff
 from isthmus.runtime.federated.shared_memory import SharedAccumulator
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.federated import FromExecutor, SentValues, SummedValues
@@ -53,6 +54,10 @@ class UpdateReceiver(Protocol):
         """Drop it."""
         ...
 
+    def unmask(self, recovered: TakeMasksOff) -> None:
+        """Take the masks off what was taken in. PeerError where the shares do not give back the secrets."""
+        ...
+
 
 def check_frame(message: AnyMessage, values: type[SentValues]) -> None:
     """PeerError for what no executor sends that sends values of this kind."""
@@ -65,6 +70,11 @@ def check_frame(message: AnyMessage, values: type[SentValues]) -> None:
         raise PeerError(f"sent {type(body).__name__} with tensors")
     if not (isinstance(got, values) if sends else got is None):
         raise PeerError(f"sent {type(body).__name__} with {'no values' if got is None else type(got).__name__}")
+
+
+def unmasked(recovered: TakeMasksOff) -> None:
+    """Of a receiver whose values have no masks."""
+    raise InternalError(f"round {recovered.phase.round + 1}: no masks are on the sums")
 
 
 class _ReceivedSums(NamedTuple):
@@ -132,6 +142,9 @@ class SumsReceiver:
         for executor in self._merged:
             self._accumulators[executor].release()
         self._merged.clear()
+
+    def unmask(self, recovered: TakeMasksOff) -> None:
+        unmasked(recovered)
 
     def ignore(self, executor: str) -> None:
         if (sums := self._sums.pop(executor, None)) is not None and sums.shared_bounds:

@@ -8,6 +8,7 @@ from isthmus.federated.partial import AggregationWeights
 from isthmus.federated.task_spec import TaskSpec
 from isthmus.protocol.federated_messages import ExecutorOrder, ExecutorReport
 from isthmus.protocol.run_messages import DeviceFailed, Halt
+from isthmus.protocol.secure_messages import SecureOrder, SecureReport
 from isthmus.runtime.messages.message import Message
 from isthmus.training.layout import TensorHeader
 
@@ -26,7 +27,11 @@ class SiteValues(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unk
     weight: float | None = None
 
 
-SentValues = SummedValues | SiteValues
+class MaskedValues(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The tensors are a site's sums under its masks, its weight among them; none where it has no update."""
+
+
+SentValues = SummedValues | SiteValues | MaskedValues
 
 
 # Coordinator to executor
@@ -41,7 +46,7 @@ class TaskMessage(Message, frozen=True, kw_only=True):
 class ToExecutor(Message, frozen=True, kw_only=True):
     """With `PhaseOpened` comes the broadcast."""
 
-    body: ExecutorOrder | Halt
+    body: ExecutorOrder | SecureOrder | Halt
     in_shared_memory: tuple[TensorHeader, ...] = ()
     """Those of the broadcast that lie in the memory that this executor shares with the coordinator."""
 
@@ -52,7 +57,7 @@ class ToExecutor(Message, frozen=True, kw_only=True):
 class FromExecutor(Message, frozen=True, kw_only=True):
     """With `SumsSent` come values."""
 
-    body: ExecutorReport | DeviceFailed
+    body: ExecutorReport | SecureReport | DeviceFailed
     values: SentValues | None = None
     """What the tensors are."""
 

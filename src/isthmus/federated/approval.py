@@ -1,0 +1,64 @@
+"""Whether a site takes part in a run: by its owner's rules, or by its owner's word."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from isthmus.federated.task_spec import Approval, TaskSpec
+
+
+def digest_of(task_spec: TaskSpec) -> str:
+    """Of all that an answer holds for. What was spent before the request is not part of it."""
+    fixed = msgspec.structs.replace(task_spec, epsilon_so_far=None)
+    return hashlib.sha256(msgspec.json.encode(fixed, order="sorted")).hexdigest()[:16]
+
+
+def refusal(rules: Approval, task_spec: TaskSpec) -> str | None:
+    """The rule that a request breaks, in words; None where it breaks none."""
+    if rules.secure and not task_spec.aggregation.secure:
+        return "approval.secure: this site sends masked updates only, the coordinator asks for plain ones"
+    if rules.max_epsilon is not None:
+        got = "none is promised" if task_spec.epsilon is None else f"{task_spec.epsilon:.3g}"
+        if task_spec.epsilon is None or task_spec.epsilon > rules.max_epsilon:
+            return f"approval.max_epsilon: this site allows {rules.max_epsilon:g}, the coordinator asks for: {got}"
+    if rules.max_rounds is not None and task_spec.rounds > rules.max_rounds:
+        return f"approval.max_rounds: this site allows {rules.max_rounds}, the coordinator asks for {task_spec.rounds}"
+    if len(task_spec.sites) < rules.min_sites:
+        return f"approval.min_sites: this site wants {rules.min_sites}, the run has {len(task_spec.sites)}"
+    if rules.sites and (others := sorted(set(task_spec.sites) - set(rules.sites))):
+        return f"approval.sites: {', '.join(others)} takes part, this site allows {', '.join(rules.sites)}"
+    return None
+
+
+def described(task_spec: TaskSpec) -> str:
+    """What the coordinator asks for, on a few lines."""
+    local, aggregation, privacy = task_spec.local, task_spec.aggregation, task_spec.privacy
+    samples = (
+        "how many samples it has" if aggregation.most_samples is None else f"a bound of {aggregation.most_samples}"
+    )
+    lines = [
+        f"job: {task_spec.job}, {task_spec.rounds} rounds",
+        f"algorithm: {task_spec.algorithm.name} {_options(task_spec.algorithm.options)}".rstrip(),
+        f"model: {task_spec.model.name} {_options(task_spec.model.options)}".rstrip(),
+        f"steps: {local.epochs} epochs of batches of {local.batch_size}, learning rate {local.learning_rate:g}",
+        f"sites: {', '.join(task_spec.sites)}",
+        "the coordinator sees: "
+        + ("the sum of all updates" if aggregation.secure else "this site's update")
+        + f", and of its samples {samples}",
+    ]
+    if privacy is None:
+        lines.append("privacy: no noise, no promise")
+    else:
+        who = "each site" if privacy.noise == "sites" else "the server"
+        lines.append(f"privacy: clip {privacy.clip:g}, noise {privacy.noise_multiplier:g} x clip by {who}")
+        if task_spec.epsilon is not None:
+            spent = f", so far {task_spec.epsilon_so_far or 0.0:.3g}"
+            lines.append(f"epsilon: {task_spec.epsilon:.3g} at delta {privacy.delta:g} after the run{spent}")
+    return "\n".join(lines)
+
+
+def _options(options: object) -> str:
+    text = msgspec.json.encode(options, order="sorted").decode()
+    return "" if text == "{}" else text

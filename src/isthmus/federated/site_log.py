@@ -1,0 +1,78 @@
+"""What a site was asked for, what its owner said, and what left it: a file of its own, one line each.
+
+site-log.jsonl, in the folder of the site's key
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from isthmus.run_files import LinesFile
+
+SITE_LOG = "site-log.jsonl"
+SiteEvent = Literal["asked", "allowed", "refused", "sent"]
+
+
+class SiteLogLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that happened at a site."""
+
+    time_s: float
+    """Since 1970, by the site's clock."""
+    event: SiteEvent
+    """`asked`: a coordinator asks for a run. `allowed`, `refused`: the answer. `sent`: something left the site."""
+    job: str
+    run: str
+    """Name under which the site keeps its client's states."""
+    text: str
+    """In words: what is asked for, who answered, what was sent."""
+    request: str = ""
+    """Digest of what the owner is asked, of which this is the question or the answer; empty where rules decide."""
+    round: int | None = None
+    """From 1 on, of what was sent."""
+    size_bytes: int = 0
+    """Of the values that were sent."""
+
+
+class SiteLog(LinesFile[SiteLogLine]):
+    """Two processes may add lines: the site's, and the owner's command."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / SITE_LOG, SiteLogLine, "site log")
+
+    def note(
+        self,
+        event: SiteEvent,
+        job: str,
+        run: str,
+        text: str,
+        *,
+        request: str = "",
+        round_: int | None = None,
+        size_bytes: int = 0,
+    ) -> None:
+        """Add a line of now. UserError when it cannot be written."""
+        line = SiteLogLine(
+            time_s=time.time(),
+            event=event,
+            job=job,
+            run=run,
+            text=text,
+            request=request,
+            round=round_,
+            size_bytes=size_bytes,
+        )
+        self.add(line)
+
+    def answer(self, request: str) -> bool | None:
+        """The last answer to a request; None where there is none."""
+        answers = [line for line in self.lines() if line.request == request and line.event in ("allowed", "refused")]
+        return answers[-1].event == "allowed" if answers else None
+
+    def open_request(self) -> SiteLogLine | None:
+        """What was asked last, if it has no answer."""
+        asked = [line for line in self.lines() if line.event == "asked" and line.request]
+        return asked[-1] if asked and self.answer(asked[-1].request) is None else None

@@ -1,0 +1,212 @@
+"""A site's side of secure aggregation: when it deals shares, masks its update, and which shares it reveals.
+
+    idle ──opened──► keyed ──keys listed──► dealt ──shares delivered──► ready ──update ready──► masked ──asked──► idle
+                                              └──update ready first: masked as soon as the shares are there
+
+Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, 2017. The coordinator is not
+believed: a site reveals of each peer one share, of its seed or of its key, and only once; and only if as many sites are
+in the sum as it takes to give back a secret. So nobody can take off both masks of one update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+import msgspec
+
+from isthmus.protocol.federated_messages import PhaseDropped, PhaseId, PhaseOpened, UpdateRefused
+from isthmus.protocol.machine import Machine, Transitions
+from isthmus.protocol.run_messages import Halt
+from isthmus.protocol.secure_graph import LEAST_SUMMED, threshold_of
+from isthmus.protocol.secure_messages import KeysListed, SealedShare, SharesDelivered, SiteKeys, UnmaskAsked
+
+# From the driver
+
+
+class UpdateReady(msgspec.Struct, frozen=True, kw_only=True):
+    """The update of this phase is trained. It is there to be masked unless it was `refused`."""
+
+    phase: PhaseId
+    refused: bool = False
+
+
+SecureSiteEvent = (
+    PhaseOpened | KeysListed | SharesDelivered | UnmaskAsked | PhaseDropped | UpdateRefused | UpdateReady | Halt
+)
+
+
+# To the driver
+
+
+class MakeKeys(msgspec.Struct, frozen=True):
+    """Draw keys and a seed, and send the public ones."""
+
+    phase: PhaseId
+
+
+class DealShares(msgspec.Struct, frozen=True):
+    """Check these keys, deal each peer a share of the seed and of the mask key, and send them. `threshold` of all
+    shares, the own ones among them, give back a secret."""
+
+    phase: PhaseId
+    peers: tuple[SiteKeys, ...]
+    threshold: int
+
+
+class OpenShares(msgspec.Struct, frozen=True):
+    """Read what peers dealt."""
+
+    phase: PhaseId
+    shares: tuple[SealedShare, ...]
+
+
+class MaskUpdate(msgspec.Struct, frozen=True):
+    """Mask the update with these peers, and by the own seed; send it."""
+
+    phase: PhaseId
+    peers: tuple[str, ...]
+
+
+class SendRefusal(msgspec.Struct, frozen=True):
+    """Say that there is no update of this phase."""
+
+    phase: PhaseId
+
+
+class RevealShares(msgspec.Struct, frozen=True):
+    """Send the shares of these sites' seeds, and of those sites' mask keys."""
+
+    phase: PhaseId
+    seeds: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+class ForgetSecrets(msgspec.Struct, frozen=True):
+    """All secrets of the phase."""
+
+
+class Distrust(msgspec.Struct, frozen=True):
+    """The coordinator asked for what it must not have: leave the run."""
+
+    reason: str
+
+
+SecureSiteInstruction = (
+    MakeKeys | DealShares | OpenShares | MaskUpdate | SendRefusal | RevealShares | ForgetSecrets | Distrust
+)
+SecureSitePhase = Literal["idle", "keyed", "dealt", "ready", "masked", "stopped"]
+
+_OVER = {PhaseOpened: "keyed", PhaseDropped: "idle", UpdateRefused: "idle", Halt: "stopped"}
+
+SECURE_SITE = Transitions(
+    "idle",
+    "stopped",
+    {
+        "idle": {
+            **_OVER,
+            KeysListed: "idle",
+            SharesDelivered: "idle",
+            UnmaskAsked: "idle",
+            UpdateReady: "idle",
+        },
+        "keyed": {**_OVER, KeysListed: "dealt stopped", UpdateReady: "keyed idle"},
+        "dealt": {**_OVER, SharesDelivered: "ready masked stopped", UpdateReady: "dealt idle"},
+        "ready": {**_OVER, UpdateReady: "masked idle"},
+        "masked": {**_OVER, UnmaskAsked: "idle stopped"},
+    },
+)
+
+
+class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInstruction]):
+    """The machine. One update per phase."""
+
+    transitions = SECURE_SITE
+
+    def __init__(self, site: str, share: float) -> None:
+        """More than `share` of a secret's shares give it back."""
+        super().__init__()
+        self._site = site
+        self._share = share
+        self._phase_id: PhaseId | None = None
+        self._holders: frozenset[str] = frozenset()
+        """Of this site's secrets: its neighbours and itself."""
+        self._owners: frozenset[str] = frozenset()
+        """With whom it masks: neighbours whose shares it holds."""
+        self._update: UpdateReady | None = None
+
+    def _is_stale(self, event: SecureSiteEvent) -> bool:
+        return not isinstance(event, Halt | PhaseOpened) and event.phase != self._phase_id
+
+    def _take(self, event: SecureSiteEvent) -> list[SecureSiteInstruction]:
+        match event:
+            case PhaseOpened(opening=opening):
+                self._phase_id, self._phase = opening.phase, "keyed"
+                self._holders = self._owners = frozenset()
+                self._update = None
+                return [ForgetSecrets(), MakeKeys(opening.phase)]
+            case KeysListed(phase=phase, peers=peers):
+                return self._on_keys(phase, peers)
+            case SharesDelivered(phase=phase, shares=shares):
+                return self._on_shares(phase, shares)
+            case UpdateReady():
+                return self._on_update(event)
+            case UnmaskAsked(phase=phase, summed=summed, dropped=dropped):
+                return self._on_asked(phase, summed, dropped)
+            case PhaseDropped() | UpdateRefused():
+                return self._forget("idle")
+            case Halt():
+                return self._forget("stopped")
+
+    def _forget(self, phase: Literal["idle", "stopped"]) -> list[SecureSiteInstruction]:
+        self._phase_id, self._phase, self._update = None, phase, None
+        return [ForgetSecrets()]
+
+    def _on_keys(self, phase: PhaseId, peers: tuple[SiteKeys, ...]) -> list[SecureSiteInstruction]:
+        if self._phase == "idle":
+            return []
+        names = {peer.site for peer in peers}
+        public = [key for peer in peers for key in (peer.cipher, peer.mask)]
+        if len(names) < len(peers) or self._site in names or len(set(public)) < len(public):
+            return self._distrust("listed one site's keys twice")
+        if len(names) + 1 < LEAST_SUMMED:
+            return self._distrust(f"listed {len(names) + 1} sites, expected at least {LEAST_SUMMED}")
+        self._holders, self._phase = frozenset(names | {self._site}), "dealt"
+        return [DealShares(phase, peers, threshold_of(len(self._holders), self._share))]
+
+    def _on_shares(self, phase: PhaseId, shares: tuple[SealedShare, ...]) -> list[SecureSiteInstruction]:
+        if self._phase == "idle":
+            return []
+        owners = {share.site for share in shares}
+        if len(owners) < len(shares) or not owners <= self._holders - {self._site}:
+            return self._distrust("delivered shares of sites that are no neighbours")
+        if len(owners) + 1 < max(LEAST_SUMMED, threshold_of(len(self._holders), self._share)):
+            return self._distrust(f"delivered shares of {len(owners)} sites: too few to mask with")
+        self._owners, self._phase = frozenset(owners), "ready"
+        return [OpenShares(phase, shares), *(self._on_update(self._update) if self._update is not None else [])]
+
+    def _on_update(self, event: UpdateReady) -> list[SecureSiteInstruction]:
+        if self._phase == "idle":
+            return []
+        if event.refused:
+            return [SendRefusal(event.phase), *self._forget("idle")]
+        if self._phase != "ready":
+            self._update = event
+            return []
+        self._phase = "masked"
+        return [MaskUpdate(event.phase, tuple(sorted(self._owners)))]
+
+    def _on_asked(
+        self, phase: PhaseId, summed: Collection[str], dropped: Collection[str]
+    ) -> list[SecureSiteInstruction]:
+        if self._phase == "idle":
+            return []
+        wanted, gone = frozenset(summed), frozenset(dropped)
+        if wanted & gone or wanted | gone != self._owners | {self._site} or self._site not in wanted:
+            return self._distrust("asked for shares of both kinds, or not of every neighbour")
+        if len(wanted) < max(LEAST_SUMMED, threshold_of(len(self._holders), self._share)):
+            return self._distrust(f"asked to unmask a sum with {len(wanted)} neighbours: too few")
+        return [RevealShares(phase, tuple(sorted(wanted)), tuple(sorted(gone))), *self._forget("idle")]
+
+    def _distrust(self, reason: str) -> list[SecureSiteInstruction]:
+        return [*self._forget("stopped"), Distrust(reason)]

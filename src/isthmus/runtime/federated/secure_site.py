@@ -1,0 +1,151 @@
+"""A site's executor whose updates leave it under masks: the driver of `SecureSiteMachine`."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from isthmus.errors import PeerError, UserError
+from isthmus.federated.secure.masks import WEIGHTS, Vector, joined, parted
+from isthmus.federated.secure.site_noise import SiteNoise
+from isthmus.federated.secure.site_secrets import Signer, SiteSecrets
+from isthmus.federated.site import Site
+from isthmus.protocol.federated_messages import (
+    ExecutorOrder,
+    PhaseDropped,
+    PhaseOpened,
+    SumsSent,
+    UpdateRefused,
+)
+from isthmus.protocol.federated_rules import SecureRules
+from isthmus.protocol.machine import OutOfPhase
+from isthmus.protocol.secure_messages import (
+    KeysListed,
+    KeysSent,
+    SecureOrder,
+    SecureReport,
+    SharesDelivered,
+    SharesRevealed,
+    SharesSent,
+    UnmaskAsked,
+)
+from isthmus.protocol.secure_site import (
+    DealShares,
+    Distrust,
+    ForgetSecrets,
+    MakeKeys,
+    MaskUpdate,
+    OpenShares,
+    RevealShares,
+    SecureSiteEvent,
+    SecureSiteMachine,
+    SendRefusal,
+    UpdateReady,
+)
+from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
+from isthmus.runtime.messages.federated import FromExecutor, MaskedValues
+from isthmus.runtime.transport.message_sender import headers_of
+
+
+class SecureSiteExecutor(SiteExecutor):
+    """Keys and shares go around in the thread that receives, while the main thread trains. Each may be the one that
+    masks the update: whichever comes last."""
+
+    def __init__(
+        self,
+        site: Site,
+        link: SiteLink,
+        rules: SecureRules,
+        signer: Signer,
+        noise: SiteNoise | None = None,
+    ) -> None:
+        """`noise` is added to an update before it is masked."""
+        super().__init__(site, link)
+        self._name, self._signer, self._noise = link.name, signer, noise
+        self._secure = SecureSiteMachine(link.name, rules.share)
+        self._stepping = threading.Lock()
+        self._secrets: SiteSecrets | None = None
+        self._sums: SumsSent | None = None
+        """Of the phase that is trained."""
+        self._vector: Vector | None = None
+        """The update, before it is masked."""
+        self._sizes: dict[str, int] = {}
+
+    def _on_order(self, order: ExecutorOrder | SecureOrder) -> None:
+        super()._on_order(order)
+        match order:
+            case PhaseOpened() | KeysListed() | SharesDelivered() | UnmaskAsked() | PhaseDropped() | UpdateRefused():
+                self._step(order)
+            case _:
+                pass
+
+    def _send_sums(self, sums: SumsSent) -> None:
+        """In the main thread: the update is trained, and is sent when the shares are here."""
+        if sums.timed:
+            partial = self.site.partial
+            weights, values = partial.weights(), partial.tensors()
+            if self._noise is not None:
+                self._noise.cover(values, min(map(partial.unit, values)))
+            values[WEIGHTS] = torch.tensor([weights.total, weights.clients])
+            vector = joined(values)
+            with self._stepping:
+                self._vector, self._sizes = vector, {name: len(value) for name, value in values.items()}
+        self.site.clear()
+        with self._stepping:
+            self._sums = sums
+        self._step(UpdateReady(phase=sums.phase, refused=not sums.timed))
+
+    def _step(self, event: SecureSiteEvent) -> None:
+        with self._stepping:
+            try:
+                instructions = self._secure.handle(event)
+            except OutOfPhase as e:
+                raise PeerError(f"coordinator: {e}") from None
+            for instruction in instructions:
+                match instruction:
+                    case MakeKeys(phase=phase):
+                        self._secrets = SiteSecrets(self._name, self._run, phase, self._signer)
+                        self._report(KeysSent(phase=phase, keys=self._secrets.public()))
+                    case DealShares(phase=phase, peers=peers, threshold=threshold):
+                        shares = self._own_secrets.deal(peers, threshold)
+                        self._report(SharesSent(phase=phase, shares=tuple(shares)))
+                    case OpenShares(shares=shares):
+                        self._own_secrets.open(shares)
+                    case MaskUpdate(peers=peers):
+                        self._send_masked(peers)
+                    case SendRefusal():
+                        self._send_values()
+                    case RevealShares(phase=phase, seeds=seeds, keys=keys):
+                        of_seeds, of_keys = self._own_secrets.reveal(seeds, keys)
+                        what = f"shares of the seeds of {', '.join(seeds)}"
+                        self._left(phase, what + (f" and of the keys of {', '.join(keys)}" if keys else ""), 0)
+                        self._report(SharesRevealed(phase=phase, seeds=tuple(of_seeds), keys=tuple(of_keys)))
+                    case ForgetSecrets():
+                        self._secrets = self._vector = None
+                    case Distrust(reason=reason):
+                        raise UserError(f"secure aggregation: the coordinator {reason}: this site leaves the run")
+
+    @property
+    def _own_secrets(self) -> SiteSecrets:
+        assert self._secrets is not None, "they were made when the phase was opened"
+        return self._secrets
+
+    def _report(self, report: SecureReport) -> None:
+        self._sender.put(FromExecutor(run=self._run, body=report))
+
+    def _send_masked(self, peers: tuple[str, ...]) -> None:
+        assert self._vector is not None, "the update is ready"
+        self._own_secrets.mask(self._vector, peers)
+        devices = (f"{peer} ({self._own_secrets.devices[peer][:8]})" for peer in peers)
+        noise = "" if self._noise is None else ", with noise"
+        assert self._sums is not None, "the client was trained"
+        self._left(self._sums.phase, f"the update{noise}, masked with {', '.join(devices)}", self._vector.nbytes)
+        self._send_values(self._vector)
+
+    def _send_values(self, vector: Vector | None = None) -> None:
+        assert self._sums is not None, "the client was trained"
+        tensors = {} if vector is None else parted(vector, self._sizes)
+        message = FromExecutor(run=self._run, body=self._sums, values=MaskedValues(), tensors=headers_of(tensors))
+        self._sender.put(message, list(tensors.values()))
+        self._sender.flush()  # the vector's memory goes
