@@ -81,7 +81,7 @@ def _step_s(placed: Placement, replica: Replica) -> float:
 
 def _step(problem: Problem, plan: Plan, slowest: Placement, steps_s: Sequence[float]) -> Iterator[str]:
     said, times = plan.predicted, slowest.times
-    compute_s = sum(times.compute_s)
+    compute_s = sum(times.compute_s) - times.hidden_s
     share = slowest.problem.micro_batches
     yield (
         f"A step takes {format_duration(said.step_s)}: {format_duration(said.fill_s)} for one micro-batch alone "

@@ -128,7 +128,9 @@ class SplitProgram:
         for s in self._steps:
             self._program.call(s, values, step, micro_batch)
         self.ends[micro_batch] = {
-            ref: t for ref, t in values.items() if ref in self._derived and ref not in self._trainable and t.requires_grad
+            ref: t
+            for ref, t in values.items()
+            if ref in self._derived and ref not in self._trainable and t.requires_grad
         }
         return values
 
@@ -194,7 +196,8 @@ class SplitEngine(TorchEngine):
         self, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
         ends = self._split.ends.pop(self._at)
-        found = torch.autograd.grad(roots, [*leaves, *ends.values()], seeds, allow_unused=True)
+        wanted = [*leaves, *ends.values()]
+        found = cast("tuple[Tensor | None, ...]", torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
         self._split.ends[self._at] = {
             ref: g for ref, g in zip(ends, found[len(leaves) :], strict=True) if g is not None
         }

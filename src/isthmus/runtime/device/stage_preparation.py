@@ -28,6 +28,7 @@ from isthmus.runtime.messages.assignment import Assignment
 from isthmus.training.compiled import compile_where_it_pays
 from isthmus.training.engine import Engine, TorchEngine
 from isthmus.training.program import Program
+from isthmus.training.split_backward import SplitEngine
 
 LOOK_S = 0.1
 
@@ -38,6 +39,8 @@ def compile_stage(
     """Lines for people, if the job asks for it at all. PeerError as soon as the stage is `outdated`."""
     if not assignment.engine.kernels.compile:
         return ()
+    if isinstance(engine, SplitEngine):
+        return ("not compiled: the schedule computes weight gradients apart",)
     if not isinstance(engine, TorchEngine):
         return ("not compiled: the ranks of an island compute operator by operator",)
     columns = _columns(engine, assignment, batches)
