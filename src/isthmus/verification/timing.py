@@ -185,7 +185,7 @@ class StepTiming:
             computing[name] += compute_s
             receiving[name] += received_s
         slowest_s = max(*computing.values(), *receiving.values())
-        return self.fill_s + (micro_batches - 1) * slowest_s
+        return sum(self.compute_s) + sum(self.received_s) + (micro_batches - 1) * slowest_s
 
 
 MOST_SUBSETS = 7
