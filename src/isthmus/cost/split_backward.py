@@ -5,7 +5,9 @@ stage, a value is *received* if it depends on a received value with a gradient, 
 trained parameter. An operator's backward is apart
 
     wholly   where its output is of weights: no gradient that it gives is sent on
-    half     where it takes both, as a layer does: one product for its input, one for its weight
+    half     where it takes both and some weights are no vectors, as in a layer: one product for its input, one for its
+             weight
+    not      where it takes both and all weights are vectors, as in a norm: their gradients come with its input's
 
 Between B and W such a stage keeps what these operators took, and the gradients of what the latter gave.
 """
@@ -20,23 +22,24 @@ from isthmus.graph import Op, Ref, StageGraph
 
 def weight_flops(problem: Problem, stage: StageGraph) -> int:
     """FLOPs of a stage's weight gradients that are computed apart, for one micro-batch."""
-    return sum(problem.flops(op)[1] // (2 if both else 1) for op, both in _apart(stage))
+    return sum(problem.flops(op)[1] // (2 if both else 1) for op, both in _apart(problem, stage))
 
 
 def deferred_bytes(problem: Problem, stage: StageGraph) -> int:
     """Bytes that wait for the weight gradients of one micro-batch, between its B and its W."""
-    size, by_name = problem.micro_batch_size, problem.flow.by_name
+    size = problem.micro_batch_size
     taken: set[Ref] = set()
     gradients = 0
-    for op, both in _apart(stage):
+    for op, both in _apart(problem, stage):
         taken.update(op.refs())
         gradients += sum(spec.nbytes(size) for spec in op.outputs) if both else 0
-    kept = (ref for ref in taken if by_name[ref.op].kind != "parameter")
-    return gradients + sum(by_name[ref.op].outputs[ref.index].nbytes(size) for ref in kept)
+    by_name = problem.flow.by_name
+    kept = (by_name[ref.op].outputs[ref.index] for ref in taken if by_name[ref.op].kind != "parameter")
+    return gradients + sum(spec.nbytes(size) for spec in kept)
 
 
-def _apart(stage: StageGraph) -> Iterator[tuple[Op, bool]]:
-    """The operators with weight gradients, and whether what they take from other stages has a gradient too."""
+def _apart(problem: Problem, stage: StageGraph) -> Iterator[tuple[Op, bool]]:
+    """The operators of whose backward a part is apart, and whether it is half of it."""
     received = {c.value for c in stage.receives if c.gradient}
     if not received:
         return
@@ -45,10 +48,11 @@ def _apart(stage: StageGraph) -> Iterator[tuple[Op, bool]]:
         if op.kind != "operator" or not any(op.requires_grad):
             continue
         refs, outputs = set(op.refs()), {Ref(op.name, n) for n, learns in enumerate(op.requires_grad) if learns}
-        both, takes_weights = not refs.isdisjoint(received), not refs.isdisjoint(weights)
+        both, taken = not refs.isdisjoint(received), refs & weights
         if both:
             received |= outputs
-        elif takes_weights:
+        elif taken:
             weights |= outputs
-        if takes_weights:
+        vectors = all(len(problem.flow.by_name[ref.op].outputs[ref.index].shape) <= 1 for ref in taken)
+        if taken and not (both and vectors):
             yield op, both

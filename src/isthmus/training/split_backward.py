@@ -8,6 +8,9 @@ its own. That graph lives until the weight gradients are computed; all else is o
     B   the outer graph backwards; in each [ ] the gradients of its inputs alone, and the output's gradient is kept
     W   each [ ] in reverse order: the gradients of its parameters, from the output's gradient
 
+Where all parameters of an operator are vectors, as a norm's, B computes their gradients too: they are small, and what
+they would be computed from is not.
+
 The kernels are those of a whole backward, and the gradients of a parameter that is used several times are summed in
 the order of a whole backward: the reverse of the forward. So the bits are the same.
 """
@@ -45,6 +48,8 @@ class _Call:
     """Those with a gradient."""
     seeds: Values = field(default_factory=dict[Ref, Tensor])
     """Gradients of outputs, where B brings them."""
+    found: Sequence[Tensor | None] | None = None
+    """Gradients of the parameters, where B computes them."""
 
     def run(self, leaves: Mapping[Ref, Tensor]) -> Sequence[Tensor]:
         """All outputs, in the operator's own graph. `leaves` stand for inputs whose gradients go on."""
@@ -74,10 +79,16 @@ class _InputGradients(Function):
     @staticmethod
     def backward(ctx: Any, *seeds: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         call, leaves = cast(_Call, ctx.call), cast("list[Tensor]", ctx.leaves)
+        given: Values = {}
         for number, seed in enumerate(seeds):
             if seed is not None and (ref := Ref(call.step.name, number)) in call.outputs:
-                call.seeds[ref] = seed
-        return None, None, *_gradients(call.outputs, call.seeds, leaves, retain_graph=True)
+                given[ref] = seed
+        if any(t.dim() > 1 for t in call.parameters.values()):
+            call.seeds = given
+            return None, None, *_gradients(call.outputs, given, leaves, retain_graph=True)
+        found = _gradients(call.outputs, given, [*leaves, *call.parameters.values()])
+        call.outputs, call.found = {}, found[len(leaves) :]
+        return None, None, *found[: len(leaves)]
 
 
 def _gradients(
@@ -152,8 +163,10 @@ class SplitProgram:
         """By variable. What the micro-batch kept is freed."""
         known = self.ends.pop(micro_batch, {})
         for call in reversed(self.calls.pop(micro_batch, [])):
-            seeds = call.seeds | {ref: known.pop(ref) for ref in call.outputs if ref in known}
-            found = _gradients(call.outputs, seeds, list(call.parameters.values()))
+            found = call.found
+            if found is None:
+                seeds = call.seeds | {ref: known.pop(ref) for ref in call.outputs if ref in known}
+                found = _gradients(call.outputs, seeds, list(call.parameters.values()))
             for ref, gradient in zip(call.parameters, found, strict=True):
                 if gradient is not None:
                     known[ref] = known[ref] + gradient if ref in known else gradient

@@ -11,8 +11,8 @@ from isthmus.verification.reading import GraphReading
 def weight_gradients(reading: GraphReading, start: int, end: int) -> dict[str, int]:
     """`apart_flops` and `waiting_bytes` of the stage that runs positions `start .. end - 1`, for one micro-batch.
 
-    All of an operator's backward waits where it leads to weights alone, and half of it where it leads to both; what
-    such operators took is kept, and of the latter the gradients of what they gave.
+    All of an operator's backward waits where it leads to weights alone, half of it where it leads to both, and nothing
+    where these weights are vectors; what such operators took is kept, and of halves the gradients of what they gave.
     """
     returned = {
         Ref(*_split(value.name))
@@ -35,7 +35,8 @@ def weight_gradients(reading: GraphReading, start: int, end: int) -> dict[str, i
             continue
         refs = set(op.refs())
         through = bool(refs & onward)
-        if refs & weights:
+        matrices = any(len(reading.by_name[r.op].outputs[r.index].shape) > 1 for r in refs & weights)
+        if refs & weights and (matrices or not through):
             backward = op.flops_backward.at(size) if op.name in reading.position else 0
             flops += backward // 2 if through else backward
             taken |= refs
