@@ -182,6 +182,9 @@ def _stages(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterat
                 f"{format_size(stage.memory.total)} of {format_size(room)}{problem.constraints.after_headroom}, "
                 f"{replica.schedule.in_flight[k]} micro-batches in flight"
             )
+            if p.times.apart_s and p.times.apart_s[k]:
+                waits = format_duration(p.times.apart_s[k])
+                yield f"{stage.device} sends its gradients before it computes those of its weights, which takes {waits}"
             if stage.recompute:
                 yield f"{stage.device} {_recomputes(p, replica, k)}"
 
