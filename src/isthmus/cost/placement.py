@@ -10,6 +10,7 @@ from isthmus.cost.compression import as_requested
 from isthmus.cost.compression.messages import Sender
 from isthmus.cost.limits import MemoryRoom, broken_constraint
 from isthmus.cost.problem import Problem
+from isthmus.cost.split_backward import weight_flops
 from isthmus.cost.stage_costs import (
     StageBytes,
     StageFlops,
@@ -89,13 +90,21 @@ def recomputing(placed: Placement, recompute: Sequence[bool]) -> Placement:
         stage = list(recompute).index(True)
         raise UserError(f"plan: recompute of stage {stage}: got true, expected false: the problem forbids it")
     changes = zip(placed.graphs, placed.flops, placed.recompute, recompute, strict=True)
-    flops = tuple(f if was == now else stage_flops(placed.problem, g, recompute=now) for g, f, was, now in changes)
+    flops = tuple(f if was == now else _other_flops(placed.problem, g, f, again=now) for g, f, was, now in changes)
     if placed.problem.constraints.copied or placed.problem.splits:
         times = pipeline(placed.problem, placed.order, flops, placed.edges, placed.shared)
     else:
         backward_s = tuple(compute_s(placed.problem, d, b) for d, (_, b, _) in zip(placed.order, flops, strict=True))
         times = replace(placed.times, backward_s=backward_s)
     return _packed(replace(placed, recompute=tuple(recompute), flops=flops, times=times))
+
+
+def _other_flops(problem: Problem, graph: StageGraph, flops: StageFlops, *, again: bool) -> StageFlops:
+    """Those of a stage that recomputes, which has nothing apart, or no longer does."""
+    if again:
+        return StageFlops(flops.forward, flops.backward + flops.forward)
+    apart = weight_flops(problem, graph) if problem.splits else 0
+    return StageFlops(flops.forward, flops.backward - flops.forward, apart)
 
 
 def _packed(placed: Placement) -> Placement:

@@ -25,12 +25,10 @@ class StageFlops(NamedTuple):
     """Of those of the backward: the weight gradients', where they are computed apart."""
 
 
-def stage_flops(problem: Problem, stage: StageGraph, *, recompute: bool = False) -> StageFlops:
-    """A stage that recomputes has its forward in both, and nothing apart."""
+def stage_flops(problem: Problem, stage: StageGraph) -> StageFlops:
+    """Of one micro-batch, nothing recomputed."""
     pairs = [problem.flops(op) for op in stage.ops]
     forward, backward = sum(f for f, _ in pairs), sum(b for _, b in pairs)
-    if recompute:
-        return StageFlops(forward, backward + forward)
     return StageFlops(forward, backward, weight_flops(problem, stage) if problem.splits else 0)
 
 
