@@ -32,21 +32,20 @@ def test_the_bits_are_those_of_a_whole_backward(name: str) -> None:
     """Loss, gradients, buffers and a second step, with weight gradients as late as can be."""
     build, columns = model(name)
     data = [batches(columns, CONFIG.micro_batches, CONFIG.micro_batch_size, seed) for seed in range(2)]
-    for cut in ([], random_cut(captured(name), random.Random(name))):
-        whole, split = (
-            Pipeline(captured(name), cut, weights_of(build, captured(name)), CONFIG, split=apart)
-            for apart in (False, True)
-        )
-        for number, batch in enumerate(data):
-            loss, expected = whole.step(number, copies(batch))
-            found, gradients = split.step(number, copies(batch))
-            assert found == loss
-            assert gradients.keys() == expected.keys()
-            for key, value in expected.items():
-                assert torch.equal(gradients[key], value), key
-                assert gradients[key].stride() == value.stride(), key
-        before = whole.state()
-        assert all(torch.equal(value, before[key]) for key, value in split.state().items())
+    cut = random_cut(captured(name), random.Random(name))
+    whole, split = (
+        Pipeline(captured(name), cut, weights_of(build, captured(name)), CONFIG, split=apart) for apart in (False, True)
+    )
+    for number, batch in enumerate(data):
+        loss, expected = whole.step(number, copies(batch))
+        found, gradients = split.step(number, copies(batch))
+        assert found == loss
+        assert gradients.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(gradients[key], value), key
+            assert gradients[key].stride() == value.stride(), key
+    before = whole.state()
+    assert all(torch.equal(value, before[key]) for key, value in split.state().items())
 
 
 def test_the_backward_frees_what_weight_gradients_do_not_need() -> None:
