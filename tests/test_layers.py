@@ -79,11 +79,11 @@ PUBLIC = {
         "describe_model is_hugging_face is_peft merged model_names save_adapter save_hugging_face summarize_model"
     ),
     "plans": (
-        "ANY_PLAN ActivationNoise Averages Certificate Collective Compression CompressionConfig Constraints "
+        "ANY_PLAN ActivationNoise Averages CHOICES Certificate Collective Compression CompressionConfig Constraints "
         "Edge Objective OuterOptimizer OwnSamples Packing Plan PlanPeriod Prediction PrivacySpent Replica "
         "ReplicaSync SCHEDULES SPENT SampleRange Schedule SharedParameter Stage StageMemory SyncGroup "
         "SyncIteration SyncPlan SyncWorker Tasklet classic_in_flight format_epsilon is_of_any_plan load_plan "
-        "question_in_words read_spent save_plan"
+        "question_in_words read_spent save_plan schedule_of"
     ),
     "planners": (
         "ENTRY_POINTS INTERRUPTED LeastBound Planner SearchObserver SearchStopped can_price check_constraints "

@@ -60,6 +60,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     at: int = 6
     labels_stay: bool = False
     """The first device has the data: it runs the first stage and the last one, and another device those between."""
+    schedule: str = "1f1b"
     flops_per_s: float = 2e7
     snapshots: bool = False
     """Whether a neighbour has a copy of each stage's state in its memory, as by default in a run."""
@@ -80,7 +81,9 @@ def job_for(scenario: Scenario) -> Job:
     if scenario.strikes is not None and scenario.strikes.kind == "slow":
         change = FleetChange(step=scenario.at, factor=1 / scenario.strikes.factor, device=scenario.strikes.device)
         settings |= {"changes": (msgspec.to_builtins(change),), "adapt": True}
-    made = msgspec.structs.replace(made, runtime=msgspec.convert(settings, type(made.runtime)))
+    made = msgspec.structs.replace(
+        made, schedule=scenario.schedule, runtime=msgspec.convert(settings, type(made.runtime))
+    )
     if scenario.labels_stay:
         made = msgspec.structs.replace(made, plan=PlanConfig(data_holder=("d0",), labels_stay=True))
     return made

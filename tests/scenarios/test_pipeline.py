@@ -136,7 +136,7 @@ SCENARIOS: dict[str, tuple[Scenario, str]] = {
         + THE_END,
     ),
     "a holder has two stages, the device between them is lost": (
-        Scenario(spares=1, labels_stay=True, strikes=Fault(device="d1", time_s=0)),
+        Scenario(spares=1, labels_stay=True, schedule="zero-bubble", strikes=Fault(device="d1", time_s=0)),
         "DeviceJoined d0,d0/stage 2,d1: BeginEpoch 0 step 0 from the checkpoint; AssignStage d0; PlaceWeights d0; "
         "AssignStage d1; PlaceWeights d1; AssignStage d0/stage 2; PlaceWeights d0/stage 2\n"
         "DeviceReady d0,d0/stage 2,d1\n"

@@ -53,8 +53,10 @@ def make_plan(
     in_flight: Sequence[int] | str = "1f1b",
     shared: Iterable[SharedParameter] = (),
     loss_stage: int = -1,
+    weights: Sequence[int] = (),
 ) -> Plan:
-    """One stage for each (forward, backward) duration; a chain unless told otherwise."""
+    """One stage for each (forward, backward) duration, of whose backward `weights` is apart; a chain unless told
+    otherwise."""
     stages = len(milliseconds)
     limits = classic_in_flight(in_flight, stages, micro_batches) if isinstance(in_flight, str) else tuple(in_flight)
     replica = Replica(
@@ -63,7 +65,7 @@ def make_plan(
         shared=tuple(shared),
         loss_stage=loss_stage,
         micro_batches=micro_batches,
-        schedule=Schedule("1f1b", limits),
+        schedule=Schedule("zero-bubble" if weights else "1f1b", limits, tuple(weights)),
     )
     return Plan(
         model="drawn",

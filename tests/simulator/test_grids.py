@@ -29,6 +29,12 @@ LONG_BACKWARD = """
     stage 1     F0 B0 B0 F1 B1 B1 F2 B2 B2
 """
 
+ZERO_BUBBLE = """
+    stage 0  F0 F1 F2 .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
+    stage 1     F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 .  B3 W3
+    stage 2        F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3
+"""
+
 
 def rows(drawing: str) -> list[list[str]]:
     """The cells of each row that starts with `stage`; an idle cell is empty whether it is drawn as a dot or not."""
@@ -42,7 +48,7 @@ def grid(trace: Trace, stages: int) -> list[list[str]]:
     for device in names(stages):
         cells: dict[int, str] = {}
         for span in trace.spans:
-            if span.device == device and span.name in ("F", "B"):
+            if span.device == device and span.name in ("F", "B", "W"):
                 for column in range(round(span.start_s), round(span.end_s)):
                     assert column not in cells, "the compute lane does one thing at a time"
                     cells[column] = f"{span.name}{span.micro_batch}"
@@ -71,6 +77,14 @@ def test_one_micro_batch_in_flight_is_no_pipeline():
 def test_backward_takes_twice_as_long():
     plan = make_plan([(UNIT_MS, 2 * UNIT_MS)] * 2, in_flight="1f1b")
     assert grid(simulate(plan, make_fleet(2), spec(3)), 2) == rows(LONG_BACKWARD)
+
+
+def test_weight_gradients_wait_until_nothing_else_is_ready():
+    """Within the limits of 1F1B: a micro-batch is held until its W is done. The first stage returns no gradient."""
+    plan = make_plan([(UNIT_MS, 2 * UNIT_MS)] * 3, micro_batches=4, weights=[0, UNIT_MS, UNIT_MS])
+    assert grid(simulate(plan, make_fleet(3), spec(4)), 3) == rows(ZERO_BUBBLE)
+    whole = make_plan([(UNIT_MS, 2 * UNIT_MS)] * 3, micro_batches=4)
+    assert max(map(len, grid(simulate(whole, make_fleet(3), spec(4)), 3))) > len(rows(ZERO_BUBBLE)[0])
 
 
 def spec(micro_batches: int) -> RunSpec:

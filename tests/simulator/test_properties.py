@@ -45,9 +45,11 @@ def plans(draw: st.DrawFn, stages: int, micro_batches: int) -> Plan:
         SharedParameter(name=f"w{k}", owner=draw(number), users=tuple(draw(st.sets(number, min_size=1))), size_bytes=9)
         for k in range(draw(st.integers(0, 2)))
     ]
+    seconds = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=stages, max_size=stages))
     return make_plan(
-        draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=stages, max_size=stages)),
+        seconds,
         edges,
+        weights=[draw(st.integers(0, backward)) for _, backward in seconds] if draw(st.booleans()) else (),
         micro_batches=micro_batches,
         in_flight=draw(st.lists(st.integers(1, micro_batches + 1), min_size=stages, max_size=stages)),
         shared=shared,
@@ -94,7 +96,9 @@ def expected_tasklets(case: Case) -> Counter[tuple[str, str, int, int]]:
         (f"d{view.stage}", name, item.step, m)
         for view in case.views
         for item in items(case.spec)
-        for name in {"train": ["F", "B"] if view.trains else ["F"], "eval": ["E"], "save": []}[item.kind]
+        for name in {"train": ["F"] + ["B"] * view.trains + ["W"] * (view.trains and view.splits), "eval": ["E"]}.get(
+            item.kind, []
+        )
         for m in range(item.micro_batches)
     )
 
@@ -116,7 +120,7 @@ def test_every_item_is_done_once_by_every_stage(case: Case):
     assert run.finish.outcome == "done"
     assert run.coordinator.finished == len(sequence)
     assert [w.item for w in run.workers] == [len(sequence) - 1] * len(run.workers)
-    tasklets = (s for s in run.trace.spans if s.track == "compute" and s.name in ("F", "B", "E"))
+    tasklets = (s for s in run.trace.spans if s.track == "compute" and s.name in ("F", "B", "W", "E"))
     assert Counter((s.device, s.name, s.step, s.micro_batch) for s in tasklets) == expected_tasklets(case)
     for name, kind in (("update", "train"), ("save", "save")):
         steps = [item.step for item in sequence if item.kind == kind]
@@ -137,7 +141,7 @@ def test_a_lane_does_one_thing_at_a_time_within_its_limit(case: Case):
             if span.name == "F" and view.trains:
                 held.add(key)
                 assert len(held) <= view.in_flight
-            elif span.name == "B":
+            elif span.name == ("W" if view.splits else "B"):
                 held.remove(key)  # its forward came first
             elif span.name == "update":
                 assert not held

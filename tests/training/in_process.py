@@ -19,6 +19,7 @@ from isthmus.training.compression import SampleFeedback, codec_of
 from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.layout import bytes_of, header_of, in_a_row, pack, receive_buffer, unpack
 from isthmus.training.optim import Optimizers
+from isthmus.training.split_backward import SplitEngine
 from isthmus.training.weights import initial_weights
 
 Packings = Callable[[int, int], Packing | None]
@@ -45,8 +46,10 @@ class Pipeline:
         packings: Packings = lambda source, target: None,
         *,
         recompute: Sequence[bool] = (),
+        split: bool = False,
     ) -> None:
-        """Stage k recomputes if `recompute[k]` says so, none without it."""
+        """Stage k recomputes if `recompute[k]` says so, none without it. With `split` weight gradients come after all
+        backwards of a step."""
         flow, eval_flow = Flow(captured.train), Flow(captured.eval)
         stage_of = assign(flow, boundaries)
         self.captured = captured
@@ -58,9 +61,11 @@ class Pipeline:
             for k in range(len(evaluation), len(self.stages))
         ]
         self.eval_stages = (*evaluation, *nothing)
-        self.engines = [
-            TorchEngine(t, e, config, {k: v.clone() for k, v in weights.items()}, recompute=again)
-            for t, e, again in zip(self.stages, self.eval_stages, recompute or [False] * len(self.stages), strict=True)
+        placed = [{k: v.clone() for k, v in weights.items()} for _ in self.stages]
+        again = recompute or [False] * len(self.stages)
+        parts = list(zip(self.stages, self.eval_stages, placed, again, strict=True))
+        self.engines: list[TorchEngine] = [
+            SplitEngine(t, e, config, w) if split else TorchEngine(t, e, config, w, recompute=r) for t, e, w, r in parts
         ]
         both = (*captured.train.ops, *captured.eval.ops)
         self.placeholders = {op.target: op.name for op in both if op.kind == "placeholder"}
@@ -118,6 +123,10 @@ class Pipeline:
             self._forward("train", number, m, batch)
         for m in range(len(micro_batches)):
             self._backward(m, samples[m] if samples else ())
+        for engine in self.engines:
+            for m in range(len(micro_batches)):
+                if isinstance(engine, SplitEngine):
+                    engine.weight_gradients(m)
         counted = self.captured.train.count is not None
         total = sum(e.count for e in self.engines) if counted else None
         for owner, engine in enumerate(self.engines):

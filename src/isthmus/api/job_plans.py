@@ -29,7 +29,7 @@ from isthmus.planners import (
     least,
     planner_names,
 )
-from isthmus.plans import Plan, load_plan
+from isthmus.plans import Plan, load_plan, schedule_of
 from isthmus.report import ComparedPlan, Comparison, Explanation, explain, least_headroom, plan_summary, ranked
 from isthmus.report.graph_table import GraphWeights, graph_weights
 from isthmus.runtime.coordinator.activation_privacy import protection_text
@@ -135,7 +135,7 @@ def verify_plan(job: Job, plan: Plan | Path) -> Verdict:
         fleet=fleet,
         micro_batch_size=job.micro_batch_size,
         micro_batches=job.training.micro_batches,
-        schedule=job.schedule,
+        schedule=schedule_of(job.schedule, plan.replicas[0].schedule.name) if plan.replicas else job.schedule,
         period=job.sync.period,
         state=_state(job),
         constraints=constraints_of(job, fleet, prepared.samples.holders),

@@ -15,7 +15,7 @@ from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, constraints_of, fleet_of
 from isthmus.planners import LeastBound, check_constraints, check_planner, over_counts, scheduled
 from isthmus.planners import plan as make_plan
-from isthmus.plans import Plan, PlanPeriod, Replica, load_plan
+from isthmus.plans import Plan, PlanPeriod, Replica, load_plan, schedule_of
 from isthmus.protocol import RunSpec
 from isthmus.runtime.coordinator.private_feedback import check_feedback
 from isthmus.runtime.coordinator.run import run_spec
@@ -119,11 +119,12 @@ def read_plan(job: Job, fleet: Fleet, document: Path) -> Plan:
         raise UserError(f"plan file {document}: replicas: got none, expected at least one")
     if plan.micro_batches in job.counts:
         job = job.cut_into(plan.micro_batches)
+    schedule = plan.replicas[0].schedule.name
     for field, got, expected in (
         ("model", plan.model, job.model.name),
         ("micro_batches", plan.micro_batches, job.training.micro_batches),
         ("micro_batch_size", plan.micro_batch_size, job.micro_batch_size),
-        ("schedule.name", plan.replicas[0].schedule.name, job.schedule),
+        ("schedule.name", schedule, schedule_of(job.schedule, schedule)),
     ):
         if got != expected:
             raise UserError(f"plan file {document}: {field}: got {got!r}, the job has {expected!r}")

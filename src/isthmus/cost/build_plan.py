@@ -131,7 +131,8 @@ def build_replicas(
 
 def build_again(problem: Problem, layouts: Sequence[PlanLayout], document: Plan) -> Plan:
     """The plan of these layouts with the codecs that the document names, whatever the problem asks for: all figures
-    are made anew, as `build_replicas` makes them."""
+    are made anew, as `build_replicas` makes them, in the document's schedule."""
+    problem = problem.under(document.replicas[0].schedule)
     dense = build_replicas(problem.uncompressed(), layouts, planner=document.planner)
     packed = repeat_compression(problem, dense, document)
     return msgspec.structs.replace(packed, constraints=problem.constraints)
@@ -165,15 +166,19 @@ def _replica(placed: Placement, in_flight: tuple[int, ...]) -> Replica:
         edges=placed.edges,
         shared=placed.shared,
         micro_batches=placed.problem.micro_batches,
-        schedule=Schedule(placed.problem.schedule, in_flight),
+        schedule=Schedule(placed.problem.schedule, in_flight, _weight_flops(placed)),
     )
+
+
+def _weight_flops(placed: Placement) -> tuple[int, ...]:
+    return tuple(f.apart for f in placed.flops) if placed.problem.splits else ()
 
 
 def _stages(placed: Placement, in_flight: Sequence[int]) -> tuple[Stage, ...]:
     operators = placed.problem.flow.operators
     found: list[Stage] = []
     for graph, (first, end) in zip(placed.graphs, itertools.pairwise(placed.bounds), strict=True):
-        forward, backward = placed.flops[graph.index]
+        forward, backward, _ = placed.flops[graph.index]
         parameters = [op for op in graph.variables() if op.kind == "parameter"]
         found.append(
             Stage(

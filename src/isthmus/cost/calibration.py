@@ -25,10 +25,11 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.plans import Plan, Stage
 from isthmus.trace import Span, Trace
 
-Work = Literal["F", "B", "E", "update"]
-"""Forward, backward, evaluation forward, and the update with the collection of the gradients."""
+Work = Literal["F", "B", "W", "E", "update"]
+"""Forward, backward, weight gradients where they are apart, evaluation forward, and the update with the collection of
+the gradients."""
 _Points = defaultdict[tuple[str, Work], list[tuple[float, float]]]
-WORKS: tuple[Work, ...] = ("F", "B", "E", "update")
+WORKS: tuple[Work, ...] = ("F", "B", "W", "E", "update")
 TRIMMED_SHARE = 0.1
 """Of the samples, at each end: a machine that was busy with something else is not a slow machine."""
 
@@ -69,12 +70,12 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds by stage and kind of work. Raises `UserError` for a device that no warm-up used."""
         known = {device for device, _ in self.lines}
         found: dict[tuple[int, Work], float] = {}
-        for number, stage in enumerate(plan.stages):
+        for number, (stage, apart) in enumerate(zip(plan.stages, plan.replica.weight_flops, strict=False)):
             if stage.device not in known:
                 raise unknown_name("device in the calibration", stage.device, known)
             for work in WORKS:
                 if (line := self.lines.get((stage.device, work))) is not None:
-                    found[number, work] = line.seconds(_size(stage, work))
+                    found[number, work] = line.seconds(_size(stage, work, apart))
         return found
 
     def flops_per_s(self, plan: Plan) -> dict[str, float]:
@@ -82,7 +83,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
         durations = self.durations(plan)
         found: dict[str, float] = {}
         for number, stage in enumerate(plan.stages):
-            seconds = sum(durations.get((number, work), 0.0) for work in ("F", "B"))
+            seconds = sum(durations.get((number, work), 0.0) for work in ("F", "B", "W"))
             flops = stage.flops_forward + stage.flops_backward
             if seconds and flops:
                 found[stage.device] = flops / seconds
@@ -98,9 +99,9 @@ def calibrate(warmups: Sequence[Warmup]) -> Calibration:
     gaps, handovers, headers = list[float](), list[float](), list[int]()
     for plan, trace in warmups:
         spans = [span for span in trace.spans if span.step > 0]
-        for stage in plan.stages:
+        for stage, apart in zip(plan.stages, plan.replica.weight_flops, strict=False):
             lane = sorted((s for s in spans if s.device == stage.device), key=lambda s: s.start_s)
-            _add_points(points, stage, lane)
+            _add_points(points, stage, apart, lane)
             waits = _Waits(lane)
             gaps += waits.gaps
             handovers += waits.handovers
@@ -131,17 +132,19 @@ def fit(points: Sequence[tuple[float, float]]) -> AffineFit:
     return min((through_zero, constant), key=lambda line: sum((line.seconds(x) - y) ** 2 for x, y in points))
 
 
-def _size(stage: Stage, work: Work) -> float:
+def _size(stage: Stage, work: Work, apart: int) -> float:
     match work:
         case "F" | "E":
             return stage.flops_forward
         case "B":
-            return stage.flops_backward
+            return stage.flops_backward - apart
+        case "W":
+            return apart
         case "update":
             return stage.parameter_bytes
 
 
-def _add_points(points: _Points, stage: Stage, lane: Sequence[Span]) -> None:
+def _add_points(points: _Points, stage: Stage, apart: int, lane: Sequence[Span]) -> None:
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     for span in lane:
         if span.track == "compute":
@@ -150,7 +153,7 @@ def _add_points(points: _Points, stage: Stage, lane: Sequence[Span]) -> None:
         if seconds[work]:
             # The simulator has one duration for collection and update.
             collected = trimmed_mean(seconds["collect"]) if work == "update" and seconds["collect"] else 0.0
-            points[stage.device, work].append((_size(stage, work), trimmed_mean(seconds[work]) + collected))
+            points[stage.device, work].append((_size(stage, work, apart), trimmed_mean(seconds[work]) + collected))
 
 
 def trimmed_mean(numbers: Iterable[float]) -> float:

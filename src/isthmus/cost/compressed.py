@@ -11,6 +11,7 @@ from isthmus.cost.compression.messages import StageMessage, packed_edges, sender
 from isthmus.cost.compression.registry import as_requested
 from isthmus.cost.limits import MemoryRoom, in_flight_limits
 from isthmus.cost.problem import Problem
+from isthmus.cost.stage_costs import StageFlops
 from isthmus.cost.steptime import pipeline, prediction, together
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.plans import (
@@ -114,7 +115,8 @@ def limited_as(problem: Problem, plan: Plan, schedules: Sequence[Schedule]) -> P
                     f"{format_size(offered)}{problem.constraints.after_headroom}: {need - offered} bytes short"
                 )
         copies = workers[len(stages) :]
-        found.append(msgspec.structs.replace(replica, stages=stages, copies=copies, schedule=schedule))
+        limited = msgspec.structs.replace(replica.schedule, in_flight=now)
+        found.append(msgspec.structs.replace(replica, stages=stages, copies=copies, schedule=limited))
     return msgspec.structs.replace(plan, replicas=tuple(found))
 
 
@@ -140,7 +142,10 @@ def check_same_problem(problem: Problem, plan: Plan) -> None:
 def _replica(problem: Problem, replica: Replica, edges: tuple[Edge, ...]) -> tuple[Replica, Prediction]:
     share = replace(problem, micro_batches=replica.micro_batches)
     devices = [stage.device for stage in replica.stages]
-    flops = [(stage.flops_forward, stage.flops_backward) for stage in replica.stages]
+    flops = [
+        StageFlops(stage.flops_forward, stage.flops_backward, apart)
+        for stage, apart in zip(replica.stages, replica.weight_flops, strict=False)
+    ]
     times = pipeline(share, devices, flops, edges, replica.shared)
     held = list(zip(replica.stages, replica.schedule.in_flight, strict=True))
     in_flight = in_flight_limits(share, times, [_room(share, stage, k) for stage, k in held])
@@ -153,7 +158,7 @@ def _replica(problem: Problem, replica: Replica, edges: tuple[Edge, ...]) -> tup
         stages=stages,
         copies=copies_of(problem.constraints, stages),
         edges=edges,
-        schedule=Schedule(replica.schedule.name, in_flight),
+        schedule=msgspec.structs.replace(replica.schedule, in_flight=in_flight),
     )
     return made, prediction(times, in_flight, replica.micro_batches)
 

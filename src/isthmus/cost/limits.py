@@ -72,7 +72,9 @@ def in_flight_limits(problem: Problem, times: PipelineTime, rooms: Sequence[Memo
 
     GPipe holds all. 1F1B holds what the classic schedule does, or as many as hide the round trip behind the
     period, whichever is more, as far as memory goes; fewer than classic throttle the pipeline. The last stage holds
-    one: its backward waits for no gradient, and comes before the next forward.
+    one: its backward waits for no gradient, and comes before the next forward. Where weight gradients are apart each
+    stage holds as many more as could wait for the end of the step, as far as memory goes: what waits there keeps no
+    other stage waiting. (The closed form counts none of that; the simulator does.)
     """
     classic = classic_in_flight(problem.schedule, len(times.devices), problem.micro_batches)
     if problem.schedule == "gpipe":
@@ -80,6 +82,9 @@ def in_flight_limits(problem: Problem, times: PipelineTime, rooms: Sequence[Memo
     period = times.bottleneck[0]
     hiding = [math.ceil(r / period) + 1 if period else problem.micro_batches for r in times.round_trips_s]
     hiding[-1] = 1
+    if times.apart_s:
+        late_s = [a or b for a, b in zip(times.apart_s, times.backward_s, strict=True)]
+        hiding = [h + (math.ceil(times.fill_s / late) if late else 0) for h, late in zip(hiding, late_s, strict=True)]
     found = [min(max(c, h), problem.micro_batches) for c, h in zip(classic, hiding, strict=True)]
     for stages in times.stages_of.values():
         _fit(found, stages, times.round_trips_s, rooms)

@@ -10,7 +10,16 @@ from isthmus.cost.compression import as_requested
 from isthmus.cost.compression.messages import Sender
 from isthmus.cost.limits import MemoryRoom, broken_constraint
 from isthmus.cost.problem import Problem
-from isthmus.cost.stage_costs import StageBytes, bytes_of, compute_s, edges_of, shared_parameters, stage_flops
+from isthmus.cost.split_backward import weight_flops
+from isthmus.cost.stage_costs import (
+    StageBytes,
+    StageFlops,
+    bytes_of,
+    compute_s,
+    edges_of,
+    shared_parameters,
+    stage_flops,
+)
 from isthmus.cost.steptime import PipelineTime, pipeline
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import StageGraph, assign, partition
@@ -28,8 +37,7 @@ class Placement:
     """0, the boundaries, and the number of operators."""
     graphs: tuple[StageGraph, ...]
     recompute: tuple[bool, ...]
-    flops: tuple[tuple[int, int], ...]
-    """(forward, backward) of one micro-batch; a stage that recomputes has its forward in both."""
+    flops: tuple[StageFlops, ...]
     sizes: tuple[StageBytes, ...]
     edges: tuple[Edge, ...]
     """Packed as the problem asks."""
@@ -81,14 +89,22 @@ def recomputing(placed: Placement, recompute: Sequence[bool]) -> Placement:
     if any(recompute) and not placed.problem.recompute:
         stage = list(recompute).index(True)
         raise UserError(f"plan: recompute of stage {stage}: got true, expected false: the problem forbids it")
-    changes = zip(placed.flops, placed.recompute, recompute, strict=True)
-    flops = tuple((f, b + f * (int(now) - int(was))) for (f, b), was, now in changes)
-    if placed.problem.constraints.copied:
+    changes = zip(placed.graphs, placed.flops, placed.recompute, recompute, strict=True)
+    flops = tuple(f if was == now else _other_flops(placed.problem, g, f, again=now) for g, f, was, now in changes)
+    if placed.problem.constraints.copied or placed.problem.splits:
         times = pipeline(placed.problem, placed.order, flops, placed.edges, placed.shared)
     else:
-        backward_s = tuple(compute_s(placed.problem, d, b) for d, (_, b) in zip(placed.order, flops, strict=True))
+        backward_s = tuple(compute_s(placed.problem, d, b) for d, (_, b, _) in zip(placed.order, flops, strict=True))
         times = replace(placed.times, backward_s=backward_s)
     return _packed(replace(placed, recompute=tuple(recompute), flops=flops, times=times))
+
+
+def _other_flops(problem: Problem, graph: StageGraph, flops: StageFlops, *, again: bool) -> StageFlops:
+    """Those of a stage that recomputes, which has nothing apart, or no longer does."""
+    if again:
+        return StageFlops(flops.forward, flops.backward + flops.forward)
+    apart = weight_flops(problem, graph) if problem.splits else 0
+    return StageFlops(flops.forward, flops.backward - flops.forward, apart)
 
 
 def _packed(placed: Placement) -> Placement:

@@ -13,7 +13,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, Op
 from isthmus.graph.cuts import last_start
-from isthmus.plans import SCHEDULES, Constraints, Objective, OuterOptimizer
+from isthmus.plans import CHOICES, Constraints, Objective, OuterOptimizer, Schedule
 from isthmus.plans.exchanges import DELAY, MIXING, MOMENTUM, RATE
 from isthmus.plans.sync import MODES_OF
 
@@ -118,8 +118,8 @@ class Problem:
         for name, value in (("micro_batch_size", self.micro_batch_size), ("micro_batches", self.micro_batches)):
             if value < 1:
                 raise UserError(f"{name}: got {value}, expected at least 1")
-        if self.schedule not in SCHEDULES:
-            raise unknown_name("schedule", self.schedule, SCHEDULES)
+        if self.schedule not in CHOICES:
+            raise unknown_name("schedule", self.schedule, CHOICES)
         for name in self.constraints.data_holders:
             if name not in self.fleet.names:
                 raise unknown_name("device in data_holder", name, self.fleet.names)
@@ -135,6 +135,15 @@ class Problem:
             )
         if not self.flow.operators:
             raise UserError(f"graph {graph.name!r}: has no operator that depends on an input or a trainable parameter")
+
+    def under(self, schedule: Schedule) -> Problem:
+        """The same with a plan's schedule, where the job leaves the choice open."""
+        return replace(self, schedule=schedule.name)
+
+    @property
+    def splits(self) -> bool:
+        """Whether stages compute weight gradients apart."""
+        return self.schedule == "zero-bubble"
 
     def offered_bytes(self, device: str) -> int:
         """What plans may use of the device's memory."""

@@ -6,17 +6,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from isthmus.cost.problem import Problem
+from isthmus.cost.split_backward import deferred_bytes, weight_flops
 from isthmus.errors import UserError
 from isthmus.graph import Flow, Op, Ref, StageGraph, TensorSpec
 from isthmus.plans import Edge, SharedParameter, StageMemory
 
 
-def stage_flops(problem: Problem, stage: StageGraph) -> tuple[int, int]:
-    """(forward, backward) FLOPs of one micro-batch, nothing recomputed."""
+class StageFlops(NamedTuple):
+    """Of one micro-batch."""
+
+    forward: int
+    backward: int
+    """With the second forward, where the stage recomputes."""
+    apart: int = 0
+    """Of those of the backward: the weight gradients', where they are computed apart."""
+
+
+def stage_flops(problem: Problem, stage: StageGraph) -> StageFlops:
+    """Of one micro-batch, nothing recomputed."""
     pairs = [problem.flops(op) for op in stage.ops]
-    return sum(f for f, _ in pairs), sum(b for _, b in pairs)
+    forward, backward = sum(f for f, _ in pairs), sum(b for _, b in pairs)
+    return StageFlops(forward, backward, weight_flops(problem, stage) if problem.splits else 0)
 
 
 def compute_s(problem: Problem, device: str, flops: float) -> float:
@@ -59,10 +72,12 @@ class StageBytes:
     received: int
     columns: int
     """Of the batch, which the stage reads from its own data. Where autograd needs them they are in `saved`."""
+    deferred: int = 0
+    """Between a backward and weight gradients that are computed apart."""
 
     def kept(self, recompute: bool) -> int:
         """Per micro-batch in flight: what was received, and what is saved or, to run the forward again, read."""
-        return self.received + (self.columns if recompute else self.saved)
+        return self.received + self.columns if recompute else max(self.received + self.saved, self.deferred)
 
     def memory(self, in_flight: int, recompute: bool = False) -> StageMemory:
         return StageMemory(
@@ -90,6 +105,7 @@ def bytes_of(problem: Problem, stage: StageGraph) -> StageBytes:
         saved=sum(problem.saved_bytes(op) for op in stage.ops),
         received=sum(c.spec.nbytes(problem.micro_batch_size) for c in stage.receives),
         columns=sum(problem.column_bytes[name] for name in stage.columns),
+        deferred=deferred_bytes(problem, stage) if problem.splits else 0,
     )
 
 

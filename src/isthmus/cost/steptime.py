@@ -7,6 +7,9 @@ A synchronous pipeline of S stages and n micro-batches takes `fill + (n - 1) * p
              a site's links share
     shared   shared parameters: value to each user, gradient back, once per step
 
+Where weight gradients are computed apart (`zero-bubble`), `fill` and a stage's round trip pass the input gradients
+alone: those of the weights follow while others work, and lengthen the fill by what is left of them at its end.
+
 Latency is in `fill` but not in `period`: enough micro-batches in flight hide it. Too few (no memory for more)
 throttle the pipeline: a stage that may hold k micro-batches completes at most k per round trip. FusionLLM's
 Eq. 3 differs: it counts latency in the bottleneck term and a stage's receives one after another; see `eq3_step_s`.
@@ -22,7 +25,7 @@ from typing import TypeVar
 import msgspec
 
 from isthmus.cost.problem import Problem
-from isthmus.cost.stage_costs import compute_s, transfer_s, wire_s
+from isthmus.cost.stage_costs import StageFlops, compute_s, transfer_s, wire_s
 from isthmus.plans import Edge, Prediction, SharedParameter
 
 
@@ -47,6 +50,8 @@ class PipelineTime:
     backward_s: tuple[float, ...]
     edges: tuple[EdgeTime, ...]
     shared_s: float
+    apart_s: tuple[float, ...] = ()
+    """Of each stage's backward, its weight gradients if they are computed apart; empty where no stage's are."""
     uplinks_s: tuple[tuple[str, float], ...] = ()
     """Per site with a shared uplink: how long one micro-batch's bytes occupy it."""
 
@@ -56,7 +61,18 @@ class PipelineTime:
 
     @cached_property
     def fill_s(self) -> float:
-        return sum(self.compute_s) + sum(e.forward_s + e.backward_s for e in self.edges)
+        return sum(self.compute_s) + sum(e.forward_s + e.backward_s for e in self.edges) - self.hidden_s
+
+    @cached_property
+    def hidden_s(self) -> float:
+        """What of the weight gradients nobody waits for: all but the longest rest at the end. Those of stage s have the
+        time in which the stages before it compute their input gradients and send them."""
+        rest_s, behind_s = 0.0, 0.0
+        for s, apart_s in enumerate(self.apart_s):
+            behind_s += sum(e.backward_s for e in self._incoming[s])
+            rest_s = max(rest_s, apart_s - behind_s)
+            behind_s += self.backward_s[s] - apart_s
+        return sum(self.apart_s) - rest_s
 
     @cached_property
     def stages_of(self) -> dict[str, list[int]]:
@@ -105,7 +121,8 @@ class PipelineTime:
         backward_end: dict[int, float] = {}
         for stage in sorted(forward_end, reverse=True):
             gradients = [backward_end[e.target] + e.backward_s for e in self._outgoing[stage] if e.backward_s]
-            backward_end[stage] = max([forward_end[stage], *gradients]) + self.backward_s[stage]
+            apart_s = self.apart_s[stage] if self.apart_s and stage != start else 0.0  # its own frees its memory
+            backward_end[stage] = max([forward_end[stage], *gradients]) + self.backward_s[stage] - apart_s
         return backward_end[start]
 
     @cached_property
@@ -192,11 +209,11 @@ def _summed(parts: Iterable[tuple[Mapping[Ends, float], float]]) -> dict[Ends, f
 def pipeline(
     problem: Problem,
     devices: Sequence[str],
-    flops: Sequence[tuple[int, int]],
+    flops: Sequence[StageFlops],
     edges: Sequence[Edge],
     shared: Sequence[SharedParameter],
 ) -> PipelineTime:
-    """Durations of stages with these (forward, backward) FLOPs on these devices; messages have their bytes on the wire.
+    """Durations of stages with these FLOPs on these devices; messages have their bytes on the wire.
 
     Where several holders feed it, the devices are those of the first holder's way. Packing and unpacking take no time
     here: they happen in the lanes that send and receive.
@@ -214,6 +231,7 @@ def pipeline(
         devices=first.devices,
         forward_s=first.forward_s,
         backward_s=first.backward_s,
+        apart_s=first.apart_s,
         edges=first.edges,
         uplinks_s=tuple(sorted(uplinks.items())),
         ways=ways,
@@ -236,7 +254,7 @@ def _shared_s(problem: Problem, owner: str, user: str, size_bytes: int) -> float
 def _one_way(
     problem: Problem,
     devices: Sequence[str],
-    flops: Sequence[tuple[int, int]],
+    flops: Sequence[StageFlops],
     edges: Sequence[Edge],
     shared: Sequence[SharedParameter],
 ) -> PipelineTime:
@@ -256,8 +274,9 @@ def _one_way(
     return PipelineTime(
         devices=tuple(devices),
         uplinks_s=_uplinks_s(problem, devices, edges),
-        forward_s=tuple(compute_s(problem, d, f) for d, (f, _) in zip(devices, flops, strict=True)),
-        backward_s=tuple(compute_s(problem, d, b) for d, (_, b) in zip(devices, flops, strict=True)),
+        forward_s=tuple(compute_s(problem, d, f.forward) for d, f in zip(devices, flops, strict=True)),
+        backward_s=tuple(compute_s(problem, d, f.backward) for d, f in zip(devices, flops, strict=True)),
+        apart_s=tuple(compute_s(problem, d, f.apart) for d, f in zip(devices, flops, strict=True) if problem.splits),
         edges=tuple(times),
         shared_s=sum(
             _shared_s(problem, devices[p.owner], devices[user], p.size_bytes) for p in shared for user in p.users

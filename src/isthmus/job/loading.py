@@ -13,7 +13,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet, changed, in_half, resolve_fleet
 from isthmus.job.settings import Job
 from isthmus.overrides import overridden
-from isthmus.plans import SCHEDULES, Constraints, OwnSamples
+from isthmus.plans import CHOICES, Constraints, OwnSamples
 from isthmus.trackers import check_trackers
 from isthmus.training.optim import settings_of
 from isthmus.units import parse_duration
@@ -39,8 +39,8 @@ def checked(job: Job) -> Job:
             "store: got one with privacy.activations, expected none: a run that goes on must know all that was sent "
             "before, and uploads come later"
         )
-    if job.schedule not in SCHEDULES:
-        raise UserError(f"schedule: {unknown_name('schedule', job.schedule, SCHEDULES)}")
+    if job.schedule not in CHOICES:
+        raise UserError(f"schedule: {unknown_name('schedule', job.schedule, CHOICES)}")
     if job.compression is not None and job.compression.method not in ratio_planner_names():
         raise UserError(f"compression.method: {unknown_name('method', job.compression.method, ratio_planner_names())}")
     if job.runtime.compile and job.runtime.deterministic:

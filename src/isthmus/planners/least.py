@@ -41,6 +41,8 @@ class LeastBound(NamedTuple):
 def least(problem: Problem) -> LeastBound:
     """The bound on any plan of the problem, with its own number of micro-batches; where planning is ended early, that
     of the relaxation."""
+    if problem.schedule not in ("1f1b", "gpipe"):
+        return LeastBound(0.0, exact=False)  # the relaxations count each backward whole
     problem = _as_minimised(problem)
     part("lower bound")
     if problem.constraints.copied:

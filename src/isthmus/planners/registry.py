@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 
-from isthmus.cost import Problem, broken_constraint
+from isthmus.cost import Problem, broken_constraint, build_replicas, layouts_of
 from isthmus.cost.price import beyond_limit
 from isthmus.errors import FleetTooSmall, IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
@@ -117,8 +118,11 @@ def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
 
     Where the search is ended early (`watching`), the best plan so far, without a certificate. Raises UserError for an
     unknown planner or terms that it does not respect, FleetTooSmall where nothing fits, SearchStopped where there is
-    no plan yet.
+    no plan yet. Planners lay out `1f1b`: where weight gradients are computed apart, the same stages are timed anew, and
+    nothing is proven.
     """
+    if problem.schedule in ("zero-bubble", "auto"):
+        return split_backward(problem, plan(name, replace(problem, schedule="1f1b"), score))
     planner = _planner(name)
     if name == "auto":
         planner = partial(cast("Callable[..., Plan]", planner), score=score)
@@ -179,6 +183,22 @@ def _nearest(problem: Problem, made: Plan, planner: Planner) -> Plan:
         raise FleetTooSmall(f"plan.max_step: got {limit}, {where}: the fastest takes {least}")
     least = f"the cheapest costs {reached:.4g} for 1,000 steps"
     raise FleetTooSmall(f"plan.max_price: got {constraints.max_price:g}, {where}: {least}")
+
+
+def split_backward(problem: Problem, made: Plan) -> Plan:
+    """The stages of a `1f1b` plan with weight gradients apart, where the problem asks for it or, under `auto`, where a
+    step gets shorter."""
+    apart = replace(problem, schedule="zero-bubble")
+    layouts = [layout._replace(recompute=None) for layout in layouts_of(made)]
+    try:
+        split = scheduled(apart, build_replicas(apart, layouts, planner=made.planner))
+    except FleetTooSmall:
+        if problem.schedule != "auto":
+            raise
+        return made
+    if problem.schedule == "auto" and split.predicted.step_s >= made.predicted.step_s:
+        return made
+    return msgspec.structs.replace(split, notes=(*split.notes, *made.notes[len(problem.fleet.names) :]))
 
 
 def scheduled(problem: Problem, made: Plan) -> Plan:

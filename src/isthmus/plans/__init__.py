@@ -29,11 +29,12 @@ from isthmus.plans.plan import (
     save_plan,
 )
 from isthmus.plans.privacy import SPENT, ActivationNoise, PrivacySpent, SampleRange, format_epsilon, read_spent
-from isthmus.plans.schedule import SCHEDULES, Schedule, Tasklet, classic_in_flight
+from isthmus.plans.schedule import CHOICES, SCHEDULES, Schedule, Tasklet, classic_in_flight, schedule_of
 from isthmus.plans.sync import SyncIteration, SyncPlan, SyncWorker
 
 __all__ = [
     "ANY_PLAN",
+    "CHOICES",
     "SCHEDULES",
     "SPENT",
     "ActivationNoise",
@@ -71,4 +72,5 @@ __all__ = [
     "question_in_words",
     "read_spent",
     "save_plan",
+    "schedule_of",
 ]

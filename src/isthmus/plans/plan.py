@@ -135,6 +135,12 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
         return (*range(len(self.stages)), *(begins[copy.first] for copy in self.copies))
 
     @property
+    def weight_flops(self) -> tuple[int, ...]:
+        """Of each worker: see `Schedule.weight_flops`."""
+        apart = self.schedule.weight_flops or (0,) * len(self.stages)
+        return tuple(apart[stage] for stage in self.stage_of)
+
+    @property
     def copied(self) -> dict[int, tuple[int, ...]]:
         """The stages that have copies: of each the numbers of all its workers, in the order of the holders."""
         chain = self.stage_of

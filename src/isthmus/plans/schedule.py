@@ -4,7 +4,7 @@ it is where several holders feed one chain.
 A schedule fixes no global order. A stage takes the ready tasklet of highest priority, so a late message delays
 what depends on it and nothing else, and no jitter can deadlock the pipeline:
 
-    backward before forward, then the lowest micro-batch first
+    backward, then forward, then weight gradients; of one kind the lowest micro-batch first
 
 With four stages, `1f1b` and six micro-batches, no latency and backward as long as forward:
 
@@ -12,6 +12,10 @@ With four stages, `1f1b` and six micro-batches, no latency and backward as long 
     stage 1     F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5
     stage 2        F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5
     stage 3           F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+
+`zero-bubble` is `1f1b` with backwards in two parts (Qi et al. 2023): B computes the gradients of what was received,
+which the stage before waits for, and W those of the weights, when nothing else is ready. A micro-batch counts as in
+flight until its W is done, so the memory is that of `1f1b`. Stages that send no gradient on, or recompute, have no W.
 
 Turn j of a holder with w samples, j = 0, 1, ..., is due at (2 j + 1) / w; turns come in the order in which they are
 due, of several at once the first holder's first. So after any number of turns each holder has had its share of them but
@@ -28,33 +32,42 @@ import msgspec
 
 from isthmus.errors import InternalError, unknown_name
 
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "zero-bubble")
+CHOICES = (*SCHEDULES, "auto")
+"""Of a job: `auto` is the quicker of `1f1b` and `zero-bubble`, in the closed form."""
 
 
 class Tasklet(NamedTuple):
-    """DT-FM's t_ij, split in two: the forward (F) or backward (B) of one micro-batch on one stage.
+    """DT-FM's t_ij, split: the forward (F), backward (B) or weight gradients (W) of one micro-batch on one stage.
 
-    Tuples order by priority: B before F, then the lower micro-batch.
+    Tuples order by priority: B before F before W, then the lower micro-batch.
     """
 
-    kind: Literal["B", "F"]
+    kind: Literal["B", "F", "W"]
     micro_batch: int
 
 
-class Schedule(msgspec.Struct, frozen=True):
-    """`in_flight[s]`: micro-batches that stage s may hold between their forward and their backward."""
+class Schedule(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`in_flight[s]`: micro-batches that stage s may hold between their forward and the end of their backward."""
 
     name: str
     in_flight: tuple[int, ...]
+    weight_flops: tuple[int, ...] = ()
+    """`zero-bubble`: of each stage's `flops_backward`, those of its W; 0 where it has none."""
 
 
 def classic_in_flight(name: str, stages: int, micro_batches: int) -> tuple[int, ...]:
     """Limits of the classic schedules: GPipe holds all micro-batches, 1F1B stage s holds S - s (PipeDream-flush)."""
     if name == "gpipe":
         return (micro_batches,) * stages
-    if name == "1f1b":
+    if name in ("1f1b", "zero-bubble"):
         return tuple(min(micro_batches, stages - s) for s in range(stages))
     raise unknown_name("schedule", name, SCHEDULES)
+
+
+def schedule_of(asked: str, planned: str) -> str:
+    """Which schedule a plan must have whose job asks for `asked`: `auto` leaves two open."""
+    return planned if asked == "auto" and planned != "gpipe" else asked
 
 
 class FeederSlot(NamedTuple):

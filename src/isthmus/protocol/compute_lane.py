@@ -9,12 +9,12 @@ Begin = Callable[[], None]
 
 
 class ComputeLane:
-    """Backward goes before forward and a later stage before an earlier one, as inside a worker: that drains the
-    pipeline, so no two stages of one device wait for each other."""
+    """Backward goes before forward, weight gradients go last, and a later stage before an earlier one, as inside a
+    worker: that drains the pipeline, so no two stages of one device wait for each other."""
 
     def __init__(self) -> None:
         self._busy = False
-        self._waiting: list[tuple[bool, int, int, Begin]] = []
+        self._waiting: list[tuple[int, int, int, Begin]] = []
         self._count = 0
 
     @property
@@ -29,7 +29,7 @@ class ComputeLane:
             begin()
             return
         self._count += 1
-        heapq.heappush(self._waiting, (name != "B", -worker, self._count, begin))
+        heapq.heappush(self._waiting, ({"B": 0, "W": 2}.get(name, 1), -worker, self._count, begin))
 
     def release(self) -> None:
         """The work at hand is done."""

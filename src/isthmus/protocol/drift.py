@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from isthmus.fleet import Fleet
 from isthmus.fleet.changes import corrected
-from isthmus.plans import Plan, PlanPeriod, Stage
+from isthmus.plans import Plan, PlanPeriod
 from isthmus.trace import Span
 from isthmus.units import format_bandwidth, format_compute, significant
 
@@ -155,8 +155,8 @@ class Drift:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._estimators: dict[Key, RateEstimator] = {}
-        self._flops: dict[str, tuple[float, float]] = {}
-        """By device, of a forward and a backward: the mean of its stages, which do the same micro-batches."""
+        self._flops: dict[str, dict[str, float]] = {}
+        """By device and kind of work: the mean of its stages, which do the same micro-batches."""
         self._sums: dict[int, dict[Key, _RunningSum]] = {}
         self._halves: dict[int, dict[tuple[str, str, str, int], Span]] = {}
         """Of messages that one end has reported, by step: that end's span by source, target, name and micro-batch."""
@@ -166,12 +166,14 @@ class Drift:
 
     def begin(self, plan: Plan, step: int) -> None:
         """A plan is in force from this step on. The step itself is not measured: its devices and links are cold."""
-        stages: defaultdict[str, list[Stage]] = defaultdict(list)
-        for stage in (stage for replica in plan.replicas for stage in replica.workers):
-            stages[stage.device].append(stage)
+        works: defaultdict[str, list[Mapping[str, float]]] = defaultdict(list)
+        for replica in plan.replicas:
+            for stage, apart in zip(replica.workers, replica.weight_flops, strict=True):
+                flops = {"F": stage.flops_forward, "B": stage.flops_backward - apart, "W": apart}
+                works[stage.device].append(flops)
         self._flops = {
-            device: (statistics.mean(s.flops_forward for s in own), statistics.mean(s.flops_backward for s in own))
-            for device, own in stages.items()
+            device: {work: statistics.mean(flops[work] for flops in own) for work in own[0]}
+            for device, own in works.items()
         }
         self._first = step + 1
         self._sums.clear()
@@ -245,8 +247,8 @@ class Drift:
 
     def _computed(self, span: Span) -> None:
         flops = self._flops.get(span.device)
-        if flops is not None and span.name in ("F", "B"):
-            self._sum(span.step, span.device).add(flops[span.name == "B"], span.end_s - span.start_s, span.end_s)
+        if flops is not None and span.name in flops:
+            self._sum(span.step, span.device).add(flops[span.name], span.end_s - span.start_s, span.end_s)
 
     def _carried(self, span: Span) -> None:
         sends = span.track == "send"

@@ -13,8 +13,8 @@ import msgspec
 from isthmus.protocol.machine import Event
 from isthmus.protocol.run_messages import Arrived, Halt, OpenItem, Parcel, PartsArrived
 
-Work = Literal["F", "B", "E"]
-"""Forward, backward, and the evaluation's forward."""
+Work = Literal["F", "B", "W", "E"]
+"""Forward, backward, the weight gradients where they are apart, and the evaluation's forward."""
 
 
 # To the worker

@@ -150,6 +150,7 @@ def stage_views(
             stage=s,
             stages=len(chain),
             in_flight=replica.schedule.in_flight[chain[s]],
+            splits=replica.weight_flops[s] > 0,
             forward_from=forward_from.get(s, ()),
             forward_to=forward_to.get(s, ()),
             backward_from=backward_from.get(s, ()),
@@ -191,9 +192,13 @@ def _loss_stage(replica: Replica) -> int:
 
 
 def _check_limits(replica: Replica) -> None:
-    limits, stages = replica.schedule.in_flight, len(replica.stages)
+    schedule, stages = replica.schedule, len(replica.stages)
+    limits, apart = schedule.in_flight, schedule.weight_flops
     if len(limits) != stages or min(limits, default=0) < 1:
         raise UserError(f"plan: schedule.in_flight: got {list(limits)}, expected {stages} numbers of at least 1")
+    most = [stage.flops_backward for stage in replica.stages]
+    if apart and (len(apart) != stages or not all(0 <= w <= b for w, b in zip(apart, most, strict=True))):
+        raise UserError(f"plan: schedule.weight_flops: got {list(apart)}, expected {stages} numbers of 0 to {most}")
 
 
 def _check_pairs(field: str, pairs: Iterable[Pair], stages: int, *, onward: bool = False) -> None:

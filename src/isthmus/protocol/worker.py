@@ -4,8 +4,8 @@ The life of a training item on one stage, with what must have arrived before eac
 
     shared values of shared parameters of other stages ─┐
     activations of micro-batch m ─────────┴─► F(m) ─► send activations
-    gradients of micro-batch m ─────────────► B(m) ─► send gradients
-    all B done ─► send gradients of shared parameters of other stages
+    gradients of micro-batch m ─────────────► B(m) ─► send gradients ─► (W(m), the weight gradients)
+    all B and W done ─► send gradients of shared parameters of other stages
     their users' gradients, the loss count ─► (sum gradients with other replicas) ─► collect ─► send norms
     everyone's norms ─► update ─► (or average parameters with other replicas) ─► report ─► next item
 
@@ -16,7 +16,7 @@ goes on while the next items compute:
     step t + delay:  update ─► take the sums begun in step t ─► ...
 
 The compute lane does one thing at a time. Whenever it is idle the ready tasklet of highest priority starts:
-backward before forward, then the lowest micro-batch. A late parcel delays only what depends on it.
+backward, forward, weight gradients; of one kind the lowest micro-batch. A late parcel delays only what depends on it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     first: int = 0
     """Its replica's first."""
     in_flight: int
-    """Micro-batches that may be between their forward and their backward here."""
+    """Micro-batches that may be between their forward and the end of their backward here."""
+    splits: bool = False
+    """Weight gradients are computed apart, behind the backward."""
     forward_from: tuple[int, ...]
     forward_to: tuple[int, ...]
     backward_from: tuple[int, ...]
@@ -148,7 +150,10 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
         self._next_forward = 0
         """Counts those."""
         self._waiting_backward: list[int] = []
+        self._waiting_weights: deque[int] = deque()
+        """Their backward is done but for the weight gradients."""
         self._backwards = 0
+        """Done, weight gradients included."""
         self._arrived: dict[tuple[Parcel, int, int], set[int]] = {}
         self._not_finite: set[int] = set()
         """Items of which a stage said so."""
@@ -225,8 +230,13 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
                 self._backwards += 1
             out += [Send("forward", s, item.index, micro_batch) for s in view.of(view.forward_to, item, micro_batch)]
             self._counted(out)
-        elif work == "B":
+        elif work == "W":
             self._backwards += 1
+        elif work == "B":
+            if view.splits:
+                self._waiting_weights.append(micro_batch)
+            else:
+                self._backwards += 1
             out += [Send("backward", s, item.index, micro_batch) for s in view.of(view.backward_to, item, micro_batch)]
         else:
             out += [Send("forward", s, item.index, micro_batch) for s in view.of(view.eval_to, item, micro_batch)]
@@ -352,6 +362,9 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
             self._next_forward += 1
             self._busy = True
             out.append(Compute("F" if item.kind == "train" else "E", item.index, micro_batch))
+        elif self._waiting_weights:
+            self._busy = True
+            out.append(Compute("W", item.index, self._waiting_weights.popleft()))
 
     def _ready_backward(self, item: Item) -> int | None:
         """The lowest micro-batch: they wait in the order of their forwards."""
@@ -365,7 +378,7 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
         train, view = item.kind == "train", self.view
         if self._next_forward == len(self._own):
             return False
-        if train and len(self._waiting_backward) >= view.in_flight:
+        if train and len(self._waiting_backward) + len(self._waiting_weights) >= view.in_flight:
             return False
         micro_batch = self._own[self._next_forward]
         sources = view.of(view.forward_from if train else view.eval_from, item, micro_batch)

@@ -81,7 +81,7 @@ def _step_s(placed: Placement, replica: Replica) -> float:
 
 def _step(problem: Problem, plan: Plan, slowest: Placement, steps_s: Sequence[float]) -> Iterator[str]:
     said, times = plan.predicted, slowest.times
-    compute_s = sum(times.compute_s)
+    compute_s = sum(times.compute_s) - times.hidden_s
     share = slowest.problem.micro_batches
     yield (
         f"A step takes {format_duration(said.step_s)}: {format_duration(said.fill_s)} for one micro-batch alone "
@@ -182,6 +182,9 @@ def _stages(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterat
                 f"{format_size(stage.memory.total)} of {format_size(room)}{problem.constraints.after_headroom}, "
                 f"{replica.schedule.in_flight[k]} micro-batches in flight"
             )
+            if p.times.apart_s and p.times.apart_s[k]:
+                waits = format_duration(p.times.apart_s[k])
+                yield f"{stage.device} sends its gradients before it computes those of its weights, which takes {waits}"
             if stage.recompute:
                 yield f"{stage.device} {_recomputes(p, replica, k)}"
 

@@ -31,12 +31,14 @@ from isthmus.report.summary import prediction_error
 from isthmus.trace import Span, Trace, steady_step_s, step_times
 
 # Okabe and Ito's palette, which the common forms of colour blindness keep apart; by lightness too, for a grey print.
-FORWARD, BACKWARD, EVALUATION, UPDATE, OTHER = "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#8C8C8C"
-_COMPUTE_COLOURS = {"F": FORWARD, "B": BACKWARD, "E": EVALUATION, "update": UPDATE}
+FORWARD, BACKWARD, WEIGHTS = "#56B4E9", "#E69F00", "#F0E442"
+EVALUATION, UPDATE, OTHER = "#009E73", "#CC79A7", "#8C8C8C"
+_COMPUTE_COLOURS = {"F": FORWARD, "B": BACKWARD, "W": WEIGHTS, "E": EVALUATION, "update": UPDATE}
 _TRANSFER_COLOURS = {"forward": FORWARD, "backward": BACKWARD}
 _LEGEND = (
     ("forward / activations", FORWARD),
     ("backward / gradients", BACKWARD),
+    ("weight gradients", WEIGHTS),
     ("evaluation", EVALUATION),
     ("update", UPDATE),
     ("other", OTHER),

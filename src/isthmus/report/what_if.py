@@ -35,6 +35,7 @@ class Improvement(msgspec.Struct, frozen=True, kw_only=True):
 
 def placements(problem: Problem, plan: Plan) -> list[Placement]:
     """Each replica of the plan with its durations. UserError where the plan is not one for the problem."""
+    problem = problem.under(plan.replicas[0].schedule)
     return [
         place(replace(problem, micro_batches=x.micro_batches), x.order, x.boundaries, x.recompute or ())
         for x in layouts_of(plan)
@@ -43,6 +44,7 @@ def placements(problem: Problem, plan: Plan) -> list[Placement]:
 
 def improvements(problem: Problem, plan: Plan) -> list[Improvement]:
     """Each device, link and uplink that the plan uses made twice as good, one at a time; the best first."""
+    problem = problem.under(plan.replicas[0].schedule)
     placed = placements(problem, plan)
     now_s = _step_s(problem, plan, placed)
     better = [*_better(problem, plan), *_abreast(problem, plan, placed)]
@@ -53,6 +55,7 @@ def improvements(problem: Problem, plan: Plan) -> list[Improvement]:
 def with_device(problem: Problem, plan: Plan, name: str) -> Improvement | None:
     """The best of the plans tried that use a device which this one leaves out: in place of another, or sharing the
     slowest stage with its device. None where it fits nowhere."""
+    problem = problem.under(plan.replicas[0].schedule)
     found: list[Improvement] = []
     for what, layouts in _alternatives(problem, plan, name):
         try:

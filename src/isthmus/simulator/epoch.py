@@ -62,11 +62,14 @@ class Costs:
 
 def _tasklet_seconds(plan: Plan, fleet: Fleet, options: SimulationOptions) -> dict[tuple[int, Work], float]:
     seconds: dict[tuple[int, Work], float] = {}
-    for worker, stage in enumerate(stage for replica in plan.replicas for stage in replica.workers):
+    workers = [pair for r in plan.replicas for pair in zip(r.workers, r.weight_flops, strict=True)]
+    for worker, (stage, apart) in enumerate(workers):
         flops_per_s = fleet.device(stage.device).sustained_flops_per_s
         forward = options.durations.get((worker, "F"), stage.flops_forward / flops_per_s)
         seconds[worker, "F"] = forward
-        seconds[worker, "B"] = options.durations.get((worker, "B"), stage.flops_backward / flops_per_s)
+        backward = (stage.flops_backward - apart) / flops_per_s
+        seconds[worker, "B"] = options.durations.get((worker, "B"), backward)
+        seconds[worker, "W"] = options.durations.get((worker, "W"), apart / flops_per_s)
         seconds[worker, "E"] = options.durations.get((worker, "E"), forward)
     return seconds
 

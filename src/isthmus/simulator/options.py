@@ -108,7 +108,7 @@ def _factor(text: str) -> float:
     return factor
 
 
-Timed = Literal["F", "B", "E", "update"]
+Timed = Literal["F", "B", "W", "E", "update"]
 
 
 def _check(field: str, number: float) -> None:

@@ -118,8 +118,8 @@ class Program:
 
     def call(self, s: Step, values: dict[Ref, Tensor], step: int, micro_batch: int) -> None:
         """Run one operator."""
-        args = [_fill(a, values) for a in s.args]
-        kwargs = {k: _fill(v, values) for k, v in s.kwargs.items()}
+        args = [fill(a, values) for a in s.args]
+        kwargs = {k: fill(v, values) for k, v in s.kwargs.items()}
         try:
             with torch.no_grad() if s.quiet else contextlib.nullcontext():
                 if s.random:
@@ -147,11 +147,12 @@ def _described(op: Op) -> str:
     return f"{op.target} ({', '.join(places)})" if places else op.target
 
 
-def _fill(value: object, values: Mapping[Ref, Tensor]) -> object:
+def fill(value: object, values: Mapping[Ref, Tensor]) -> object:
+    """An argument with the values in its slots."""
     if type(value) is Slot:
         return values[value.ref]
     if type(value) is list:
-        return [_fill(v, values) for v in cast("list[object]", value)]
+        return [fill(v, values) for v in cast("list[object]", value)]
     return value
 
 

@@ -55,6 +55,9 @@ def check_certificate(
 ) -> BoundCheck:
     """Judges every field of the certificate, with this share of the work that a search may be."""
     question, priced = reading.question, _is_priced(reading.question)
+    if question.schedule == "zero-bubble":
+        ledger.judge("certificate", certificate is None, str(certificate), "none: bounds count each backward whole")
+        return BoundCheck(status="none stated", text="the plan states no bound: bounds here count each backward whole")
     checks = _checks(reading, effort)
     own = min(check.simple for check in checks)
     unit, reached = ("in money" if priced else "s"), (found.price if priced else found.step_s)

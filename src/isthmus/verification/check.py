@@ -54,6 +54,9 @@ def verify(plan: Plan, question: Question, *, effort: float = 1.0) -> Verdict:
         _memory(ledger, where, replica, graph, question)
         _edges(ledger, where, replica, graph, question if plan.certificate is not None else None)
         _shared(ledger, where, replica, graph)
+        weights = [0 if s.recompute else p.apart_flops for s, p in zip(replica.stages, graph.parts, strict=True)]
+        stated = list(replica.schedule.weight_flops) or [0] * len(replica.stages)
+        ledger.same(f"{where}.schedule.weight_flops", str(stated), str(weights))
         packed = graph._replace(flowing=tuple(_packed(f, replica) for f in graph.flowing))
         again = [stage.recompute for stage in replica.stages]
         pipelines.append(timed(question, packed, [stage.device for stage in replica.stages], again))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from isthmus.errors import UserError
 from isthmus.verification.reading import GraphReading, GraphValue
+from isthmus.verification.weight_gradients import weight_gradients
 
 
 class Part(NamedTuple):
@@ -23,10 +24,16 @@ class Part(NamedTuple):
     """By operators, for the backward."""
     received_bytes: int
     column_bytes: int
+    apart_flops: int = 0
+    """Of the backward's: those of weight gradients that wait until the other gradients are sent."""
+    waiting_bytes: int = 0
+    """What these weight gradients keep."""
 
     def kept_bytes(self, recompute: bool) -> int:
         """From forward to backward: what was received, and what was saved or, to compute it again, read."""
-        return self.received_bytes + (self.column_bytes if recompute else self.saved_bytes)
+        if recompute:
+            return self.received_bytes + self.column_bytes
+        return max(self.received_bytes + self.saved_bytes, self.waiting_bytes)
 
     def memory_bytes(self, in_flight: int, recompute: bool) -> int:
         again = self.saved_bytes if recompute else 0
@@ -87,6 +94,7 @@ def cut(reading: GraphReading, starts: Sequence[int]) -> CutGraph:
             saved_bytes=reading.kept[end] - reading.kept[start],
             received_bytes=received[k],
             column_bytes=columns[k],
+            **(weight_gradients(reading, start, end) if reading.question.schedule == "zero-bubble" else {}),
         )
         for k, (start, end) in enumerate(zip(starts, ends, strict=True))
     )

@@ -3,6 +3,8 @@ sum is in `sums`.
 
     step = fill + (n - 1) * period + shared parameters + averaging
 
+Under `zero-bubble` nobody waits for weight gradients but their own stage.
+
 `fill` is one micro-batch alone. `period` is the longest of: a stage's forward and backward; one direction of an edge
 without latency; what leaves a site over its shared uplink; a stage's round trip over the micro-batches it may hold.
 """
@@ -37,6 +39,9 @@ class StepTiming:
         self.backward_s = [
             p.backward_work(again) / v for p, v, again in zip(graph.parts, speeds, recompute, strict=True)
         ]
+        self._apart_s = [
+            0.0 if again else p.apart_flops / v for p, v, again in zip(graph.parts, speeds, recompute, strict=True)
+        ]
         self._fleet = question.fleet
         self._next: dict[int, list[tuple[int, float, float]]] = {k: [] for k in range(len(devices))}
         for f in graph.flowing:
@@ -68,7 +73,14 @@ class StepTiming:
 
     @cached_property
     def fill_s(self) -> float:
-        return sum(self.compute_s) + sum(self.received_s)
+        before_weights_s = sum(self.compute_s) - sum(self._apart_s) + sum(self.received_s)
+        backs = [(k, target, back_s) for k, edges in self._next.items() for target, _, back_s in edges]
+        overhang_s = 0.0
+        for k, apart_s in enumerate(self._apart_s):
+            inputs_s = sum(b - a for b, a in zip(self.backward_s[:k], self._apart_s[:k], strict=True))
+            sent_s = sum(max(back_s, 0.0) for _, target, back_s in backs if target <= k)
+            overhang_s = max(overhang_s, apart_s - inputs_s - sent_s)
+        return before_weights_s + overhang_s
 
     @cached_property
     def shared_s(self) -> float:
@@ -152,8 +164,8 @@ class StepTiming:
         for k in sorted(arrived, reverse=True):
             # A message back of no bytes is not sent, and not waited for.
             ready = [ended[target] + back_s for target, _, back_s in self._next[k] if back_s >= 0]
-            ended[k] = max([arrived[k] + self.forward_s[k], *ready]) + self.backward_s[k]
-        return ended[stage]
+            ended[k] = max([arrived[k] + self.forward_s[k], *ready]) + self.backward_s[k] - self._apart_s[k]
+        return ended[stage] + self._apart_s[stage]
 
     def step_s(self, in_flight: Sequence[int], micro_batches: int) -> float:
         period_s = self._busiest_s
@@ -173,7 +185,7 @@ class StepTiming:
             computing[name] += compute_s
             receiving[name] += received_s
         slowest_s = max(*computing.values(), *receiving.values())
-        return self.fill_s + (micro_batches - 1) * slowest_s
+        return sum(self.compute_s) + sum(self.received_s) + (micro_batches - 1) * slowest_s
 
 
 MOST_SUBSETS = 7

@@ -3,7 +3,7 @@ import { $, element, fill, share, time } from "./text.js";
 
 const LINE = 17;
 const KINDS = {
-  F: ["forward", "blue"], B: ["backward", "amber"], update: ["update", "green"], E: ["evaluation", "pink"],
+  F: ["forward", "blue"], B: ["backward", "amber"], W: ["weight gradients", "red"], update: ["update", "green"], E: ["evaluation", "pink"],
   forward: ["activations", "sky"], backward: ["gradients", "orange"], client: ["client", "blue"], other: ["other", "soft"],
 };
 const named = (name) => KINDS[name]?.[0] ?? name;

@@ -103,7 +103,8 @@ class StageAssignments:
         None where there is nothing of the kind."""
         if len(self.plan.replicas) == 1 or set(self.plan.devices) <= set(fleet.names):
             return None
-        return whole_replicas(self._prepared.problem(fleet).cut_into(self.plan.micro_batches), self.plan, fleet.names)
+        problem = self._prepared.problem(fleet).under(self.plan.replicas[0].schedule)
+        return whole_replicas(problem.cut_into(self.plan.micro_batches), self.plan, fleet.names)
 
     # Snapshots
 
@@ -193,8 +194,8 @@ class StageAssignments:
         placeholders = {op.target: op for op in graph.ops if op.kind == "placeholder"}
         positions = self._norm_positions()
         found: dict[str, Assignment] = {}
-        stages = (stage for replica in self.plan.replicas for stage in replica.workers)
-        for stage, (worker_id, pair) in zip(stages, self.by_worker_id.items(), strict=True):
+        stages = (pair for r in self.plan.replicas for pair in zip(r.workers, r.weight_flops, strict=True))
+        for (stage, apart), (worker_id, pair) in zip(stages, self.by_worker_id.items(), strict=True):
             view = pair.view
             found[worker_id] = Assignment(
                 run=run,
@@ -216,7 +217,7 @@ class StageAssignments:
                 train_samples=self._prepared.samples.train,
                 layout=self._prepared.samples.layout,
                 neighbours=self._neighbours(pair, addresses),
-                emulation=self._emulation(stage),
+                emulation=self._emulation(stage, apart),
                 norm_positions={s: positions[s] for s in (view.stage, *view.others)},
                 memory_bytes=stage.memory.total,
                 threads=self.job.runtime.threads,
@@ -242,13 +243,14 @@ class StageAssignments:
         changes = self.job.runtime.changes
         return [(step, changed(self._emulated, changes, step)) for step in sorted({0, *(c.step for c in changes)})]
 
-    def _emulation(self, stage: Stage) -> ComputeEmulation | None:
+    def _emulation(self, stage: Stage, apart: int) -> ComputeEmulation | None:
         if not (phases := self._phases()):
             return None
         return ComputeEmulation(
             flops_per_s=tuple((step, fleet.device(stage.device).sustained_flops_per_s) for step, fleet in phases),
             flops_forward=stage.flops_forward,
             flops_backward=stage.flops_backward,
+            flops_weights=apart,
         )
 
     def _shaped(self, source: str, target: str) -> tuple[tuple[int, Link], ...]:

@@ -88,6 +88,7 @@ from isthmus.training.local_privacy import Privatizer
 from isthmus.training.ranks import Ranks, StageSetUp
 from isthmus.training.sharded_island import island_engine
 from isthmus.training.snapshot import Part, Snapshot, by_part, joined
+from isthmus.training.split_backward import SplitEngine
 from isthmus.units import format_size
 
 
@@ -378,6 +379,8 @@ class DeviceWorker:
         train, evaluation, config = assignment.train, assignment.evaluation, assignment.engine
         if note := config.kernels.use(self._accelerator):
             print(f"device {self._site.device}: {note}", file=sys.stderr, flush=True)
+        if assignment.view.splits and self._site.island is None and not assignment.frozen:
+            return SplitEngine(train, evaluation, config, values, accelerator=self._accelerator)
         if self._site.island is None:
             return TorchEngine(
                 train,

@@ -32,6 +32,7 @@ from isthmus.training.compiled import compile_where_it_pays
 from isthmus.training.engine import Engine, TorchEngine
 from isthmus.training.jax import prepare_process
 from isthmus.training.program import Program
+from isthmus.training.split_backward import SplitEngine
 
 LOOK_S = 0.1
 
@@ -45,6 +46,8 @@ def compile_stage(
         return (unless_outdated(lambda: _by_jax(engine, assignment, batches), outdated),)
     if not assignment.engine.kernels.compile:
         return ()
+    if isinstance(engine, SplitEngine):
+        return ("not compiled: the schedule computes weight gradients apart",)
     if not isinstance(engine, TorchEngine):
         return ("not compiled: the ranks of an island compute operator by operator",)
     columns = _columns(engine, assignment, batches)

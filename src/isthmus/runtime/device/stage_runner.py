@@ -58,6 +58,7 @@ from isthmus.training.engine import Engine
 from isthmus.training.local_privacy import Privatizer
 from isthmus.training.scaling import LOSS_SCALE
 from isthmus.training.snapshot import Snapshot
+from isthmus.training.split_backward import SplitEngine
 from isthmus.training.sums import GroupBuffer, Parameters, add_in_order, summed
 
 SWITCH_S = 0.0005
@@ -257,7 +258,7 @@ class StageRunner:
     def _carry_out(self, instruction: WorkerInstruction) -> WorkerEvent | None:
         match instruction:
             case Compute(work=work, item=item, micro_batch=micro_batch):
-                (self._backward if work == "B" else self._forward)(instruction)
+                {"B": self._backward, "W": self._weights}.get(work, self._forward)(instruction)
                 return Computed(work=work, item=item, micro_batch=micro_batch)
             case Send():
                 self._send(instruction)
@@ -330,13 +331,15 @@ class StageRunner:
             due = [c.value for c in stage.received_from(source) if c.gradient]
             self._outgoing["backward", source, work.micro_batch] = {label(r): gradients[r] for r in due}
 
+    def _weights(self, work: Compute) -> None:
+        with self._tasklets.micro_batch(work.work, work.item, work.micro_batch, self._least_s(work)):
+            if isinstance(self.engine, SplitEngine):  # others compute both in the backward
+                self.engine.weight_gradients(self._items[work.item].first_micro_batch + work.micro_batch)
+
     def _least_s(self, work: Compute) -> float | None:
         """Emulation: a tasklet lasts at least its FLOPs on the emulated device."""
         emulation = self.assignment.emulation
-        if emulation is None:
-            return None
-        flops = emulation.flops_backward if work.work == "B" else emulation.flops_forward
-        return flops / emulation.speed(self._items[work.item].step)
+        return None if emulation is None else emulation.least_s(work.work, self._items[work.item].step)
 
     def _take_shared(self, item: int) -> None:
         not_owned = self.assignment.train.shared_from

@@ -10,6 +10,7 @@ from isthmus.fleet import Link
 from isthmus.graph import StageGraph
 from isthmus.plans import OuterOptimizer, Packing
 from isthmus.protocol import StageView
+from isthmus.protocol.events import Work
 from isthmus.protocol.work import Share
 from isthmus.training.engine import EngineConfig
 from isthmus.training.local_privacy import Released
@@ -55,10 +56,14 @@ class ComputeEmulation(msgspec.Struct, frozen=True, kw_only=True):
     """From each of these steps on; the first is 0."""
     flops_forward: int
     flops_backward: int
+    flops_weights: int = 0
+    """Of those of the backward: the weight gradients', where they are computed apart."""
 
-    def speed(self, step: int) -> float:
-        """FLOP/s in a step."""
-        return next(speed for since, speed in reversed(self.flops_per_s) if since <= step)
+    def least_s(self, work: Work, step: int) -> float:
+        """How long the work on a micro-batch lasts in a step."""
+        flops_per_s = next(speed for since, speed in reversed(self.flops_per_s) if since <= step)
+        apart = {"B": self.flops_backward - self.flops_weights, "W": self.flops_weights}
+        return apart.get(work, self.flops_forward) / flops_per_s
 
 
 class GroupShare(msgspec.Struct, frozen=True, kw_only=True):
