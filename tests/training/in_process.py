@@ -119,7 +119,7 @@ class Pipeline:
         for m in range(len(micro_batches)):
             self._backward(m, samples[m] if samples else ())
         counted = self.captured.train.count is not None
-        total = sum(e.count for e in self.engines) if counted else None
+        total = sum(e.count(number) for e in self.engines) if counted else None
         for owner, engine in enumerate(self.engines):
             for user in reversed(self.engines):
                 borrowed = [n for n, o in user.train.shared_from.items() if o == owner]

@@ -13,6 +13,12 @@ With four stages, `1f1b` and six micro-batches, no latency and backward as long 
     stage 2        F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5
     stage 3           F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
 
+`delayed` is `1f1b` without a fill and a drain between steps: a step computes at the weights that the update before the
+last one left (PipeDream-2BW, `training.versions`), so its first forwards may go before the last step's last backwards:
+
+    stage 0  F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 F0 B3 F1 B4 F2 B5 F3 B0
+    stage 3           F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F0 B0 F1 B1 F2 B2
+
 Turn j of a holder with w samples, j = 0, 1, ..., is due at (2 j + 1) / w; turns come in the order in which they are
 due, of several at once the first holder's first. So after any number of turns each holder has had its share of them but
 for a rounding (Webster's method), all devices know it from the counts alone, and no sequence is kept.
@@ -28,7 +34,7 @@ import msgspec
 
 from isthmus.errors import InternalError, unknown_name
 
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "delayed")
 
 
 class Tasklet(NamedTuple):
@@ -52,7 +58,7 @@ def classic_in_flight(name: str, stages: int, micro_batches: int) -> tuple[int, 
     """Limits of the classic schedules: GPipe holds all micro-batches, 1F1B stage s holds S - s (PipeDream-flush)."""
     if name == "gpipe":
         return (micro_batches,) * stages
-    if name == "1f1b":
+    if name in ("1f1b", "delayed"):
         return tuple(min(micro_batches, stages - s) for s in range(stages))
     raise unknown_name("schedule", name, SCHEDULES)
 

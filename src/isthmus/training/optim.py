@@ -103,7 +103,7 @@ class Optimizers:
         for name, parameter in self._parameters.items():
             prefix = f"optimizer.{name}."
             found = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            found = {k: v for k, v in found.items() if k not in OUTER_KEYS}
+            found = {k: v for k, v in found.items() if k not in NOT_OPTIMIZERS}
             if found:
                 owner = owners[id(parameter)]
                 # AdamW counts its steps on the CPU, wherever the parameter is, unless it is fused
@@ -202,6 +202,9 @@ def clip(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> Tensor:
 VALUE, MOMENTUM, DELTA = "outer", "outer_momentum", "outer_delta"
 OUTER_KEYS = frozenset({VALUE, MOMENTUM, DELTA})
 """What a checkpoint holds of a parameter's outer state, beside its optimizer's."""
+PREVIOUS = "previous"
+"""And its version before the last update, where a step computes with that (`training.versions`)."""
+NOT_OPTIMIZERS = OUTER_KEYS | {PREVIOUS}
 
 
 class OuterStep:
