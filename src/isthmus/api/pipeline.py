@@ -173,7 +173,7 @@ def _run(
     if record is not None:
         draw_plan(plan, fleet, folder.plan_picture)
     predicted = predict_periods(prepared, outcome.periods)
-    measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=plan.sync.period)
+    measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=plan.period)
     folder.write_traces(predicted, measured, outcome.periods)
     reason = "" if outcome.outcome in ("done", "interrupted") else outcome.reason
     watch.log.ended(outcome.outcome, reason)

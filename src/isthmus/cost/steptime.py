@@ -10,6 +10,10 @@ A synchronous pipeline of S stages and n micro-batches takes `fill + (n - 1) * p
 Latency is in `fill` but not in `period`: enough micro-batches in flight hide it. Too few (no memory for more)
 throttle the pipeline: a stage that may hold k micro-batches completes at most k per round trip. FusionLLM's
 Eq. 3 differs: it counts latency in the bottleneck term and a stage's receives one after another; see `eq3_step_s`.
+
+A pipeline whose steps overlap (`delayed`) takes `n * period`: nothing fills or drains between steps. But step t + 2
+computes at what the update of step t leaves, so two steps take no less than the first stage needs for one: from its
+first forward to its last backward, a round trip later, and shared parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import msgspec
 
 from isthmus.cost.problem import Problem
 from isthmus.cost.stage_costs import compute_s, transfer_s, wire_s
-from isthmus.plans import Edge, Prediction, SharedParameter
+from isthmus.plans import STEPS_AT_ONCE, Edge, Prediction, SharedParameter
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class PipelineTime:
     shared_s: float
     uplinks_s: tuple[tuple[str, float], ...] = ()
     """Per site with a shared uplink: how long one micro-batch's bytes occupy it."""
+    steps: int = 1
+    """That may be under way at once: two of the schedule `delayed`."""
 
     @cached_property
     def compute_s(self) -> tuple[float, ...]:
@@ -123,10 +129,13 @@ class PipelineTime:
     def held_up_s(self, in_flight: Sequence[int], micro_batches: int) -> dict[int, float]:
         """The period that each stage's limit imposes. The last stage waits for no gradient: its limit imposes none."""
         limits = enumerate(zip(self.round_trips_s, in_flight, strict=True))
-        return {s: r / k for s, (r, k) in limits if k < micro_batches and s < len(self.devices) - 1}
+        return {s: r / k for s, (r, k) in limits if k < self.steps * micro_batches and s < len(self.devices) - 1}
 
     def step_s(self, micro_batches: int, period_s: float | None = None) -> float:
         period = self.bottleneck[0] if period_s is None else period_s
+        if self.steps > 1:
+            alone_s = (micro_batches - 1) * self.bottleneck[0] + max(self.round_trips_s) + self.shared_s
+            return max(micro_batches * period, alone_s / self.steps)
         return self.fill_s + (micro_batches - 1) * period + self.shared_s
 
     def eq3_step_s(self, micro_batches: int) -> float:
@@ -259,6 +268,7 @@ def _one_way(
         forward_s=tuple(compute_s(problem, d, f) for d, (f, _) in zip(devices, flops, strict=True)),
         backward_s=tuple(compute_s(problem, d, b) for d, (_, b) in zip(devices, flops, strict=True)),
         edges=tuple(times),
+        steps=STEPS_AT_ONCE.get(problem.schedule, 1),
         shared_s=sum(
             _shared_s(problem, devices[p.owner], devices[user], p.size_bytes) for p in shared for user in p.users
         ),

@@ -35,6 +35,8 @@ import msgspec
 from isthmus.errors import InternalError, unknown_name
 
 SCHEDULES = ("gpipe", "1f1b", "delayed")
+STEPS_AT_ONCE = {"delayed": 2}
+"""How many steps may be under way, where not one."""
 
 
 class Tasklet(NamedTuple):

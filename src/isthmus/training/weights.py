@@ -14,7 +14,7 @@ from isthmus.training.checkpoint import OPTIMIZER, read_tensors, split_replica
 from isthmus.training.optim import NOT_OPTIMIZERS, OptimizerConfig, choose
 from isthmus.training.scaling import LOSS_SCALE
 
-STATE_KEYS = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
+STATE_KEYS = {"sgd": {"momentum_buffer"}, "muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
 """What each optimizer keeps for a parameter, if anything."""
 
 

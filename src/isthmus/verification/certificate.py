@@ -55,6 +55,9 @@ def check_certificate(
 ) -> BoundCheck:
     """Judges every field of the certificate, with this share of the work that a search may be."""
     question, priced = reading.question, _is_priced(reading.question)
+    if question.schedule == "delayed":
+        ledger.judge("certificate", certificate is None, "a bound", "none: of steps that overlap no bound is known")
+        return BoundCheck(status="none stated", text="no bound is stated or known of steps that overlap")
     checks = _checks(reading, effort)
     own = min(check.simple for check in checks)
     unit, reached = ("in money" if priced else "s"), (found.price if priced else found.step_s)
