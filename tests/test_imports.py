@@ -51,6 +51,7 @@ COMPONENTS = {
     "snapshots": ("isthmus.runtime.coordinator.stage_assignments",),  # bytes of states
     "sync": ("isthmus.sync",),
     "transport": ("isthmus.protocol.run_messages", "isthmus.runtime", "isthmus.training.layout"),  # a channel alone
+    "wan_loss": ("isthmus.protocol",),  # a run's length on the virtual clock, without a job
 }
 """Benchmarks that measure a part below the API, and where that part is. All others use public packages alone."""
 
