@@ -45,6 +45,7 @@ class Pipeline:
         packings: Packings = lambda source, target: None,
         *,
         recompute: Sequence[bool] = (),
+        engine: type[TorchEngine] = TorchEngine,
     ) -> None:
         """Stage k recomputes if `recompute[k]` says so, none without it."""
         flow, eval_flow = Flow(captured.train), Flow(captured.eval)
@@ -59,7 +60,7 @@ class Pipeline:
         ]
         self.eval_stages = (*evaluation, *nothing)
         self.engines = [
-            TorchEngine(t, e, config, {k: v.clone() for k, v in weights.items()}, recompute=again)
+            engine(t, e, config, {k: v.clone() for k, v in weights.items()}, recompute=again)
             for t, e, again in zip(self.stages, self.eval_stages, recompute or [False] * len(self.stages), strict=True)
         ]
         both = (*captured.train.ops, *captured.eval.ops)

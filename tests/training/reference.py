@@ -55,15 +55,11 @@ def reference_update(
 
 
 def delayed_steps(
-    module: nn.Module,
-    steps: Sequence[Sequence[Mapping[str, Tensor]]],
-    config: EngineConfig,
-    optimizers: Optimizers,
-    previous: list[Tensor] | None = None,
+    module: nn.Module, steps: Sequence[Sequence[Mapping[str, Tensor]]], config: EngineConfig, optimizers: Optimizers
 ) -> list[float]:
-    """Losses of these steps, each at the weights before the last update: w(t + 1) = w(t) - update(gradient at w(t - 1))."""
+    """Losses of steps at the weights before the last update: w(t + 1) = w(t) - update(gradient of step t at w(t - 1))."""
     parameters, losses = list(module.parameters()), list[float]()
-    previous = [p.detach().clone() for p in parameters] if previous is None else previous
+    previous = [p.detach().clone() for p in parameters]
     for step, micro_batches in enumerate(steps):
         newest = [p.detach().clone() for p in parameters]
         _put(parameters, previous)
