@@ -57,7 +57,7 @@ def reference_update(
 def delayed_steps(
     module: nn.Module, steps: Sequence[Sequence[Mapping[str, Tensor]]], config: EngineConfig, optimizers: Optimizers
 ) -> list[float]:
-    """Losses of steps at the weights before the last update: w(t + 1) = w(t) - update(gradient of step t at w(t - 1))."""
+    """Losses of steps at the weights before the last update: w(t + 1) = w(t) - update(gradient at w(t - 1))."""
     parameters, losses = list(module.parameters()), list[float]()
     previous = [p.detach().clone() for p in parameters]
     for step, micro_batches in enumerate(steps):

@@ -35,8 +35,8 @@ from isthmus.plans.sync import SyncIteration, SyncPlan, SyncWorker
 __all__ = [
     "ANY_PLAN",
     "SCHEDULES",
-    "STEPS_AT_ONCE",
     "SPENT",
+    "STEPS_AT_ONCE",
     "ActivationNoise",
     "Averages",
     "Certificate",

@@ -1,4 +1,5 @@
-"""A delay of one step: two versions of a stage's weights (PipeDream-2BW, Narayanan et al., ICML 2021, arXiv 2006.09503).
+"""A delay of one step: two versions of a stage's weights (PipeDream-2BW: Narayanan et al., ICML 2021, arXiv
+2006.09503).
 
     w(t + 1) = w(t) - update by the gradient of step t at w(t - 1)          w(-1) = w(0)
 
