@@ -27,7 +27,8 @@ import msgspec
 
 from isthmus.cost.problem import Problem
 from isthmus.cost.stage_costs import compute_s, transfer_s, wire_s
-from isthmus.plans import STEPS_AT_ONCE, Edge, Prediction, SharedParameter
+from isthmus.plans import Edge, Prediction, SharedParameter
+from isthmus.plans.schedule import STEPS_AT_ONCE
 
 
 @dataclass(frozen=True)

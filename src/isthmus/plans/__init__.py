@@ -29,14 +29,13 @@ from isthmus.plans.plan import (
     save_plan,
 )
 from isthmus.plans.privacy import SPENT, ActivationNoise, PrivacySpent, SampleRange, format_epsilon, read_spent
-from isthmus.plans.schedule import SCHEDULES, STEPS_AT_ONCE, Schedule, Tasklet, classic_in_flight
+from isthmus.plans.schedule import SCHEDULES, Schedule, Tasklet, classic_in_flight
 from isthmus.plans.sync import SyncIteration, SyncPlan, SyncWorker
 
 __all__ = [
     "ANY_PLAN",
     "SCHEDULES",
     "SPENT",
-    "STEPS_AT_ONCE",
     "ActivationNoise",
     "Averages",
     "Certificate",
