@@ -315,7 +315,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def period(self) -> int:
         """Steps after which the times of steps repeat: of averages, or of steps that overlap."""
-        return max(self.sync.period, *(STEPS_AT_ONCE.get(replica.schedule.name, 1) for replica in self.replicas))
+        return max([self.sync.period, *(STEPS_AT_ONCE.get(r.schedule.name, 1) for r in self.replicas)])
 
     def boundaries(self) -> list[int]:
         """First operator number of every stage but the first."""

@@ -14,7 +14,7 @@ With four stages, `1f1b` and six micro-batches, no latency and backward as long 
     stage 3           F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
 
 `delayed` is `1f1b` without a fill and a drain between steps: a step computes at the weights that the update before the
-last one left (PipeDream-2BW, `training.versions`), so its first forwards may go before the last step's last backwards:
+last one left (PipeDream-2BW, `training.delayed`), so its first forwards may go before the last step's last backwards:
 
     stage 0  F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 F0 B3 F1 B4 F2 B5 F3 B0
     stage 3           F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F0 B0 F1 B1 F2 B2

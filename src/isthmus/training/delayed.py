@@ -23,6 +23,7 @@ from torch import Tensor
 
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_device
+from isthmus.errors import InternalError
 from isthmus.graph.opgraph import Ref
 from isthmus.graph.partition import StageGraph
 from isthmus.training.engine import AtStep, EngineConfig, TorchEngine
@@ -135,6 +136,9 @@ class DelayedEngine(TorchEngine):
         self._losses_behind = self._tallies["train"]
         self._gradients, self._tallies["train"] = self._gradients_ahead, self._losses_ahead
         self._gradients_ahead, self._losses_ahead = {}, LossAccumulator(self.accelerator)
+
+    def skip_update(self) -> None:
+        raise InternalError("a step was left out although the next one may have begun")
 
     @torch.no_grad()
     def _turn(self) -> None:

@@ -313,7 +313,8 @@ class TorchEngine:
     def try_out(self, program: RunsOperators, inputs: Mapping[Ref, Tensor]) -> None:
         """A micro-batch forward and backward, of which nothing is kept: for who wants to know how long it takes."""
         written = {Ref(name): self._variables[name] for name in self._written}
-        flight, _ = self._run(program, 0, _Again(self.at(0), 0, inputs, written))
+        at = AtStep({name: self._variables[name] for name in self.trainable}, {}, self._tallies["train"])
+        flight, _ = self._run(program, 0, _Again(at, 0, inputs, written))
         roots = [*flight.roots.values(), *([flight.loss] if flight.loss is not None else [])]
         roots = [root for root in roots if root.requires_grad]
         if roots and not self.frozen:

@@ -218,7 +218,7 @@ VALUE, MOMENTUM, DELTA = "outer", "outer_momentum", "outer_delta"
 OUTER_KEYS = frozenset({VALUE, MOMENTUM, DELTA})
 """What a checkpoint holds of a parameter's outer state, beside its optimizer's."""
 PREVIOUS = "previous"
-"""And its version before the last update, where a step computes with that (`training.versions`)."""
+"""And its version before the last update, where a step computes with that (`training.delayed`)."""
 NOT_OPTIMIZERS = OUTER_KEYS | {PREVIOUS}
 
 
