@@ -26,6 +26,7 @@ from isthmus.protocol.events import (
     Compute,
     Computed,
     KeepSnapshot,
+    Leave,
     Report,
     Send,
     SnapshotKept,
@@ -75,19 +76,20 @@ class Interleaved:
         self.pipeline, self.steps, self.draws = pipeline, steps, draws
         count = len(pipeline.stages)
         self.workers = [Worker(view_of(s, count, draws.randint(1, 2 * MICRO_BATCHES))) for s in pipeline.stages]
-        self.wires: dict[tuple[int, int], deque[tuple[Arrived, list[Tensor]]]] = {}
+        self.wires: dict[tuple[int, int], deque[tuple[Arrived | OpenItem, list[Tensor]]]] = {}
         self.ended: list[deque[WorkerEvent]] = [deque() for _ in self.workers]
         self.arrived: list[dict[tuple[str, int, int, int], list[Tensor]]] = [{} for _ in self.workers]
         self.outgoing: dict[tuple[str, int, int, int, int], list[Tensor]] = {}
         self.norms = [torch.empty(0)] * count
         self.losses: list[float] = []
         self.overlapped = False
-        kinds = [(kind, step) for step in range(first, len(steps)) for kind in ("train", "keep")]
-        for index, (kind, step) in enumerate(kinds):
-            item = Item(index=index, kind=kind, step=step, micro_batches=MICRO_BATCHES)
-            for stage in range(count):
-                self.wires.setdefault((-1, stage), deque()).append((OpenItem(item=item), []))  # type: ignore[arg-type]
-        self.items = [Item(index=n, kind=kind, step=step) for n, (kind, step) in enumerate(kinds)]
+        self.items: list[Item] = []
+        for step in range(first, len(steps)):
+            index = len(self.items)
+            self.items.append(Item(index=index, kind="train", step=step, micro_batches=MICRO_BATCHES))
+            self.items.append(Item(index=index + 1, kind="keep", step=step + 1))
+        for stage in range(count):
+            self.wires[-1, stage] = deque((OpenItem(item=item), []) for item in self.items)
         self.states: dict[int, dict[str, Tensor]] = {}
 
     def run(self) -> None:
@@ -108,7 +110,8 @@ class Interleaved:
 
     def _carry_out(self, stage: int, do: WorkerInstruction) -> None:
         engine, graph, ended = self.pipeline.engines[stage], self.pipeline.stages[stage], self.ended[stage]
-        step = self.items[do.item].step if not isinstance(do, Send) else 0
+        assert not isinstance(do, Leave)
+        step = self.items[do.item].step
         match do:
             case Compute(work="F"):
                 batch = copies([self.steps[step][do.micro_batch]])[0]
@@ -155,7 +158,7 @@ class Interleaved:
                 self.overlapped |= bool(engine.flights)
                 ended.append(Updated(item=do.item))
             case KeepSnapshot():
-                self.states.setdefault(step + 1, {}).update({n: t.clone() for n, t in engine.state().items()})
+                self.states.setdefault(step, {}).update({n: t.clone() for n, t in engine.state().items()})
                 ended.append(SnapshotKept(item=do.item))
             case Report() if self.items[do.item].kind == "train" and (loss := engine.take_loss()) is not None:
                 self.losses.append(loss[0] / loss[1])
