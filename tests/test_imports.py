@@ -32,6 +32,7 @@ COMPONENTS = {
     "cohort": ("isthmus.planners.cohort",),
     "compression": ("isthmus.training.compression",),
     "compression_convergence": ("isthmus.runtime.coordinator.stages", "isthmus.training"),  # stages in one process
+    "delayed": ("isthmus.protocol",),  # a run's length on the virtual clock
     "dream": ("isthmus.planners.sync",),
     "dtfm": ("isthmus.planners",),
     "families": ("isthmus.training",),  # each cut of a model, in one process
