@@ -32,6 +32,7 @@ COMPONENTS = {
     "cohort": ("isthmus.planners.cohort",),
     "compression": ("isthmus.training.compression",),
     "compression_convergence": ("isthmus.runtime.coordinator.stages", "isthmus.training"),  # stages in one process
+    "delayed": ("isthmus.protocol",),  # a run's length on the virtual clock
     "dream": ("isthmus.planners.sync",),
     "dtfm": ("isthmus.planners",),
     "families": ("isthmus.training",),  # each cut of a model, in one process
@@ -52,6 +53,7 @@ COMPONENTS = {
     "snapshots": ("isthmus.runtime.coordinator.stage_assignments",),  # bytes of states
     "sync": ("isthmus.sync",),
     "transport": ("isthmus.protocol.run_messages", "isthmus.runtime", "isthmus.training.layout"),  # a channel alone
+    "wan_loss": ("isthmus.protocol",),  # a run's length on the virtual clock, without a job
 }
 """Benchmarks that measure a part below the API, and where that part is. All others use public packages alone."""
 

@@ -13,6 +13,7 @@ from isthmus.protocol.events import (
     Computed,
     Fill,
     Filled,
+    KeepSnapshot,
     Leave,
     Merge,
     Report,
@@ -20,6 +21,7 @@ from isthmus.protocol.events import (
     Saved,
     Send,
     SendParts,
+    SnapshotKept,
     Take,
     Taken,
     Update,
@@ -424,5 +426,50 @@ def test_a_delayed_sum_goes_on_while_the_next_step_computes() -> None:
             (Filled(item=1), [SendParts(7, 0, 3, 1), Report(1)]),
             (OpenItem(item=Item(index=2, kind="save", step=2)), []),
             (PartsArrived(group=7, round=0, source=3, item=1), [Merge(7, 0, 1), Save(2)]),
+        ],
+    )
+
+
+def test_the_next_step_begins_before_this_one_is_updated():
+    """Its forwards and backwards go wherever this step waits: for a gradient, for norms. A snapshot lies in between."""
+    keep = OpenItem(item=Item(index=1, kind="keep", step=1))
+    travel(
+        Worker(middle(delayed=True, clips=True)),
+        [
+            (train(), []),
+            (keep, []),
+            (OpenItem(item=Item(index=2, kind="train", step=1, micro_batches=2)), []),
+            (activations(0, item=2), []),  # forwards go in the order of the data
+            (activations(0), [Compute("F", 0, 0)]),
+            (f(0), [Send("forward", 2, 0, 0), Compute("F", 2, 0)]),
+            (gradients(0), []),
+            (f(0, item=2), [Send("forward", 2, 2, 0), Compute("B", 0, 0)]),
+            (b(0), [Send("backward", 0, 0, 0), Collect(0)]),
+            (gradients(0, item=2), []),
+            (Collected(item=0), [Send("norms", 0, 0), Send("norms", 2, 0), Compute("B", 2, 0)]),
+            (once("norms", 0), []),
+            (once("norms", 2), []),
+            (b(0, item=2), [Send("backward", 0, 2, 0), Update(0)]),
+            (activations(1, item=2), []),
+            (Updated(item=0), [Report(0), KeepSnapshot(1)]),
+            (SnapshotKept(item=1), [Report(1), Compute("F", 2, 1)]),
+        ],
+    )
+
+
+def test_an_evaluation_is_at_the_newest_weights():
+    """So the step after it waits."""
+    evaluation = OpenItem(item=Item(index=1, kind="eval", step=1, micro_batches=1))
+    travel(
+        Worker(middle(delayed=True)),
+        [
+            (train(), []),
+            (evaluation, []),
+            (OpenItem(item=Item(index=2, kind="train", step=1, micro_batches=1)), []),
+            (activations(0), [Compute("F", 0, 0)]),
+            (activations(0, item=2), []),
+            (f(0), [Send("forward", 2, 0, 0)]),
+            (gradients(0), [Compute("B", 0, 0)]),
+            (b(0), [Send("backward", 0, 0, 0), Collect(0)]),
         ],
     )

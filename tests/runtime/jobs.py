@@ -25,7 +25,7 @@ from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.training.checkpoint import latest_checkpoint, read_tensors
 from isthmus.training.optim import Optimizers
-from tests.training.reference import reference_step, reference_update
+from tests.training.reference import delayed_steps, reference_step, reference_update
 
 TEXT = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 16, "max_bytes": 60_000})
 DIGITS = DataSpec(kind="digits")
@@ -88,9 +88,8 @@ def plain_run(job: Job, prepared: Prepared) -> tuple[nn.Module, list[float]]:
     optimizers = Optimizers(config.optimizers, dict(module.named_parameters()), config.learning_rate, config.steps)
     data = load_dataset(job.data, "train")
     order = sample_order(data, job.training.seed, job.training.shuffle)
-    losses: list[float] = []
-    for step in range(job.training.steps):
-        batches = [
+    every = [
+        [
             batch_at(
                 data,
                 order,
@@ -100,6 +99,12 @@ def plain_run(job: Job, prepared: Prepared) -> tuple[nn.Module, list[float]]:
             )
             for m in range(job.training.micro_batches)
         ]
+        for step in range(job.training.steps)
+    ]
+    if job.schedule == "delayed":
+        return module, delayed_steps(module, every, config, optimizers)
+    losses: list[float] = []
+    for step, batches in enumerate(every):
         loss, _ = reference_step(module, batches, config)
         losses.append(loss)
         reference_update(module, optimizers, step, config, loss)

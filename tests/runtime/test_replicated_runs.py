@@ -73,12 +73,13 @@ def assert_plain(job: Job, prepared: Prepared, folder: Path, losses: list[float]
         ([((0.3, 0.7), 1), ((0.5,), 2), ((), 1)], "ring"),
         ([((), 2), ((0.6,), 1), ((), 1)], "hierarchical"),
     ],
-    ids=["cut alike", "cut differently, in rings", "islands"],
+    ids=["cut alike", "cut differently, in rings, steps that overlap", "islands"],
 )
 def test_replicas_equal_the_plain_loop(
     shapes: Sequence[tuple[Sequence[float], int]], kind: str, tmp_path: Path
 ) -> None:
-    job = job_of("gpt", GPT, TEXT, clip_norm=1.0)
+    job = job_of("gpt", GPT, TEXT, clip_norm=1.0, steps=3)
+    job = msgspec.structs.replace(job, schedule="delayed" if kind == "ring" else "1f1b")
     prepared = prepare(job)
     plan = planned(prepared, shapes)
     members = range(len(shapes))

@@ -47,6 +47,7 @@ class Pipeline:
         *,
         recompute: Sequence[bool] = (),
         split: bool = False,
+        engine: type[TorchEngine] = TorchEngine,
     ) -> None:
         """Stage k recomputes if `recompute[k]` says so, none without it. With `split` weight gradients come after all
         backwards of a step."""
@@ -65,7 +66,7 @@ class Pipeline:
         again = recompute or [False] * len(self.stages)
         parts = list(zip(self.stages, self.eval_stages, placed, again, strict=True))
         self.engines: list[TorchEngine] = [
-            SplitEngine(t, e, config, w) if split else TorchEngine(t, e, config, w, recompute=r) for t, e, w, r in parts
+            SplitEngine(t, e, config, w) if split else engine(t, e, config, w, recompute=r) for t, e, w, r in parts
         ]
         both = (*captured.train.ops, *captured.eval.ops)
         self.placeholders = {op.target: op.name for op in both if op.kind == "placeholder"}
@@ -128,7 +129,7 @@ class Pipeline:
                 if isinstance(engine, SplitEngine):
                     engine.weight_gradients(m)
         counted = self.captured.train.count is not None
-        total = sum(e.count for e in self.engines) if counted else None
+        total = sum(e.count(number) for e in self.engines) if counted else None
         for owner, engine in enumerate(self.engines):
             for user in reversed(self.engines):
                 borrowed = [n for n, o in user.train.shared_from.items() if o == owner]

@@ -54,6 +54,28 @@ def reference_update(
     optimizers.step(step)
 
 
+def delayed_steps(
+    module: nn.Module, steps: Sequence[Sequence[Mapping[str, Tensor]]], config: EngineConfig, optimizers: Optimizers
+) -> list[float]:
+    """Losses of steps at the weights before the last update: w(t + 1) = w(t) - update(gradient at w(t - 1))."""
+    parameters, losses = list(module.parameters()), list[float]()
+    previous = [p.detach().clone() for p in parameters]
+    for step, micro_batches in enumerate(steps):
+        newest = [p.detach().clone() for p in parameters]
+        _put(parameters, previous)
+        losses.append(reference_step(module, micro_batches, config)[0])
+        _put(parameters, newest)
+        reference_update(module, optimizers, step, config, losses[-1])
+        previous = newest
+    return losses
+
+
+@torch.no_grad()
+def _put(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+
+
 @torch.no_grad()
 def reference_loss(module: nn.Module, micro_batches: Sequence[Mapping[str, Tensor]]) -> float:
     """Held-out loss of the eager module."""

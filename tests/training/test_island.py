@@ -261,7 +261,7 @@ def test_parts_go_on_from_what_whole_parameters_were_saved_as(ranks: Ranks) -> N
         for engine in (alone, island):
             sums = engine.take_gradients(names)
             engine.add_gradients({name: 2 * value for name, value in sums.items() if value is not None})
-            norms = engine.collect(engine.count)
+            norms = engine.collect(engine.count(step))
             totals.append(norms)
             engine.update(step, norms)
             assert engine.take_loss() is not None

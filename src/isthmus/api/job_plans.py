@@ -155,7 +155,8 @@ def _state(job: Job) -> StateBytes:
     )
     outer = job.sync.outer
     tensors = 0 if outer is None else 1 + (outer.momentum > 0)
-    return msgspec.structs.replace(largest, optimizer=largest.optimizer + FLOAT32_BYTES * tensors)
+    previous = 0 if job.schedule != "delayed" else 2 if narrow else FLOAT32_BYTES
+    return msgspec.structs.replace(largest, optimizer=largest.optimizer + FLOAT32_BYTES * tensors + previous)
 
 
 class Compared(NamedTuple):

@@ -56,7 +56,7 @@ def make(
     """
 
     def simulated_s(candidate: Plan) -> float:
-        spec = msgspec.structs.replace(plan_spec(job, candidate), steps=SCORED_STEPS + candidate.sync.period)
+        spec = msgspec.structs.replace(plan_spec(job, candidate), steps=SCORED_STEPS + candidate.period)
         counts = problem.flow.graph.count is not None
         options = SimulationOptions(clips=job.training.exchanges_norms, counts=counts, header_bytes=HEADER_BYTES)
         return steady_step_s(simulate(candidate, problem.fleet, spec, options))
@@ -161,7 +161,7 @@ def eval_edges(prepared: Prepared, plan: Plan) -> dict[tuple[int, int], int]:
 
 def predict(prepared: Prepared, plan: Plan, fleet: Fleet, spec: RunSpec) -> Trace:
     """A few steps of the run on the virtual clock."""
-    steps = min(spec.steps, spec.start_step + max(SIMULATED_STEPS, SCORED_STEPS + plan.sync.period))
+    steps = min(spec.steps, spec.start_step + max(SIMULATED_STEPS, SCORED_STEPS + plan.period))
     return simulate(plan, fleet, msgspec.structs.replace(spec, steps=steps), simulation_options(prepared, plan))
 
 

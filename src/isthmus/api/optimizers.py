@@ -17,15 +17,23 @@ _HOW = frozenset({"lr", "params", "foreach", "capturable", "differentiable", "fu
 _READ = {
     "sgd": frozenset({"momentum", "nesterov", "weight_decay"}),
     "adamw": frozenset({"betas", "eps", "weight_decay"}),
+    "muon": frozenset({"momentum", "nesterov", "weight_decay", "adjust_lr_fn"}),
 }
-_IDLE: Mapping[str, object] = {"amsgrad": False, "maximize": False, "dampening": 0}
+_IDLE: Mapping[str, object] = {
+    "amsgrad": False,
+    "maximize": False,
+    "dampening": 0,
+    "ns_coefficients": (3.4445, -4.775, 2.0315),
+    "ns_steps": 5,
+    "eps": 1e-7,
+}
 """Arguments that Isthmus has no setting for, and the value that is as if there were none."""
 
 
 def read_optimizer(optimizer: Optimizer, model: nn.Module) -> tuple[OptimizerConfig, ...]:
     """The settings of an optimizer of the model's parameters, of a class, or of a `functools.partial` of one.
 
-    UserError for another algorithm than SGD, Adam and AdamW, for an argument that jobs have no setting for, for a
+    UserError for another algorithm than SGD, Adam, AdamW and Muon, for an argument that jobs have no setting for, for a
     parameter that is not the model's, and for one that requires a gradient and is in no group: a plain loop would leave
     it as it is, a run would train it.
 
@@ -72,16 +80,18 @@ def _config(made: torch.optim.Optimizer, group: Mapping[str, object], pattern: s
     decay = cast(float, group.get("weight_decay", 0.0))
     if kind is torch.optim.SGD:
         name = "sgd"
+    elif kind is torch.optim.Muon:
+        name = "muon"
     elif kind is torch.optim.AdamW or (kind is torch.optim.Adam and (not decay or group.get("decoupled_weight_decay"))):
         name = "adamw"
     elif kind is torch.optim.Adam:
         raise UserError(f"optimizer: Adam with weight_decay {decay:g} adds it to gradients: expected AdamW, or none")
     else:
-        raise UserError(f"optimizer: got {kind.__name__}, expected SGD, Adam or AdamW of torch.optim")
+        raise UserError(f"optimizer: got {kind.__name__}, expected SGD, Adam, AdamW or Muon of torch.optim")
     given: dict[str, object] = {"name": name, "pattern": pattern, "lr": _number(group["lr"])}
     for key, value in group.items():
         if key in _READ[name]:
-            given[key] = value
+            given[key] = "original" if value is None else value
             continue
         known = key in _HOW or key.startswith("initial_") or (key in _IDLE and value == _IDLE[key])
         if not known:

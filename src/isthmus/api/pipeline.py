@@ -203,7 +203,7 @@ def _explained(planned: _Planned, outcome: Outcome, session: RunSession, observe
     """Traces, pictures, summary and measured speeds, in the folder."""
     folder, fleet = session.folder, planned.fleet
     predicted = predict_periods(planned.prepared, outcome.periods)
-    measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=planned.plan.sync.period)
+    measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=planned.plan.period)
     folder.write_traces(predicted, measured, outcome.periods)
     _report(folder, planned.prepared, (predicted, measured), outcome)
     run = Run(folder.path, outcome.outcome)

@@ -80,12 +80,13 @@ def in_flight_limits(problem: Problem, times: PipelineTime, rooms: Sequence[Memo
     if problem.schedule == "gpipe":
         return classic
     period = times.bottleneck[0]
-    hiding = [math.ceil(r / period) + 1 if period else problem.micro_batches for r in times.round_trips_s]
+    most = times.steps * problem.micro_batches
+    hiding = [math.ceil(r / period) + times.steps if period else most for r in times.round_trips_s]
     hiding[-1] = 1
     if times.apart_s:
         late_s = [a or b for a, b in zip(times.apart_s, times.backward_s, strict=True)]
         hiding = [h + (math.ceil(times.fill_s / late) if late else 0) for h, late in zip(hiding, late_s, strict=True)]
-    found = [min(max(c, h), problem.micro_batches) for c, h in zip(classic, hiding, strict=True)]
+    found = [min(max(c, h), most) for c, h in zip(classic, hiding, strict=True)]
     for stages in times.stages_of.values():
         _fit(found, stages, times.round_trips_s, rooms)
     return tuple(found)

@@ -21,7 +21,7 @@ FLOAT32_BYTES = 4
 SUMMED = ("float32", "bfloat16", "float16")
 """Types of parameters that several replicas may train."""
 
-OPTIMIZER_TENSORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
+OPTIMIZER_TENSORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2, "muon": 1}
 """fp32 tensors of the parameter's shape that each optimizer keeps."""
 
 

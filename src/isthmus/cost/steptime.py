@@ -13,6 +13,10 @@ alone: those of the weights follow while others work, and lengthen the fill by w
 Latency is in `fill` but not in `period`: enough micro-batches in flight hide it. Too few (no memory for more)
 throttle the pipeline: a stage that may hold k micro-batches completes at most k per round trip. FusionLLM's
 Eq. 3 differs: it counts latency in the bottleneck term and a stage's receives one after another; see `eq3_step_s`.
+
+A pipeline whose steps overlap (`delayed`) takes `n * period`: nothing fills or drains between steps. But step t + 2
+computes at what the update of step t leaves, so two steps take no less than the first stage needs for one: from its
+first forward to its last backward, a round trip later, and shared parameters.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import msgspec
 from isthmus.cost.problem import Problem
 from isthmus.cost.stage_costs import StageFlops, compute_s, transfer_s, wire_s
 from isthmus.plans import Edge, Prediction, SharedParameter
+from isthmus.plans.schedule import STEPS_AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class PipelineTime:
     """Of each stage's backward, its weight gradients if they are computed apart; empty where no stage's are."""
     uplinks_s: tuple[tuple[str, float], ...] = ()
     """Per site with a shared uplink: how long one micro-batch's bytes occupy it."""
+    steps: int = 1
+    """That may be under way at once: two of the schedule `delayed`."""
 
     @cached_property
     def compute_s(self) -> tuple[float, ...]:
@@ -140,10 +147,13 @@ class PipelineTime:
     def held_up_s(self, in_flight: Sequence[int], micro_batches: int) -> dict[int, float]:
         """The period that each stage's limit imposes. The last stage waits for no gradient: its limit imposes none."""
         limits = enumerate(zip(self.round_trips_s, in_flight, strict=True))
-        return {s: r / k for s, (r, k) in limits if k < micro_batches and s < len(self.devices) - 1}
+        return {s: r / k for s, (r, k) in limits if k < self.steps * micro_batches and s < len(self.devices) - 1}
 
     def step_s(self, micro_batches: int, period_s: float | None = None) -> float:
         period = self.bottleneck[0] if period_s is None else period_s
+        if self.steps > 1:
+            alone_s = (micro_batches - 1) * self.bottleneck[0] + max(self.round_trips_s) + self.shared_s
+            return max(micro_batches * period, alone_s / self.steps)
         return self.fill_s + (micro_batches - 1) * period + self.shared_s
 
     def eq3_step_s(self, micro_batches: int) -> float:
@@ -278,6 +288,7 @@ def _one_way(
         backward_s=tuple(compute_s(problem, d, f.backward) for d, f in zip(devices, flops, strict=True)),
         apart_s=tuple(compute_s(problem, d, f.apart) for d, f in zip(devices, flops, strict=True) if problem.splits),
         edges=tuple(times),
+        steps=STEPS_AT_ONCE.get(problem.schedule, 1),
         shared_s=sum(
             _shared_s(problem, devices[p.owner], devices[user], p.size_bytes) for p in shared for user in p.users
         ),

@@ -41,6 +41,8 @@ def checked(job: Job) -> Job:
         )
     if job.schedule not in CHOICES:
         raise UserError(f"schedule: {unknown_name('schedule', job.schedule, CHOICES)}")
+    if job.schedule == "delayed":
+        _check_delayed(job)
     if job.compression is not None and job.compression.method not in ratio_planner_names():
         raise UserError(f"compression.method: {unknown_name('method', job.compression.method, ratio_planner_names())}")
     if job.runtime.compile and job.runtime.deterministic:
@@ -53,6 +55,21 @@ def checked(job: Job) -> Job:
     if not 1 <= job.timeout_s < math.inf:
         raise UserError(f"runtime.timeout: got {job.runtime.timeout!r}, expected at least 1 s")
     return job.cut_into(job.counts[0])
+
+
+def _check_delayed(job: Job) -> None:
+    """Two steps are under way at once: what changes how a step computes by what the one before gave cannot be."""
+    t = job.training
+    if t.leaves_out:
+        raise UserError(
+            "schedule: got 'delayed' with steps that may be left out (training.non_finite 'skip', or fp16), expected "
+            "'1f1b', or training.non_finite 'stop' or 'ignore' in fp32 or bf16"
+        )
+    if job.sync.mode != "every-step":
+        raise UserError(f"sync.mode: got {job.sync.mode!r} with schedule 'delayed', expected 'every-step'")
+    if job.plan.feeders or job.privacy is not None:
+        field = "plan.holders_data 'own'" if job.plan.feeders else "privacy.activations"
+        raise UserError(f"schedule: got 'delayed' with {field}, expected '1f1b'")
 
 
 def _check_training(job: Job) -> None:

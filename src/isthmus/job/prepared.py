@@ -129,7 +129,7 @@ def described_in(job: Job) -> DataDescription:
 
 def _checked(prepared: Prepared) -> Prepared:
     train, columns = prepared.captured.train, prepared.samples.columns
-    check_optimizers(prepared.job.optimizer, train.trainable)
+    check_optimizers(prepared.job.optimizer, train)
     check_types(train)
     check_limits(train, {name: c.limit for name, c in columns.items() if c.limit is not None})
     return prepared
@@ -177,4 +177,6 @@ def _state(job: Job) -> ParameterState:
     largest = max(states, key=lambda s: s.optimizer_bytes)
     outer = job.sync.outer
     kept_bytes = 0 if outer is None else FLOAT32_BYTES * (2 if outer.momentum else 1)
+    if job.schedule == "delayed":
+        kept_bytes += FLOAT32_BYTES // 2 if narrow else FLOAT32_BYTES  # the version before the last update
     return msgspec.structs.replace(largest, optimizer_bytes=largest.optimizer_bytes + kept_bytes)

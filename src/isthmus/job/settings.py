@@ -207,8 +207,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     planner: str = "auto"
     """Who plans: one of `isthmus planners`, or `package.module:function` of your own."""
     schedule: str = "1f1b"
-    """In which order a stage computes micro-batches: `1f1b`, `gpipe`, `zero-bubble` (weight gradients apart,
-    when nothing else is ready), or `auto`, the quicker of `1f1b` and `zero-bubble` for the plan."""
+    """In which order a stage computes micro-batches: `1f1b`, `gpipe`, `zero-bubble` (weight gradients apart, when
+    nothing else is ready), `auto`, the quicker of `1f1b` and `zero-bubble` for the plan; or `delayed`: `1f1b` without a
+    pause between steps, each of which computes at the weights before the last update."""
     plan: PlanConfig = PlanConfig()
     """What a plan must respect besides time."""
     compression: CompressionConfig | None = None

@@ -41,8 +41,8 @@ class LeastBound(NamedTuple):
 def least(problem: Problem) -> LeastBound:
     """The bound on any plan of the problem, with its own number of micro-batches; where planning is ended early, that
     of the relaxation."""
-    if problem.schedule not in ("1f1b", "gpipe"):
-        return LeastBound(0.0, exact=False)  # the relaxations count each backward whole
+    if problem.schedule not in ("1f1b", "gpipe"):  # the relaxations count each backward whole, in steps that drain
+        return LeastBound(0.0, exact=False)
     problem = _as_minimised(problem)
     part("lower bound")
     if problem.constraints.copied:
@@ -79,7 +79,7 @@ def settles(problem: Problem) -> bool:
     """Whether every plan may be tried: time alone counts, nothing has a limit, the data are everywhere, and gradients
     are summed in every step."""
     constraints = problem.constraints
-    free = not constraints.limited and not constraints.data_holders
+    free = not constraints.limited and not constraints.data_holders and problem.schedule != "delayed"
     return constraints.objective == "time" and free and problem.sync.mode == "every-step"
 
 

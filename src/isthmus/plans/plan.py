@@ -17,7 +17,7 @@ from isthmus.plans.collective import Collective
 from isthmus.plans.constraints import Constraints
 from isthmus.plans.exchanges import OuterOptimizer
 from isthmus.plans.packing import Compression
-from isthmus.plans.schedule import Schedule
+from isthmus.plans.schedule import STEPS_AT_ONCE, Schedule
 from isthmus.plans.worker_ids import worker_ids_of
 
 PLAN_VERSION = 9
@@ -317,6 +317,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         if None in found:
             raise UserError(f"got device {group.devices[found.index(None)]!r}, expected one that has a stage")
         return tuple(worker for worker in found if worker is not None)
+
+    @property
+    def period(self) -> int:
+        """Steps after which the times of steps repeat: of averages, or of steps that overlap."""
+        return max([self.sync.period, *(STEPS_AT_ONCE.get(r.schedule.name, 1) for r in self.replicas)])
 
     def boundaries(self) -> list[int]:
         """First operator number of every stage but the first."""

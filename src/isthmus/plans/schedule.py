@@ -17,6 +17,12 @@ With four stages, `1f1b` and six micro-batches, no latency and backward as long 
 which the stage before waits for, and W those of the weights, when nothing else is ready. A micro-batch counts as in
 flight until its W is done, so the memory is that of `1f1b`. Stages that send no gradient on, or recompute, have no W.
 
+`delayed` is `1f1b` without a fill and a drain between steps: a step computes at the weights that the update before the
+last one left (PipeDream-2BW, `training.delayed`), so its first forwards may go before the last step's last backwards:
+
+    stage 0  F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 F0 B3 F1 B4 F2 B5 F3 B0
+    stage 3           F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F0 B0 F1 B1 F2 B2
+
 Turn j of a holder with w samples, j = 0, 1, ..., is due at (2 j + 1) / w; turns come in the order in which they are
 due, of several at once the first holder's first. So after any number of turns each holder has had its share of them but
 for a rounding (Webster's method), all devices know it from the counts alone, and no sequence is kept.
@@ -32,9 +38,11 @@ import msgspec
 
 from isthmus.errors import InternalError, unknown_name
 
-SCHEDULES = ("gpipe", "1f1b", "zero-bubble")
+SCHEDULES = ("gpipe", "1f1b", "zero-bubble", "delayed")
 CHOICES = (*SCHEDULES, "auto")
 """Of a job: `auto` is the quicker of `1f1b` and `zero-bubble`, in the closed form."""
+STEPS_AT_ONCE = {"delayed": 2}
+"""How many steps may be under way, where not one."""
 
 
 class Tasklet(NamedTuple):
@@ -60,7 +68,7 @@ def classic_in_flight(name: str, stages: int, micro_batches: int) -> tuple[int, 
     """Limits of the classic schedules: GPipe holds all micro-batches, 1F1B stage s holds S - s (PipeDream-flush)."""
     if name == "gpipe":
         return (micro_batches,) * stages
-    if name in ("1f1b", "zero-bubble"):
+    if name in ("1f1b", "zero-bubble", "delayed"):
         return tuple(min(micro_batches, stages - s) for s in range(stages))
     raise unknown_name("schedule", name, SCHEDULES)
 

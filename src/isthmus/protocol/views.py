@@ -165,6 +165,7 @@ def stage_views(
             counts=counts,
             clips=clips,
             feeding=feeding,
+            delayed=replica.schedule.name == "delayed",
         )
         for s in range(len(chain))
     )

@@ -17,6 +17,9 @@ goes on while the next items compute:
 
 The compute lane does one thing at a time. Whenever it is idle the ready tasklet of highest priority starts:
 backward, forward, weight gradients; of one kind the lowest micro-batch. A late parcel delays only what depends on it.
+
+A stage of the `delayed` schedule computes step t at the weights that step t - 2 left (`plans.schedule`). So whenever
+nothing of step t is ready, tasklets of step t + 1 are done: the update of step t - 1 is all that they need.
 """
 
 from __future__ import annotations
@@ -105,6 +108,8 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     """Steps after which the groups' iterations start again."""
     feeding: Feeding | None = None
     """Where several holders feed the chain: who does which micro-batches."""
+    delayed: bool = False
+    """Whether the next step's tasklets may be done before this step's update."""
 
     def of(self, workers: tuple[int, ...], item: Item, micro_batch: int) -> tuple[int, ...]:
         """Those of some neighbours that work on a micro-batch: of copies of one stage, the one whose turn it is."""
@@ -132,6 +137,26 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(m.other for r in rounds for m in (*r.sends, *r.receives))
 
 
+class _Tasklets:
+    """An item's tasklets on this stage, and how many of them are begun or done."""
+
+    def __init__(self, item: Item, own: Sequence[int]) -> None:
+        self.item, self.own = item, own
+        self.forwards = self.backwards = 0
+        self.waiting: list[int] = []
+        """Micro-batches between their forward and their backward, in the order of their forwards."""
+        self.weights: deque[int] = deque()
+        """Their backward is done but for the weight gradients."""
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.waiting) + len(self.weights)
+
+    @property
+    def done(self) -> bool:
+        return (self.forwards if self.item.kind == "eval" else self.backwards) == len(self.own)
+
+
 class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
     """The state machine of one stage. At most one of the instructions that an event leads to occupies the compute
     lane."""
@@ -143,17 +168,10 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
         self.view = view
         self._leases: deque[Item] = deque()
         self._item: Item | None = None
+        self._tasklets: dict[int, _Tasklets] = {}
+        """Of the item in work, and of the step after it where that is begun."""
         self._last = -1
         self._busy = False
-        self._own: Sequence[int] = ()
-        """The item's micro-batches that are done here."""
-        self._next_forward = 0
-        """Counts those."""
-        self._waiting_backward: list[int] = []
-        self._waiting_weights: deque[int] = deque()
-        """Their backward is done but for the weight gradients."""
-        self._backwards = 0
-        """Done, weight gradients included."""
         self._arrived: dict[tuple[Parcel, int, int], set[int]] = {}
         self._not_finite: set[int] = set()
         """Items of which a stage said so."""
@@ -163,7 +181,9 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
 
     def statistics(self) -> WorkerStatistics:
         item = self._item.index if self._item else self._last
-        return WorkerStatistics(self._phase, item, self._next_forward, self._backwards, self._stale)
+        own = self._tasklets.get(item)
+        forwards, backwards = (own.forwards, own.backwards) if own is not None else (0, 0)
+        return WorkerStatistics(self._phase, item, forwards, backwards, self._stale)
 
     def _is_stale(self, event: WorkerEvent) -> bool:
         """Ends of its own instructions are always of its own epoch."""
@@ -180,8 +200,8 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
                     self._not_finite.add(item)
             case PartsArrived():
                 out += self._exchange.arrived(event)
-            case Computed(work=work, micro_batch=micro_batch):
-                self._computed(work, micro_batch, out)
+            case Computed(work=work, item=item, micro_batch=micro_batch):
+                self._computed(work, self._tasklets[item], micro_batch, out)
             case Filled(item=item):
                 self._expect("idle" if self.view.delay else "averaging", item)
                 self._awaited = self._due()
@@ -219,32 +239,31 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
         self._busy = False
         self._phase = then
 
-    def _computed(self, work: Work, micro_batch: int, out: list[WorkerInstruction]) -> None:
-        item, view = self._item, self.view
-        assert item is not None, "a tasklet belongs to an item"
+    def _computed(self, work: Work, own: _Tasklets, micro_batch: int, out: list[WorkerInstruction]) -> None:
+        item, view = own.item, self.view
         self._busy = False
         if work == "F":
             if view.trains:
-                self._waiting_backward.append(micro_batch)
+                own.waiting.append(micro_batch)
             else:
-                self._backwards += 1
+                own.backwards += 1
             out += [Send("forward", s, item.index, micro_batch) for s in view.of(view.forward_to, item, micro_batch)]
-            self._counted(out)
+            self._counted(own, out)
         elif work == "W":
-            self._backwards += 1
+            own.backwards += 1
         elif work == "B":
             if view.splits:
-                self._waiting_weights.append(micro_batch)
+                own.weights.append(micro_batch)
             else:
-                self._backwards += 1
+                own.backwards += 1
             out += [Send("backward", s, item.index, micro_batch) for s in view.of(view.backward_to, item, micro_batch)]
         else:
             out += [Send("forward", s, item.index, micro_batch) for s in view.of(view.eval_to, item, micro_batch)]
 
-    def _counted(self, out: list[WorkerInstruction]) -> None:
+    def _counted(self, own: _Tasklets, out: list[WorkerInstruction]) -> None:
         """Tell the count of the loss, once the last forward of a step is done here."""
-        if self.view.counts and self.view.has_loss and self._next_forward == len(self._own):
-            out += [Send("count", s, self._index) for s in self.view.others]
+        if self.view.counts and self.view.has_loss and own.forwards == len(own.own):
+            out += [Send("count", s, own.item.index) for s in self.view.others]
 
     def _updated(self, item: int, out: list[WorkerInstruction]) -> None:
         if self.view.averages == "gradients":
@@ -294,6 +313,8 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
         if self._phase == "clipping" and (not self.view.agrees or self._has("norms", self._index, self.view.others)):
             skip = self.view.skips and self._index in self._not_finite
             self._start("updating", Update(self._index, skip), out)
+        if self.view.delayed and not self._busy:
+            self._work_ahead(out)
 
     def _settled(self, out: list[WorkerInstruction]) -> None:
         assert self._item is not None, "only an item settles"
@@ -312,12 +333,12 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
 
         Within a period of averages a replica's state is nobody else's: who went on from it would lose what the others
         learned. Before they are averaged, parameters are not the replicas' own; `buffers` that forwards change are of
-        a whole step only where no item is in work.
+        a whole step only where no item is in work, or where they are kept from before the next step.
         """
         averaged = self.view.averages != "gradients"
         if averaged and steps % self.view.period:
             return False
-        return self.settled or not (averaged or buffers)
+        return self.settled or not (averaged or (buffers and not self.view.delayed))
 
     @property
     def _index(self) -> int:
@@ -326,16 +347,28 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
 
     def _begin(self, item: Item, out: list[WorkerInstruction]) -> None:
         self._item = item
-        self._next_forward = self._backwards = 0
-        self._waiting_backward.clear()
         if item.kind in ("save", "keep"):
             self._phase = "settling"  # sums that are on the way are kept too, once they are complete
             return
         self._phase = "tasklets"
-        self._own = self.view.own(item)
+        if item.index not in self._tasklets:
+            self._open(item, out)
+
+    def _open(self, item: Item, out: list[WorkerInstruction]) -> None:
+        own = self._tasklets[item.index] = _Tasklets(item, self.view.own(item))
         out += [Send("shared", s, item.index) for s in self.view.parameter_users]
-        if item.kind == "train" and not self._own:
-            self._counted(out)
+        if item.kind == "train" and not own.own:
+            self._counted(own, out)
+
+    def _work_ahead(self, out: list[WorkerInstruction]) -> None:
+        """Do a tasklet of the next step, whose weights are those before this step's update. An evaluation in between is
+        waited for: it is at the weights after it."""
+        later = next((item for item in self._leases if item.kind not in ("save", "keep")), None)
+        if self._item is None or later is None or later.kind == "eval" or self._item.kind == "eval":
+            return
+        if later.index not in self._tasklets:
+            self._open(later, out)
+        self._start_tasklet(self._tasklets[later.index], out)
 
     def _start(self, phase: Phase, instruction: WorkerInstruction, out: list[WorkerInstruction]) -> None:
         self._phase = phase
@@ -344,43 +377,49 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
 
     def _pick(self, out: list[WorkerInstruction]) -> None:
         """Start the best ready tasklet, or leave the phase when there are none left."""
-        item = self._item
-        assert item is not None, "tasklets belong to an item"
-        if item.kind == "eval" and self._next_forward == len(self._own):
+        own = self._tasklets[self._index]
+        if not own.done:
+            self._start_tasklet(own, out)
+        elif own.item.kind == "eval":
             self._phase = "idle"
-            self._finish(item.index, out)
+            self._finish(own.item.index, out)
             self._advance(out)
-        elif item.kind == "train" and self._backwards == len(self._own):
+        else:
             self._phase = "gathering"
-            out += [Send("shared_gradient", s, item.index) for s in self.view.parameter_owners]
-        elif (micro_batch := self._ready_backward(item)) is not None:
-            self._waiting_backward.remove(micro_batch)
-            self._busy = True
-            out.append(Compute("B", item.index, micro_batch))
-        elif self._forward_ready(item):
-            micro_batch = self._own[self._next_forward]
-            self._next_forward += 1
-            self._busy = True
-            out.append(Compute("F" if item.kind == "train" else "E", item.index, micro_batch))
-        elif self._waiting_weights:
-            self._busy = True
-            out.append(Compute("W", item.index, self._waiting_weights.popleft()))
+            out += [Send("shared_gradient", s, own.item.index) for s in self.view.parameter_owners]
 
-    def _ready_backward(self, item: Item) -> int | None:
+    def _start_tasklet(self, own: _Tasklets, out: list[WorkerInstruction]) -> None:
+        """The best that is ready, if any is."""
+        if (micro_batch := self._ready_backward(own)) is not None:
+            own.waiting.remove(micro_batch)
+            self._busy = True
+            out.append(Compute("B", own.item.index, micro_batch))
+        elif self._forward_ready(own):
+            micro_batch = own.own[own.forwards]
+            own.forwards += 1
+            self._busy = True
+            out.append(Compute("F" if own.item.kind == "train" else "E", own.item.index, micro_batch))
+        elif own.weights:
+            self._busy = True
+            out.append(Compute("W", own.item.index, own.weights.popleft()))
+
+    def _ready_backward(self, own: _Tasklets) -> int | None:
         """The lowest micro-batch: they wait in the order of their forwards."""
         view = self.view
-        for m in self._waiting_backward:
-            if self._has("backward", item.index, view.of(view.backward_from, item, m), m):
+        for m in own.waiting:
+            if self._has("backward", own.item.index, view.of(view.backward_from, own.item, m), m):
                 return m
         return None
 
-    def _forward_ready(self, item: Item) -> bool:
-        train, view = item.kind == "train", self.view
-        if self._next_forward == len(self._own):
+    def _forward_ready(self, own: _Tasklets) -> bool:
+        item, train, view = own.item, own.item.kind == "train", self.view
+        if own.forwards == len(own.own):
             return False
-        if train and len(self._waiting_backward) + len(self._waiting_weights) >= view.in_flight:
+        if any(other.forwards < len(other.own) for other in self._tasklets.values() if other.item.index < item.index):
+            return False  # forwards go in the order of the data
+        if train and sum(other.in_flight for other in self._tasklets.values()) >= view.in_flight:
             return False
-        micro_batch = self._own[self._next_forward]
+        micro_batch = own.own[own.forwards]
         sources = view.of(view.forward_from if train else view.eval_from, item, micro_batch)
         return self._has("shared", item.index, view.parameter_owners) and self._has(
             "forward", item.index, sources, micro_batch
@@ -397,6 +436,7 @@ class Worker(EpochMachine[Phase, WorkerEvent, WorkerInstruction]):
     def _finish(self, item: int, out: list[WorkerInstruction]) -> None:
         self._last = item
         self._item = None
+        self._tasklets.pop(item, None)
         self._arrived = {key: sources for key, sources in self._arrived.items() if key[1] > item}
         self._not_finite = {other for other in self._not_finite if other > item}
         out.append(Report(item))

@@ -46,7 +46,8 @@ class WorkerStatistics(msgspec.Struct, frozen=True):
 
 
 _NEXT = "idle tasklets gathering filling collecting settling saving keeping"
-"""After the end of an item: its successor may be here already, with all that its first tasklets need."""
+"""After the end of an item: its successor may be here already, with all that its first tasklets need. A tasklet of the
+next step may end in every phase that waits (`delayed`), and finds what the phase waited for."""
 _GATHERED = "gathering filling collecting"
 
 WORKER = Transitions(
@@ -61,7 +62,13 @@ WORKER = Transitions(
             Computed: f"{_NEXT}",
             Halt: "halted",
         },
-        "gathering": {OpenItem: "gathering", Arrived: _GATHERED, PartsArrived: "gathering", Halt: "halted"},
+        "gathering": {
+            OpenItem: "gathering",
+            Arrived: _GATHERED,
+            PartsArrived: "gathering",
+            Computed: _GATHERED,
+            Halt: "halted",
+        },
         "filling": {
             OpenItem: "filling",
             Arrived: "filling",
@@ -73,6 +80,7 @@ WORKER = Transitions(
             OpenItem: "averaging",
             Arrived: "averaging",
             PartsArrived: "averaging taking",
+            Computed: "averaging taking",
             Halt: "halted",
         },
         "taking": {
@@ -93,6 +101,7 @@ WORKER = Transitions(
             OpenItem: "clipping",
             Arrived: "clipping updating",
             PartsArrived: "clipping",
+            Computed: "clipping updating",
             Halt: "halted",
         },
         "updating": {
@@ -106,6 +115,7 @@ WORKER = Transitions(
             OpenItem: "settling",
             Arrived: "settling",
             PartsArrived: "settling saving keeping",
+            Computed: "settling saving keeping",
             Halt: "halted",
         },
         "saving": {OpenItem: "saving", Arrived: "saving", PartsArrived: "saving", Saved: _NEXT, Halt: "halted"},

@@ -33,7 +33,7 @@ def during(trace: Trace, periods: Sequence[PlanPeriod], number: int) -> Trace:
         for span in trace.spans
         if span.step >= period.first_step and (end is None or span.step < end) and span.start_s >= period.since_s
     )
-    return msgspec.structs.replace(trace, spans=spans, period=period.plan.sync.period)
+    return msgspec.structs.replace(trace, spans=spans, period=period.plan.period)
 
 
 def compared_periods(predicted: Trace, measured: Trace, periods: Sequence[PlanPeriod]) -> tuple[PlanComparison, ...]:

@@ -212,7 +212,7 @@ class RunSimulation:
     def _result(self, finish: FinishRun) -> SimulatedRun:
         origin_s = self._origin_s or 0.0
         spans = tuple(self.world.spans) if not origin_s else tuple(_shifted(s, origin_s) for s in self.world.spans)
-        period = self._epoch.plan.sync.period
+        period = self._epoch.plan.period
         return SimulatedRun(
             trace=Trace(source="simulator", run=self._options.run, spans=spans, period=period),
             finish=finish,

@@ -18,7 +18,7 @@ from isthmus.graph.opgraph import Op, Ref
 from isthmus.graph.partition import StageGraph
 from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.faults import raise_if_jobs
-from isthmus.training.finite import HALF_TYPES
+from isthmus.training.gradients import gradient_dtype, keep_layout, no_gradient
 from isthmus.training.kernels import Kernels
 from isthmus.training.learning_rate import LearningRate
 from isthmus.training.loss_accumulator import LossAccumulator
@@ -70,14 +70,13 @@ class Engine(Protocol):
         """Forward of the evaluation graph: keeps nothing."""
         ...
 
-    @property
-    def count(self) -> float:
-        """Items that the training loss counted since the last `take_loss`. The host waits for the last forward."""
+    def count(self, step: int) -> float:
+        """Items that the training loss of the step has counted. The host waits for the last forward."""
         ...
 
     @property
     def loss(self) -> float:
-        """Sum of training losses since the last `take_loss`. The host waits for the last forward."""
+        """Sum of training losses of the step that is updated next. The host waits for the last forward."""
         ...
 
     @property
@@ -85,8 +84,8 @@ class Engine(Protocol):
         """That of the last forward, where it was computed."""
         ...
 
-    def shared_values(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Compute-type values of parameters (op names) that other stages own."""
+    def shared_values(self, names: Sequence[str], step: int | None = None) -> dict[str, Tensor]:
+        """Compute-type values of owned parameters (op names): those of a training step, or the newest."""
         ...
 
     def set_shared(self, values: Mapping[str, Tensor]) -> None:
@@ -138,7 +137,7 @@ class Engine(Protocol):
         ...
 
     def take_loss(self) -> tuple[float, float] | None:
-        """(sum of losses, sum of counts) of training since the last call, if this stage has the loss."""
+        """(sum of losses, sum of counts) of the training step that ends, if this stage has the loss."""
         ...
 
     def take_evaluation_loss(self) -> tuple[float, float] | None:
@@ -150,18 +149,27 @@ class Engine(Protocol):
         ...
 
 
-class _Flight:
+class AtStep(NamedTuple):
+    """What a training step computes with, of trained parameters by op name, and what it adds to."""
+
+    variables: Mapping[str, Tensor]
+    gradients: dict[str, Tensor]
+    losses: LossAccumulator
+
+
+class _Flight(NamedTuple):
     """A micro-batch between its forward and its backward."""
 
-    def __init__(self, leaves: dict[Ref, Tensor], roots: dict[Ref, Tensor], loss: Tensor | None) -> None:
-        self.leaves = leaves
-        self.roots = roots
-        self.loss = loss
+    at: AtStep
+    leaves: dict[Ref, Tensor]
+    roots: dict[Ref, Tensor]
+    loss: Tensor | None
 
 
 class _Again(NamedTuple):
     """What it takes to run the forward of a micro-batch again: written buffers are those of before."""
 
+    at: AtStep
     step: int
     inputs: Mapping[Ref, Tensor]
     written: Mapping[Ref, Tensor]
@@ -221,7 +229,7 @@ class TorchEngine:
         scaling = config.loss_scaling
         self.loss_scale = LossScale(scaling, weights.get(LOSS_SCALE)) if scaling is not None else None
         self._gradients: dict[str, Tensor] = {}
-        self._flights: dict[int, _Flight | _Again] = {}
+        self.flights: dict[int, _Flight | _Again] = {}
         self._tallies = {"train": LossAccumulator(accelerator), "eval": LossAccumulator(accelerator)}
         size = config.micro_batch_size
         self.eager = Program(train, "train", batch=size, accelerator=accelerator, seed=config.seed, replaced=replaced)
@@ -248,13 +256,18 @@ class TorchEngine:
         self._variables[op.name] = master if master.dtype == dtype else value.to(dtype).clone().requires_grad_()
 
     def forward(self, step: int, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
-        before = _Again(step, dict(inputs), {Ref(name): self._variables[name] for name in self._written})
+        at = self.at(step)
+        before = _Again(at, step, dict(inputs), {Ref(name): self._variables[name] for name in self._written})
         flight, values = self._run(self.program, micro_batch, before)
         self._variables |= {name: values[Ref(name)].detach() for name in self._written}
-        self._tally("train", values, self.train)
+        self._tally(at.losses, values, self.train)
         if flight.roots or flight.loss is not None:
-            self._flights[micro_batch] = before if self.recompute or self.frozen else flight
+            self.flights[micro_batch] = before if self.recompute or self.frozen else flight
         return {c.value: values[c.value].detach() for c in self.train.sends}
+
+    def at(self, step: int) -> AtStep:
+        variables = {name: self._variables[name] for name in self.trainable}
+        return AtStep(variables, self._gradients, self._tallies["train"])
 
     def _run(self, program: RunsOperators, micro_batch: int, start: _Again) -> tuple[_Flight, dict[Ref, Tensor]]:
         due = {c.value for c in self.train.receives if c.gradient}
@@ -266,10 +279,10 @@ class TorchEngine:
         program.run(values, start.step, micro_batch)
         loss = values[self.train.loss] if self.train.loss is not None else None
         roots = {c.value: values[c.value] for c in self.train.sends if c.gradient}
-        return _Flight(leaves, roots, loss), values
+        return _Flight(start.at, leaves, roots, loss), values
 
     def backward(self, micro_batch: int, gradients: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
-        flight = self._flights.pop(micro_batch, None)
+        flight = self.flights.pop(micro_batch, None)
         if flight is None:  # nothing on this stage needs a gradient
             return {}
         if isinstance(flight, _Again):
@@ -290,7 +303,7 @@ class TorchEngine:
         if not roots:
             return {ref: torch.zeros_like(leaf) for ref, leaf in flight.leaves.items()}
         try:
-            found = self._differentiate(roots, seeds, list(flight.leaves.values()))
+            found = self._differentiate(flight.at, roots, seeds, list(flight.leaves.values()))
         except Exception as e:
             raise_if_jobs(f"the backward of stage {self.train.index}", e)
             raise
@@ -300,38 +313,39 @@ class TorchEngine:
     def try_out(self, program: RunsOperators, inputs: Mapping[Ref, Tensor]) -> None:
         """A micro-batch forward and backward, of which nothing is kept: for who wants to know how long it takes."""
         written = {Ref(name): self._variables[name] for name in self._written}
-        flight, _ = self._run(program, 0, _Again(0, inputs, written))
+        at = AtStep({name: self._variables[name] for name in self.trainable}, {}, self._tallies["train"])
+        flight, _ = self._run(program, 0, _Again(at, 0, inputs, written))
         roots = [*flight.roots.values(), *([flight.loss] if flight.loss is not None else [])]
         roots = [root for root in roots if root.requires_grad]
         if roots and not self.frozen:
-            wanted = [*flight.leaves.values(), *(self._variables[name] for name in self.trainable)]
+            wanted = [*flight.leaves.values(), *flight.at.variables.values()]
             torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
 
     def _differentiate(
-        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor]
+        self, at: AtStep, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
         """The leaves' gradients, laid out as autograd gives them; those of parameters are added up.
 
         On an accelerator each of these is added and forgotten as soon as it is known: all at once take the memory of
         the weights. A call of Python for each costs a small model on the CPU a tenth of its time.
         """
-        variables = {name: self._variables[name] for name in self.trainable}
         if not self.accelerator.asynchronous:
-            wanted = [*leaves, *variables.values()]
+            wanted = [*leaves, *at.variables.values()]
             found = cast("tuple[Tensor | None, ...]", torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
-            for name, gradient in zip(variables, found[len(leaves) :], strict=True):
-                self._accumulate(name, gradient)
+            for name, gradient in zip(at.variables, found[len(leaves) :], strict=True):
+                self._accumulate(at, name, gradient)
             return found[: len(leaves)]
-        for variable in variables.values():
+        for variable in at.variables.values():
             variable.grad = None  # of a step that was collected and not updated with
         failed: list[Exception] = []
         kept: dict[int, Tensor] = {}
         taking = [
-            v.register_post_accumulate_grad_hook(partial(self._take, name, failed)) for name, v in variables.items()
+            v.register_post_accumulate_grad_hook(partial(self._take, at, name, failed))
+            for name, v in at.variables.items()
         ]
-        taking += [leaf.register_hook(partial(_keep, kept, number, leaf)) for number, leaf in enumerate(leaves)]
+        taking += [leaf.register_hook(partial(keep_layout, kept, number, leaf)) for number, leaf in enumerate(leaves)]
         try:
-            torch.autograd.backward(roots, seeds, inputs=[*leaves, *variables.values()])
+            torch.autograd.backward(roots, seeds, inputs=[*leaves, *at.variables.values()])
         finally:
             for hook in taking:
                 hook.remove()
@@ -339,13 +353,13 @@ class TorchEngine:
             raise failed.pop()
         return [kept.get(number, leaf.grad) for number, leaf in enumerate(leaves)]
 
-    def _take(self, name: str, failed: list[Exception], variable: Tensor) -> None:
+    def _take(self, at: AtStep, name: str, failed: list[Exception], variable: Tensor) -> None:
         """Errors are kept: where a device is written in Python torch ends the process for one that leaves a hook."""
         gradient, variable.grad = variable.grad, None
         if failed:
             return
         try:
-            self._accumulate(name, gradient)
+            self._accumulate(at, name, gradient)
         except Exception as e:
             failed.append(e)
 
@@ -357,18 +371,18 @@ class TorchEngine:
             seed = torch.where(torch.isfinite(loss), seed, math.nan)
         return seed.to(loss)
 
-    def _accumulate(self, name: str, found: Tensor | None) -> None:
+    def _accumulate(self, at: AtStep, name: str, found: Tensor | None) -> None:
         if found is None:
             return
         dtype = gradient_dtype(found.dtype)
-        if name in self._gradients:
-            self._gradients[name] = self._gradients[name].add_(found.to(dtype))
+        if name in at.gradients:
+            at.gradients[name] = at.gradients[name].add_(found.to(dtype))
         elif found.is_sparse:
-            self._gradients[name] = found.to(dtype).clone()
+            at.gradients[name] = found.to(dtype).clone()
         else:
             # Gradients may share memory (those of a sum's terms): the sum over micro-batches needs its own. It has the
             # parameter's strides, as torch's backward has it: a norm sums in the order of memory.
-            self._gradients[name] = torch.empty_like(self._variables[name], dtype=dtype).copy_(found)
+            at.gradients[name] = torch.empty_like(at.variables[name], dtype=dtype).copy_(found)
 
     def evaluate(self, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
         values = self._values("eval")
@@ -376,20 +390,19 @@ class TorchEngine:
         values |= inputs
         with torch.no_grad():
             self._eval_program.run(values, 0, micro_batch)
-        self._tally("eval", values, self.evaluation)
+        self._tally(self._tallies["eval"], values, self.evaluation)
         return {c.value: values[c.value] for c in self.evaluation.sends}
 
     def _values(self, mode: Literal["train", "eval"]) -> dict[Ref, Tensor]:
         """Of the variables. Not detached: some kernels are chosen by requires_grad, even where no gradient is taken."""
         return {Ref(name): t for name, t in self._variables.items()}
 
-    def _tally(self, mode: Literal["train", "eval"], values: Mapping[Ref, Tensor], stage: StageGraph) -> None:
+    def _tally(self, losses: LossAccumulator, values: Mapping[Ref, Tensor], stage: StageGraph) -> None:
         if stage.loss is not None:
-            self._tallies[mode].add(values[stage.loss], values[stage.count] if stage.count is not None else None)
+            losses.add(values[stage.loss], values[stage.count] if stage.count is not None else None)
 
-    @property
-    def count(self) -> float:
-        return self._tallies["train"].sums()[1]
+    def count(self, step: int) -> float:
+        return self.at(step).losses.sums()[1]
 
     @property
     def loss(self) -> float:
@@ -405,7 +418,7 @@ class TorchEngine:
     def take_evaluation_loss(self) -> tuple[float, float] | None:
         return self._tallies["eval"].take() if self.evaluation.loss is not None else None
 
-    def shared_values(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def shared_values(self, names: Sequence[str], step: int | None = None) -> dict[str, Tensor]:
         return {n: self._variables[n].detach() for n in names}
 
     def set_shared(self, values: Mapping[str, Tensor]) -> None:
@@ -414,7 +427,7 @@ class TorchEngine:
                 self._variables[name].copy_(value)
 
     def take_shared_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return {n: self._gradients.pop(n) if n in self._gradients else _no_gradient(self._variables[n]) for n in names}
+        return {n: self._gradients.pop(n) if n in self._gradients else no_gradient(self._variables[n]) for n in names}
 
     def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         for name, gradient in gradients.items():
@@ -480,19 +493,3 @@ class TorchEngine:
 
     def gradients(self) -> dict[str, Tensor]:
         return {n: g for n in self.owned if (g := self._master[n].grad) is not None}
-
-
-def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the gradients and the master weights of a parameter that computes in `dtype`. Half types add up too coarsely:
-    sums and optimizers work on float32."""
-    return torch.float32 if dtype in HALF_TYPES else dtype
-
-
-def _keep(kept: dict[int, Tensor], number: int, leaf: Tensor, gradient: Tensor) -> None:
-    """Keep a gradient that torch would copy into the leaf's strides: the stage before would sum in another order."""
-    if gradient.stride() != leaf.stride():
-        kept[number] = gradient
-
-
-def _no_gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter, dtype=gradient_dtype(parameter.dtype), requires_grad=False)

@@ -300,8 +300,7 @@ class IslandEngine:
         """The others compute with these parameters from now on."""
         self._tell(Command(kind="values"), [self._engine.shared_values(names)])
 
-    @property
-    def count(self) -> float:
+    def count(self, step: int) -> float:
         return sum(count for _, count in self._loss_counts["forward"])
 
     @property
@@ -322,8 +321,8 @@ class IslandEngine:
         loss_count, self._loss_counts[kind] = self._loss_counts[kind], []
         return sum(loss for loss, _ in loss_count), sum(count for _, count in loss_count)
 
-    def shared_values(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return self._engine.shared_values(names)
+    def shared_values(self, names: Sequence[str], step: int | None = None) -> dict[str, Tensor]:
+        return self._engine.shared_values(names, step)
 
     def set_shared(self, values: Mapping[str, Tensor]) -> None:
         self._engine.set_shared(values)

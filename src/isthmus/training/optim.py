@@ -36,22 +36,24 @@ Share = Annotated[float, Meta(ge=0, lt=1)]
 class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One optimizer and the parameters that it updates (FusionLLM: optimizers per op)."""
 
-    name: Literal["sgd", "adamw"] = "adamw"
-    """AdamW, or SGD."""
+    name: Literal["sgd", "adamw", "muon"] = "adamw"
+    """AdamW, SGD, or Muon, which is of matrices alone."""
     pattern: str = "*"
     """Shell pattern over the module's own parameter names. The first entry that matches wins."""
     lr: NotNegative = 1e-3
     """Learning rate, before the factor of [learning_rate]."""
     momentum: Share = 0.0
-    """Of SGD."""
+    """Of SGD and Muon, for which 0.95 is usual."""
     nesterov: bool = False
-    """Of SGD with momentum."""
+    """Of SGD and Muon with momentum."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """Of AdamW: decay of the mean of gradients, and of their squares."""
     eps: NotNegative = 1e-8
     """Of AdamW: added to the denominator."""
     weight_decay: NotNegative = 0.0
-    """Decoupled for AdamW, added to gradients for SGD."""
+    """Decoupled for AdamW and Muon, added to gradients for SGD."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original"
+    """Of Muon: how the learning rate follows a matrix's shape; `match_rms_adamw` takes one that suits AdamW."""
     fused: bool | Literal["auto"] = "auto"
     """One kernel for all parameters; auto: on accelerators whose torch has it. Its bits are others."""
 
@@ -103,7 +105,7 @@ class Optimizers:
         for name, parameter in self._parameters.items():
             prefix = f"optimizer.{name}."
             found = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-            found = {k: v for k, v in found.items() if k not in OUTER_KEYS}
+            found = {k: v for k, v in found.items() if k not in NOT_OPTIMIZERS}
             if found:
                 owner = owners[id(parameter)]
                 # AdamW counts its steps on the CPU, wherever the parameter is, unless it is fused
@@ -117,7 +119,7 @@ class Optimizers:
 def settings_of(config: OptimizerConfig, rate: LearningRate, steps: int) -> Callable[[int], Mapping[str, object]]:
     """What the optimizer's groups are set to, by step. UserError for a scheduler that torch refuses."""
     if rate.torch:
-        return TorchSchedule(lambda: _make(config, [nn.Parameter(torch.zeros(()))]), rate, steps)
+        return TorchSchedule(lambda: _make(config, [nn.Parameter(torch.zeros(1, 1))]), rate, steps)
     return lambda step: {"lr": config.lr * rate.factor(step, steps)}
 
 
@@ -145,7 +147,20 @@ class _AdamW(_NotCompiled, torch.optim.AdamW):
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
+class _Muon(_NotCompiled, torch.optim.Muon):
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Muon.step))
+
+
 def _make(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if config.name == "muon":
+        return _Muon(
+            parameters,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            adjust_lr_fn=config.adjust_lr_fn,
+        )
     kind = parameters[0].device.type
     fused = kind in FUSED_KINDS if config.fused == "auto" else config.fused
     if config.fused is True and kind not in (*FUSED_KINDS, "cpu"):
@@ -202,6 +217,9 @@ def clip(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> Tensor:
 VALUE, MOMENTUM, DELTA = "outer", "outer_momentum", "outer_delta"
 OUTER_KEYS = frozenset({VALUE, MOMENTUM, DELTA})
 """What a checkpoint holds of a parameter's outer state, beside its optimizer's."""
+PREVIOUS = "previous"
+"""And its version before the last update, where a step computes with that (`training.delayed`)."""
+NOT_OPTIMIZERS = OUTER_KEYS | {PREVIOUS}
 
 
 class OuterStep:

@@ -35,9 +35,19 @@ REARRANGING = {
 """Operators whose result holds elements of their first argument, and padding."""
 
 
-def check_optimizers(configs: Sequence[OptimizerConfig], parameters: Sequence[str]) -> None:
-    """UserError for a parameter that no pattern matches, and for an entry that updates none."""
-    used = {choose(configs, name) for name in parameters}
+def check_optimizers(configs: Sequence[OptimizerConfig], graph: OpGraph) -> None:
+    """UserError for a parameter that no pattern matches or whose optimizer cannot update it, and for an entry that
+    updates none."""
+    parameters, used = graph.trainable, set[int]()
+    for op in (op for op in graph.ops if op.kind == "parameter" and op.target in parameters):
+        chosen = choose(configs, op.target)
+        used.add(chosen)
+        shape = op.outputs[0].shape_at(1)
+        if configs[chosen].name == "muon" and len(shape) != 2:
+            raise UserError(
+                f"optimizer: muon: got parameter {op.target!r} of shape {list(shape)}, expected matrices: put an entry "
+                f"for it before entry {chosen + 1}"
+            )
     for index, config in enumerate(configs):
         if index not in used:
             raise UserError(

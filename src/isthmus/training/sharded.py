@@ -28,7 +28,8 @@ from isthmus.graph.opgraph import Op, Ref
 from isthmus.graph.partition import StageGraph
 from isthmus.training.checkpoint import OPTIMIZER
 from isthmus.training.collectives import Collectives
-from isthmus.training.engine import EngineConfig, TorchEngine, gradient_dtype
+from isthmus.training.engine import EngineConfig, TorchEngine
+from isthmus.training.gradients import gradient_dtype
 from isthmus.training.optim import NO_GRADIENT, STEP
 
 Whole = Literal["parameters", "gradients", "sums", "values"]

@@ -46,7 +46,7 @@ class ShardedIsland(IslandEngine):
         if whole:
             super()._spread(whole)
 
-    def shared_values(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def shared_values(self, names: Sequence[str], step: int | None = None) -> dict[str, Tensor]:
         apart, whole = self._split(names)
         found = _there(self._whole("values", apart)) | self._engine.shared_values(whole)
         return {name: found[name] for name in names}

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from isthmus.errors import UserError
 from isthmus.graph.captured import Captured
 from isthmus.training.checkpoint import OPTIMIZER, read_tensors, split_replica
-from isthmus.training.optim import OUTER_KEYS, OptimizerConfig, choose
+from isthmus.training.optim import NOT_OPTIMIZERS, OptimizerConfig, choose
 from isthmus.training.scaling import LOSS_SCALE
 
-STATE_KEYS = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
+STATE_KEYS = {"sgd": {"momentum_buffer"}, "muon": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
 """What each optimizer keeps for a parameter, if anything."""
 
 
@@ -71,7 +71,7 @@ def _check(
     for name, value in saved.items():
         if name.startswith(OPTIMIZER):
             parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
-            if key not in OUTER_KEYS:
+            if key not in NOT_OPTIMIZERS:
                 kept.setdefault(parameter, set()).add(key)
         elif name not in weights or weights[name].shape != value.shape:
             got = list(weights[name].shape) if name in weights else "no such weight"

@@ -58,6 +58,9 @@ def check_certificate(
     if question.schedule == "zero-bubble":
         ledger.judge("certificate", certificate is None, str(certificate), "none: bounds count each backward whole")
         return BoundCheck(status="none stated", text="the plan states no bound: bounds here count each backward whole")
+    if question.schedule == "delayed":
+        ledger.judge("certificate", certificate is None, "a bound", "none: of steps that overlap no bound is known")
+        return BoundCheck(status="none stated", text="no bound is stated or known of steps that overlap")
     checks = _checks(reading, effort)
     own = min(check.simple for check in checks)
     unit, reached = ("in money" if priced else "s"), (found.price if priced else found.step_s)

@@ -136,8 +136,8 @@ def _replica(ledger: DifferenceList, where: str, replica: Replica, reading: Grap
     ]
     for stage, limit in enumerate(schedule.in_flight):
         least = replica.micro_batches if schedule.name == "gpipe" else 1
-        allowed = f"{least} to {replica.micro_batches}"
-        fits = least <= limit <= replica.micro_batches
+        most = (2 if schedule.name == "delayed" else 1) * replica.micro_batches
+        allowed, fits = f"{least} to {most}", least <= limit <= most
         held.append(ledger.judge(f"{where}.schedule.in_flight[{stage}]", fits, limit, allowed))
     starts = [0, *(stage.last + 1 for stage in replica.stages)]
     for index, stage in enumerate(replica.stages):

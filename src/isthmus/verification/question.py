@@ -15,7 +15,7 @@ from isthmus.graph.opgraph import OpGraph
 from isthmus.plans import Constraints
 
 FLOAT32_BYTES = 4
-_KEPT_TENSORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
+_KEPT_TENSORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2, "muon": 1}
 """float32 tensors of the parameter's shape that an optimizer keeps from step to step."""
 
 

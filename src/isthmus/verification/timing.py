@@ -4,6 +4,8 @@ sum is in `sums`.
     step = fill + (n - 1) * period + shared parameters + averaging
 
 Under `zero-bubble` nobody waits for weight gradients but their own stage.
+Where two steps may be under way (`delayed`) it is n * period, but at least half of what a step takes by itself, from
+its first forward to its last backward.
 
 `fill` is one micro-batch alone. `period` is the longest of: a stage's forward and backward; one direction of an edge
 without latency; what leaves a site over its shared uplink; a stage's round trip over the micro-batches it may hold.
@@ -43,6 +45,7 @@ class StepTiming:
             0.0 if again else p.apart_flops / v for p, v, again in zip(graph.parts, speeds, recompute, strict=True)
         ]
         self._fleet = question.fleet
+        self._overlaps = question.schedule == "delayed"
         self._next: dict[int, list[tuple[int, float, float]]] = {k: [] for k in range(len(devices))}
         for f in graph.flowing:
             there_s = self._message_s(f.source, f.target, f.forward_bytes)
@@ -137,10 +140,14 @@ class StepTiming:
         """By name, the period that a stage's limit imposes, where it holds fewer than all micro-batches."""
         found: dict[str, float] = {}
         for k, (name, limit) in enumerate(zip(self.devices, in_flight, strict=True)):
-            if limit < micro_batches:
+            if limit < self.most_held(micro_batches):
                 words = f"memory of device {name} ({limit} micro-batches in flight)"
                 found[words] = max(found.get(words, 0.0), self.round_trip_s(k) / limit)
         return found
+
+    def most_held(self, micro_batches: int) -> int:
+        """Micro-batches that a stage may hold at all."""
+        return 2 * micro_batches if self._overlaps else micro_batches
 
     def periods_s(self, in_flight: Sequence[int], micro_batches: int) -> dict[str, float]:
         """Everything that could set the period, by name."""
@@ -170,8 +177,11 @@ class StepTiming:
     def step_s(self, in_flight: Sequence[int], micro_batches: int) -> float:
         period_s = self._busiest_s
         for k, limit in enumerate(in_flight):
-            if limit < micro_batches:
+            if limit < self.most_held(micro_batches):
                 period_s = max(period_s, self._round_trips_s[k] / limit)
+        if self._overlaps:
+            by_itself_s = (micro_batches - 1) * self._busiest_s + max(self._round_trips_s) + self.shared_s
+            return max(micro_batches * period_s, by_itself_s / 2)
         return self.fill_s + (micro_batches - 1) * period_s + self.shared_s
 
     def unhindered_s(self, micro_batches: int) -> float:

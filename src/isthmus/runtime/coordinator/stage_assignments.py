@@ -79,7 +79,7 @@ class StageAssignments:
             keep_every=self._keep_every(),
             period=plan.sync.period,
             number=number,
-            repeats=plan.sync.averages == "gradients",
+            repeats=plan.sync.averages == "gradients" and self.job.schedule != "delayed",
         )
 
     @property

@@ -81,6 +81,7 @@ from isthmus.runtime.messages.state_transfer import (
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.rendezvous import PeerDialer
+from isthmus.training.delayed import DelayedEngine
 from isthmus.training.engine import Engine, TorchEngine
 from isthmus.training.faults import is_short_of_memory, shortage
 from isthmus.training.layout import header_of
@@ -382,7 +383,7 @@ class DeviceWorker:
         if assignment.view.splits and self._site.island is None and not assignment.frozen:
             return SplitEngine(train, evaluation, config, values, accelerator=self._accelerator)
         if self._site.island is None:
-            return TorchEngine(
+            return (DelayedEngine if assignment.view.delayed else TorchEngine)(
                 train,
                 evaluation,
                 config,
@@ -391,6 +392,8 @@ class DeviceWorker:
                 recompute=assignment.recompute,
                 frozen=assignment.frozen,
             )
+        if assignment.view.delayed:
+            raise UserError("schedule: got 'delayed' with an island of ranks, expected '1f1b': they hold one version")
         if not is_first(self._site.device):
             raise UserError("its ranks share one stage of a plan, expected a device without ranks to hold two")
         self._ranks = self._ranks or begin_session(self._site.island, self._site.ranks, self._accelerator)

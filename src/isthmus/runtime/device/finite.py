@@ -48,7 +48,7 @@ class FiniteWatch:
         name = next((self._called(ref) for ref, value in sent.items() if not is_finite(value)), None)
         if name is not None:
             self._note("output", micro_batch, name, inputs)
-        elif self._train.loss is not None and not math.isfinite(self._engine.loss):
+        elif self._train.loss is not None and not is_finite(self._engine.last_loss):
             self._note("loss", micro_batch, "", inputs)
 
     def backward(self, micro_batch: int, gradients: Mapping[Ref, Tensor]) -> None:

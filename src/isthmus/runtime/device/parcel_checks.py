@@ -14,7 +14,7 @@ from isthmus.plans import Packing
 from isthmus.protocol.run_messages import Parcel
 from isthmus.runtime.device.links import Signature
 from isthmus.runtime.messages.assignment import Assignment
-from isthmus.training.engine import gradient_dtype
+from isthmus.training.gradients import gradient_dtype
 
 
 def label(ref: Ref) -> str:

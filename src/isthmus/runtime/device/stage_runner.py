@@ -364,15 +364,17 @@ class StageRunner:
                     tensors = {name: t.contiguous() for name, t in tensors.items()}  # sample after sample
                     samples = self._batches.samples(self._items[send.item], send.micro_batch)
             case "shared":
+                item = self._items[send.item]
                 tensors = self.engine.shared_values(
-                    [n for n, users in stage.shared_with.items() if send.target in users]
+                    [n for n, users in stage.shared_with.items() if send.target in users],
+                    item.step if item.kind == "train" else None,
                 )
             case "shared_gradient":
                 tensors = self.engine.take_shared_gradients(
                     [n for n, o in stage.shared_from.items() if o == send.target]
                 )
             case "count":
-                number = self.engine.count
+                number = self.engine.count(self._items[send.item].step)
             case "norms":
                 assert self._norms is not None, "norms are sent after collect"
                 tensors, finite = {"norms": self._norms}, self._all_finite
@@ -388,7 +390,7 @@ class StageRunner:
             others = [s for s in view.others if self.links.holds("count", s, item)]
             known = {s: self.links.take_number("count", s, item) for s in others}
             if view.has_loss:
-                known[view.stage] = self.engine.count
+                known[view.stage] = self.engine.count(self._items[item].step)
             self._count = sum(known[s] for s in sorted(known))
         for user in sorted(view.parameter_users, reverse=True):
             names = [n for n, users in self.assignment.train.shared_with.items() if user in users]
@@ -469,7 +471,7 @@ class StageRunner:
 
     def _finish(self, item: int) -> None:
         kind = self._items.pop(item).kind
-        if kind == "save":  # also a run's last item: spans that are not told with it are lost
+        if kind == "save" and not self._items:  # a run's last item: spans that are not told with it are lost
             self._tasklets.finish()
             self.links.drain()
             self._snapshots.tell()

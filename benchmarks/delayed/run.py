@@ -1,0 +1,150 @@
+"""Step time of steps that overlap, beside the bound max(stage compute, wire) x micro-batches and beside the simulator.
+
+    python benchmarks/delayed/run.py [--quick] [--json PATH]
+
+Processes over an emulated fleet: the slowest stage computes 100 ms per micro-batch, links have 50 ms one way, and
+their bandwidth is such that a message takes half as long as the compute, or twice as long. Bounds and simulations
+use no measured time.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from isthmus.cost import build_plan
+from isthmus.data import DataSpec
+from isthmus.experiments import OptimizerConfig, RunOptions, Watcher, check_outcome, run_plan
+from isthmus.fleet import Device, Fleet, Link, Links
+from isthmus.graph import Flow, cuts
+from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig, prepare
+from isthmus.models import ModelSpec
+from isthmus.plans import Plan
+from isthmus.protocol import RunSpec
+from isthmus.simulator import SimulationOptions, simulate
+from isthmus.trace import Trace, steady_step_s
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
+
+FIGURES = Path(__file__).parent / "results" / "latest.json"
+COMPUTE_S, LATENCY_S, STEPS, SIZE, LENGTH, WIDTH, LAYERS = 0.1, 0.05, 9, 4, 32, 32, 4
+MESSAGE_BYTES = SIZE * LENGTH * WIDTH * 4
+
+
+class Case(NamedTuple):
+    stages: int
+    micro_batches: int
+    wire_s: float
+    """Of a message."""
+
+
+CASES = [Case(stages, n, wire_s) for wire_s in (0.05, 0.2) for stages in (2, 4) for n in (8, 32)]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    schedule: str
+    stages: int
+    micro_batches: int
+    wire_s: float
+    bound_s: float
+    predicted_s: float
+    simulated_s: float
+    measured_s: float
+
+
+def fleet_of(case: Case, flops_per_s: float) -> Fleet:
+    devices = tuple(
+        Device(name=f"d{k}", region="here", flops_per_s=flops_per_s, memory_bytes=1 << 34) for k in range(case.stages)
+    )
+    return Fleet(name="equal", devices=devices, links=Links(default=Link(LATENCY_S, MESSAGE_BYTES / case.wire_s)))
+
+
+def prepared_of(case: Case, schedule: str) -> Prepared:
+    options = {"vocab_size": 256, "sequence_length": LENGTH, "width": WIDTH, "layers": LAYERS, "heads": 2}
+    data: dict[str, object] = {"files": "stdlib", "sequence_length": LENGTH, "max_bytes": 1_000_000}
+    job = Job(
+        name="delayed",
+        model=ModelSpec(name="gpt", options=options),
+        data=DataSpec(kind="text", options=data),
+        schedule=schedule,
+        training=TrainingConfig(
+            steps=STEPS, batch_size=SIZE * case.micro_batches, micro_batches=case.micro_batches, clip_norm=1.0
+        ),
+        optimizer=(OptimizerConfig(),),
+        runtime=RuntimeConfig(threads=1, emulate=True, adapt=False, snapshots=False),
+    )
+    return prepare(job)
+
+
+def blocks_of(flow: Flow, stages: int) -> list[int]:
+    """Equal numbers of blocks."""
+    clean = {cut.position for cut in cuts(flow) if len(cut.values) == 1 and not cut.shared}
+    names = [f"blocks.{stage * LAYERS // stages}." for stage in range(1, stages)]
+    found = [next(i for i, op in enumerate(flow.operators) if f"{op.module}.".startswith(name)) for name in names]
+    assert set(found) <= clean, "one tensor crosses before each"
+    return found
+
+
+def planned(prepared: Prepared, case: Case) -> tuple[Plan, Fleet]:
+    """On devices whose slowest stage takes `COMPUTE_S`."""
+
+    def plan_on(fleet: Fleet) -> Plan:
+        return build_plan(prepared.problem(fleet), fleet.names, blocks_of(prepared.flow, case.stages), planner="blocks")
+
+    most = max(stage.flops_forward + stage.flops_backward for stage in plan_on(fleet_of(case, 1e9)).stages)
+    fleet = fleet_of(case, most / COMPUTE_S)
+    return plan_on(fleet), fleet
+
+
+def row_of(case: Case, schedule: str) -> Row:
+    prepared = prepared_of(case, schedule)
+    plan, fleet = planned(prepared, case)
+    spec = RunSpec(steps=STEPS, micro_batches=case.micro_batches, micro_batch_size=SIZE)
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = run_plan(prepared, plan, fleet, Path(folder), RunOptions(emulate=True), Watcher())
+    check_outcome(outcome)
+    measured = Trace(source="runtime", run="delayed", spans=tuple(outcome.spans), period=plan.period)
+    return Row(
+        schedule=schedule,
+        stages=case.stages,
+        micro_batches=case.micro_batches,
+        wire_s=case.wire_s,
+        bound_s=case.micro_batches * max(COMPUTE_S, case.wire_s),
+        predicted_s=plan.predicted.step_s,
+        simulated_s=steady_step_s(simulate(plan, fleet, spec, SimulationOptions(clips=True))),
+        measured_s=steady_step_s(measured),
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    head = f"{'schedule':9}{'stages':>7}{'n':>4}{'wire':>6}{'bound':>8}{'closed':>8}{'simulated':>11}{'measured':>10}"
+    lines = [f"{head}{'/ bound':>9}{'/ simulated':>13}"]
+    for r in rows:
+        lines.append(
+            f"{r.schedule:9}{r.stages:7}{r.micro_batches:4}{r.wire_s:6.2f}{r.bound_s:8.3f}{r.predicted_s:8.3f}"
+            f"{r.simulated_s:11.3f}{r.measured_s:10.3f}{r.measured_s / r.bound_s:9.3f}"
+            f"{r.measured_s / r.simulated_s:13.3f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    given = options_of(__doc__, FIGURES, quick="cases of 8 micro-batches alone").parse_args()
+    cases = [case for case in CASES if case.micro_batches == 8 or not given.quick]
+    rows: list[Row] = []
+    for case in cases:
+        for schedule in ("1f1b", "delayed"):
+            rows.append(row_of(case, schedule))
+            print(table(rows[-1:]), flush=True)
+    print(table(rows))
+    write_figures(given.json, {"machine": machine(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
