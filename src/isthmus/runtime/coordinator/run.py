@@ -99,7 +99,8 @@ def run_spec(prepared: Prepared, start_step: int = 0) -> RunSpec:
         eval_every=t.eval_every,
         eval_micro_batches=count,
         save_every=t.save_every,
-        lease_ahead=job.runtime.lease_ahead,
+        # A checkpoint and a snapshot may lie between steps that overlap: the step after them is begun before they are.
+        lease_ahead=job.runtime.lease_ahead + (2 if job.schedule == "delayed" else 0),
         start_step=start_step,
         non_finite_steps=t.most_non_finite_steps,
         recovery_attempts=job.runtime.recovery_attempts,
