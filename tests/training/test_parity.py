@@ -63,8 +63,9 @@ def test_loss_gradients_and_buffers_equal_the_plain_module(name: str, seed: int)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *CASES])
-def test_recomputing_changes_no_bit(name: str):
-    """Loss, gradients, buffers and a second step are those of stages that keep what they save, whoever recomputes."""
+def test_recomputing_and_weight_gradients_apart_change_no_bit(name: str):
+    """Loss, gradients, buffers and a second step are those of stages that keep what they save and do each backward
+    whole, whoever recomputes, and with weight gradients as late as can be."""
     build, columns = model(name)
     data = [batches(columns, CONFIG.micro_batches, CONFIG.micro_batch_size, seed) for seed in range(2)]
     generator = random.Random(name)
@@ -74,6 +75,7 @@ def test_recomputing_changes_no_bit(name: str):
         Pipeline(captured(name), cut, weights_of(build, captured(name)), CONFIG, recompute=recompute)
         for recompute in ((), [True] * (len(cut) + 1), [not any(some), *some])
     ]
+    found.append(Pipeline(captured(name), cut, weights_of(build, captured(name)), CONFIG, split=True))
     steps = [[pipeline.step(number, copies(d)) for number, d in enumerate(data)] for pipeline in found]
     for pipeline, told in zip(found[1:], steps[1:], strict=True):
         assert [loss for loss, _ in told] == [loss for loss, _ in steps[0]]
