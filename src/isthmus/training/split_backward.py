@@ -125,7 +125,7 @@ class SplitProgram:
         refs = tuple(dict.fromkeys(_refs([step.args, list(step.kwargs.values())])))
         if step.quiet:
             return step
-        outputs = {Ref(step.name, number) for number in range(step.outputs)}
+        outputs = {Ref(step.name, number) for number in range(len(step.dtypes))}
         takes_parameters = not self._derived.isdisjoint(refs)
         if not self._flowing.isdisjoint(refs):
             self._flowing |= outputs
@@ -157,7 +157,7 @@ class SplitProgram:
             made = cast("Sequence[Tensor]", _InputGradients.apply(call, tuple(inputs), *inputs.values()))
         else:
             made = [t.detach().requires_grad_(t.requires_grad) for t in call.run({})]
-        return made[0] if step.outputs == 1 else made
+        return made[0] if len(step.dtypes) == 1 else made
 
     def weight_gradients(self, micro_batch: int) -> Values:
         """By variable. What the micro-batch kept is freed."""

@@ -57,6 +57,8 @@ def compile_stage(
 def _by_jax(engine: Engine, assignment: Assignment, batches: Batches) -> str:
     if not isinstance(engine, TorchEngine):
         raise UserError("engine: got 'jax' for a device of several ranks, expected 'torch'")
+    if isinstance(engine, SplitEngine):
+        return "computed by torch, not JAX: the schedule computes weight gradients apart"
     prepare_process(engine.accelerator)
     import_extra("jax", "a device with engine 'jax'")
     loaded = importlib.import_module("isthmus.training.jax.start")
