@@ -29,7 +29,7 @@ from torch.autograd import Function
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.graph.opgraph import Ref
 from isthmus.graph.partition import StageGraph
-from isthmus.training.engine import EngineConfig, TorchEngine
+from isthmus.training.engine import AtStep, EngineConfig, TorchEngine
 from isthmus.training.faults import raise_if_jobs
 from isthmus.training.program import Program, Slot, Step, fill
 
@@ -200,14 +200,17 @@ class SplitEngine(TorchEngine):
         self.program = self._split
         self._at = -1
         """The micro-batch of the backward that runs."""
+        self._adds_to: dict[int, AtStep] = {}
+        """By micro-batch whose weight gradients are left."""
 
     def backward(self, micro_batch: int, gradients: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
         self._at = micro_batch
         return super().backward(micro_batch, gradients)
 
     def _differentiate(
-        self, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor]
+        self, at: AtStep, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
+        self._adds_to[self._at] = at
         ends = self._split.ends.pop(self._at)
         wanted = [*leaves, *ends.values()]
         found = cast("tuple[Tensor | None, ...]", torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
@@ -223,5 +226,7 @@ class SplitEngine(TorchEngine):
         except Exception as e:
             raise_if_jobs(f"the weight gradients of stage {self.train.index}", e)
             raise
-        for name in self.trainable:
-            self._accumulate(name, found.get(Ref(name)))
+        at = self._adds_to.pop(micro_batch, None)
+        if at is not None:
+            for name in self.trainable:
+                self._accumulate(at, name, found.get(Ref(name)))
