@@ -1,5 +1,6 @@
 """The models that a job can name, and how to add one."""
 
+from isthmus.models.boundary import BoundaryOptions, has_bottlenecks, has_subspace, widened
 from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.hugging_face import as_eager, is_hugging_face, save_hugging_face
 from isthmus.models.lora import LoraOptions, base_of, is_peft, merged, save_adapter
@@ -11,6 +12,7 @@ __all__ = [
     "CNN",
     "GPT",
     "MLP",
+    "BoundaryOptions",
     "CNNConfig",
     "GPTConfig",
     "LoraOptions",
@@ -22,6 +24,8 @@ __all__ = [
     "base_of",
     "build_model",
     "describe_model",
+    "has_bottlenecks",
+    "has_subspace",
     "is_hugging_face",
     "is_peft",
     "merged",
@@ -29,4 +33,5 @@ __all__ = [
     "save_adapter",
     "save_hugging_face",
     "summarize_model",
+    "widened",
 ]

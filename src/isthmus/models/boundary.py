@@ -53,9 +53,13 @@ class Stream(NamedTuple):
     token: str
     position: str | None
     readers: tuple[str, ...]
-    """Norms in the order of the forward; the last stands before the head."""
+    """The norms of the blocks."""
     writers: tuple[str, ...]
     blocks: tuple[str, ...]
+    norm: str
+    """Behind the last block."""
+    head: str
+    """From the stream to the vocabulary."""
     width: int
 
 
@@ -103,9 +107,21 @@ def find_stream(module: nn.Module) -> Stream:
     last = [f"{parent}.{name}".lstrip(".") for name, part in owner.named_children() if _is_norm(part, width)]
     if len(last) != 1 or len(tables) > 2 or any(part.embedding_dim != width for _, part in tables):
         raise _no_stream(module, f"{len(last)} norms beside {path} and {len(tables)} embeddings")
-    names = tuple(f"{path}.{index}" for index in range(len(blocks)))
-    position = tables[1][0] if len(tables) == 2 else None
-    return Stream(tables[0][0], position, (*readers, *last), tuple(writers), names, width)
+    shape = (tables[0][1].num_embeddings, width)
+    outside = [(name, part) for name, part in module.named_modules() if not name.startswith(f"{path}.")]
+    heads = [name for name, part in outside if isinstance(part, nn.Linear) and part.weight.shape == shape]
+    if len(heads) != 1:
+        raise _no_stream(module, f"{len(heads)} layers from {width} to the vocabulary")
+    return Stream(
+        token=tables[0][0],
+        position=tables[1][0] if len(tables) == 2 else None,
+        readers=tuple(readers),
+        writers=tuple(writers),
+        blocks=tuple(f"{path}.{index}" for index in range(len(blocks))),
+        norm=last[0],
+        head=heads[0],
+        width=width,
+    )
 
 
 class Bottleneck(nn.Module):
@@ -144,8 +160,11 @@ class Subspace(nn.Module):
 
     def expanded(self, narrow: Tensor) -> Tensor:
         """[B, T, k] -> [B, T, width]: the whole stream."""
-        ids = self.step.ids
-        assert ids is not None, "the token embedding comes first"
+        sent = self.step.ids
+        assert sent is not None, "the token embedding comes first"
+        ids = sent.to(torch.int64)
+        # A value of its own for each reader: a stage passes it to the next one only, not the first stage to all.
+        self.step.ids = sent.clone()
         fixed = nn.functional.embedding(ids, cast("Tensor", self.token))
         if self.position is not None:
             fixed = fixed + cast("Tensor", self.position)[: ids.shape[1]]
@@ -165,27 +184,40 @@ class NarrowTokens(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight)
         self._step = subspace.step
+        self._sent_as = torch.int16 if len(weight) <= torch.iinfo(torch.int16).max else torch.int32
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, k]."""
-        self._step.ids = ids
+        self._step.ids = ids.to(self._sent_as)
         return nn.functional.embedding(ids, self.weight)
 
 
 class WideNorm(nn.Module):
     """A norm of the whole stream, from its coordinates."""
 
-    def __init__(self, norm: nn.Module, subspace: Subspace, *, is_last: bool) -> None:
+    def __init__(self, norm: nn.Module, subspace: Subspace) -> None:
         super().__init__()
         self.norm = norm
         self._subspace = (subspace,)  # no child: it has one place in the module
-        self._is_last = is_last
 
     def forward(self, narrow: Tensor) -> Tensor:
         """[B, T, k] -> [B, T, width]."""
-        found = self.norm(self._subspace[0].expanded(narrow))
-        if self._is_last:
-            self._subspace[0].step.ids = None
+        return self.norm(self._subspace[0].expanded(narrow))
+
+
+class WideHead(nn.Module):
+    """The last norm and the head, from the stream's coordinates."""
+
+    def __init__(self, norm: nn.Module, head: nn.Module, subspace: Subspace) -> None:
+        super().__init__()
+        self.norm = norm
+        self.head = head
+        self._subspace = (subspace,)
+
+    def forward(self, narrow: Tensor) -> Tensor:
+        """[B, T, k] -> [B, T, vocabulary]."""
+        found = self.head(self.norm(self._subspace[0].expanded(narrow)))
+        self._subspace[0].step.ids = None
         return found
 
 
@@ -210,8 +242,11 @@ def _confine(module: nn.Module, stream: Stream, options: BoundaryOptions) -> Non
         nn.init.zeros_(table.weight)
         module.set_submodule(stream.position, table)
     for name in stream.readers:
-        norm = WideNorm(module.get_submodule(name), subspace, is_last=name == stream.readers[-1])
-        module.set_submodule(name, norm)
+        module.set_submodule(name, WideNorm(module.get_submodule(name), subspace))
+    # The head takes the last norm in: GPT-2 in transformers looks at the stream's width before that norm.
+    head = WideHead(module.get_submodule(stream.norm), module.get_submodule(stream.head), subspace)
+    module.set_submodule(stream.head, head)
+    module.set_submodule(stream.norm, nn.Identity())
     for name in stream.writers:
         _narrow_writer(module.get_submodule(name), subspace)
 
@@ -230,15 +265,70 @@ def _narrow_writer(part: nn.Module, subspace: Subspace) -> None:
 
 
 def widened(module: nn.Module, plain: nn.Module) -> nn.Module:
-    """`plain`, a model of the same family without a subspace, with the weights of the rewritten `module`: the same
-    function up to rounding. Raises `UserError` for bottlenecks, which no plain model has."""
-    subspace = getattr(module, "boundary", None)
-    if not isinstance(subspace, Subspace):
-        raise UserError("model.boundary: got bottlenecks, expected method 'subspace': no plain model computes the same")
+    """`plain`, a model of the same family that was not rewritten, with the weights of one that `subspace` made: the
+    same function up to rounding. A tied head is untied."""
+    subspace, learned = cast("Subspace", module.boundary), dict(module.named_parameters())
     stream, basis = find_stream(plain), cast("Tensor", subspace.basis)
+    fixed = {stream.token: subspace.token, stream.position: subspace.position}
     _untie(plain, plain.get_submodule(stream.token))
     with torch.no_grad():
-        weights = {name.replace(".norm.weight", ".weight"): value for name, value in module.named_parameters()}
         for name, value in plain.named_parameters():
-            value.copy_(_wide(name, module, stream, subspace, basis, weights))
+            owner, _, last = name.rpartition(".")
+            if owner in stream.readers:
+                found = learned[f"{owner}.norm.{last}"]
+            elif owner == stream.norm:
+                found = learned[f"{stream.head}.norm.{last}"]
+            elif owner == stream.head:
+                found = learned[f"{stream.head}.head.{last}"]
+            elif owner in fixed:
+                found = cast("Tensor", fixed[owner]) + learned[name] @ basis.T
+            elif owner in stream.writers:  # Linear's weight and biases begin with the output; GPT-2's weights end so
+                narrow = learned[name]
+                found = basis @ narrow if narrow.shape[0] == basis.shape[1] else narrow @ basis.T
+            else:
+                found = learned[name]
+            value.copy_(found)
     return plain
+
+
+def has_subspace(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "boundary", None), Subspace)
+
+
+def has_bottlenecks(module: nn.Module) -> bool:
+    return any(isinstance(part, Bottleneck) for part in module.modules())
+
+
+def _narrow(width: int, rate: float) -> int:
+    return max(1, round(width / rate))
+
+
+def _table(module: nn.Module, name: str | None) -> Tensor | None:
+    return None if name is None else cast("Tensor", module.get_submodule(name).weight).detach().clone()
+
+
+def _untie(module: nn.Module, table: nn.Module) -> None:
+    """Every other layer that shares the table's weight gets a copy of it."""
+    for part in module.modules():
+        if part is not table and getattr(part, "weight", None) is table.weight:
+            part.weight = nn.Parameter(cast("Tensor", table.weight).detach().clone())
+    config: object = getattr(module, "config", None)
+    if hasattr(config, "tie_word_embeddings"):
+        config.tie_word_embeddings = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _is_norm(part: nn.Module, width: int) -> bool:
+    weight = getattr(part, "weight", None)
+    return "Norm" in type(part).__name__ and isinstance(weight, Tensor) and weight.shape == (width,)
+
+
+def _writes(name: str, part: nn.Module, width: int) -> bool:
+    wide = part.out_features if isinstance(part, nn.Linear) else getattr(part, "nf", None)
+    return name.rpartition(".")[2] in WRITERS and wide == width
+
+
+def _no_stream(module: nn.Module, what: str) -> UserError:
+    return UserError(
+        f"model.boundary: {type(module).__name__} has no residual stream that can be rewritten ({what}): expected a "
+        "causal language model as gpt, hf-gpt2 or hf-llama; any model may use a codec: [compression] method = 'int4'"
+    )
