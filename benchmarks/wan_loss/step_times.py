@@ -8,7 +8,6 @@ from collections import deque
 from typing import NamedTuple
 
 import msgspec
-from training import packing_of
 from twin import FLOPS_PER_S, LINK, MICRO_BATCHES, STAGES, Variant, fleet
 
 from isthmus.cost import build_plan, plan_compression
@@ -18,6 +17,7 @@ from isthmus.job import Prepared, prepare
 from isthmus.plans import Plan
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
+from training import packing_of
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,9 +48,9 @@ class _Crossing(torch.autograd.Function):
 
 
 def _crossed(value: Tensor, codec: Codec) -> Tensor:
-    """Micro-batch after micro-batch, as it is sent."""
-    parts = [codec.decode(codec.encode(p), p.shape, p.dtype) for p in value.split(MICRO_BATCH_SIZE)]
-    return torch.cat(parts)
+    """As it is sent: a micro-batch is a whole number of a dense codec's tiles, and top-K chooses within each."""
+    parts = value.split(MICRO_BATCH_SIZE) if codec.name == "topk" else [value]
+    return torch.cat([codec.decode(codec.encode(p), p.shape, p.dtype) for p in parts])
 
 
 def packing_of(codec: str) -> Packing:

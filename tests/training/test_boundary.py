@@ -46,7 +46,7 @@ def spec_of(name: str, method: str) -> ModelSpec:
     pytest.importorskip("transformers") if name.startswith("hf-") else None
     options, blocks = FAMILIES[name]
     after = {f"{blocks}.0": 8.0, f"{blocks}.1": 16.0} if method == "residual" else ()
-    boundary = BoundaryOptions(method=method, rate=RATE, after=after)
+    boundary = read_options("boundary", {"method": method, "rate": RATE, "after": after}, BoundaryOptions)
     return ModelSpec(name=name, options={**options, **DROPOUT.get(name, {})}, boundary=boundary)
 
 
@@ -71,10 +71,8 @@ def test_any_cut_equals_the_plain_module_bit_for_bit(name: str, method: str) -> 
         assert loss == expected_loss
         assert gradients.keys() == expected.keys()
         for key, value in expected.items():
-            same = (
-                torch.equal(gradients[key], value) if pipeline.sums_in_order else torch.allclose(gradients[key], value)
-            )
-            assert same, (key, cut)
+            same = torch.equal if pipeline.sums_in_order else torch.allclose
+            assert same(gradients[key], value), (key, cut)
         assert pipeline.evaluate(copies(data)) == reference_loss(module, copies(data))
 
 

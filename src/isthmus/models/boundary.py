@@ -151,6 +151,10 @@ def _through_bottleneck(block: nn.Module, _given: object, found: object) -> obje
 class Subspace(nn.Module):
     """What every stage knows without being sent it: the basis U, and the fixed part of token and position tables."""
 
+    basis: Tensor
+    token: Tensor
+    position: Tensor | None
+
     def __init__(self, basis: Tensor, token: Tensor, position: Tensor | None) -> None:
         super().__init__()
         self.register_buffer("basis", basis)
@@ -165,10 +169,10 @@ class Subspace(nn.Module):
         ids = sent.to(torch.int64)
         # A value of its own for each reader: a stage passes it to the next one only, not the first stage to all.
         self.step.ids = sent.clone()
-        fixed = nn.functional.embedding(ids, cast("Tensor", self.token))
+        fixed = nn.functional.embedding(ids, self.token)
         if self.position is not None:
-            fixed = fixed + cast("Tensor", self.position)[: ids.shape[1]]
-        return fixed + nn.functional.linear(narrow, cast("Tensor", self.basis))
+            fixed = fixed + self.position[: ids.shape[1]]
+        return fixed + nn.functional.linear(narrow, self.basis)
 
 
 class _Step:
@@ -253,7 +257,7 @@ def _confine(module: nn.Module, stream: Stream, options: BoundaryOptions) -> Non
 
 def _narrow_writer(part: nn.Module, subspace: Subspace) -> None:
     weight, bias = cast("Tensor", part.weight), cast("Tensor | None", part.bias)
-    basis = cast("Tensor", subspace.basis)
+    basis = subspace.basis
     with torch.no_grad():
         if isinstance(part, nn.Linear):
             part.weight, part.out_features = nn.Parameter(basis.T @ weight), basis.shape[1]
@@ -268,7 +272,7 @@ def widened(module: nn.Module, plain: nn.Module) -> nn.Module:
     """`plain`, a model of the same family that was not rewritten, with the weights of one that `subspace` made: the
     same function up to rounding. A tied head is untied."""
     subspace, learned = cast("Subspace", module.boundary), dict(module.named_parameters())
-    stream, basis = find_stream(plain), cast("Tensor", subspace.basis)
+    stream, basis = find_stream(plain), subspace.basis
     fixed = {stream.token: subspace.token, stream.position: subspace.position}
     _untie(plain, plain.get_submodule(stream.token))
     with torch.no_grad():
@@ -313,7 +317,7 @@ def _untie(module: nn.Module, table: nn.Module) -> None:
         if part is not table and getattr(part, "weight", None) is table.weight:
             part.weight = nn.Parameter(cast("Tensor", table.weight).detach().clone())
     config: object = getattr(module, "config", None)
-    if hasattr(config, "tie_word_embeddings"):
+    if config is not None and hasattr(config, "tie_word_embeddings"):
         config.tie_word_embeddings = False  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -24,7 +24,7 @@ from isthmus.training.compression.codec import (
 
 LEVELS = 15
 SMALLER = 2.0 * INT4_TILE
-"""What transformed values are divided by: a power of two, so nothing is rounded, and no sum of 64 or range overflows."""
+"""What transformed values are divided by: a power of two, which rounds nothing, so that no sum of 64 overflows."""
 LARGEST = torch.finfo(torch.bfloat16).max / SMALLER
 _HEAD_BYTES = 5
 """Of a tile: step and lowest value as bfloat16, the pivot's place as a byte."""
