@@ -162,9 +162,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 def main() -> None:
     parser = options_of(__doc__, LATEST)
-    parser.add_argument(
-        "--steps", type=int, default=240, help="of each training; each length has a table of its own"
-    )
+    parser.add_argument("--steps", type=int, default=240, help="of each training; each length has a table of its own")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each variant")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="train these variants")
     parser.add_argument("--table", action="store_true", help="train nothing, show what there is")

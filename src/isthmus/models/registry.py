@@ -81,8 +81,9 @@ def build_model(spec: ModelSpec) -> nn.Module:
     """The module of `spec` with fresh weights, on torch's default device, in train mode.
 
     Its `forward(**columns)` returns a scalar loss, or a dict with `loss` first, or (loss_sum, count, ...). Weights
-    are drawn from torch's global generator, those of LoRA and of bottlenecks last: the caller sets the seed. Works under
-    `FakeTensorMode` too. Raises `UserError` for an unknown model or option, an option's value, or a callable that cannot be imported.
+    are drawn from torch's global generator, those of LoRA and bottlenecks last: the caller sets the seed. Works under
+    `FakeTensorMode` too. Raises `UserError` for an unknown model or option, an option's value, or a callable that
+    cannot be imported.
     """
     module = _build(spec)
     if spec.boundary is not None:
