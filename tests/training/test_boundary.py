@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,16 @@ from isthmus.errors import UserError
 from isthmus.extensions import read_options
 from isthmus.graph import Flow, cuts
 from isthmus.graph.captured import Captured
-from isthmus.models import BoundaryOptions, ModelSpec, build_model, has_bottlenecks, has_subspace, widened
+from isthmus.models import (
+    BoundaryOptions,
+    ModelSpec,
+    build_model,
+    has_bottlenecks,
+    has_subspace,
+    is_hugging_face,
+    save_hugging_face,
+    widened,
+)
 from isthmus.models.boundary import add_boundary
 from isthmus.training.engine import EngineConfig
 
@@ -90,7 +100,7 @@ def test_a_cut_behind_a_block_sends_the_narrow_stream(name: str, method: str) ->
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_trained_subspace_is_a_plain_model_of_the_family(name: str) -> None:
+def test_a_trained_subspace_is_a_plain_model_of_the_family(name: str, tmp_path: Path) -> None:
     spec = spec_of(name, "subspace")
     module = module_of(lambda: build_model(spec))
     data = batches(TEXT, 2, 2)
@@ -102,6 +112,10 @@ def test_a_trained_subspace_is_a_plain_model_of_the_family(name: str) -> None:
     assert not has_subspace(plain) and has_subspace(module) and not has_bottlenecks(module)
     expected = reference_loss(module, copies(data))
     assert reference_loss(plain, copies(data)) == pytest.approx(expected, rel=1e-5)
+    if is_hugging_face(plain):
+        save_hugging_face(plain, tmp_path / "out")
+        again = type(plain).from_pretrained(tmp_path / "out")  # pyright: ignore
+        assert reference_loss(again, copies(data)) == reference_loss(plain, copies(data))
     assert reference_loss(module_of(lambda: build_model(spec)), copies(data)) != pytest.approx(expected, rel=1e-3)
 
 

@@ -150,9 +150,9 @@ def widened(module: nn.Module, plain: nn.Module) -> nn.Module:
                 found = learned[f"{stream.head}.head.{last}"]
             elif owner in fixed:
                 found = cast("Tensor", fixed[owner]) + learned[name] @ basis.T
-            elif owner in stream.writers:  # Linear's weight and biases begin with the output; GPT-2's weights end so
-                narrow = learned[name]
-                found = basis @ narrow if narrow.shape[0] == basis.shape[1] else narrow @ basis.T
+            elif owner in stream.writers:
+                first = last == "bias" or isinstance(plain.get_submodule(owner), nn.Linear)
+                found = basis @ learned[name] if first else learned[name] @ basis.T
             else:
                 found = learned[name]
             value.copy_(found)

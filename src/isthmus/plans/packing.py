@@ -19,6 +19,8 @@ INT8_BLOCK = 256
 """Elements that share a float32 scale."""
 INT4_TILE = 64
 """Elements that are transformed together."""
+INT4_TILE_BYTES = 5 + INT4_TILE // 2
+"""Step and lowest value as bfloat16, the pivot's place, and the levels."""
 SPARSE_CHUNK = 4096
 """Elements among which `sparse2bit` keeps the largest, and whose kept ones share two levels."""
 PACKED_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -131,7 +133,7 @@ CODECS: Mapping[str, CodecEntry] = {
     ),
     "int4": CodecEntry(
         f"{_FOLDER}.int4:Int4",
-        lambda d, _ratio, _each: 37 * -(-d // INT4_TILE),
+        lambda d, _ratio, _each: INT4_TILE_BYTES * -(-d // INT4_TILE),
         f"Four bits for every element, and five bytes for each {INT4_TILE}, which a Hadamard transform mixes.",
     ),
     "topk": CodecEntry(f"{_FOLDER}.topk:TopK", _topk_bytes, "The largest elements as bfloat16.", is_sparse=True),

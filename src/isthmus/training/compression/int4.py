@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from isthmus.plans import Packing
-from isthmus.plans.packing import INT4_TILE
+from isthmus.plans.packing import INT4_TILE, INT4_TILE_BYTES
 from isthmus.training.compression.codec import (
     check_decoded,
     check_extremes,
@@ -26,8 +26,6 @@ LEVELS = 15
 SMALLER = 2.0 * INT4_TILE
 """What transformed values are divided by: a power of two, which rounds nothing, so that no sum of 64 overflows."""
 LARGEST = torch.finfo(torch.bfloat16).max / SMALLER
-_HEAD_BYTES = 5
-"""Of a tile: step and lowest value as bfloat16, the pivot's place as a byte."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Int4:
 
 def _fields(payload: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Steps, lowest values, pivots, and the levels of each tile."""
-    tiles = payload.numel() // (_HEAD_BYTES + INT4_TILE // 2)
+    tiles = payload.numel() // INT4_TILE_BYTES
     steps, lows, pivots, nibbles = payload.split([2 * tiles, 2 * tiles, tiles, tiles * INT4_TILE // 2])
     return steps.view(torch.bfloat16), lows.view(torch.bfloat16), pivots, nibbles.view(tiles, INT4_TILE // 2)
 
