@@ -74,7 +74,7 @@ def steps_to(run: Trained, target: float) -> float:
 def loss_after(run: Trained, seconds: float, step_s: float) -> float:
     """The last loss of the curve that is known by then."""
     points = int(seconds / step_s / run.every)
-    return run.curve[min(points, len(run.curve)) - 1] if points else math.nan
+    return run.curve[min(points, len(run.curve)) - 1] if points and run.curve else math.nan
 
 
 def rows_of(report: Report, steps: int) -> list[Row]:
@@ -97,7 +97,7 @@ def rows_of(report: Report, steps: int) -> list[Row]:
                     variant=variant.name,
                     step_s=step_s,
                     steps=tuple(steps_to(r, target) for r in runs),
-                    final=tuple(r.curve[-1] for r in runs),
+                    final=tuple(r.final for r in runs),
                 )
             )
     return found
@@ -121,11 +121,11 @@ def show(report: Report, steps: int) -> None:
         table.add_row(
             row.name,
             f"{row.step_s:.3f} s",
-            _spread(row.steps, 0),
+            _spread(row.steps, 0, "not reached"),
             f"{row.total_s:.0f} s" if math.isfinite(row.total_s) else "not reached",
             f"{row.total_s / peer.total_s:.3f}" if math.isfinite(row.total_s) else "",
-            _spread(row.final, 3),
-            f"{loss / dense_loss - 1:+.1%}",
+            _spread(row.final, 3, "diverged"),
+            f"{loss / dense_loss - 1:+.1%}" if math.isfinite(loss) else "",
             f"{timed:.3f}",
         )
     console = Console(width=150)
@@ -142,9 +142,9 @@ def show(report: Report, steps: int) -> None:
     draw(rows, PICTURE)
 
 
-def _spread(values: tuple[float, ...], digits: int) -> str:
+def _spread(values: tuple[float, ...], digits: int, otherwise: str) -> str:
     if not all(map(math.isfinite, values)):
-        return "not reached"
+        return otherwise
     mean = f"{statistics.fmean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} +- {statistics.stdev(values):.{digits}f}"
 
@@ -175,6 +175,8 @@ def main() -> None:
         for variant in VARIANTS:
             if not options.only or variant.name in options.only:
                 complete(report, variant, seed, options.steps, path)
+    if not any((r.variant, r.steps) == ("dense", options.steps) for r in report.runs):
+        sys.exit(f"no table: {path} has no training of the dense model over {options.steps} steps")
     show(report, options.steps)
 
 
@@ -185,7 +187,7 @@ def complete(report: Report, variant: Variant, seed: int, steps: int, path: Path
     if not any((r.variant, r.seed, r.steps) == (variant.name, seed, steps) for r in report.runs):
         found = train(variant, seed, steps, EVERY)
         report.runs.append(found)
-        print(f"{variant.name}, seed {seed}: {found.curve[-1]:.4f} after {found.trained_s:.0f} s", flush=True)
+        print(f"{variant.name}, seed {seed}: {found.final:.4f} after {found.trained_s:.0f} s", flush=True)
     write_figures(path, report)
 
 

@@ -30,8 +30,13 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     every: int
     """Steps between two losses of the curve."""
     curve: tuple[float, ...]
-    """Held-out loss, nats per byte, of the model without codecs. NaN where it diverged."""
+    """Held-out loss, nats per byte, of the model without codecs. It ends where the training diverged."""
     trained_s: float
+
+    @property
+    def final(self) -> float:
+        """The loss after all steps; NaN where it diverged before."""
+        return self.curve[-1] if len(self.curve) == self.steps // self.every else math.nan
 
 
 class _Crossing(torch.autograd.Function):
@@ -77,10 +82,10 @@ def train(variant: Variant, seed: int, steps: int, every: int) -> Trained:
             optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / WARMUP)
             optimizer.step()
         if (step + 1) % every == 0:
-            curve.append(_loss(module, held_out))
-            if not math.isfinite(curve[-1]):
+            loss = _loss(module, held_out)
+            if not math.isfinite(loss):
                 break
-    curve += [math.nan] * (steps // every - len(curve))
+            curve.append(loss)
     return Trained(
         variant=variant.name,
         seed=seed,
