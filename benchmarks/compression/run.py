@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from isthmus.plans import Packing
-from isthmus.training.compression import Bf16, Codec, Int8, NoCodec, Sparse2Bit, TopK
+from isthmus.training.compression import Bf16, Codec, Int4, Int8, NoCodec, Sparse2Bit, TopK
 from isthmus.training.compression.selection import largest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -31,7 +31,7 @@ from harness import machine, options_of, write_figures
 LATEST = Path(__file__).parent / "results" / "latest.json"
 SIZES = (10**5, 10**6, 10**7, 10**8)
 QUICK_SIZES = (10**5, 10**6)
-CODECS: tuple[Codec, ...] = (NoCodec(), Bf16(), Int8(), TopK(10.0), TopK(100.0), TopK(1000.0), Sparse2Bit(32.0))
+CODECS: tuple[Codec, ...] = (NoCodec(), Bf16(), Int8(), Int4(), TopK(10.0), TopK(100.0), TopK(1000.0), Sparse2Bit(32.0))
 SHARE = 100
 """Selection keeps one in so many."""
 JUDGED, LEAST_GAIN = 10**7, 3.0

@@ -165,7 +165,8 @@ def test_graphs_name_no_operator_of_one_kind_of_hardware() -> None:
 
 def test_codecs_pack_alike_on_any_hardware(accelerator: Checked) -> None:
     values = torch.randn(5000)
-    for packing in (Packing(codec="bf16"), Packing(codec="int8"), Packing(codec="topk", ratio=20.0)):
+    dense = [Packing(codec=name) for name in ("bf16", "int8", "int4")]
+    for packing in (*dense, Packing(codec="topk", ratio=20.0)):
         codec = codec_of(packing)
         there = codec.encode(to_device(accelerator, values), "x")
         decoded = codec.decode(there, values.shape, values.dtype, "x")

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.plans import Packing
-from isthmus.plans.packing import CODECS, INT8_BLOCK, SPARSE_CHUNK, kept, kept_in_chunks
+from isthmus.plans.packing import CODECS, INT4_TILE, INT4_TILE_BYTES, INT8_BLOCK, SPARSE_CHUNK, kept, kept_in_chunks
 from isthmus.training.compression import (
     Bf16,
     Codec,
+    Int4,
     Int8,
     NoCodec,
     Sparse2Bit,
@@ -87,7 +88,39 @@ def test_sparse2bit_is_never_further_than_zeros(x: Tensor, ratio: float) -> None
         assert ((got == 0) | (chunk == 0) | (got.sign() == chunk.sign())).all()
 
 
-@pytest.mark.parametrize("codec", [Bf16(), Int8()], ids=str)
+def hadamard() -> Tensor:
+    """Sylvester's construction: symmetric and orthogonal."""
+    found = torch.ones(1, 1, dtype=torch.float64)
+    while len(found) < INT4_TILE:
+        found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
+    return found / math.sqrt(INT4_TILE)
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors())
+def test_int4_is_within_half_a_step_of_the_transformed_tile(x: Tensor) -> None:
+    found, flat = round_trip(Int4(), x).double().reshape(-1), x.double().reshape(-1)
+    info = torch.finfo(x.dtype)
+    for start in range(0, flat.numel(), INT4_TILE):
+        tile, got = flat[start : start + INT4_TILE], found[start : start + INT4_TILE]
+        whole = torch.zeros(INT4_TILE, dtype=torch.float64)
+        whole[: tile.numel()] = tile
+        pivot = int(whole.abs().argmax())
+        whole[[0, pivot]] = whole[[pivot, 0]]
+        mixed = hadamard() @ whole
+        step, largest = (mixed.max() - mixed.min()) / 15, mixed.abs().max()
+        bound = math.sqrt(INT4_TILE) * (step / 2 * (1 + 2**-6) + largest * 2**-6)
+        assert torch.linalg.norm(got - tile) <= bound + info.eps * torch.linalg.norm(tile) + 64 * info.tiny + 1e-36
+
+
+def test_int4_takes_an_outlier_off_the_other_elements() -> None:
+    x = make("normal", (INT4_TILE,), torch.float32, 1)
+    plain = (round_trip(Int4(), x) - x).norm()
+    x[17] = 500.0
+    assert (round_trip(Int4(), x) - x).norm() < 4 * plain  # 16 levels over 500 would leave nothing of the others
+
+
+@pytest.mark.parametrize("codec", [Bf16(), Int4(), Int8()], ids=str)
 def test_a_large_tensor_is_its_pieces(codec: Codec) -> None:
     x = make("spread", (2 * PIECE + 301,), torch.float32, 8)
     assert torch.equal(round_trip(codec, x), torch.cat([round_trip(codec, part) for part in x.split(PIECE)]))
@@ -173,7 +206,7 @@ def test_a_kept_element_takes_four_bytes_at_most() -> None:
 def test_sizes_are_those_of_any_sane_tensor(elements: int, ratio: float, name: str) -> None:
     packing = Packing(codec=name, ratio=ratio if CODECS[name].is_sparse else 1.0)
     size = packing.wire_bytes(elements)
-    assert 0 <= size <= 4 * elements + 8
+    assert 0 <= size <= 4 * elements + (INT4_TILE_BYTES if name == "int4" else 8)  # a tile is sent whole
     assert packing.wire_bytes(elements + 1) >= size - 1  # a little more may allow a shorter code
 
 

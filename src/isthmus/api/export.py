@@ -19,7 +19,18 @@ from isthmus.documents import follow_umask
 from isthmus.errors import UserError
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob
-from isthmus.models import build_model, is_hugging_face, is_peft, merged, save_adapter, save_hugging_face
+from isthmus.models import (
+    ModelSpec,
+    build_model,
+    has_bottlenecks,
+    has_subspace,
+    is_hugging_face,
+    is_peft,
+    merged,
+    save_adapter,
+    save_hugging_face,
+    widened,
+)
 from isthmus.models.registry import own_names
 from isthmus.report import ComparisonSummary, run_summary
 from isthmus.trace import write_perfetto
@@ -92,18 +103,28 @@ def _export(folder: RunFolder, directory: Path, *, merge: bool) -> tuple[Exporte
         if not is_peft(module):
             raise UserError("export: --merge: the run's model has no LoRA, expected a job with [model.lora]")
         module = merged(module)
+    model = job.model
+    if has_subspace(module):
+        model = _without_boundary(model)
+        module = widened(module, build_model(model))
     tokenizer = "bytes" if job.data is None else job.data.options.get("tokenizer", "bytes")
     tokenizer_dir = Path(str(tokenizer)) if tokenizer != "bytes" else None
     if is_peft(module):
         save_adapter(module, directory, tokenizer_dir)
-    elif is_hugging_face(module):
+    elif is_hugging_face(module) and not has_bottlenecks(module):
         save_hugging_face(module, directory, tokenizer_dir)
     else:
         directory.mkdir(parents=True, exist_ok=True)
         save_model(module, str(directory / "model.safetensors"))  # knows ties: `load_model` restores them
         follow_umask(directory / "model.safetensors")
-        (directory / "model.json").write_bytes(msgspec.json.encode(job.model))
+        (directory / "model.json").write_bytes(msgspec.json.encode(model))
     return Exported(directory, done, unit), notes
+
+
+def _without_boundary(model: ModelSpec) -> ModelSpec:
+    """Of the plain model with the same function: its head is untied."""
+    options = {key: value for key, value in model.options.items() if key != "tie_embedding"}
+    return msgspec.structs.replace(model, boundary=None, options=options)
 
 
 def _export_given(folder: RunFolder, model: str, directory: Path) -> Exported:

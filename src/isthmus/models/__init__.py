@@ -1,16 +1,19 @@
 """The models that a job can name, and how to add one."""
 
+from isthmus.models.boundary import BoundaryOptions, has_bottlenecks
 from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.hugging_face import as_eager, is_hugging_face, save_hugging_face
 from isthmus.models.lora import LoraOptions, base_of, is_peft, merged, save_adapter
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
 from isthmus.models.registry import ModelSpec, build_model, describe_model, model_names, summarize_model
+from isthmus.models.subspace import has_subspace, widened
 from isthmus.models.unet import UNet, UNetConfig
 
 __all__ = [
     "CNN",
     "GPT",
     "MLP",
+    "BoundaryOptions",
     "CNNConfig",
     "GPTConfig",
     "LoraOptions",
@@ -22,6 +25,8 @@ __all__ = [
     "base_of",
     "build_model",
     "describe_model",
+    "has_bottlenecks",
+    "has_subspace",
     "is_hugging_face",
     "is_peft",
     "merged",
@@ -29,4 +34,5 @@ __all__ = [
     "save_adapter",
     "save_hugging_face",
     "summarize_model",
+    "widened",
 ]

@@ -18,6 +18,7 @@ from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import check_arguments, import_object, load_third_party, read_options, third_party
 from isthmus.graph.capture_errors import built_by, reason_of, user_line
 from isthmus.models import hugging_face
+from isthmus.models.boundary import BoundaryOptions, add_boundary
 from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.lora import LoraOptions, add_lora
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
@@ -41,6 +42,19 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The model's own settings: `isthmus describe NAME` lists them."""
     lora: LoraOptions | None = None
     """With this table the model stays as it is, and small matrices beside its layers are trained (`peft`)."""
+    boundary: BoundaryOptions | None = None
+    """With this table the model's residual stream is rewritten so that a cut sends little."""
+
+    def __post_init__(self) -> None:
+        if self.boundary is None or self.boundary.method == "none":
+            return
+        if self.lora is not None:
+            raise ValueError("boundary: got one with lora, expected one of the two: LoRA keeps the model as it is")
+        if self.name == "hf" and not self.options.get("random_weights"):
+            raise ValueError(
+                "boundary: got one with weights that are read, expected options.random_weights = true: a rewritten "
+                "stream is learned from the start"
+            )
 
     @property
     def base_is_kept(self) -> bool:
@@ -67,10 +81,13 @@ def build_model(spec: ModelSpec) -> nn.Module:
     """The module of `spec` with fresh weights, on torch's default device, in train mode.
 
     Its `forward(**columns)` returns a scalar loss, or a dict with `loss` first, or (loss_sum, count, ...). Weights
-    are drawn from torch's global generator, those of LoRA last: the caller sets the seed. Works under `FakeTensorMode`
-    too. Raises `UserError` for an unknown model or option, an option's value, or a callable that cannot be imported.
+    are drawn from torch's global generator, those of LoRA and bottlenecks last: the caller sets the seed. Works under
+    `FakeTensorMode` too. Raises `UserError` for an unknown model or option, an option's value, or a callable that
+    cannot be imported.
     """
     module = _build(spec)
+    if spec.boundary is not None:
+        module = add_boundary(module, spec.boundary)
     return module if spec.lora is None else add_lora(module, spec.lora)
 
 

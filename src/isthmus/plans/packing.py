@@ -17,6 +17,10 @@ from isthmus.graph.opgraph import DTYPE_BYTES
 
 INT8_BLOCK = 256
 """Elements that share a float32 scale."""
+INT4_TILE = 64
+"""Elements that are transformed together."""
+INT4_TILE_BYTES = 5 + INT4_TILE // 2
+"""Step and lowest value as bfloat16, the pivot's place, and the levels."""
 SPARSE_CHUNK = 4096
 """Elements among which `sparse2bit` keeps the largest, and whose kept ones share two levels."""
 PACKED_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -126,6 +130,11 @@ CODECS: Mapping[str, CodecEntry] = {
         f"{_FOLDER}.int8:Int8",
         lambda d, _ratio, _each: d + 4 * -(-d // INT8_BLOCK),
         f"One byte for every element, and a scale for each {INT8_BLOCK} of them.",
+    ),
+    "int4": CodecEntry(
+        f"{_FOLDER}.int4:Int4",
+        lambda d, _ratio, _each: INT4_TILE_BYTES * -(-d // INT4_TILE),
+        f"Four bits for every element, and five bytes for each {INT4_TILE}, which a Hadamard transform mixes.",
     ),
     "topk": CodecEntry(f"{_FOLDER}.topk:TopK", _topk_bytes, "The largest elements as bfloat16.", is_sparse=True),
     "sparse2bit": CodecEntry(

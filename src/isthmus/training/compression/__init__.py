@@ -3,6 +3,7 @@
 from isthmus.training.compression.bf16 import Bf16
 from isthmus.training.compression.codec import Codec, DeltaCodec, codec_of
 from isthmus.training.compression.error_feedback import ErrorFeedback, SampleFeedback
+from isthmus.training.compression.int4 import Int4
 from isthmus.training.compression.int8 import Int8
 from isthmus.training.compression.none import NoCodec
 from isthmus.training.compression.sparse2bit import Sparse2Bit
@@ -13,6 +14,7 @@ __all__ = [
     "Codec",
     "DeltaCodec",
     "ErrorFeedback",
+    "Int4",
     "Int8",
     "NoCodec",
     "SampleFeedback",

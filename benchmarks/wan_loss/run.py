@@ -1,0 +1,195 @@
+"""Time to a target loss over a wide-area pipeline, on a scaled-down twin of Protocol NanoGPT.
+
+`python benchmarks/wan_loss/run.py [--steps N] [--seeds N] [--only NAME ...] [--table] [--json PATH]`
+
+T = steps to the target x seconds per step. Steps come from trainings in one process with the numbers of each plan;
+seconds from the peer's rules and from the simulator. Every training is written when it is done, and a run that is
+given again trains only what is missing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+from step_times import Times, original_peer_s, times_of
+from twin import TOKENS, VARIANTS, Variant
+
+from training import Trained, train
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
+
+HERE = Path(__file__).parent
+LATEST = HERE / "results" / "latest.json"
+PICTURE = HERE.parents[1] / "docs" / "wan-loss.png"
+EVERY = 10
+TARGET_AT = 0.5
+"""The target is the dense model's mean held-out loss after this share of the steps."""
+
+
+class Report(msgspec.Struct, kw_only=True):
+    host: str = ""
+    times: dict[str, Times] = {}
+    runs: list[Trained] = []
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to train: a variant's numbers under a schedule."""
+
+    name: str
+    variant: str
+    step_s: float
+    steps: tuple[float, ...]
+    """To the target, by seed; inf where the training ended above it."""
+    final: tuple[float, ...]
+    """Held-out loss after all steps, by seed."""
+
+    @property
+    def total_s(self) -> float:
+        return self.step_s * statistics.fmean(self.steps)
+
+
+def steps_to(run: Trained, target: float) -> float:
+    """Between two losses of the curve, by the line through them."""
+    step, loss = 0, math.inf
+    for number, after in enumerate(run.curve, 1):
+        if after <= target:
+            share = (loss - target) / (loss - after) if math.isfinite(loss) else 1.0
+            return step + share * (number * run.every - step)
+        step, loss = number * run.every, after
+    return math.inf
+
+
+def loss_after(run: Trained, seconds: float, step_s: float) -> float:
+    """The last loss of the curve that is known by then."""
+    points = int(seconds / step_s / run.every)
+    return run.curve[min(points, len(run.curve)) - 1] if points and run.curve else math.nan
+
+
+def rows_of(report: Report, steps: int) -> list[Row]:
+    by_variant: dict[str, list[Trained]] = {}
+    for run in report.runs:
+        if run.steps == steps:
+            by_variant.setdefault(run.variant, []).append(run)
+    dense = by_variant["dense"]
+    target = statistics.fmean(r.curve[int(len(r.curve) * TARGET_AT) - 1] for r in dense)
+    found: list[Row] = []
+    for variant in VARIANTS:
+        if not (runs := by_variant.get(variant.name, [])):
+            continue
+        times = report.times[variant.name]
+        plain = {"1F1B, peer": times.peer_s, "ours": times.ours_s}
+        for schedule, step_s in ({"delay": times.delayed_s} if variant.delayed else plain).items():
+            found.append(
+                Row(
+                    name=f"{variant.name}, {schedule}",
+                    variant=variant.name,
+                    step_s=step_s,
+                    steps=tuple(steps_to(r, target) for r in runs),
+                    final=tuple(r.final for r in runs),
+                )
+            )
+    return found
+
+
+def show(report: Report, steps: int) -> None:
+    rows = rows_of(report, steps)
+    peer, baseline = rows[0], next((r for r in rows if r.name.startswith("subspace 16x, 1F1B")), rows[0])
+    ours = next(r for r in rows if r.name == "dense, ours")
+    budget_s = ours.step_s * steps / 4
+    table = Table(
+        *("", "step", "steps to target", "T", "of peer", f"loss after {steps} steps", "gap"),
+        f"loss after {budget_s:.0f} s",
+        title=f"{steps} steps of {TOKENS} tokens",
+    )
+    dense_loss = statistics.fmean(peer.final)
+    for row in rows:
+        runs = [r for r in report.runs if (r.variant, r.steps) == (row.variant, steps)]
+        timed = statistics.fmean(loss_after(r, budget_s, row.step_s) for r in runs)
+        loss = statistics.fmean(row.final)
+        table.add_row(
+            row.name,
+            f"{row.step_s:.3f} s",
+            _spread(row.steps, 0, "not reached"),
+            f"{row.total_s:.0f} s" if math.isfinite(row.total_s) else "not reached",
+            f"{row.total_s / peer.total_s:.3f}" if math.isfinite(row.total_s) else "",
+            _spread(row.final, 3, "diverged"),
+            f"{loss / dense_loss - 1:+.1%}" if math.isfinite(loss) else "",
+            f"{timed:.3f}",
+        )
+    console = Console(width=150)
+    console.print(table)
+    best = min(rows, key=lambda r: r.total_s)
+    console.print(
+        f"Best: {best.name}, T is 1/{peer.total_s / best.total_s:.1f} of the peer's and "
+        f"1/{baseline.total_s / best.total_s:.1f} of {baseline.name}."
+    )
+    console.print(
+        f"The peer's rules on the original: {original_peer_s(2 * 1024):.1f} s (published 100.5 s), "
+        f"{original_peer_s(2 * 160):.1f} s with 160 of 1,024 numbers (published 19.9 s)."
+    )
+    draw(rows, PICTURE)
+
+
+def _spread(values: tuple[float, ...], digits: int, otherwise: str) -> str:
+    if not all(map(math.isfinite, values)):
+        return otherwise
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} +- {statistics.stdev(values):.{digits}f}"
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """T by row, the longest on top."""
+    reached = sorted((r for r in rows if math.isfinite(r.total_s)), key=lambda r: r.total_s)
+    figure, axes = plt.subplots(figsize=(8, 0.3 * len(reached) + 1))
+    axes.barh([r.name for r in reached], [r.total_s for r in reached], color="#4878a8")
+    axes.set_xscale("log")
+    axes.set_xlabel("T: seconds to the target loss")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = options_of(__doc__, LATEST)
+    parser.add_argument("--steps", type=int, default=240, help="of each training; each length has a table of its own")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each variant")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="train these variants")
+    parser.add_argument("--table", action="store_true", help="train nothing, show what there is")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    path: Path = options.json
+    report = msgspec.json.decode(path.read_bytes(), type=Report) if path.exists() else Report()
+    report.host = machine()
+    for seed in range(0 if options.table else options.seeds):
+        for variant in VARIANTS:
+            if not options.only or variant.name in options.only:
+                complete(report, variant, seed, options.steps, path)
+    if not any((r.variant, r.steps) == ("dense", options.steps) for r in report.runs):
+        sys.exit(f"no table: {path} has no training of the dense model over {options.steps} steps")
+    show(report, options.steps)
+
+
+def complete(report: Report, variant: Variant, seed: int, steps: int, path: Path) -> None:
+    """Train what is missing, and write it."""
+    if variant.name not in report.times:
+        report.times[variant.name] = times_of(variant)
+    if not any((r.variant, r.seed, r.steps) == (variant.name, seed, steps) for r in report.runs):
+        found = train(variant, seed, steps, EVERY)
+        report.runs.append(found)
+        print(f"{variant.name}, seed {seed}: {found.final:.4f} after {found.trained_s:.0f} s", flush=True)
+    write_figures(path, report)
+
+
+if __name__ == "__main__":
+    main()

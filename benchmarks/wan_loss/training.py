@@ -1,0 +1,148 @@
+"""A training in this process with the numbers of the plan: boundary, codec and delay."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from twin import DATA, MICRO_BATCH_SIZE, MICRO_BATCHES, STAGES, Variant
+
+from isthmus.data import SampleOrder, load_dataset
+from isthmus.models import build_model
+from isthmus.plans import Packing
+from isthmus.training.compression import Codec, codec_of
+
+LEARNING_RATE, WARMUP = 2e-3, 20
+HELD_OUT = 256
+"""Samples."""
+Columns = dict[str, Tensor]
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    variant: str
+    seed: int
+    steps: int
+    every: int
+    """Steps between two losses of the curve."""
+    curve: tuple[float, ...]
+    """Held-out loss, nats per byte, of the model without codecs. It ends where the training diverged."""
+    trained_s: float
+
+    @property
+    def final(self) -> float:
+        """The loss after all steps; NaN where it diverged before."""
+        return self.curve[-1] if len(self.curve) == self.steps // self.every else math.nan
+
+
+class _Crossing(torch.autograd.Function):
+    """A link: the value there and its gradient back, packed."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, value: Tensor, codec: Codec) -> Tensor:
+        ctx.codec = codec  # pyright: ignore[reportAttributeAccessIssue]
+        return _crossed(value, codec)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _crossed(gradients[0], ctx.codec), None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _crossed(value: Tensor, codec: Codec) -> Tensor:
+    """As it is sent: a micro-batch is a whole number of a dense codec's tiles, and top-K chooses within each."""
+    parts = value.split(MICRO_BATCH_SIZE) if codec.name == "topk" else [value]
+    return torch.cat([codec.decode(codec.encode(p), p.shape, p.dtype) for p in parts])
+
+
+def packing_of(codec: str) -> Packing:
+    """Of "int4", or of a sparse codec and its ratio."""
+    name, _, ratio = codec.partition(" ")
+    return Packing(codec=name, ratio=float(ratio or 1))
+
+
+def train(variant: Variant, seed: int, steps: int, every: int) -> Trained:
+    torch.manual_seed(seed)
+    module, started = build_model(variant.model), time.perf_counter()
+    if variant.codec:
+        _pack_links(module, codec_of(packing_of(variant.codec)))
+    optimizers = _optimizers(module, variant.optimizer)
+    take_gradients = _Delay(module) if variant.delayed else lambda run: run()
+    data, others = load_dataset(DATA, "train"), load_dataset(DATA, "heldout")
+    columns, batch = ["input_ids", "labels"], MICRO_BATCHES * MICRO_BATCH_SIZE
+    held_out, order = others.batch(range(HELD_OUT), columns), SampleOrder(len(data), seed, True)
+    curve: list[float] = []
+    for step in range(steps):
+        samples = data.batch(order.indices(step * batch, batch), columns)
+        take_gradients(lambda samples=samples: _gradients(module, samples))
+        for optimizer, rate in optimizers:
+            optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / WARMUP)
+            optimizer.step()
+        if (step + 1) % every == 0:
+            loss = _loss(module, held_out)
+            if not math.isfinite(loss):
+                break
+            curve.append(loss)
+    return Trained(
+        variant=variant.name,
+        seed=seed,
+        steps=steps,
+        every=every,
+        curve=tuple(curve),
+        trained_s=time.perf_counter() - started,
+    )
+
+
+def _gradients(module: nn.Module, samples: Columns) -> None:
+    module.zero_grad()
+    module(**samples)["loss"].backward()
+
+
+class _Delay:
+    """Gradients at the weights of the step before, for an update of the newest (PipeDream-2BW)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = list(module.parameters())
+        self._before = [p.detach().clone() for p in self._parameters]
+
+    def __call__(self, run: Callable[[], None]) -> None:
+        newest = [p.detach().clone() for p in self._parameters]
+        self._load(self._before)
+        run()
+        self._load(newest)
+        self._before = newest
+
+    @torch.no_grad()
+    def _load(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.copy_(value)
+
+
+def _pack_links(module: nn.Module, codec: Codec) -> None:
+    def through(part: nn.Module, _: object, found: Tensor) -> Tensor:
+        return _Crossing.apply(found, codec) if part.training else found  # pyright: ignore[reportReturnType]
+
+    for k in range(STAGES - 1):
+        module.get_submodule(f"blocks.{k}").register_forward_hook(through)
+
+
+def _optimizers(module: nn.Module, name: str) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Muon for the matrices of the blocks and AdamW for the rest, or AdamW for all."""
+    matrices = [p for n, p in module.named_parameters() if name == "muon" and n.startswith("blocks.") and p.dim() == 2]
+    chosen = {id(p) for p in matrices}
+    others = [p for p in module.parameters() if id(p) not in chosen]
+    found: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, weight_decay=0.01)]
+    if matrices:
+        found.append(torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+    return [(optimizer, LEARNING_RATE) for optimizer in found]
+
+
+@torch.no_grad()
+def _loss(module: nn.Module, samples: Columns) -> float:
+    module.eval()
+    loss = module(**samples)["loss"].item()
+    module.train()
+    return loss
