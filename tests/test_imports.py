@@ -33,7 +33,7 @@ COMPONENTS = {
     "compression": ("isthmus.training.compression",),
     "compression_convergence": ("isthmus.runtime.coordinator.stages", "isthmus.training"),  # stages in one process
     "dream": ("isthmus.planners.sync",),
-    "dtfm": ("isthmus.planners",),
+    "dtfm": ("isthmus.cost.blocks", "isthmus.planners"),
     "families": ("isthmus.training",),  # each cut of a model, in one process
     "federated": ("isthmus.data.femnist", "isthmus.protocol.federated_participation", "isthmus.rng"),  # peers' clients
     "federated_deployment": ("isthmus.runtime.service.fleet_state",),  # tickets for thousands of sites
@@ -47,7 +47,7 @@ COMPONENTS = {
     "placement_runs": ("isthmus.training",),  # the plain module beside the runs
     "proven_gaps": ("isthmus.api.proof", "isthmus.verification"),  # bounds of problems without a job
     "reconstruction": ("isthmus.runtime.coordinator", "isthmus.training"),  # what an attacker sees of a stage
-    "sky": ("isthmus.planners.network",),
+    "sky": ("isthmus.cost.network",),
     "snapshots": ("isthmus.runtime.coordinator.stage_assignments",),  # bytes of states
     "sync": ("isthmus.sync",),
     "transport": ("isthmus.protocol.run_messages", "isthmus.runtime", "isthmus.training.layout"),  # a channel alone

@@ -23,19 +23,19 @@ from plan_cases import (
 )
 
 from isthmus.cost import Problem, build_plan, parameter_state, place
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.network import network_of
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import OpGraph, Ref, assign, partition
 from isthmus.planners import plan
-from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import pooled_bound_s
-from isthmus.planners.exact_cut import path_cost
-from isthmus.planners.fixed_placement import fixed_placement_of
-from isthmus.planners.network import network_of
 from isthmus.planners.relaxation import Relaxation
-from isthmus.planners.routes import Routes, all_orders, one_order
-from isthmus.planners.stage_tables import StageTables
-from isthmus.planners.threshold_search import ThresholdSearch
+from isthmus.planners.search.exact_cut import path_cost
+from isthmus.planners.search.fixed_placement import fixed_placement_of
+from isthmus.planners.search.routes import Routes, all_orders, one_order
+from isthmus.planners.search.stage_tables import StageTables
+from isthmus.planners.search.threshold_search import ThresholdSearch
 from isthmus.plans import Plan, load_plan, save_plan
 
 INFINITE = float("inf")

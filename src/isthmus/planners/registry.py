@@ -28,7 +28,7 @@ from isthmus.plans import Constraints, Plan
 from isthmus.units import format_duration
 
 if TYPE_CHECKING:
-    from isthmus.planners.auto import Score
+    from isthmus.planners.search.auto import Score
 
 Planner = Callable[[Problem], Plan]
 
@@ -49,19 +49,19 @@ class PlannerEntry(NamedTuple):
 
 
 _OURS: Mapping[str, PlannerEntry] = {
-    "auto": PlannerEntry("isthmus.planners.auto:auto", holders=True, prices=True, packs=True),
-    "certified": PlannerEntry("isthmus.planners.allocation.on_fleet:certified"),
-    "chain": PlannerEntry("isthmus.planners.chain:chain", holders=True, prices=True, packs=True),
+    "auto": PlannerEntry("isthmus.planners.search.auto:auto", holders=True, prices=True, packs=True),
+    "certified": PlannerEntry("isthmus.planners.baselines.allocation.on_fleet:certified"),
+    "chain": PlannerEntry("isthmus.planners.search.chain:chain", holders=True, prices=True, packs=True),
     "dtfm-genetic": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_genetic"),
     "dtfm-genetic-code": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_genetic_code"),
     "dtfm-kl": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_kl"),
-    "equal-compute": PlannerEntry("isthmus.planners.allocation.on_fleet:equal_compute"),
-    "even": PlannerEntry("isthmus.planners.even:even", holders=True, packs=True),
+    "equal-compute": PlannerEntry("isthmus.planners.baselines.allocation.on_fleet:equal_compute"),
+    "even": PlannerEntry("isthmus.planners.baselines.even:even", holders=True, packs=True),
     "islands": PlannerEntry("isthmus.planners.placement.on_fleet:islands"),
-    "op-fence": PlannerEntry("isthmus.planners.op_fence:op_fence"),
+    "op-fence": PlannerEntry("isthmus.planners.baselines.op_fence:op_fence"),
     "random": PlannerEntry("isthmus.planners.placement.on_fleet:random"),
-    "sky-heuristic": PlannerEntry("isthmus.planners.allocation.on_fleet:sky_heuristic"),
-    "sky-optimal": PlannerEntry("isthmus.planners.allocation.on_fleet:sky_optimal"),
+    "sky-heuristic": PlannerEntry("isthmus.planners.baselines.allocation.on_fleet:sky_heuristic"),
+    "sky-optimal": PlannerEntry("isthmus.planners.baselines.allocation.on_fleet:sky_optimal"),
 }
 _WITH_HOLDERS = tuple(name for name, planner in _OURS.items() if planner.holders)
 _PRICING = tuple(name for name, planner in _OURS.items() if planner.prices)

@@ -16,9 +16,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from isthmus.cost import Problem
-from isthmus.planners.network import FleetNetwork, Floats
-from isthmus.planners.routes import ANY, Routes, State
-from isthmus.planners.stage_tables import Received, StageTables
+from isthmus.cost.network import FleetNetwork, Floats
+from isthmus.planners.search.routes import ANY, Routes, State
+from isthmus.planners.search.stage_tables import Received, StageTables
 
 TINY = 1e-9
 """Relative slack for rounding wherever a range is narrowed before the exact comparison."""
