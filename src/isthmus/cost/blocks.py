@@ -7,16 +7,16 @@ place k + 1; a stage is a run of blocks [a, b).
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from isthmus.cost import Problem
 from isthmus.cost.compression import least_bytes
-from isthmus.cost.network import Floats
-from isthmus.cost.problem import FLOAT32_BYTES
+from isthmus.cost.kernel import Floats, Ints
+from isthmus.cost.problem import FLOAT32_BYTES, Problem
 from isthmus.cost.stage_costs import elements, trainable, variable_bytes
 from isthmus.graph import Op, Ref, cuts
 from isthmus.plans import StageMemory
@@ -106,6 +106,38 @@ class Blocks:
             item = self._item(None, self._users(op), size, size, size)
             found += [item._replace(per_step=True)] if item else []
         return tuple(found)
+
+    @cached_property
+    def owned(self) -> Floats:
+        """Bytes of the variables whose first use is in the first k blocks."""
+        found = np.zeros(self.count + 1)
+        for variable in self.variables:
+            found[variable.uses[0] + 1] += variable.owned_bytes
+        return found.cumsum()
+
+    @cached_property
+    def uses(self) -> Ints:
+        """[uses, 3]: of every later use of an item or a variable, the block that made it, the use before, the use."""
+        found = [
+            (uses[0], before, use)
+            for uses in (*((i.made_in, *i.uses) for i in self.items), *(v.uses for v in self.variables))
+            for before, use in itertools.pairwise(uses)
+        ]
+        return np.array(found, dtype=np.int64).reshape(-1, 3)
+
+    @cached_property
+    def amounts(self) -> tuple[Floats, ...]:
+        """Of each use: bytes held, sent forward and sent backward per micro-batch; bytes and number of shared
+        parameters per step; bytes of a variable's copy."""
+        found = [
+            (0, 0, 0, item.forward_bytes, 1, 0)
+            if item.per_step
+            else (item.held_bytes, item.forward_bytes, item.backward_bytes, 0, 0, 0)
+            for item in self.items
+            for _ in item.uses
+        ]
+        found += [(0, 0, 0, 0, 0, v.user_bytes) for v in self.variables for _ in v.uses[1:]]
+        return tuple(np.array(found, dtype=np.float64).reshape(-1, 6).T)
 
     @cached_property
     def columns(self) -> Floats:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from isthmus.cost.blocks import BlockItem, Blocks
-from isthmus.cost.network import Floats
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.kernel import Floats, Ints
 
-Ints = NDArray[np.int64]
+MOST_CELLS = 1 << 21
+"""Cuts times uses of values that are looked at together: bounds the memory."""
 
 
 @dataclass(frozen=True)
@@ -53,27 +53,19 @@ def every_cut(blocks: Blocks, stages: int) -> Ints:
 
 
 def cut_table(blocks: Blocks, ends: Ints) -> CutTable:
-    """The figures of these cuts, [cuts, stages + 1] block boundaries."""
+    """The figures of these cuts, [cuts, stages + 1] block boundaries. A stage may be empty."""
     stages = ends.shape[1] - 1
-    numbers = np.arange(blocks.count)
-    stage_of = (numbers[None, :, None] >= ends[:, None, 1:-1]).sum(axis=2)
+    stage_of = (np.arange(blocks.count)[None, :, None] >= ends[:, None, 1:-1]).sum(axis=2)
+    rows = max(1, MOST_CELLS // max(1, len(blocks.uses)))
+    parts = [_crossing(blocks, stage_of[k : k + rows], stages) for k in range(0, len(ends), rows)]
+    held, forward, backward, shared, shared_count, copied = (np.concatenate(p) for p in zip(*parts, strict=True))
     forward_work = _between(blocks.forward_work, ends)
-    shape = (len(ends), stages, stages)
-    held, forward, backward, shared, shared_count = (np.zeros(shape) for _ in range(5))
-    for item in blocks.items:
-        if item.per_step:
-            _add(shared, stage_of, item, item.forward_bytes)
-            _add(shared_count, stage_of, item, 1)
-        else:
-            _add(held, stage_of, item, item.held_bytes)
-            _add(forward, stage_of, item, item.forward_bytes)
-            _add(backward, stage_of, item, item.backward_bytes)
     return CutTable(
         ends=ends,
         stage_of=stage_of,
         forward_work=forward_work,
         backward_work=_between(blocks.work, ends) - forward_work,
-        fixed_bytes=_fixed_bytes(blocks, stage_of, stages),
+        fixed_bytes=_between(blocks.owned, ends) + _between(blocks.once, ends) + copied.sum(axis=1),
         saved_bytes=_between(blocks.saved, ends),
         column_bytes=_between(blocks.columns, ends),
         received_bytes=held.sum(axis=1),
@@ -84,35 +76,30 @@ def cut_table(blocks: Blocks, ends: Ints) -> CutTable:
     )
 
 
+def stage_bytes(blocks: Blocks, start: int, ends: Sequence[int], in_flight: int) -> Floats:
+    """[ends]: memory of the stages [start, end), which never shrinks as the end grows."""
+    cuts = np.array([(0, start, end, blocks.count) for end in ends], dtype=np.int64).reshape(-1, 4)
+    if not len(cuts):
+        return np.zeros(0)
+    table = cut_table(blocks, cuts)
+    found: Floats = table.fixed_bytes + in_flight * (table.saved_bytes + table.received_bytes)
+    return found[:, 1]
+
+
 def _between(cumulative: Floats, ends: Ints) -> Floats:
     return np.diff(cumulative[ends], axis=1)
 
 
-def _add(table: Floats, stage_of: Ints, item: BlockItem, amount: int) -> None:
-    """From the stage where the item is made to every other stage that takes it, once each."""
-    if amount:
-        home = stage_of[:, item.made_in]
-        for rows, stage in _other_stages(stage_of, item.made_in, item.uses):
-            table[rows, home[rows], stage] += amount
+def _crossing(blocks: Blocks, stage_of: Ints, stages: int) -> list[Floats]:
+    """[cuts, source, target] per kind of amount: from the stage where something is made to every other that uses it.
 
-
-def _other_stages(stage_of: Ints, first: int, uses: Sequence[int]) -> list[tuple[Ints, Ints]]:
-    """Per use, the cuts in which it is the first one of a stage that is not that of block `first`, and the stage."""
-    found: list[tuple[Ints, Ints]] = []
-    before = stage_of[:, first]
-    for use in uses:
-        stage = stage_of[:, use]
-        rows = np.flatnonzero(stage != before)
-        found.append((rows, stage[rows]))
-        before = stage
-    return found
-
-
-def _fixed_bytes(blocks: Blocks, stage_of: Ints, stages: int) -> Floats:
-    table = np.zeros((len(stage_of), stages))
-    every = np.arange(len(stage_of))
-    for variable in blocks.variables:
-        table[every, stage_of[:, variable.uses[0]]] += variable.owned_bytes
-        for rows, stage in _other_stages(stage_of, variable.uses[0], variable.uses[1:]):
-            table[rows, stage] += variable.user_bytes
-    return table
+    A use adds where its stage is not that of the use before: once per stage.
+    """
+    uses = blocks.uses
+    there = stage_of[:, uses[:, 2]] if len(uses) else np.zeros((len(stage_of), 0), dtype=np.int64)
+    cut, use = np.nonzero(there != stage_of[:, uses[:, 1]]) if len(uses) else (np.zeros(0, dtype=np.int64),) * 2
+    cell = (cut * stages + stage_of[cut, uses[use, 0]]) * stages + there[cut, use]
+    shape = (len(stage_of), stages, stages)
+    size = len(stage_of) * stages * stages
+    sums = (np.bincount(cell, weights=amount[use], minlength=size) for amount in blocks.amounts)
+    return [np.asarray(total, dtype=np.float64).reshape(shape) for total in sums]

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from isthmus.cost import Problem
+from isthmus.cost.kernel import Floats, Ints
+from isthmus.cost.price import GB, SECONDS_PER_HOUR
+from isthmus.cost.problem import Problem
 from isthmus.fleet import Fleet
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,17 @@ class FleetNetwork:
     """[source, target] seconds; the diagonal joins two devices of one kind, and is infinite where there is only one."""
     kind_byte_s: Floats
     """[source, target] seconds per byte: 1 / bandwidth."""
+    rate: Floats
+    """[devices]: money per second."""
+    region: Ints
+    """[devices]"""
+    byte_price: Floats
+    """[devices]: money per byte that leaves the device's region."""
+
+    @cached_property
+    def egress(self) -> Floats:
+        """[source, target] money per byte between devices."""
+        return self.byte_price[:, None] * (self.region[:, None] != self.region)
 
     @cached_property
     def latency(self) -> Floats:
@@ -72,6 +81,9 @@ def network_of(problem: Problem) -> FleetNetwork:
         kind=kind,
         kind_latency=latency,
         kind_byte_s=byte_s,
+        rate=np.array([d.price_per_hour for d in fleet.devices]) / SECONDS_PER_HOUR,
+        region=np.unique([d.region for d in fleet.devices], return_inverse=True)[1].reshape(-1),
+        byte_price=np.array([fleet.region_info_of(d.region).egress_price_per_gb for d in fleet.devices]) / GB,
     )
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from isthmus.cost import PlanLayout, Problem
 from isthmus.cost.blocks import Blocks
 from isthmus.cost.cut_table import cut_table
-from isthmus.cost.kernel import Pipelines, Trials
 from isthmus.cost.network import FleetNetwork
+from isthmus.cost.pipelines import Pipelines, Trials
 from isthmus.planners.observer import stopped
 from isthmus.planners.search.averaging import Averaging
 from isthmus.planners.search.recomputing import likely_choice

@@ -18,8 +18,8 @@ import numpy as np
 from isthmus.cost import PlanLayout, Problem, build_replicas
 from isthmus.cost.blocks import Blocks
 from isthmus.cost.cut_table import Ints, cut_table, every_cut
-from isthmus.cost.kernel import Pipelines, Trials
 from isthmus.cost.network import FleetNetwork
+from isthmus.cost.pipelines import Pipelines, Trials
 from isthmus.planners.observer import looked_at, salvaged
 from isthmus.planners.search.averaging import Averaging
 from isthmus.planners.search.recomputing import every_choice

@@ -13,8 +13,8 @@ import numpy as np
 
 from isthmus.cost import Problem
 from isthmus.cost.cut_table import Ints
-from isthmus.cost.kernel import Bools, Pipelines, Trials, joined, timed
 from isthmus.cost.network import FleetNetwork
+from isthmus.cost.pipelines import Bools, Pipelines, Trials, joined, timed
 
 
 def every_choice(problem: Problem, network: FleetNetwork, trials: Trials, known_s: float) -> Pipelines:

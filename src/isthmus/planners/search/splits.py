@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from isthmus.cost.cut_table import Ints
-from isthmus.cost.kernel import Pipelines
 from isthmus.cost.network import Floats
+from isthmus.cost.pipelines import Pipelines
 from isthmus.planners.observer import looked_at
 from isthmus.planners.search.threshold_search import TOLERANCE
 
