@@ -19,8 +19,7 @@ from isthmus.graph import Flow
 from isthmus.planners import plan, planner_names
 from isthmus.planners.search.auto import auto
 from isthmus.planners.search.chain import chain
-from isthmus.planners.search.groups import share_out
-from isthmus.planners.search.replica_search import replica_counts
+from isthmus.planners.search.replicas import replica_counts, share_out
 from isthmus.plans import Constraints, Plan
 
 

@@ -16,7 +16,7 @@ from isthmus.cost.network import network_of
 from isthmus.errors import FleetTooSmall
 from isthmus.graph import cuts
 from isthmus.planners import plan
-from isthmus.planners.search.exhaustive_pipelines import exhaustive_pipeline
+from isthmus.planners.search.exhaustive import exhaustive_pipeline
 
 
 def tight_problem(seed: int, operators: int, devices: int, *, saved: int = 1, schedule: str = "1f1b") -> Problem:

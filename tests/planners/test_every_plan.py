@@ -22,7 +22,7 @@ from isthmus.planners.replica_bound import replicas_bound_s
 from isthmus.planners.search import prune_fleet
 from isthmus.planners.search.auto import auto
 from isthmus.planners.search.descent import Descent
-from isthmus.planners.search.exhaustive_plans import exhaustive_plan
+from isthmus.planners.search.exhaustive import exhaustive_plan
 from isthmus.verification import verify
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "auto"))

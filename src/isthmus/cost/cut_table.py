@@ -57,7 +57,7 @@ def cut_table(blocks: Blocks, ends: Ints) -> CutTable:
     stages = ends.shape[1] - 1
     stage_of = (np.arange(blocks.count)[None, :, None] >= ends[:, None, 1:-1]).sum(axis=2)
     rows = max(1, MOST_CELLS // max(1, len(blocks.uses)))
-    parts = [_crossing(blocks, stage_of[k : k + rows], stages) for k in range(0, len(ends), rows)]
+    parts = [_crossing(blocks, stage_of[k : k + rows], stages) for k in range(0, max(1, len(ends)), rows)]
     held, forward, backward, shared, shared_count, copied = (np.concatenate(p) for p in zip(*parts, strict=True))
     forward_work = _between(blocks.forward_work, ends)
     return CutTable(

@@ -52,6 +52,11 @@ def step_s(fill_s: Seconds, period_s: Seconds, micro_batches: int) -> Seconds:
     return fill_s + (micro_batches - 1) * period_s
 
 
+def price(step_s: Seconds, rate: Seconds, egress: Seconds) -> Seconds:
+    """Every device is paid for the whole step, idle or not, and what leaves regions besides."""
+    return step_s * rate + egress
+
+
 def fill_s(forward_s: Floats, backward_s: Floats, messages: Sequence[Message]) -> Floats:
     """[candidates]"""
     total: Floats = (forward_s + backward_s).sum(axis=1)

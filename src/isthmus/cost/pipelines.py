@@ -33,6 +33,7 @@ class Pipelines:
     """[pipelines, blocks]"""
     fill_s: Floats
     """Shared parameters included."""
+    shared_s: Floats
     busy_s: Floats
     """Of the slowest stage, link or uplink per micro-batch."""
     round_trip_s: Floats
@@ -55,9 +56,13 @@ class Pipelines:
 
     def step_s(self, micro_batches: int) -> Floats:
         """[pipelines]: seconds of a step with so many micro-batches; infinite where they do not fit."""
+        fits = (self.held.min(axis=1) >= 1) & (self.most >= micro_batches)
+        return np.where(fits, self.at_most_s(micro_batches), np.inf)
+
+    def at_most_s(self, micro_batches: int) -> Floats:
+        """[pipelines]: the same if a share that is too large fitted."""
         period_s = kernel.period_s(self.busy_s, self.round_trip_s, self.held, micro_batches)
-        step_s = kernel.step_s(self.fill_s, period_s, micro_batches)
-        return np.where((self.held.min(axis=1) >= 1) & (self.most >= micro_batches), step_s, np.inf)
+        return kernel.step_s(self.fill_s, period_s, micro_batches)
 
     def put(self, rows: Ints, other: Pipelines) -> Pipelines:
         """With these rows replaced."""
@@ -111,18 +116,20 @@ def timed(problem: Problem, network: FleetNetwork, trials: Trials, recompute: Bo
     backward_s = table.backward_work[cuts] / speed + again * forward_s
     messages = list(_messages(network, trials))
     uplinks_s = list(_uplinks_s(problem, trials))
+    shared_s = _shared_s(network, trials)
     held = _held(problem, network, trials, again)
     throttled = problem.schedule != "gpipe" and bool((held < problem.micro_batches).any())
     return Pipelines(
         order=order,
         ends=table.ends[cuts],
         stage_of=table.stage_of[cuts],
-        fill_s=kernel.fill_s(forward_s, backward_s, messages) + _shared_s(network, trials),
+        fill_s=kernel.fill_s(forward_s, backward_s, messages) + shared_s,
+        shared_s=shared_s,
         busy_s=kernel.busiest_s(order, forward_s + backward_s, messages, uplinks_s),
         round_trip_s=kernel.round_trips_s(forward_s, backward_s, messages) if throttled else np.zeros(order.shape),
         held=held,
         most=held.min(axis=1) if problem.schedule == "gpipe" else np.full(len(order), np.inf),
-        rate=_rate(network, order),
+        rate=rate_of(network, order),
         sent=_sent(network, trials),
     )
 
@@ -193,8 +200,8 @@ def _uplinks_s(problem: Problem, trials: Trials) -> Iterator[Floats]:
         yield size / site.uplink_bytes_per_s
 
 
-def _rate(network: FleetNetwork, order: Ints) -> Floats:
-    """[pipelines]: a device that has two stages is paid once."""
+def rate_of(network: FleetNetwork, order: Ints) -> Floats:
+    """[pipelines] money per second of the devices. One that has two stages is paid once."""
     if not network.rate.any():
         return np.zeros(len(order))
     first = np.ones(order.shape, dtype=bool)

@@ -12,7 +12,7 @@ import numpy as np
 
 from isthmus.cost.blocks import Blocks
 from isthmus.cost.network import FleetNetwork, Floats
-from isthmus.planners.search.threshold_search import TOLERANCE
+from isthmus.planners.search.cuts import TOLERANCE
 from isthmus.planners.spanning import Spanning
 from isthmus.plans import Certificate
 

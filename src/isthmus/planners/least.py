@@ -23,8 +23,8 @@ from isthmus.planners.observer import SearchStopped, part
 from isthmus.planners.price_bound import cheapest_pipeline_bound, cheapest_replicas_bound, price_certificate
 from isthmus.planners.replica_bound import replicas_bound_s
 from isthmus.planners.search.chain import chain
-from isthmus.planners.search.exhaustive_plans import exhaustive_plan
-from isthmus.planners.search.order_search import MOST_EXHAUSTIVE
+from isthmus.planners.search.exhaustive import exhaustive_plan
+from isthmus.planners.search.orders import MOST_EXHAUSTIVE
 from isthmus.planners.search.prune_fleet import pruned_fleet
 from isthmus.plans import Certificate, Plan, question_in_words
 

@@ -16,10 +16,11 @@ import numpy as np
 
 from isthmus.cost import Problem, build_plan
 from isthmus.cost.blocks import Blocks, alternatives
+from isthmus.cost.cut_table import stage_bytes
 from isthmus.cost.network import FleetNetwork, Floats, network_of
 from isthmus.planners.baselines.communities import communities, visiting_order
 from isthmus.planners.relaxation import Path
-from isthmus.planners.search.greedy_fill import greedy_fill, stage_bytes
+from isthmus.planners.search.greedy_fill import greedy_fill
 from isthmus.planners.search.orders import scorer_of
 from isthmus.plans import Plan, classic_in_flight
 
@@ -112,7 +113,7 @@ def _crossing_s(network: FleetNetwork, blocks: Blocks, fence: Sequence[int]) -> 
 def _fits(network: FleetNetwork, blocks: Blocks, path: Path, in_flight: Sequence[int]) -> bool:
     stages = itertools.pairwise((0, *path.cut, blocks.count))
     return all(
-        stage_bytes(blocks, start, end, held) <= network.memory[device]
+        stage_bytes(blocks, start, [end], held)[0] <= network.memory[device]
         for (start, end), device, held in zip(stages, path.devices, in_flight, strict=True)
     )
 
@@ -138,9 +139,9 @@ def _fill(
         start, memory = ends[-1], float(network.memory[device])
         most = float(blocks.work[start] + most_s * network.speed[device])
         end = bisect.bisect_right(blocks.work, most, start, blocks.count + 1) - 1
-        if stage_bytes(blocks, start, end, held) > memory:
-            sizes = range(start, end + 1)
-            end = start + bisect.bisect_right(sizes, memory, key=lambda e: stage_bytes(blocks, start, e, held)) - 1
+        if end > start and stage_bytes(blocks, start, [end], held)[0] > memory:
+            needs = stage_bytes(blocks, start, range(start + 1, end + 1), held)
+            end = start + int(np.searchsorted(needs, memory, side="right"))
         if end > start:
             devices.append(device)
             ends.append(end)

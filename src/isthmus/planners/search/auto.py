@@ -1,10 +1,9 @@
 """How many replicas, which devices in which, where each is cut, and who takes how much of the batch.
 
-Small problems are settled: every plan is tried (`joint.every_plan`). On larger ones, groupings that score well
+Small problems are settled: every plan is tried (`exhaustive`). On larger ones, groupings that score well
 (`replica_search`), whole replicas on sets of devices (`replica_per_device`), the single pipeline of `chain` and the
-plans of the other planners are starts for a descent over whole plans (`joint.descent`). Where money counts, data have
-holders, or replicas average seldom, groupings are cut and their cuts moved by that objective. What is found is judged
-by the closed form of `cost`, and the best few by the scorer that the caller injects, if any.
+plans of the other planners are starts for a descent over whole plans (`descent`), by time or money. What is found is
+judged by the closed form of `cost`, and the best few by the scorer that the caller injects, if any.
 """
 
 from __future__ import annotations
@@ -25,14 +24,12 @@ from isthmus.planners.baselines.op_fence import op_fence
 from isthmus.planners.least import LeastBound, of_fed, relaxed, settles, with_certificate
 from isthmus.planners.observer import keep, part
 from isthmus.planners.placement.on_fleet import islands, random
-from isthmus.planners.search.chain import chain
-from isthmus.planners.search.cheapest import unpriced
+from isthmus.planners.search.chain import chain, fed
 from isthmus.planners.search.descent import Descent
-from isthmus.planners.search.exhaustive_plans import exhaustive_plan
-from isthmus.planners.search.feeding import fed
+from isthmus.planners.search.exhaustive import exhaustive_plan
+from isthmus.planners.search.one_pipeline import unpriced
 from isthmus.planners.search.prune_fleet import pruned_fleet
-from isthmus.planners.search.replica_per_device import replicas_per_device
-from isthmus.planners.search.replica_search import PROMISING, ReplicaSearch
+from isthmus.planners.search.replicas import PROMISING, ReplicaSearch, replicas_per_device
 from isthmus.planners.surrogates import over_surrogates, rebuilt, surrogates
 from isthmus.plans import Plan
 
@@ -82,22 +79,22 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
         plans.append(chain(problem))
     except FleetTooSmall as error:
         refused = error
-    search = ReplicaSearch(problem, network, blocks)
     least = relaxed(problem, network, blocks, plans[0] if plans else None)
     alike = packs_alike(problem)
     plans += () if alike else _of_surrogates(problem)
     plans += _extremes(problem) if problem.constraints.limited else ()
-    part("every plan" if settles(problem) else "several pipelines")
-    if not settles(problem):
-        plans += [*search.replicated(plans[0]), *_others(problem)] if plans else []
-    elif (settled := exhaustive_plan(problem, network, blocks, _best_s(plans))) is not None:
+    settled = None
+    if settles(problem):
+        part("every plan")
+        settled = exhaustive_plan(problem, network, blocks, _best_s(plans))
+    if settled is not None:
         least = LeastBound(settled.step_s, exact=alike)
         plans += [settled.plan] if settled.plan else []
         plans += _others(problem) if score is not None or not alike else ()
-    else:
+    elif plans or settles(problem):
         plans += _others(problem)
         part("several pipelines")
-        plans += search.cut(_best_s(plans))
+        plans += ReplicaSearch(problem, network, blocks).cut(_best_s(plans))
         part("a replica per device")
         plans += replicas_per_device(problem)
         part("moves of cuts and devices")
@@ -105,6 +102,7 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     if not plans:
         assert refused is not None, "a plan of chain is a plan"
         raise refused
+    # step = max over replicas (fill_r + (m_r - 1) * period_r) + averaging, or its price
     plans.sort(key=lambda plan: preference(problem, plan))
     if score is not None:
         part("simulating the best")
@@ -155,18 +153,21 @@ def _best_s(plans: Sequence[Plan]) -> float:
 
 
 def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -> Iterator[Plan]:
-    """What the descent makes of the best plans of one replica and of several."""
-    best, rough = sorted(plans, key=_step_s), coarse(Blocks(problem), DESCENT_BLOCKS)
+    """What the descent makes of the best plans of one replica and of several, whatever has a limit."""
+    free = problem.unlimited(problem.constraints.objective)
+    value = {id(plan): preference(free, plan)[0] for plan in plans}
+    best, rough = sorted(plans, key=lambda plan: value[id(plan)]), coarse(Blocks(problem), DESCENT_BLOCKS)
     starts = [*best[:MOST_STARTS], *[p for p in best[MOST_STARTS:] if len(p.replicas) > 1][:1]]
     for start in {tuple(layouts_of(plan)): plan for plan in starts}.values():
-        if _step_s(start) > PROMISING * _step_s(best[0]):
+        if value[id(start)] > PROMISING * value[id(best[0])]:
             continue
         used = {stage.first for replica in start.replicas for stage in replica.stages}
         places = {*rough.places[1:-1], *used} - {0}
         descent = Descent(problem, network, Blocks(problem, sorted(places)), MOST_NEIGHBOURS // len(starts))
-        better = descent.run(layouts_of(start), _step_s(start))
+        better = descent.run(layouts_of(start), value[id(start)])
         if better is not None:
-            yield keep(build_replicas(problem, better, planner="auto"))
+            with contextlib.suppress(FleetTooSmall):  # two stages may share a device's memory
+                yield keep(build_replicas(problem, better, planner="auto"))
 
 
 def _certified(problem: Problem, plan: Plan, least: LeastBound, looked_at: Sequence[str]) -> Plan:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
+
+import numpy as np
 
 from isthmus.cost import Problem
 from isthmus.cost.blocks import Blocks, alternatives
+from isthmus.cost.cut_table import stage_bytes
 from isthmus.cost.network import FleetNetwork
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.relaxation import Path
@@ -70,11 +72,11 @@ class _Filling:
 
     def in_order(self, order: Sequence[int], last: int | None = None) -> Path:
         """Each device filled as far as it goes; with `last`, the last stage on that device, as short as may be."""
-        whole = stage_bytes(self.blocks, 0, self.blocks.count, self.held)
+        whole = self._need(0, self.blocks.count)
         if last is None or whole <= self.network.memory[order[0]]:
             return self._filled([(d, int(self.network.memory[d])) for d in order], self.blocks.count)
         start = self.blocks.last_start
-        kept = stage_bytes(self.blocks, start, self.blocks.count, self.held)
+        kept = self._need(start, self.blocks.count)
         rooms = [
             (d, int(self.network.memory[d]) - (kept if d == last else 0)) for d in order if d == order[0] or d != last
         ]
@@ -91,8 +93,8 @@ class _Filling:
         cut: list[int] = []
         start = 0
         for position, (device, room) in enumerate(rooms):
-            ends = range(start + 1, count + 1)
-            end = start + bisect.bisect_right(ends, room, key=lambda e: stage_bytes(self.blocks, start, e, self.held))
+            needs = stage_bytes(self.blocks, start, range(start + 1, count + 1), self.held)
+            end = start + int(np.searchsorted(needs, room, side="right"))
             if end == start:  # not even one block fits, and no later device is larger
                 raise self._too_small(device, start, start + 1, room)
             devices.append(device)
@@ -104,9 +106,12 @@ class _Filling:
             start = end
         raise AssertionError("a fleet has at least one device")
 
+    def _need(self, start: int, end: int) -> int:
+        return int(stage_bytes(self.blocks, start, [end], self.held)[0])
+
     def _too_small(self, device: int, start: int, end: int, room: int) -> FleetTooSmall:
         blocks, network, problem = self.blocks, self.network, self.problem
-        whole, stage = (stage_bytes(blocks, a, b, self.held) for a, b in ((0, blocks.count), (start, end)))
+        whole, stage = self._need(0, blocks.count), self._need(start, end)
         hint = f" with {self.held} micro-batches in flight, as gpipe holds them" if problem.schedule == "gpipe" else ""
         total, after = format_size(int(network.memory.sum())), problem.constraints.after_headroom
         return FleetTooSmall(
@@ -121,17 +126,3 @@ def _why(problem: Problem, name: str) -> str:
     if name not in problem.constraints.data_holders:
         return ""
     return " (the data_holder, where labels_stay)" if problem.constraints.labels_stay else " (the data_holder)"
-
-
-def stage_bytes(blocks: Blocks, start: int, end: int, in_flight: int) -> int:
-    """Memory of the stage [start, end); it never shrinks as `end` grows."""
-    fixed = int(blocks.once[end] - blocks.once[start])
-    for variable in blocks.variables:
-        at = bisect.bisect_left(variable.uses, start)
-        if at < len(variable.uses) and variable.uses[at] < end:
-            fixed += variable.user_bytes if at else variable.owned_bytes
-    kept = int(blocks.saved[end] - blocks.saved[start])
-    for number, use in blocks.live[start]:
-        item = blocks.items[number]
-        kept += item.held_bytes if use < end and not item.per_step else 0
-    return fixed + in_flight * kept

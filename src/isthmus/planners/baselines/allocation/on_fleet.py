@@ -16,6 +16,7 @@ import numpy as np
 
 from isthmus.cost import Problem, build_plan
 from isthmus.cost.blocks import Blocks, alternatives, coarse
+from isthmus.cost.cut_table import stage_bytes
 from isthmus.cost.network import FleetNetwork, network_of
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.baselines.allocation.certified import certified_layers
@@ -23,7 +24,7 @@ from isthmus.planners.baselines.allocation.equal_compute import equal_compute_la
 from isthmus.planners.baselines.allocation.problem import Allocation, Ints, LayerProblem, RunTooLarge, Transfers
 from isthmus.planners.baselines.allocation.sky_heuristic import sky_heuristic_layers
 from isthmus.planners.baselines.allocation.sky_optimal import sky_optimal_layers
-from isthmus.planners.search.greedy_fill import greedy_fill, stage_bytes
+from isthmus.planners.search.greedy_fill import greedy_fill
 from isthmus.planners.search.stage_tables import StageTables
 from isthmus.plans import Certificate, Plan
 from isthmus.units import format_size
@@ -166,8 +167,8 @@ def _binding(problem: Problem, network: FleetNetwork, blocks: Blocks, in_flight:
     held, after = f"with {in_flight} micro-batches in flight", problem.constraints.after_headroom
     if isinstance(refusal, RunTooLarge):
         who, room = f"device {network.names[refusal.device]}", int(network.memory[refusal.device])
-        need = stage_bytes(blocks, refusal.start, refusal.end, in_flight)
+        need = int(stage_bytes(blocks, refusal.start, [refusal.end], in_flight)[0])
         words = f"to hold operators {blocks.places[refusal.start]}..{blocks.places[refusal.end] - 1} {held}"
         return f"{words}, {who} needs {format_size(need)}, offers {format_size(room)}{after}: {need - room} bytes short"
-    need, room = stage_bytes(blocks, 0, blocks.count, in_flight), int(network.memory.sum())
+    need, room = int(stage_bytes(blocks, 0, [blocks.count], in_flight)[0]), int(network.memory.sum())
     return f"{refusal}; {held} the whole model needs {format_size(need)}, the fleet offers {format_size(room)}{after}"

@@ -1,18 +1,26 @@
-"""What averaging takes for many choices of pipelines: exactly where all are tried, nearly where a search goes on."""
+"""What averaging takes for many choices of pipelines: exactly where all are tried (as `cost.sync` has it), nearly where
+a search goes on, and for devices that take work in proportion to their speed.
+
+Replicas that hold the same part of a model on the same devices make a group. With R members and P bytes, by a sharded
+server or a ring:
+
+    alone     min(2 * max over links (P / R / beta + alpha), 2 (R - 1) * max over hops (P / R / beta + alpha))
+    together  no less than what one link carries of all groups: sum of 2 P / R / beta
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from isthmus.cost.blocks import Blocks
-from isthmus.cost.network import FleetNetwork, Floats, Ints
+from isthmus.cost.kernel import Floats, Ints
+from isthmus.cost.network import FleetNetwork
 from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.cost.sync import fastest, group_s, messages
 from isthmus.fleet import Fleet
-from isthmus.planners.observer import looked_at
 from isthmus.plans import SyncGroup
 
 Part = tuple[tuple[int, ...], int, int]
@@ -34,17 +42,20 @@ class Averaging:
         """Of the links that groups send over."""
         self._groups: dict[Part, tuple[float, dict[tuple[str, str], float]]] = {}
 
-    def exact_s(self, holders: Ints) -> Floats:
-        """[choices] seconds, as `cost.sync` has it. `holders` is [choices, replicas, parts] devices."""
+    def exact_s(self, holders: Ints, looked_at: Callable[[], None]) -> Floats:
+        """[choices] seconds, as `cost.sync` has it. `holders` is [choices, replicas, parts] devices; `looked_at` is
+        called for each different row."""
         choices, replicas, parts = holders.shape
         if replicas == 1 or not parts:
             return np.zeros(choices)
         rows, which = np.unique(holders.reshape(choices, -1), axis=0, return_inverse=True)
-        each = np.array([self._one_s(row.reshape(replicas, parts)) for row in rows])
+        each = np.zeros(len(rows))
+        for k, row in enumerate(rows):
+            looked_at()
+            each[k] = self._one_s(row.reshape(replicas, parts))
         return each[which.reshape(-1)]
 
     def _one_s(self, holders: Ints) -> float:
-        looked_at()
         longest_s, loads = 0.0, defaultdict[tuple[str, str], float](float)
         begins = np.flatnonzero(np.append(True, (holders[:, 1:] != holders[:, :-1]).any(axis=0)))
         for first, end in zip(begins, np.append(begins[1:], holders.shape[1]), strict=True):
@@ -112,3 +123,20 @@ class Averaging:
                 same &= ~begins[rows, later]
                 size += same * self._size[later]
             yield rows, holders[rows, :, part], size
+
+
+def balanced_s(network: FleetNetwork, orders: Sequence[Sequence[int]], gradient_bytes: float) -> float:
+    """For replicas whose devices hold gradients in proportion to their speed: a sharded server per part."""
+    if len(orders) < 2:
+        return 0.0
+    ends = [np.cumsum(network.speed[list(o)]) / network.speed[list(o)].sum() for o in orders]
+    marks = np.unique(np.concatenate(ends).round(9))
+    lengths = np.diff(marks, prepend=0.0)
+    middles = marks - lengths / 2
+    parts = [np.minimum(np.searchsorted(e, middles), len(e) - 1) for e in ends]
+    holders = np.stack([np.asarray(o)[p] for o, p in zip(orders, parts, strict=True)], axis=1)
+    a, b = holders[:, :, None], holders[:, None, :]
+    shard = (2 * lengths * gradient_bytes / len(orders))[:, None, None]
+    loads = np.zeros_like(network.byte_s)
+    np.add.at(loads, (a, b), shard * network.byte_s[a, b])
+    return float(loads.max() + 2 * network.latency[a, b].max())

@@ -1,37 +1,139 @@
-"""The pipeline whose step costs least money: its devices by the hour, and what leaves priced sites.
+"""One pipeline: the fastest, or the one whose step costs least money.
+
+The fastest minimises the closed form over the order and choice of devices and over the cuts:
+
+    step = fill + (n - 1) * period + shared
+
+Up to six devices it is exact; beyond, orders come from local search, cuts stay exact, and the certificate says how far
+a lower bound is. FusionLLM's OP-Fence and Sky Computing's allocation solve the same problem by heuristics.
 
 On a given set of devices the price of an hour is fixed, so the fastest pipeline of a set is also its cheapest, but for
-egress. What remains is to choose the set. Small fleets: all sets, and then every pipeline is tried as far as a budget
-goes. Larger ones: the devices with the cheapest FLOPs, as many as it takes and more, of all regions and of each; then
-the best set loses devices as long as that saves money.
+egress:
+
+    price of a set >= rate of its devices * bound on its step
+
+What remains is to choose the set. Small fleets: all sets, in the order of that bound, and then every pipeline is tried
+as far as a budget goes. Larger ones: the devices with the cheapest FLOPs, as many as it takes and more, of all regions
+and of each; then the best set loses devices as long as that saves money.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 
 from isthmus.cost import Problem, build_plan, is_priced, preference
 from isthmus.cost.blocks import Blocks
+from isthmus.cost.compression import packs_alike
+from isthmus.cost.cut_table import stage_bytes
 from isthmus.cost.network import FleetNetwork, network_of
 from isthmus.cost.price import SECONDS_PER_HOUR
 from isthmus.errors import FleetTooSmall
+from isthmus.planners.baselines.even import even
 from isthmus.planners.bounds import pooled_bound_s, step_certificate
-from isthmus.planners.observer import looked_at
+from isthmus.planners.observer import keep, looked_at
 from isthmus.planners.price_bound import cheapest_pipeline_bound, price_certificate
-from isthmus.planners.search.exhaustive_pipelines import exhaustive_pipeline
-from isthmus.planners.search.fastest import fastest
-from isthmus.planners.search.threshold_search import TOLERANCE
+from isthmus.planners.search.cuts import TOLERANCE
+from isthmus.planners.search.exhaustive import exhaustive_pipeline
+from isthmus.planners.search.greedy_fill import greedy_fill
+from isthmus.planners.search.orders import FoundOrder, OrderSearch
+from isthmus.planners.search.prune_fleet import pruned_fleet
+from isthmus.planners.surrogates import over_surrogates
 from isthmus.plans import Plan
+
+ONE = "any plan of one replica: any devices"
+
+
+def fastest(problem: Problem, *, settle: bool = True) -> Plan:
+    """The fastest pipeline, whatever the problem's objective, with its certificate.
+
+    Without `settle` it does not try every pipeline where memory throttles them, and proves less. Raises FleetTooSmall
+    with the device that is short, and by how much.
+    """
+    looked_at(0)
+    problem = problem.timed()
+    network, blocks = network_of(problem), Blocks(problem)
+    if not packs_alike(problem):
+        return _packed(problem, network, blocks, settle)
+    near = pruned_fleet(problem, network, blocks)
+    if near is not problem:
+        plan = fastest(near, settle=False)
+        moved = build_plan(problem, [s.device for s in plan.stages], plan.boundaries(), planner="chain")
+        return certified(problem, moved, pooled_bound_s(network, blocks, problem.micro_batches))
+    classic = OrderSearch(problem, network, blocks)
+    best = classic.run() if classic.exhaustive or problem.schedule == "gpipe" else None
+    plans = _plans(problem, [best])
+    closed_form_s = best.step_s if best else 0.0
+    # Where memory throttles the pipeline, the closed form is not the whole story: search again with it in mind, and
+    # for stages that recompute.
+    throttled = problem.schedule != "gpipe" and not any(
+        p.predicted.step_s <= closed_form_s * (1 + TOLERANCE) for p in plans
+    )
+    if throttled:
+        plans += _plans(problem, [OrderSearch(problem, network, blocks, throttled=True).run()])
+    if problem.recompute and (throttled or not plans):
+        plans += _plans(problem, [OrderSearch(problem, network, blocks.recomputing()).run()])
+    plans += _baseline(problem)
+    tight = throttled or _memory_binds(problem, network, blocks)
+    if classic.exhaustive and ((tight and settle) or problem.constraints.labels_stay):
+        known_s = min((p.predicted.step_s for p in plans), default=float("inf"))
+        proven = exhaustive_pipeline(problem, network, blocks, known_s)
+        if proven is not None and (proven.plan or plans):
+            chosen = proven.plan or min(plans, key=lambda p: p.predicted.step_s)
+            return certified(problem, chosen, proven.bound)
+    if not plans:  # raises unless a placement was missed
+        fallback = greedy_fill(problem, network, blocks)
+        plans = _plans(problem, [FoundOrder(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0, 0.0)])
+    chosen = min(plans, key=lambda p: p.predicted.step_s)
+    if best and classic.exhaustive and not tight:
+        return certified(problem, chosen, best.bound_s)
+    return certified(problem, chosen, pooled_bound_s(network, blocks, problem.micro_batches))
+
+
+def _packed(problem: Problem, network: FleetNetwork, blocks: Blocks, settle: bool) -> Plan:
+    """Where what a message takes depends on the plan."""
+    best = over_surrogates(problem, partial(fastest, settle=False))
+    plans = [best, *_baseline(problem)]
+    best = min(plans, key=lambda p: p.predicted.step_s)
+    if settle and OrderSearch(problem, network, blocks).exhaustive:
+        proven = exhaustive_pipeline(problem, network, blocks, best.predicted.step_s)
+        if proven is not None:
+            return certified(problem, proven.plan or best, proven.bound)
+    return certified(problem, best, pooled_bound_s(network, blocks, problem.micro_batches))
+
+
+def _memory_binds(problem: Problem, network: FleetNetwork, blocks: Blocks) -> bool:
+    """Whether some device could not hold the whole model with the micro-batches of the classic schedule."""
+    most = problem.micro_batches
+    held = most if problem.schedule == "gpipe" else min(most, len(network.names) + problem.constraints.labels_stay)
+    return float(stage_bytes(blocks, 0, [blocks.count], held)[0]) > float(network.memory.min())
+
+
+def _plans(problem: Problem, found: Sequence[FoundOrder | None]) -> list[Plan]:
+    names = problem.fleet.names
+    plans: list[Plan] = []
+    for f in filter(None, found):
+        with contextlib.suppress(FleetTooSmall):  # two stages may each fit the device that they share
+            plan = build_plan(problem, [names[d] for d in f.devices], f.boundaries, planner="chain")
+            plans.append(keep(plan))
+    return plans
+
+
+def _baseline(problem: Problem) -> list[Plan]:
+    try:
+        return [keep(even(problem))]
+    except FleetTooSmall:
+        return []
+
 
 MOST_EXHAUSTIVE = 5
 """Devices up to which every set of them is tried."""
 MOST_DROPPED = 40
 """Sets tried that are a device short of the best."""
-QUESTION = "the price of a step of any plan of one replica: any devices in any order, any cuts, by the closed form"
 UNPRICED = "objective cost: nothing in the fleet has a price, so every plan costs 0 and the fastest is as good as any"
 
 
@@ -55,8 +157,8 @@ def cheapest(problem: Problem) -> Plan:
     if proven is not None:
         if proven.plan is not None:
             best = min(best, proven.plan, key=lambda plan: preference(problem, plan))
-        return _certified(problem, best, proven.bound)
-    return _certified(problem, best, bound)
+        return certified(problem, best, proven.bound)
+    return certified(problem, best, bound)
 
 
 def _bound(problem: Problem, network: FleetNetwork, blocks: Blocks) -> float:
@@ -113,6 +215,7 @@ def _best_of(problem: Problem, blocks: Blocks) -> Plan | None:
         second = hour / SECONDS_PER_HOUR if problem.constraints.objective == "cost" else 1.0
         bounds.append((second * pooled_bound_s(network_of(part), blocks, problem.micro_batches), names))
     best: Plan | None = None
+    # price of a set >= rate of its devices * bound on its step
     for bound, names in sorted(bounds, key=lambda pair: pair[0]):
         if best is not None and bound > preference(problem, best)[0]:
             break
@@ -152,18 +255,18 @@ def _with_fewer(problem: Problem, plan: Plan) -> Plan:
     return plan
 
 
-def _certified(problem: Problem, plan: Plan, bound: float) -> Plan:
-    certify, question = price_certificate, QUESTION
-    if problem.constraints.objective == "time":
-        certify, question = step_certificate, QUESTION.replace("price", "time")
+def certified(problem: Problem, plan: Plan, bound: float, plans: str = ONE) -> Plan:
+    """The same layout with what the bound proves of `plans`, and with the reason why devices are left out."""
+    priced = problem.constraints.objective == "cost"
+    certify, what, better = (price_certificate, "price", "cheaper") if priced else (step_certificate, "time", "faster")
+    question = f"the {what} of a step of {plans} in any order, any cuts, by the closed form"
     certificate = certify(bound, preference(problem, plan)[0], question)
-    proven = certificate is not None and not certificate.gap
-    reason = "no plan is cheaper with it" if proven else "no plan that was found is cheaper with it"
+    found = "" if certificate is not None and not certificate.gap else " that was found"
     return build_plan(
         problem,
         [stage.device for stage in plan.stages],
         plan.boundaries(),
         planner="chain",
         certificate=certificate,
-        notes={name: reason for name in problem.fleet.names if name not in plan.devices},
+        notes={name: f"no plan{found} is {better} with it" for name in problem.fleet.names if name not in plan.devices},
     )
