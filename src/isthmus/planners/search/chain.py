@@ -29,7 +29,7 @@ from isthmus.planners.price_bound import cheapest_pipeline_bound
 from isthmus.planners.search.cuts import TOLERANCE
 from isthmus.planners.search.exhaustive import exhaustive_pipeline
 from isthmus.planners.search.local_search import first_improvement
-from isthmus.planners.search.one_pipeline import certified, cheapest, fastest
+from isthmus.planners.search.one_pipeline import cheapest, fastest, with_bound
 from isthmus.plans import Plan
 
 
@@ -73,7 +73,7 @@ def fed(problem: Problem) -> Plan:
         proven = exhaustive_pipeline(one, network, blocks, reached, judged=problem)
         if proven is not None:
             best, bound = proven.plan or best, proven.bound
-    return certified(problem, best, bound, FED.format(" and ".join(problem.constraints.feeders)))
+    return with_bound(problem, best, bound, FED.format(" and ".join(problem.constraints.feeders)))
 
 
 def as_one(problem: Problem) -> Problem:

@@ -162,7 +162,9 @@ class Descent:
                     (r, s, _moved(now[r], now[s])),
                     (s, r, _moved(now[s], now[r])),
                 ):
-                    allowed = [pair for pair in pairs if all(map(self._keeps_terms, pair))]
+                    # A device at both ends may have gone from one of them only.
+                    apart = (pair for pair in pairs if not set(pair[0].order) & set(pair[1].order))
+                    allowed = [pair for pair in apart if all(map(self._keeps_terms, pair))]
                     if allowed:
                         first, second = zip(*allowed, strict=True)
                         yield {a: first, b: second}

@@ -63,7 +63,7 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
     if near is not problem:
         plan = fastest(near, settle=False)
         moved = build_plan(problem, [s.device for s in plan.stages], plan.boundaries(), planner="chain")
-        return certified(problem, moved, pooled_bound_s(network, blocks, problem.micro_batches))
+        return with_bound(problem, moved, pooled_bound_s(network, blocks, problem.micro_batches))
     classic = OrderSearch(problem, network, blocks)
     best = classic.run() if classic.exhaustive or problem.schedule == "gpipe" else None
     plans = _plans(problem, [best])
@@ -84,14 +84,14 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
         proven = exhaustive_pipeline(problem, network, blocks, known_s)
         if proven is not None and (proven.plan or plans):
             chosen = proven.plan or min(plans, key=lambda p: p.predicted.step_s)
-            return certified(problem, chosen, proven.bound)
+            return with_bound(problem, chosen, proven.bound)
     if not plans:  # raises unless a placement was missed
         fallback = greedy_fill(problem, network, blocks)
         plans = _plans(problem, [FoundOrder(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0, 0.0)])
     chosen = min(plans, key=lambda p: p.predicted.step_s)
     if best and classic.exhaustive and not tight:
-        return certified(problem, chosen, best.bound_s)
-    return certified(problem, chosen, pooled_bound_s(network, blocks, problem.micro_batches))
+        return with_bound(problem, chosen, best.bound_s)
+    return with_bound(problem, chosen, pooled_bound_s(network, blocks, problem.micro_batches))
 
 
 def _packed(problem: Problem, network: FleetNetwork, blocks: Blocks, settle: bool) -> Plan:
@@ -102,8 +102,8 @@ def _packed(problem: Problem, network: FleetNetwork, blocks: Blocks, settle: boo
     if settle and OrderSearch(problem, network, blocks).exhaustive:
         proven = exhaustive_pipeline(problem, network, blocks, best.predicted.step_s)
         if proven is not None:
-            return certified(problem, proven.plan or best, proven.bound)
-    return certified(problem, best, pooled_bound_s(network, blocks, problem.micro_batches))
+            return with_bound(problem, proven.plan or best, proven.bound)
+    return with_bound(problem, best, pooled_bound_s(network, blocks, problem.micro_batches))
 
 
 def _memory_binds(problem: Problem, network: FleetNetwork, blocks: Blocks) -> bool:
@@ -157,8 +157,8 @@ def cheapest(problem: Problem) -> Plan:
     if proven is not None:
         if proven.plan is not None:
             best = min(best, proven.plan, key=lambda plan: preference(problem, plan))
-        return certified(problem, best, proven.bound)
-    return certified(problem, best, bound)
+        return with_bound(problem, best, proven.bound)
+    return with_bound(problem, best, bound)
 
 
 def _bound(problem: Problem, network: FleetNetwork, blocks: Blocks) -> float:
@@ -255,7 +255,7 @@ def _with_fewer(problem: Problem, plan: Plan) -> Plan:
     return plan
 
 
-def certified(problem: Problem, plan: Plan, bound: float, plans: str = ONE) -> Plan:
+def with_bound(problem: Problem, plan: Plan, bound: float, plans: str = ONE) -> Plan:
     """The same layout with what the bound proves of `plans`, and with the reason why devices are left out."""
     priced = problem.constraints.objective == "cost"
     certify, what, better = (price_certificate, "price", "cheaper") if priced else (step_certificate, "time", "faster")
