@@ -2,8 +2,8 @@
 `exhaustive_pipeline` of one, with any objective and any terms.
 
 For every set of disjoint groups of devices: every pipeline of each group, with every other's, and every split of the
-micro-batches between them (`splits`). All pipelines of all groups are rows of the closed form (`cost.kernel`); where
-they are too many, nothing is settled.
+micro-batches between them (`descent.soonest`). All pipelines of all groups are rows of the closed form (`cost.kernel`);
+where they are too many, nothing is settled.
 
 Where the closed form of arrays is a lower bound only (two stages share a device's memory, messages are packed by the
 plan, copies of the first stage), pipelines are built one by one in the order of their bounds:

@@ -2,7 +2,7 @@
 
 The workload of a stage is the longer of its compute for one micro-batch and of the bytes it surely receives (or sends
 back) at its first block, over the device's best link. Latency is no part of it, because micro-batches in flight hide it
-(docs/decisions/0004). The workload never exceeds the period of `cost.steptime`, so a bound on it is one on the period.
+(docs/decisions/0004). The workload never exceeds the period of `cost.kernel`, so a bound on it is one on the period.
 """
 
 from __future__ import annotations
