@@ -1,9 +1,9 @@
 """How many replicas, which devices in which, where each is cut, and who takes how much of the batch.
 
-Small problems are settled: every plan is tried (`exhaustive`). On larger ones, the single pipeline of `chain`, groupings
-that score well and whole replicas on sets of devices (`replicas`), and the plans of the other planners are starts for a
-descent over whole plans (`descent`), by time or money. What is found is judged by the closed form of `cost`, and the
-best few by the scorer that the caller injects, if any.
+Small problems are settled: every plan is tried (`exhaustive`). On larger ones, the single pipeline of `chain`,
+groupings that score well and whole replicas on sets of devices (`replicas`), and the plans of the other planners are
+starts for a descent over whole plans (`descent`), by time or money. What is found is judged by the closed form of
+`cost`, and the best few by the scorer that the caller injects, if any.
 """
 
 from __future__ import annotations
