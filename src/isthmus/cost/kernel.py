@@ -33,7 +33,7 @@ Seconds = TypeVar("Seconds", float, Floats)
 
 
 @dataclass(frozen=True)
-class Message:
+class MessageTimes:
     """What two stages exchange for one micro-batch, in seconds per candidate."""
 
     source: int
@@ -57,7 +57,7 @@ def price(step_s: Seconds, rate: Seconds, egress: Seconds) -> Seconds:
     return step_s * rate + egress
 
 
-def fill_s(forward_s: Floats, backward_s: Floats, messages: Sequence[Message]) -> Floats:
+def fill_s(forward_s: Floats, backward_s: Floats, messages: Sequence[MessageTimes]) -> Floats:
     """[candidates]"""
     total: Floats = (forward_s + backward_s).sum(axis=1)
     for m in messages:
@@ -93,7 +93,7 @@ def device_loads(order: Ints, compute_s: Floats) -> Floats:
     return found
 
 
-def link_loads(order: Ints, messages: Sequence[Message]) -> list[tuple[Floats, Floats]]:
+def link_loads(order: Ints, messages: Sequence[MessageTimes]) -> list[tuple[Floats, Floats]]:
     """Per message, how long one micro-batch occupies its link there and its link back, with all that takes them."""
     own = [(m.forward_wire_s, m.backward_wire_s) for m in messages]
     if not repeats(order):
@@ -109,7 +109,9 @@ def link_loads(order: Ints, messages: Sequence[Message]) -> list[tuple[Floats, F
     return [(load(a, b), load(b, a)) for a, b in ends]
 
 
-def busiest_s(order: Ints, compute_s: Floats, messages: Sequence[Message], uplinks_s: Sequence[Floats] = ()) -> Floats:
+def busiest_s(
+    order: Ints, compute_s: Floats, messages: Sequence[MessageTimes], uplinks_s: Sequence[Floats] = ()
+) -> Floats:
     """[candidates]: the longest that one micro-batch occupies anything."""
     found: Floats = device_loads(order, compute_s).max(axis=1)
     for seconds in itertools.chain(*link_loads(order, messages), uplinks_s):
@@ -123,7 +125,7 @@ def repeats(order: Ints) -> bool:
     return bool((ordered[:, 1:] == ordered[:, :-1]).any())
 
 
-def round_trips_s(forward_s: Floats, backward_s: Floats, messages: Sequence[Message]) -> Floats:
+def round_trips_s(forward_s: Floats, backward_s: Floats, messages: Sequence[MessageTimes]) -> Floats:
     """[candidates, stages]: messages to different stages travel at the same time.
 
     done[start, t] = max over s (done[start, s] + message(s, t)) + forward[t], and likewise back.

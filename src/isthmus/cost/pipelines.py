@@ -13,7 +13,7 @@ import numpy as np
 
 from isthmus.cost import kernel
 from isthmus.cost.cut_table import CutTable
-from isthmus.cost.kernel import Bools, Floats, Ints, Message
+from isthmus.cost.kernel import Bools, Floats, Ints, MessageTimes
 from isthmus.cost.network import FleetNetwork
 from isthmus.cost.problem import Problem
 
@@ -157,13 +157,13 @@ def _pairs(table: CutTable) -> Iterator[tuple[int, int]]:
             yield source, target
 
 
-def _messages(network: FleetNetwork, trials: Trials) -> Iterator[Message]:
+def _messages(network: FleetNetwork, trials: Trials) -> Iterator[MessageTimes]:
     table, cuts = trials.table, trials.cuts
     for source, target in _pairs(table):
         there, back = trials.order[:, source], trials.order[:, target]
         forward, backward = table.forward[cuts, source, target], table.backward[cuts, source, target]
         forward_wire_s, backward_wire_s = forward * network.byte_s[there, back], backward * network.byte_s[back, there]
-        yield Message(
+        yield MessageTimes(
             source,
             target,
             forward_s=forward_wire_s + (forward > 0) * network.latency[there, back],

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from isthmus.cost import kernel
-from isthmus.cost.kernel import Floats, Ints, Message
+from isthmus.cost.kernel import Floats, Ints, MessageTimes
 from isthmus.cost.problem import Problem
 from isthmus.cost.stage_costs import compute_s, transfer_s, wire_s
 from isthmus.plans import Edge, Prediction, SharedParameter
@@ -50,10 +50,10 @@ class PipelineTime:
         return tuple(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
 
     @cached_property
-    def _row(self) -> tuple[Floats, Floats, list[Message]]:
+    def _row(self) -> tuple[Floats, Floats, list[MessageTimes]]:
         """This pipeline as one candidate of the kernel: forward and backward, and messages."""
         messages = [
-            Message(
+            MessageTimes(
                 e.source,
                 e.target,
                 *(np.array([s]) for s in (e.forward_s, e.backward_s, e.forward_wire_s, e.backward_wire_s)),
