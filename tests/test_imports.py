@@ -34,7 +34,7 @@ COMPONENTS = {
     "compression_convergence": ("isthmus.runtime.coordinator.stages", "isthmus.training"),  # stages in one process
     "delayed": ("isthmus.protocol",),  # a run's length on the virtual clock
     "dream": ("isthmus.planners.sync",),
-    "dtfm": ("isthmus.planners",),
+    "dtfm": ("isthmus.cost.blocks", "isthmus.planners"),
     "families": ("isthmus.training",),  # each cut of a model, in one process
     "federated": ("isthmus.data.femnist", "isthmus.protocol.federated_participation", "isthmus.rng"),  # peers' clients
     "federated_deployment": ("isthmus.runtime.service.fleet_state",),  # tickets for thousands of sites
@@ -49,7 +49,7 @@ COMPONENTS = {
     "proven_gaps": ("isthmus.api.proof", "isthmus.verification"),  # bounds of problems without a job
     "reconstruction": ("isthmus.runtime.coordinator", "isthmus.training"),  # what an attacker sees of a stage
     "secure_aggregation": ("isthmus.federated", "isthmus.protocol"),  # one phase without a network
-    "sky": ("isthmus.planners.network",),
+    "sky": ("isthmus.cost.network",),
     "snapshots": ("isthmus.runtime.coordinator.stage_assignments",),  # bytes of states
     "sync": ("isthmus.sync",),
     "transport": ("isthmus.protocol.run_messages", "isthmus.runtime", "isthmus.training.layout"),  # a channel alone

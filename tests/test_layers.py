@@ -86,9 +86,9 @@ PUBLIC = {
         "question_in_words read_spent save_plan schedule_of"
     ),
     "planners": (
-        "ENTRY_POINTS INTERRUPTED LeastBound Planner SearchObserver SearchStopped can_price check_constraints "
-        "check_planner cut_short describe keep least legal_places looked_at observed_by over_counts plan "
-        "planner_names scheduled whole_replicas"
+        "Capabilities ENTRY_POINTS INTERRUPTED LeastBound Planner SearchObserver SearchStopped can_price capabilities "
+        "check_constraints check_planner cut_short describe keep least legal_places looked_at observed_by over_counts "
+        "plan planner_names scheduled whole_replicas"
     ),
     "protocol": "Coordinator Item Lineage RunSpec StageView StateHolding StateLayout Worker items",
     "report": (

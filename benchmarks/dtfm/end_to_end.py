@@ -16,15 +16,15 @@ from gpt3 import GPT3_1_3B, GPT3_6_7B, GPT3_13B, Shape, gpt3, model_flops, parts
 from peers import PeerStep, Training, megatron, zero3
 
 from isthmus.cost import Problem, build_replicas, parameter_state
+from isthmus.cost.blocks import Blocks
 from isthmus.errors import FleetTooSmall
 from isthmus.experiments import RunSpec
 from isthmus.fleet import Fleet, built_in_fleet
 from isthmus.graph import Flow
-from isthmus.planners.auto import auto
-from isthmus.planners.blocks import Blocks
 from isthmus.planners.placement import PLACEMENTS, PlacementProblem, StageGrouping
 from isthmus.planners.placement.on_fleet import Search, equal_layouts
 from isthmus.planners.placement.random_groups import shuffled
+from isthmus.planners.search.auto import auto
 from isthmus.plans import Plan
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from isthmus.cost.network import Floats
 from isthmus.graph import Affine, Op, OpGraph, Ref, TensorSpec
-from isthmus.planners.network import Floats
 
 BATCH, TOKENS, WIDTH, INNER, HEADS, WORDS, CLASSES = 32, 128, 1024, 4096, 16, 30_522, 3
 ROWS = BATCH * TOKENS

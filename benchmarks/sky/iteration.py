@@ -28,10 +28,11 @@ from rich.table import Table
 from run import DEVICE_FLOPS_PER_S, LATENCY_S, PAPER, SCALING, problem_of
 
 from isthmus.cost import Problem, build_plan, parameter_state
+from isthmus.cost.network import Floats
 from isthmus.experiments import RunSpec
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import Flow
-from isthmus.planners.allocation import (
+from isthmus.planners.baselines.allocation import (
     Allocation,
     LayerProblem,
     allocation,
@@ -39,7 +40,6 @@ from isthmus.planners.allocation import (
     even_layers,
     sky_heuristic_layers,
 )
-from isthmus.planners.network import Floats
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
 

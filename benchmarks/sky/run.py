@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.allocation import (
+from isthmus.planners.baselines.allocation import (
     Allocation,
     LayerProblem,
     certified_layers,

@@ -15,7 +15,7 @@ PUBLIC_PACKAGES = (
     "isthmus.job",
     "isthmus.models",
     "isthmus.planners",
-    "isthmus.planners.allocation",
+    "isthmus.planners.baselines.allocation",
     "isthmus.planners.cohort",
     "isthmus.planners.placement",
     "isthmus.planners.sync",

@@ -17,10 +17,9 @@ from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, resolve_fleet
 from isthmus.graph import Flow
 from isthmus.planners import plan, planner_names
-from isthmus.planners.auto import auto
-from isthmus.planners.chain import chain
-from isthmus.planners.groups import share_out
-from isthmus.planners.replica_search import replica_counts
+from isthmus.planners.search.auto import auto
+from isthmus.planners.search.chain import chain
+from isthmus.planners.search.replicas import replica_counts, share_out
 from isthmus.plans import Constraints, Plan
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -23,19 +25,20 @@ from plan_cases import (
 )
 
 from isthmus.cost import Problem, build_plan, parameter_state, place
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.cut_table import cut_table, stage_bytes
+from isthmus.cost.network import network_of
+from isthmus.cost.pipelines import Trials, timed
 from isthmus.errors import FleetTooSmall
-from isthmus.fleet import Device, Fleet, Link, Links
+from isthmus.fleet import Device, Fleet, Link, Links, with_memory
 from isthmus.graph import OpGraph, Ref, assign, partition
 from isthmus.planners import plan
-from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import pooled_bound_s
-from isthmus.planners.exact_cut import path_cost
-from isthmus.planners.fixed_placement import fixed_placement_of
-from isthmus.planners.network import network_of
 from isthmus.planners.relaxation import Relaxation
-from isthmus.planners.routes import Routes, all_orders, one_order
-from isthmus.planners.stage_tables import StageTables
-from isthmus.planners.threshold_search import ThresholdSearch
+from isthmus.planners.search.cuts import ThresholdSearch
+from isthmus.planners.search.fixed_placement import fixed_placement_of
+from isthmus.planners.search.routes import Routes, all_orders, one_order
+from isthmus.planners.search.stage_tables import StageTables
 from isthmus.plans import Plan, load_plan, save_plan
 
 INFINITE = float("inf")
@@ -101,16 +104,27 @@ def test_the_pooled_bound_is_below_every_pipeline(seed: int, operators: int, dev
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 7), st.integers(1, 4))
-def test_the_path_cost_is_the_closed_form_of_the_stage_graphs(seed: int, operators: int, devices: int) -> None:
-    problem = random_problem(seed, operators, devices, memory=False)
+def test_a_row_of_the_arrays_is_the_closed_form_of_the_stage_graphs(seed: int, operators: int, devices: int) -> None:
+    problem = random_problem(seed, operators, devices, memory=seed % 2 == 0)
     search, _ = search_over(problem, one_order(range(devices)))
     if search.best is None:
         return
-    blocks = Blocks(problem)
-    times = place(problem, problem.fleet.names, blocks.boundaries(search.best.path.cut)).times
-    cost = path_cost(blocks, network_of(problem), search.best.path)
-    assert cost.bottleneck_s == pytest.approx(times.bottleneck[0])
-    assert cost.sum_s == pytest.approx(times.fill_s + times.shared_s)
+    blocks, cut = Blocks(problem), search.best.path.cut
+    table = cut_table(blocks, np.array([(0, *cut, blocks.count)]))
+    row = timed(problem, network_of(problem), Trials(table, np.zeros(1, dtype=np.int64), np.arange(devices)[None]))
+    placed = place(problem, problem.fleet.names, blocks.boundaries(cut))
+    times, sizes = placed.times, placed.sizes
+    assert row.busy_s[0] == pytest.approx(times.bottleneck[0])
+    assert row.fill_s[0] == pytest.approx(times.fill_s + times.shared_s)
+    memory = [size.memory(1).total for size in sizes]
+    needs = [stage_bytes(blocks, a, [b], 1)[0] for a, b in itertools.pairwise((0, *cut, blocks.count))]
+    assert needs == memory
+    room = {name: max(1, size) for name, size in zip(problem.fleet.names, memory, strict=True)}
+    tight = dataclasses.replace(problem, fleet=with_memory(problem.fleet, room))
+    held = timed(tight, network_of(tight), Trials(table, np.zeros(1, dtype=np.int64), np.arange(devices)[None]))
+    assert held.held[0].min() >= 1
+    if problem.schedule == "1f1b" and (held.held[0] < problem.micro_batches).any():
+        assert held.round_trip_s[0] == pytest.approx(times.round_trips_s)
 
 
 def test_the_relaxation_alone_does_not_settle_every_graph() -> None:

@@ -13,12 +13,12 @@ from term_cases import asked, every_plan, every_single, priced_fleet
 from test_verify import check, question_of
 
 from isthmus.cost import PlanLayout, build_replicas, preference, step_price
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.network import network_of
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, resolve_fleet
 from isthmus.planners import plan, planner_names
-from isthmus.planners.blocks import Blocks
 from isthmus.planners.least import LeastBound, with_certificate
-from isthmus.planners.network import network_of
 from isthmus.planners.price_bound import cheapest_pipeline_bound, cheapest_replicas_bound
 from isthmus.planners.registry import check_constraints
 from isthmus.plans import Constraints

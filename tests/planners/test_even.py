@@ -8,7 +8,7 @@ from plan_cases import fleet_of, problem_of, random_graph
 
 from isthmus.graph import cuts
 from isthmus.planners import plan
-from isthmus.planners.even import even_boundaries
+from isthmus.planners.baselines.even import even_boundaries
 
 
 @given(st.sets(st.integers(1, 99)), st.integers(1, 12))

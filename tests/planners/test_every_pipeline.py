@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from plan_cases import all_orders_of, fleet_of, problem_of, random_graph, saving
 
 from isthmus.cost import Problem, build_plan, place
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.network import network_of
 from isthmus.errors import FleetTooSmall
 from isthmus.graph import cuts
 from isthmus.planners import plan
-from isthmus.planners.blocks import Blocks
-from isthmus.planners.exhaustive_pipelines import exhaustive_pipeline
-from isthmus.planners.network import network_of
+from isthmus.planners.search.exhaustive import exhaustive_pipeline
 
 
 def tight_problem(seed: int, operators: int, devices: int, *, saved: int = 1, schedule: str = "1f1b") -> Problem:

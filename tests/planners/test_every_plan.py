@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from plan_cases import fleet_of, problem_of, random_graph, saving
 
 from isthmus.cost import Problem, build_replicas, layouts_of
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.network import network_of
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import resolve_fleet
-from isthmus.planners import plan, prune_fleet
-from isthmus.planners.auto import auto
-from isthmus.planners.blocks import Blocks
+from isthmus.planners import plan
 from isthmus.planners.bounds import pooled_bound_s
-from isthmus.planners.joint import Descent, exhaustive_plan
-from isthmus.planners.network import network_of
 from isthmus.planners.replica_bound import replicas_bound_s
+from isthmus.planners.search import prune_fleet
+from isthmus.planners.search.auto import auto
+from isthmus.planners.search.descent import Descent
+from isthmus.planners.search.exhaustive import exhaustive_plan
 from isthmus.verification import verify
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "auto"))

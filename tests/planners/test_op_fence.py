@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from plan_cases import fleet_of, operator, parameter, placeholder, problem_of, random_graph, tensor
 
 from isthmus.cost import Problem, place
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.network import network_of
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Device, Fleet, Link, Links, Route, built_in_fleet
 from isthmus.graph import OpGraph, Ref
 from isthmus.planners import plan
-from isthmus.planners.blocks import Blocks
-from isthmus.planners.communities import communities, path, visiting_order
-from isthmus.planners.network import network_of
-from isthmus.planners.op_fence import balanced
-from isthmus.planners.orders import scorer_of
+from isthmus.planners.baselines.communities import communities, path, visiting_order
+from isthmus.planners.baselines.op_fence import balanced
+from isthmus.planners.search.orders import scorer_of
 from isthmus.plans import Plan
 
 

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from plan_cases import fleet_of, gpt_graph, problem_of, random_graph
 
+from isthmus.cost.blocks import Blocks
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import resolve_fleet
 from isthmus.planners import plan
-from isthmus.planners.blocks import Blocks
 from isthmus.planners.placement.on_fleet import equal_cut
 
 NAMES = ("dtfm-genetic", "dtfm-genetic-code", "dtfm-kl", "islands", "random")

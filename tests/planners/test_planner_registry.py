@@ -9,7 +9,7 @@ from plan_cases import fleet_of, problem_of, random_graph
 from isthmus.cost import Problem
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.planners import describe, plan, planner_names
-from isthmus.planners.even import even
+from isthmus.planners.baselines.even import even
 from isthmus.plans import Plan
 
 

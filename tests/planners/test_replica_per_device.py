@@ -10,7 +10,7 @@ from plan_cases import fleet_of, problem_of, random_graph
 from isthmus.cost import PlanLayout, Problem, build_replicas
 from isthmus.fleet import Fleet, Link, Links
 from isthmus.planners import plan
-from isthmus.planners.replica_per_device import replicas_per_device
+from isthmus.planners.search.replicas import replicas_per_device
 
 
 def alike(speeds: list[float], seed: int) -> Problem:

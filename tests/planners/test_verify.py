@@ -16,13 +16,13 @@ from term_cases import every_plan
 from isthmus.api.proof import as_proven
 from isthmus.api.proof import question_of as asked_of
 from isthmus.cost import PlanLayout, Problem, build_plan, build_replicas, parameter_state, plan_compression
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.network import network_of
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Region, Route, corrected
 from isthmus.planners import over_counts
 from isthmus.planners import plan as plan_by
-from isthmus.planners.blocks import Blocks
 from isthmus.planners.least import LeastBound, relaxed, with_certificate
-from isthmus.planners.network import network_of
 from isthmus.plans import Plan
 from isthmus.verification import Question, Verdict, state_bytes, verify
 from isthmus.verification.bound import Bounds

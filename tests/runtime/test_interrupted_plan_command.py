@@ -17,7 +17,7 @@ import pytest
 
 from isthmus.cost import Problem
 from isthmus.planners import INTERRUPTED, keep, looked_at
-from isthmus.planners.even import even
+from isthmus.planners.baselines.even import even
 from isthmus.planners.observer import stopped
 from isthmus.plans import Plan
 

@@ -1,18 +1,10 @@
-"""Seconds per step in closed form.
+"""Seconds per step of one plan: a row of the closed form (`cost.kernel`), with names, and messages from stage graphs.
 
-A synchronous pipeline of S stages and n micro-batches takes `fill + (n - 1) * period + shared`:
-
-    fill     one micro-batch alone: every stage's forward and backward, every edge's message both ways
-    period   the slowest stage, or the link that is longest occupied by one micro-batch's bytes, or the uplink that
-             a site's links share
-    shared   shared parameters: value to each user, gradient back, once per step
+FusionLLM's Eq. 3 differs: it counts latency in the bottleneck term and a stage's receives one after another; see
+`eq3_step_s`.
 
 Where weight gradients are computed apart (`zero-bubble`), `fill` and a stage's round trip pass the input gradients
 alone: those of the weights follow while others work, and lengthen the fill by what is left of them at its end.
-
-Latency is in `fill` but not in `period`: enough micro-batches in flight hide it. Too few (no memory for more)
-throttle the pipeline: a stage that may hold k micro-batches completes at most k per round trip. FusionLLM's
-Eq. 3 differs: it counts latency in the bottleneck term and a stage's receives one after another; see `eq3_step_s`.
 
 A pipeline whose steps overlap (`delayed`) takes `n * period`: nothing fills or drains between steps. But step t + 2
 computes at what the update of step t leaves, so two steps take no less than the first stage needs for one: from its
@@ -27,7 +19,10 @@ from functools import cached_property
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
+from isthmus.cost import kernel
+from isthmus.cost.kernel import Floats, Ints, MessageTimes
 from isthmus.cost.problem import Problem
 from isthmus.cost.stage_costs import StageFlops, compute_s, transfer_s, wire_s
 from isthmus.plans import Edge, Prediction, SharedParameter
@@ -67,8 +62,27 @@ class PipelineTime:
         return tuple(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
 
     @cached_property
+    def _row(self) -> tuple[Floats, Floats, list[MessageTimes]]:
+        """This pipeline as one candidate of the kernel: forward and backward, and messages."""
+        messages = [
+            MessageTimes(
+                e.source,
+                e.target,
+                *(np.array([s]) for s in (e.forward_s, e.backward_s, e.forward_wire_s, e.backward_wire_s)),
+                sent=np.array([True]),
+            )
+            for e in self.edges
+        ]
+        return np.array([self.forward_s]), np.array([self.backward_s]), messages
+
+    @cached_property
+    def _order(self) -> Ints:
+        number = {device: k for k, device in enumerate(self.stages_of)}
+        return np.array([[number[device] for device in self.devices]])
+
+    @cached_property
     def fill_s(self) -> float:
-        return sum(self.compute_s) + sum(e.forward_s + e.backward_s for e in self.edges) - self.hidden_s
+        return float(kernel.fill_s(*self._row)[0]) - self.hidden_s
 
     @cached_property
     def hidden_s(self) -> float:
@@ -76,7 +90,7 @@ class PipelineTime:
         time in which the stages before it compute their input gradients and send them."""
         rest_s, behind_s = 0.0, 0.0
         for s, apart_s in enumerate(self.apart_s):
-            behind_s += sum(e.backward_s for e in self._incoming[s])
+            behind_s += sum(e.backward_s for e in self.edges if e.target == s)
             rest_s = max(rest_s, apart_s - behind_s)
             behind_s += self.backward_s[s] - apart_s
         return sum(self.apart_s) - rest_s
@@ -92,17 +106,17 @@ class PipelineTime:
     @cached_property
     def device_s(self) -> dict[str, float]:
         """How long each device computes per micro-batch, all its stages together."""
-        return {device: sum(self.compute_s[s] for s in stages) for device, stages in self.stages_of.items()}
+        loads = kernel.device_loads(self._order, np.array([self.compute_s]))[0].tolist()
+        return dict(zip(self.devices, loads, strict=True))
 
     @cached_property
     def link_s(self) -> dict[tuple[str, str], float]:
         """How long one micro-batch's bytes occupy each directed link, of all edges that take it."""
         found: dict[tuple[str, str], float] = {}
-        for e in self.edges:
+        for e, (there, back) in zip(self.edges, kernel.link_loads(self._order, self._row[2]), strict=True):
             source, target = self.devices[e.source], self.devices[e.target]
             if source != target:
-                found[source, target] = found.get((source, target), 0.0) + e.forward_wire_s
-                found[target, source] = found.get((target, source), 0.0) + e.backward_wire_s
+                found[source, target], found[target, source] = float(there[0]), float(back[0])
         return found
 
     @cached_property
@@ -116,29 +130,8 @@ class PipelineTime:
     @cached_property
     def round_trips_s(self) -> tuple[float, ...]:
         """From the start of a micro-batch's F on each stage to the end of its B there, alone in the pipeline."""
-        return tuple(self._round_trip_s(s) for s in range(len(self.devices)))
-
-    def _round_trip_s(self, start: int) -> float:
-        # Longest path: messages to different stages travel at the same time.
-        forward_end = {start: self.forward_s[start]}
-        for stage in range(start + 1, len(self.devices)):
-            arrivals = [forward_end[e.source] + e.forward_s for e in self._incoming[stage] if e.source in forward_end]
-            if arrivals:
-                forward_end[stage] = max(arrivals) + self.forward_s[stage]
-        backward_end: dict[int, float] = {}
-        for stage in sorted(forward_end, reverse=True):
-            gradients = [backward_end[e.target] + e.backward_s for e in self._outgoing[stage] if e.backward_s]
-            apart_s = self.apart_s[stage] if self.apart_s and stage != start else 0.0  # its own frees its memory
-            backward_end[stage] = max([forward_end[stage], *gradients]) + self.backward_s[stage] - apart_s
-        return backward_end[start]
-
-    @cached_property
-    def _incoming(self) -> tuple[list[EdgeTime], ...]:
-        return tuple([e for e in self.edges if e.target == s] for s in range(len(self.devices)))
-
-    @cached_property
-    def _outgoing(self) -> tuple[list[EdgeTime], ...]:
-        return tuple([e for e in self.edges if e.source == s] for s in range(len(self.devices)))
+        apart = np.array([self.apart_s]) if self.apart_s else None
+        return tuple(kernel.round_trips_s(*self._row, apart)[0].tolist())
 
     def throttled_period_s(self, in_flight: Sequence[int], micro_batches: int) -> float:
         """The period when stage s holds at most `in_flight[s]` micro-batches."""
@@ -146,19 +139,23 @@ class PipelineTime:
 
     def held_up_s(self, in_flight: Sequence[int], micro_batches: int) -> dict[int, float]:
         """The period that each stage's limit imposes. The last stage waits for no gradient: its limit imposes none."""
-        limits = enumerate(zip(self.round_trips_s, in_flight, strict=True))
-        return {s: r / k for s, (r, k) in limits if k < self.steps * micro_batches and s < len(self.devices) - 1}
+        trips, held = np.array([self.round_trips_s]), np.array([in_flight], dtype=np.float64)
+        most = self.steps * micro_batches
+        hindered = kernel.hindered_s(trips, held, most)[0].tolist()
+        return {s: hindered[s] for s in range(len(self.devices) - 1) if in_flight[s] < most}
 
     def step_s(self, micro_batches: int, period_s: float | None = None) -> float:
         period = self.bottleneck[0] if period_s is None else period_s
         if self.steps > 1:
             alone_s = (micro_batches - 1) * self.bottleneck[0] + max(self.round_trips_s) + self.shared_s
             return max(micro_batches * period, alone_s / self.steps)
-        return self.fill_s + (micro_batches - 1) * period + self.shared_s
+        return kernel.step_s(self.fill_s, period, micro_batches) + self.shared_s
 
     def eq3_step_s(self, micro_batches: int) -> float:
         """FusionLLM Eq. 3 with forward and backward: sum(C_p + R_p) + (n_b - 1) * max(C_p, R_p), p a device."""
-        receive = [sum(e.forward_s + e.backward_s for e in edges) for edges in self._incoming]
+        receive = [0.0] * len(self.devices)
+        for e in self.edges:
+            receive[e.target] += e.forward_s + e.backward_s
         received_s = (sum(receive[s] for s in stages) for stages in self.stages_of.values())
         slowest = max(max(pair) for pair in zip(self.device_s.values(), received_s, strict=True))
         return sum(self.compute_s) + sum(receive) + (micro_batches - 1) * slowest

@@ -1,13 +1,15 @@
 """Who computes what, in which order: planners, one algorithm per file, and their registry."""
 
-from isthmus.planners.blocks import legal_places
+from isthmus.cost.blocks import legal_places
 from isthmus.planners.least import LeastBound, least
 from isthmus.planners.micro_batches import INTERRUPTED, over_counts
 from isthmus.planners.observer import SearchObserver, SearchStopped, cut_short, keep, looked_at, observed_by
 from isthmus.planners.registry import (
     ENTRY_POINTS,
+    Capabilities,
     Planner,
     can_price,
+    capabilities,
     check_constraints,
     check_planner,
     describe,
@@ -20,11 +22,13 @@ from isthmus.planners.whole_replicas import whole_replicas
 __all__ = [
     "ENTRY_POINTS",
     "INTERRUPTED",
+    "Capabilities",
     "LeastBound",
     "Planner",
     "SearchObserver",
     "SearchStopped",
     "can_price",
+    "capabilities",
     "check_constraints",
     "check_planner",
     "cut_short",

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from isthmus.planners.blocks import Blocks
-from isthmus.planners.network import FleetNetwork, Floats
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.network import FleetNetwork, Floats
+from isthmus.planners.search.cuts import TOLERANCE
 from isthmus.planners.spanning import Spanning
-from isthmus.planners.threshold_search import TOLERANCE
 from isthmus.plans import Certificate
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import OptimizeResult, linprog, milp
 from scipy.sparse import csr_matrix
 
-from isthmus.planners.network import Floats, Ints
+from isthmus.cost.network import Floats, Ints
 
 MOST_ITERATIONS = 500
 """Of a linear programme by the interior-point method, which takes some tens."""

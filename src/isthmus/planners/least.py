@@ -14,18 +14,18 @@ from typing import NamedTuple
 import msgspec
 
 from isthmus.cost import Problem, is_priced, preference
+from isthmus.cost.blocks import Blocks
 from isthmus.cost.compression import packs_alike
+from isthmus.cost.network import FleetNetwork, network_of
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import pooled_bound_s, step_certificate
-from isthmus.planners.chain import chain
-from isthmus.planners.joint import exhaustive_plan
-from isthmus.planners.network import FleetNetwork, network_of
 from isthmus.planners.observer import SearchStopped, part
-from isthmus.planners.order_search import MOST_EXHAUSTIVE
 from isthmus.planners.price_bound import cheapest_pipeline_bound, cheapest_replicas_bound, price_certificate
-from isthmus.planners.prune_fleet import pruned_fleet
 from isthmus.planners.replica_bound import replicas_bound_s
+from isthmus.planners.search.chain import chain
+from isthmus.planners.search.exhaustive import exhaustive_plan
+from isthmus.planners.search.orders import MOST_EXHAUSTIVE
+from isthmus.planners.search.prune_fleet import pruned_fleet
 from isthmus.plans import Certificate, Plan, question_in_words
 
 

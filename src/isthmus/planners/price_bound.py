@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 
 from isthmus.cost import Problem
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.network import FleetNetwork, Floats, network_of
 from isthmus.cost.price import SECONDS_PER_HOUR
 from isthmus.errors import UserError
-from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import step_certificate
-from isthmus.planners.network import FleetNetwork, Floats, network_of
 from isthmus.planners.replica_bound import replicas_bound_s
 from isthmus.plans import Certificate
 

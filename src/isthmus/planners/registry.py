@@ -29,11 +29,26 @@ from isthmus.plans import Constraints, Plan
 from isthmus.units import format_duration
 
 if TYPE_CHECKING:
-    from isthmus.planners.auto import Score
+    from isthmus.planners.search.auto import Score
 
 Planner = Callable[[Problem], Plan]
 
 ENTRY_POINTS = "isthmus.planners"
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a planner can do, beside one pipeline that is as fast as can be."""
+
+    replicas: bool = False
+    """Several pipelines that share the batch."""
+    holders: bool = False
+    """The first stage is put where the data are."""
+    labels_stay: bool = False
+    """The last stage too, on the device of the first if need be: a U-shape."""
+    prices: bool = False
+    """The price of a step is minimised, or kept within a limit."""
+    compression: bool = False
+    """Messages are priced as each plan packs them; for others by two problems in which all plans pack alike."""
 
 
 class PlannerEntry(NamedTuple):
@@ -41,59 +56,92 @@ class PlannerEntry(NamedTuple):
 
     function: str
     """`module:function`."""
-    holders: bool = False
-    """Whether it puts the first stage, and where labels stay the last, where the data are."""
-    prices: bool = False
-    """Whether it can minimise the price of a step."""
-    packs: bool = False
-    """Whether it looks at what is sent in each plan, or at none of it."""
+    can: Capabilities = Capabilities()
 
+
+_ONE_WITH_TERMS = Capabilities(holders=True, labels_stay=True, prices=True, compression=True)
+_EQUAL_REPLICAS = Capabilities(replicas=True)
+_LAYERS, _PLACED = "isthmus.planners.baselines.allocation.on_fleet", "isthmus.planners.placement.on_fleet"
 
 _OURS: Mapping[str, PlannerEntry] = {
-    "auto": PlannerEntry("isthmus.planners.auto:auto", holders=True, prices=True, packs=True),
-    "certified": PlannerEntry("isthmus.planners.allocation.on_fleet:certified"),
-    "chain": PlannerEntry("isthmus.planners.chain:chain", holders=True, prices=True, packs=True),
-    "dtfm-genetic": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_genetic"),
-    "dtfm-genetic-code": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_genetic_code"),
-    "dtfm-kl": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_kl"),
-    "equal-compute": PlannerEntry("isthmus.planners.allocation.on_fleet:equal_compute"),
-    "even": PlannerEntry("isthmus.planners.even:even", holders=True, packs=True),
-    "islands": PlannerEntry("isthmus.planners.placement.on_fleet:islands"),
-    "op-fence": PlannerEntry("isthmus.planners.op_fence:op_fence"),
-    "random": PlannerEntry("isthmus.planners.placement.on_fleet:random"),
-    "sky-heuristic": PlannerEntry("isthmus.planners.allocation.on_fleet:sky_heuristic"),
-    "sky-optimal": PlannerEntry("isthmus.planners.allocation.on_fleet:sky_optimal"),
+    "auto": PlannerEntry("isthmus.planners.search.auto:auto", msgspec.structs.replace(_ONE_WITH_TERMS, replicas=True)),
+    "certified": PlannerEntry(f"{_LAYERS}:certified"),
+    "chain": PlannerEntry("isthmus.planners.search.chain:chain", _ONE_WITH_TERMS),
+    "dtfm-genetic": PlannerEntry(f"{_PLACED}:dtfm_genetic", _EQUAL_REPLICAS),
+    "dtfm-genetic-code": PlannerEntry(f"{_PLACED}:dtfm_genetic_code", _EQUAL_REPLICAS),
+    "dtfm-kl": PlannerEntry(f"{_PLACED}:dtfm_kl", _EQUAL_REPLICAS),
+    "equal-compute": PlannerEntry(f"{_LAYERS}:equal_compute"),
+    "even": PlannerEntry(
+        "isthmus.planners.baselines.even:even", Capabilities(holders=True, labels_stay=True, compression=True)
+    ),
+    "islands": PlannerEntry(f"{_PLACED}:islands", _EQUAL_REPLICAS),
+    "op-fence": PlannerEntry("isthmus.planners.baselines.op_fence:op_fence"),
+    "random": PlannerEntry(f"{_PLACED}:random", _EQUAL_REPLICAS),
+    "sky-heuristic": PlannerEntry(f"{_LAYERS}:sky_heuristic"),
+    "sky-optimal": PlannerEntry(f"{_LAYERS}:sky_optimal"),
 }
-_WITH_HOLDERS = tuple(name for name, planner in _OURS.items() if planner.holders)
-_PRICING = tuple(name for name, planner in _OURS.items() if planner.prices)
+_ANYTHING = Capabilities(replicas=True, holders=True, labels_stay=True, prices=True)
+"""Of other packages' planners: their plans are judged when they are there."""
+
+
+class _Demand(NamedTuple):
+    """Something in table [plan] that a planner must be capable of."""
+
+    capability: Callable[[Capabilities], bool]
+    asked: Callable[[Constraints], bool]
+    refusal: str
+    """With the planner's name left open."""
+
+
+_DEMANDS = (
+    _Demand(
+        lambda can: can.prices,
+        lambda terms: terms.objective == "cost",
+        "plan.objective: got 'cost', which planner {!r} cannot minimise",
+    ),
+    _Demand(
+        lambda can: can.prices,
+        lambda terms: terms.max_price is not None,
+        "plan.max_price: planner {!r} knows no prices",
+    ),
+    _Demand(
+        lambda can: can.labels_stay,
+        lambda terms: terms.labels_stay,
+        "plan.labels_stay: planner {!r} puts any part of the model anywhere",
+    ),
+    _Demand(
+        lambda can: can.holders,
+        lambda terms: bool(terms.data_holders),
+        "plan.data_holder: planner {!r} puts any part of the model anywhere",
+    ),
+)
 
 _SCHEDULED: Mapping[str, SyncPlanner] = {"dream": dream, "dreamddp": dream_dfs}
 """Sync modes that leave open in which step of a period a parameter is averaged."""
 
 
+def capabilities(name: str) -> Capabilities:
+    """What one of our planners declares; of others, what they may do."""
+    return _OURS[name].can if name in _OURS else _ANYTHING
+
+
 def can_price(name: str) -> bool:
-    """True if the planner may minimise money. Built-in planners declare it; others always may."""
-    return name not in _OURS or _OURS[name].prices
+    """True if the planner may minimise money."""
+    return capabilities(name).prices
 
 
 def check_constraints(name: str, constraints: Constraints) -> None:
-    """UserError where one of our planners cannot do what the terms ask: names those that can."""
-    if name not in _OURS:
-        return  # a third party's plan is judged when it is there
-    if constraints.objective == "cost" and not can_price(name):
-        raise UserError(f"plan.objective: got 'cost', which planner {name!r} cannot minimise: choose {_or(_PRICING)}")
-    if constraints.max_price is not None and not can_price(name):
-        raise UserError(f"plan.max_price: planner {name!r} knows no prices: choose {_or(_PRICING)}")
-    if constraints.data_holders and not _OURS[name].holders:
-        field = "labels_stay" if constraints.labels_stay else "data_holder"
-        raise UserError(
-            f"plan.{field}: planner {name!r} puts any part of the model anywhere: choose {_or(_WITH_HOLDERS)}"
-        )
+    """UserError where one of our planners cannot do what the terms ask: names those that can do all of it."""
+    asked = [demand for demand in _DEMANDS if demand.asked(constraints)]
+    for demand in asked:
+        if not demand.capability(capabilities(name)):
+            able = [other for other, entry in _OURS.items() if all(d.capability(entry.can) for d in asked)]
+            raise UserError(f"{demand.refusal.format(name)}: choose {_or(able)}")
 
 
 def _or(names: Sequence[str]) -> str:
     quoted = [repr(name) for name in names]
-    return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+    return f"{', '.join(quoted[:-1])} or {quoted[-1]}" if len(quoted) > 1 else quoted[0]
 
 
 def planner_names() -> list[str]:
@@ -144,7 +192,7 @@ def _made(name: str, problem: Problem, planner: Planner) -> Plan:
     if name in _OURS:  # of a third party's it is not known whether it looks up while it works
         looked_at(0)
     try:
-        packs = name in _OURS and _OURS[name].packs
+        packs = capabilities(name).compression
         made = cast(object, planner(problem) if packs else over_surrogates(problem, planner))
     except IsthmusError:
         raise

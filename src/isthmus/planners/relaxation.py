@@ -3,7 +3,7 @@
 For a threshold B it finds the least `fill + shared` of all pipelines whose stages and links take at most B per
 micro-batch. A value that was not made in the stage just before, nor in the first block, is charged at the best
 rate of any earlier device: the state does not say which one holds it. So the result bounds the true cost from
-below, and `exact_cut` needs to look only where it is not tight.
+below, and `search.cuts` needs to look only where it is not tight.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from isthmus.cost import Problem
-from isthmus.planners.network import FleetNetwork, Floats
-from isthmus.planners.routes import ANY, Routes, State
-from isthmus.planners.stage_tables import Received, StageTables
+from isthmus.cost.network import FleetNetwork, Floats
+from isthmus.planners.search.routes import ANY, Routes, State
+from isthmus.planners.search.stage_tables import Received, StageTables
 
 TINY = 1e-9
 """Relative slack for rounding wherever a range is narrowed before the exact comparison."""

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from isthmus.planners.blocks import Blocks
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.network import FleetNetwork
 from isthmus.planners.bounds import LinkBounds, fewest_stages
-from isthmus.planners.network import FleetNetwork
 
 
 def replicas_bound_s(

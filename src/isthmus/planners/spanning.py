@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components, minimum_spanning_tree
 
-from isthmus.planners.network import FleetNetwork, Floats, Ints
+from isthmus.cost.network import FleetNetwork, Floats, Ints
 
 MOST_SPANNED = 512
 """Devices up to which thresholds are looked at; beyond, each device has its nearest neighbour."""

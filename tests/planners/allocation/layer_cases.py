@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.allocation import Allocation, LayerProblem, Transfers
+from isthmus.planners.baselines.allocation import Allocation, LayerProblem, Transfers
 
 
 def layers_problem(

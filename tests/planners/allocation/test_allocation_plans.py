@@ -14,7 +14,7 @@ from plan_cases import all_orders_of, every_cut, fleet_of, gpt_graph, problem_of
 from isthmus.cost import Problem, place
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Fleet, Link, Links
-from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic, sky_optimal
+from isthmus.planners.baselines.allocation.on_fleet import certified, equal_compute, sky_heuristic, sky_optimal
 from isthmus.plans import Plan
 
 PLANNERS = {

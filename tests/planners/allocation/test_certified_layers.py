@@ -18,9 +18,9 @@ from layer_cases import (
     random_layers,
 )
 
-import isthmus.planners.allocation.certified as certified_module
+import isthmus.planners.baselines.allocation.certified as certified_module
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.allocation import (
+from isthmus.planners.baselines.allocation import (
     Transfers,
     certified_layers,
     equal_compute_layers,
@@ -28,12 +28,12 @@ from isthmus.planners.allocation import (
     sky_heuristic_layers,
     sky_optimal_layers,
 )
-from isthmus.planners.allocation.annealing import anneal
-from isthmus.planners.allocation.cover import CoverResult, cover
-from isthmus.planners.allocation.identical import identical
-from isthmus.planners.allocation.order_cut import best_cut
-from isthmus.planners.allocation.packing import pack
-from isthmus.planners.allocation.prices import out_of_reach, priced_bound_s
+from isthmus.planners.baselines.allocation.annealing import anneal
+from isthmus.planners.baselines.allocation.cover import CoverResult, cover
+from isthmus.planners.baselines.allocation.identical import identical
+from isthmus.planners.baselines.allocation.order_cut import best_cut
+from isthmus.planners.baselines.allocation.packing import pack
+from isthmus.planners.baselines.allocation.prices import out_of_reach, priced_bound_s
 
 SEEDS = st.integers(0, 10**6)
 

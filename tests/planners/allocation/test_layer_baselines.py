@@ -10,7 +10,7 @@ from layer_cases import attempt, brute_force_s, check, layers_problem, naive_fit
 
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.planners import highs
-from isthmus.planners.allocation import (
+from isthmus.planners.baselines.allocation import (
     LayerProblem,
     allocation,
     equal_compute_layers,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.sparse.csgraph import connected_components
 
-from isthmus.planners.network import Floats
+from isthmus.cost.network import Floats
 from isthmus.planners.placement.mixture_bound import mixture_bound_s
 from isthmus.planners.placement.problem import Ints, PlacementProblem
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.planners.network import Floats
+from isthmus.cost.network import Floats
 from isthmus.planners.placement.problem import Ints
 
 Gain = Callable[[Ints, NDArray[np.bool_]], Floats]

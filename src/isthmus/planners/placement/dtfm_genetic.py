@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.planners.network import Floats
+from isthmus.cost.network import Floats
 from isthmus.planners.placement.cyclic import Gain, membership
 from isthmus.planners.placement.grouping import StageGrouping
 from isthmus.planners.placement.hybrid_genetic import CODE, PAPER, Rules, hybrid_genetic

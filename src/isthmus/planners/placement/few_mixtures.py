@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isthmus.planners.network import Floats
+from isthmus.cost.network import Floats
 from isthmus.planners.placement.problem import Ints
 
 MOST = 4

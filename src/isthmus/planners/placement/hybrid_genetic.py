@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from isthmus.planners.network import Floats
+from isthmus.cost.network import Floats
 from isthmus.planners.observer import stopped
 from isthmus.planners.placement.cyclic import Gain, cyclic_search
 from isthmus.planners.placement.grouping import StageGrouping, evaluate, landscape_of

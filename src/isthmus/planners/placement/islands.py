@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from isthmus.planners.network import Floats
+from isthmus.cost.network import Floats
 from isthmus.planners.placement.annealing import Annealer, Chain
 from isthmus.planners.placement.grouping import StageGrouping, evaluate
 from isthmus.planners.placement.landscape import Group, Landscape

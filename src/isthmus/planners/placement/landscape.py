@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from isthmus.planners.network import Floats
+from isthmus.cost.network import Floats
 from isthmus.planners.placement.matching import bottleneck_s
 
 Group = tuple[int, ...]

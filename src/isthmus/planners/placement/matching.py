@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from isthmus.planners.network import Floats
+from isthmus.cost.network import Floats
 
 _SMALL = 32
 """Up to so many rows, building scipy's sparse matrix costs more than the matching."""

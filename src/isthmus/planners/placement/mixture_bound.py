@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from isthmus.planners.network import Floats
+from isthmus.cost.network import Floats
 from isthmus.planners.placement import few_mixtures
 from isthmus.planners.placement.few_mixtures import TooManyWays
 from isthmus.planners.placement.mixtures import MixtureTables, count_mixtures

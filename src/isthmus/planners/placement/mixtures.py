@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse.csgraph import connected_components
 
+from isthmus.cost.network import Floats
 from isthmus.planners.highs import stdout_to_stderr
-from isthmus.planners.network import Floats
 from isthmus.planners.placement.few_mixtures import Allowed
 from isthmus.planners.placement.problem import Ints, PlacementProblem
 

@@ -13,8 +13,8 @@ from itertools import pairwise
 import numpy as np
 
 from isthmus.cost import PlanLayout, Problem, build_replicas
+from isthmus.cost.blocks import Blocks
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.planners.blocks import Blocks
 from isthmus.planners.observer import keep
 from isthmus.planners.placement.grouping import StageGrouping
 from isthmus.planners.placement.problem import PlacementProblem, PlacementTask, from_fleet

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy.sparse.csgraph import minimum_spanning_tree
 
-from isthmus.planners.local_search import nearest_tour
-from isthmus.planners.network import Floats
+from isthmus.cost.network import Floats
 from isthmus.planners.placement.problem import Ints
+from isthmus.planners.search.local_search import nearest_tour
 
 EXACT_UP_TO = 10
 """Groups. Twelve would take ten times as long, and searches ask for thousands of paths."""

@@ -12,9 +12,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from isthmus.cost.network import Floats
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
-from isthmus.planners.network import Floats
 
 Ints = NDArray[np.int64]
 

@@ -1,0 +1,142 @@
+"""What averaging takes for many choices of pipelines: exactly where all are tried (as `cost.sync` has it), nearly where
+a search goes on, and for devices that take work in proportion to their speed.
+
+Replicas that hold the same part of a model on the same devices make a group. With R members and P bytes, by a sharded
+server or a ring:
+
+    alone     min(2 * max over links (P / R / beta + alpha), 2 (R - 1) * max over hops (P / R / beta + alpha))
+    together  no less than what one link carries of all groups: sum of 2 P / R / beta
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.kernel import Floats, Ints
+from isthmus.cost.network import FleetNetwork
+from isthmus.cost.problem import FLOAT32_BYTES
+from isthmus.cost.sync import fastest, group_s, messages
+from isthmus.fleet import Fleet
+from isthmus.plans import SyncGroup
+
+Part = tuple[tuple[int, ...], int, int]
+"""Devices, one per replica, that own the gradients of parts first .. last."""
+
+
+class Averaging:
+    """The parts of a model whose gradients replicas average: its blocks that own any."""
+
+    def __init__(self, fleet: Fleet, network: FleetNetwork, blocks: Blocks) -> None:
+        self._fleet, self._network = fleet, network
+        size, count = np.zeros(blocks.count), np.zeros(blocks.count)
+        for variable in blocks.variables:
+            size[variable.uses[0]] += variable.gradient_bytes
+            count[variable.uses[0]] += variable.gradient_bytes > 0
+        self.parts = np.flatnonzero(size)
+        self._size, self._count = size[self.parts], count[self.parts]
+        self._latency_s: dict[tuple[str, str], float] = {}
+        """Of the links that groups send over."""
+        self._groups: dict[Part, tuple[float, dict[tuple[str, str], float]]] = {}
+
+    def exact_s(self, holders: Ints, looked_at: Callable[[], None]) -> Floats:
+        """[choices] seconds, as `cost.sync` has it. `holders` is [choices, replicas, parts] devices; `looked_at` is
+        called for each different row."""
+        choices, replicas, parts = holders.shape
+        if replicas == 1 or not parts:
+            return np.zeros(choices)
+        rows, which = np.unique(holders.reshape(choices, -1), axis=0, return_inverse=True)
+        each = np.zeros(len(rows))
+        for k, row in enumerate(rows):
+            looked_at()
+            each[k] = self._one_s(row.reshape(replicas, parts))
+        return each[which.reshape(-1)]
+
+    def _one_s(self, holders: Ints) -> float:
+        longest_s, loads = 0.0, defaultdict[tuple[str, str], float](float)
+        begins = np.flatnonzero(np.append(True, (holders[:, 1:] != holders[:, :-1]).any(axis=0)))
+        for first, end in zip(begins, np.append(begins[1:], holders.shape[1]), strict=True):
+            seconds, sent = self._group((tuple(holders[:, first].tolist()), int(first), int(end)))
+            longest_s = max(longest_s, seconds)
+            for ends, busy_s in sent.items():
+                loads[ends] += busy_s
+        return max([longest_s, *(s + self._latency_s[ends] for ends, s in loads.items())])
+
+    def _group(self, part: Part) -> tuple[float, dict[tuple[str, str], float]]:
+        """Seconds of the group alone, and how long it occupies each link."""
+        if part not in self._groups:
+            members, first, end = part
+            numbers = int(self._count[first:end].sum()) + 1
+            group = fastest(
+                self._fleet,
+                SyncGroup(
+                    devices=tuple(self._network.names[d] for d in members),
+                    parameters=(),
+                    iterations=(0,),
+                    size_bytes=int(self._size[first:end].sum()) + FLOAT32_BYTES * numbers,
+                ),
+            )
+            sent = defaultdict[tuple[str, str], float](float)
+            for turn in messages(group):
+                for a, b, size in turn:
+                    link = self._fleet.link(a, b)
+                    sent[a, b] += size / link.bandwidth_bytes_per_s
+                    self._latency_s[a, b] = link.latency_s
+            self._groups[part] = group_s(self._fleet, group), dict(sent)
+        return self._groups[part]
+
+    def nearly_s(self, holders: Ints) -> Floats:
+        """[choices] seconds if every group took a sharded server, or a ring in the order of the replicas."""
+        choices, replicas, parts = holders.shape
+        total = np.zeros(choices)
+        if replicas == 1 or not parts:
+            return total
+        devices = len(self._network.names)
+        loads = np.zeros((choices, devices * devices))
+        a, b = np.nonzero(~np.eye(replicas, dtype=bool))
+        turn = np.roll(np.arange(replicas), -1)
+        for rows, members, size in self._begun(holders):
+            shard = (size / replicas)[:, None]
+            hop_s = self._network.byte_s[members[:, a], members[:, b]] * shard
+            latency_s = self._network.latency[members[:, a], members[:, b]]
+            around_s = self._network.byte_s[members, members[:, turn]] * shard
+            around_s += self._network.latency[members, members[:, turn]]
+            alone_s = np.minimum(2 * (hop_s + latency_s).max(axis=1), 2 * (replicas - 1) * around_s.max(axis=1))
+            total[rows] = np.maximum(total[rows], alone_s)
+            loads[rows[:, None], members[:, a] * devices + members[:, b]] += 2 * hop_s  # none comes twice in a row
+        return np.maximum(total, loads.max(axis=1))
+
+    def _begun(self, holders: Ints) -> Iterator[tuple[Ints, Ints, Floats]]:
+        """(choices, their members, bytes): for every part, the choices in which a group begins there."""
+        parts = len(self._size)
+        begins = np.ones((len(holders), parts), dtype=bool)
+        begins[:, 1:] = (holders[:, :, 1:] != holders[:, :, :-1]).any(axis=1)
+        for part in range(parts):
+            rows = np.flatnonzero(begins[:, part])
+            if not len(rows):
+                continue
+            size, same = np.full(len(rows), float(self._size[part])), np.ones(len(rows), dtype=bool)
+            for later in range(part + 1, parts):
+                same &= ~begins[rows, later]
+                size += same * self._size[later]
+            yield rows, holders[rows, :, part], size
+
+
+def balanced_s(network: FleetNetwork, orders: Sequence[Sequence[int]], gradient_bytes: float) -> float:
+    """For replicas whose devices hold gradients in proportion to their speed: a sharded server per part."""
+    if len(orders) < 2:
+        return 0.0
+    ends = [np.cumsum(network.speed[list(o)]) / network.speed[list(o)].sum() for o in orders]
+    marks = np.unique(np.concatenate(ends).round(9))
+    lengths = np.diff(marks, prepend=0.0)
+    middles = marks - lengths / 2
+    parts = [np.minimum(np.searchsorted(e, middles), len(e) - 1) for e in ends]
+    holders = np.stack([np.asarray(o)[p] for o, p in zip(orders, parts, strict=True)], axis=1)
+    a, b = holders[:, :, None], holders[:, None, :]
+    shard = (2 * lengths * gradient_bytes / len(orders))[:, None, None]
+    loads = np.zeros_like(network.byte_s)
+    np.add.at(loads, (a, b), shard * network.byte_s[a, b])
+    return float(loads.max() + 2 * network.latency[a, b].max())

@@ -1,0 +1,231 @@
+"""The operator order as blocks between the places where it may be cut, and what is alive at each of them.
+
+Everything a cut planner needs depends only on block numbers: block k holds the operators between place k and
+place k + 1; a stage is a run of blocks [a, b).
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from isthmus.cost.compression import least_bytes
+from isthmus.cost.kernel import Floats, Ints
+from isthmus.cost.problem import FLOAT32_BYTES, Problem
+from isthmus.cost.stage_costs import elements, trainable, variable_bytes
+from isthmus.graph import Op, Ref, cuts
+from isthmus.plans import StageMemory
+
+
+class BlockItem(NamedTuple):
+    """Something made in block `made_in` that other stages may need: a value, or a shared parameter (once per step)."""
+
+    made_in: int
+    uses: tuple[int, ...]
+    """Blocks after `made_in` that take it, ascending."""
+    held_bytes: int
+    """In the memory of the device that received it."""
+    forward_bytes: int
+    """On the wire: where the problem's compression depends on the plan, at least."""
+    backward_bytes: int
+    per_step: bool
+
+
+class BlockVariable(NamedTuple):
+    """A parameter, buffer or constant: its bytes in the first stage that uses it, and in every later one."""
+
+    uses: tuple[int, ...]
+    owned_bytes: int
+    user_bytes: int
+    gradient_bytes: int
+    """What replicas average: float32, 0 where nothing is trained."""
+
+
+class Blocks:
+    """Blocks between `places`, which are positions in `flow.operators` where a cut is legal (default: all).
+
+    With `recompute` every stage runs its forward twice.
+    """
+
+    def __init__(self, problem: Problem, places: Sequence[int] | None = None, *, recompute: bool = False) -> None:
+        inner = legal_places(problem) if places is None else places
+        self.problem = problem
+        self.places: tuple[int, ...] = (0, *inner, len(problem.flow.operators))
+        self.count = len(self.places) - 1
+        take = np.array(self.places)
+        self.work: Floats = np.array(problem.cumulative_flops, dtype=np.float64)[take]
+        self.forward_work: Floats = np.array(problem.cumulative_forward_flops, dtype=np.float64)[take]
+        self.saved: Floats = np.array(problem.cumulative_saved_bytes, dtype=np.float64)[take]
+        """Of the first k blocks, kept per micro-batch in flight, besides what is received."""
+        self.once: Floats = np.zeros_like(self.saved)
+        """Kept for the one micro-batch whose backward runs."""
+        self._position = {op.name: i for i, op in enumerate(problem.flow.operators)}
+        self.recompute = recompute
+        if recompute:
+            self.work = self.work + self.forward_work
+            self.saved, self.once = self.columns, self.saved
+
+    def recomputing(self) -> Blocks:
+        return Blocks(self.problem, self.places[1:-1], recompute=True)
+
+    @cached_property
+    def last_start(self) -> int:
+        """The last boundary at which a last stage may start: labels that stay are taken by it."""
+        last = self.problem.last_start
+        return self.count - 1 if last is None else self.block_of(last)
+
+    def block_of(self, position: int) -> int:
+        return bisect.bisect_right(self.places, position) - 1
+
+    def boundaries(self, cut: Sequence[int]) -> list[int]:
+        """Operator positions of block boundaries."""
+        return [self.places[b] for b in cut]
+
+    @cached_property
+    def items(self) -> tuple[BlockItem, ...]:
+        flow, batch, least = self.problem.flow, self.problem.micro_batch_size, least_bytes(self.problem)
+        found: list[BlockItem] = []
+        for op in flow.graph.ops:
+            if op.kind not in ("placeholder", "operator") or op.name in flow.free:
+                continue
+            for index, spec in enumerate(op.outputs):
+                ref = Ref(op.name, index)
+                uses = [self._position[c] for c in flow.consumers.get(ref, ())]
+                held = spec.nbytes(batch)
+                sent = (least(spec),) * 2 if ref in flow.differentiable else (held, 0)
+                made = 0 if op.kind == "placeholder" and flow.columns_first else self._position.get(op.name)
+                item = self._item(made, uses, held, *sent)
+                found += [item] if item else []
+        for op in filter(trainable, flow.graph.ops):
+            size = op.outputs[0].nbytes(1)
+            item = self._item(None, self._users(op), size, size, size)
+            found += [item._replace(per_step=True)] if item else []
+        return tuple(found)
+
+    @cached_property
+    def owned(self) -> Floats:
+        """Bytes of the variables whose first use is in the first k blocks."""
+        found = np.zeros(self.count + 1)
+        for variable in self.variables:
+            found[variable.uses[0] + 1] += variable.owned_bytes
+        return found.cumsum()
+
+    @cached_property
+    def uses(self) -> Ints:
+        """[uses, 3]: of every later use of an item or a variable, the block that made it, the use before, the use."""
+        found = [
+            (uses[0], before, use)
+            for uses in (*((i.made_in, *i.uses) for i in self.items), *(v.uses for v in self.variables))
+            for before, use in itertools.pairwise(uses)
+        ]
+        return np.array(found, dtype=np.int64).reshape(-1, 3)
+
+    @cached_property
+    def amounts(self) -> tuple[Floats, ...]:
+        """Of each use: bytes held, sent forward and sent backward per micro-batch; bytes and number of shared
+        parameters per step; bytes of a variable's copy."""
+        found = [
+            (0, 0, 0, item.forward_bytes, 1, 0)
+            if item.per_step
+            else (item.held_bytes, item.forward_bytes, item.backward_bytes, 0, 0, 0)
+            for item in self.items
+            for _ in item.uses
+        ]
+        found += [(0, 0, 0, 0, 0, v.user_bytes) for v in self.variables for _ in v.uses[1:]]
+        return tuple(np.array(found, dtype=np.float64).reshape(-1, 6).T)
+
+    @cached_property
+    def columns(self) -> Floats:
+        """Bytes per micro-batch of the batch columns that stages made of the first k blocks read themselves."""
+        flow, found = self.problem.flow, np.zeros(self.count + 1)
+        for op in flow.graph.ops:
+            uses = [self._position[c] for c in flow.consumers.get(Ref(op.name), ())] if op.kind == "placeholder" else []
+            if uses:
+                found[self.block_of(min(uses)) + 1] += self.problem.column_bytes[op.target]
+        return found.cumsum()
+
+    def _item(self, made: int | None, uses: list[int], held: int, forward: int, backward: int) -> BlockItem | None:
+        """None where no cut can separate the uses. What no operator makes is held by its first user."""
+        if not uses:
+            return None
+        made_in = self.block_of(min(uses) if made is None else made)
+        later = tuple(sorted({self.block_of(u) for u in uses} - {made_in}))
+        return BlockItem(made_in, later, held, forward, backward, False) if later else None
+
+    @cached_property
+    def variables(self) -> tuple[BlockVariable, ...]:
+        found: list[BlockVariable] = []
+        for op in self.problem.flow.graph.ops:
+            if op.kind in ("parameter", "buffer", "constant"):
+                # The last stage holds what nothing uses.
+                uses = self._users(op) or [len(self.problem.flow.operators) - 1]
+                blocks = tuple(sorted({self.block_of(u) for u in uses}))
+                owned, shared_copy = (_fixed(variable_bytes(self.problem, op, shared_copy=b)) for b in (False, True))
+                gradient = FLOAT32_BYTES * elements(op) if trainable(op) else 0
+                found.append(BlockVariable(blocks, owned, shared_copy, gradient))
+        return tuple(found)
+
+    def _users(self, variable: Op) -> list[int]:
+        """Positions of the operators that use a variable, directly or through free operators."""
+        found: list[int] = []
+        todo, seen = [variable.name], {variable.name}
+        while todo:
+            for consumer in self.problem.flow.consumers.get(Ref(todo.pop()), ()):
+                if consumer in self._position:
+                    found.append(self._position[consumer])
+                elif consumer not in seen:
+                    seen.add(consumer)
+                    todo.append(consumer)
+        return found
+
+    @cached_property
+    def live(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each boundary 0..count: (item number, the next block that takes it) of what may cross there."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.count + 1)]
+        for number, item in enumerate(self.items):
+            start = item.made_in + 1
+            for use in item.uses:
+                for boundary in range(start, use + 1):
+                    found[boundary].append((number, use))
+                start = use + 1
+        return tuple(tuple(entry) for entry in found)
+
+    def live_bytes(self, boundary: int) -> int:
+        items = (self.items[number] for number, _ in self.live[boundary])
+        return sum(i.forward_bytes + i.backward_bytes for i in items if not i.per_step)
+
+
+def _fixed(parts: StageMemory) -> int:
+    return parts.total
+
+
+def legal_places(problem: Problem) -> list[int]:
+    """Positions of the graph's operators after which the model can be cut, in their order."""
+    return [cut.position for cut in cuts(problem.flow)]
+
+
+def coarse(blocks: Blocks, most: int) -> Blocks:
+    """At most `most` of the cuts, spread evenly over the work: of each group the one that sends the fewest bytes."""
+    if blocks.count <= most:
+        return blocks
+    total = blocks.work[-1] or 1.0
+    best: dict[int, tuple[int, int]] = {}
+    for boundary in range(1, blocks.count):
+        # Half by work, half by number: cheap operators in a row still get a place.
+        group = int((blocks.work[boundary] / total + boundary / blocks.count) / 2 * (most - 1))
+        offer = (blocks.live_bytes(boundary), boundary)
+        best[group] = min(best.get(group, offer), offer)
+    places = [blocks.places[b] for _, b in sorted(best.values(), key=lambda pair: pair[1])]
+    return Blocks(blocks.problem, places, recompute=blocks.recompute)
+
+
+def alternatives(blocks: Blocks) -> Iterator[Blocks]:
+    """The blocks, and as stages that recompute where the schedule says how many micro-batches they must hold."""
+    yield blocks
+    if blocks.problem.schedule == "gpipe" and blocks.problem.recompute:
+        yield blocks.recomputing()

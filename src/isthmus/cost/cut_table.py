@@ -1,0 +1,105 @@
+"""Many ways to cut a model into so many stages, and what each stage computes, keeps and sends: arrays over the cuts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.kernel import Floats, Ints
+
+MOST_CELLS = 1 << 21
+"""Cuts times uses of values that are looked at together: bounds the memory."""
+
+
+@dataclass(frozen=True)
+class CutTable:
+    """First axis: the cut. FLOPs and bytes are for one micro-batch, those of parameters for one step."""
+
+    ends: Ints
+    """[cuts, stages + 1]: block boundaries, 0 and the number of blocks among them."""
+    stage_of: Ints
+    """[cuts, blocks]"""
+    forward_work: Floats
+    """[cuts, stages]: FLOPs."""
+    backward_work: Floats
+    fixed_bytes: Floats
+    saved_bytes: Floats
+    """[cuts, stages]: kept from forward to backward, unless the stage recomputes."""
+    column_bytes: Floats
+    """[cuts, stages]: of the batch, kept if it recomputes."""
+    received_bytes: Floats
+    """[cuts, stages]: kept either way."""
+    forward: Floats
+    """[cuts, source, target]: bytes of values, as they are sent."""
+    backward: Floats
+    """[cuts, source, target]: bytes of the gradients that target returns to source."""
+    shared: Floats
+    """[cuts, owner, user]: bytes of shared parameters."""
+    shared_count: Floats
+
+    @property
+    def stages(self) -> int:
+        return self.forward_work.shape[1]
+
+
+def every_cut(blocks: Blocks, stages: int) -> Ints:
+    """[cuts, stages + 1]: the block boundaries of every cut; there are binomial(blocks - 1, stages - 1)."""
+    inner = list(itertools.combinations(range(1, blocks.count), stages - 1))
+    return np.array([(0, *cut, blocks.count) for cut in inner], dtype=np.int64)
+
+
+def cut_table(blocks: Blocks, ends: Ints) -> CutTable:
+    """The figures of these cuts, [cuts, stages + 1] block boundaries. A stage may be empty."""
+    stages = ends.shape[1] - 1
+    stage_of = (np.arange(blocks.count)[None, :, None] >= ends[:, None, 1:-1]).sum(axis=2)
+    rows = max(1, MOST_CELLS // max(1, len(blocks.uses)))
+    parts = [_crossing(blocks, stage_of[k : k + rows], stages) for k in range(0, max(1, len(ends)), rows)]
+    held, forward, backward, shared, shared_count, copied = (np.concatenate(p) for p in zip(*parts, strict=True))
+    forward_work = _between(blocks.forward_work, ends)
+    return CutTable(
+        ends=ends,
+        stage_of=stage_of,
+        forward_work=forward_work,
+        backward_work=_between(blocks.work, ends) - forward_work,
+        fixed_bytes=_between(blocks.owned, ends) + _between(blocks.once, ends) + copied.sum(axis=1),
+        saved_bytes=_between(blocks.saved, ends),
+        column_bytes=_between(blocks.columns, ends),
+        received_bytes=held.sum(axis=1),
+        forward=forward,
+        backward=backward,
+        shared=shared,
+        shared_count=shared_count,
+    )
+
+
+def stage_bytes(blocks: Blocks, start: int, ends: Sequence[int], in_flight: int) -> Floats:
+    """[ends]: memory of the stages [start, end), which never shrinks as the end grows."""
+    cuts = np.array([(0, start, end, blocks.count) for end in ends], dtype=np.int64).reshape(-1, 4)
+    if not len(cuts):
+        return np.zeros(0)
+    table = cut_table(blocks, cuts)
+    found: Floats = table.fixed_bytes + in_flight * (table.saved_bytes + table.received_bytes)
+    return found[:, 1]
+
+
+def _between(cumulative: Floats, ends: Ints) -> Floats:
+    return np.diff(cumulative[ends], axis=1)
+
+
+def _crossing(blocks: Blocks, stage_of: Ints, stages: int) -> list[Floats]:
+    """[cuts, source, target] per kind of amount: from the stage where something is made to every other that uses it.
+
+    A use adds where its stage is not that of the use before: once per stage.
+    """
+    uses = blocks.uses
+    there = stage_of[:, uses[:, 2]] if len(uses) else np.zeros((len(stage_of), 0), dtype=np.int64)
+    cut, use = np.nonzero(there != stage_of[:, uses[:, 1]]) if len(uses) else (np.zeros(0, dtype=np.int64),) * 2
+    cell = (cut * stages + stage_of[cut, uses[use, 0]]) * stages + there[cut, use]
+    shape = (len(stage_of), stages, stages)
+    size = len(stage_of) * stages * stages
+    sums = (np.bincount(cell, weights=amount[use], minlength=size) for amount in blocks.amounts)
+    return [np.asarray(total, dtype=np.float64).reshape(shape) for total in sums]

@@ -1,0 +1,1 @@
+"""Published planners as printed: one file, or one package, per idea."""

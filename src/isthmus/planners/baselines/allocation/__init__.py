@@ -1,0 +1,23 @@
+"""Sky Computing's layer allocation: the abstract problem, one algorithm per file.
+
+The planners made of them are in `on_fleet`; they have the names of modules here, so they are not imported here.
+"""
+
+from isthmus.planners.baselines.allocation.certified import certified_layers
+from isthmus.planners.baselines.allocation.equal_compute import equal_compute_layers
+from isthmus.planners.baselines.allocation.even import even_layers
+from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, Transfers, allocation
+from isthmus.planners.baselines.allocation.sky_heuristic import sky_heuristic_layers
+from isthmus.planners.baselines.allocation.sky_optimal import sky_optimal_layers
+
+__all__ = [
+    "Allocation",
+    "LayerProblem",
+    "Transfers",
+    "allocation",
+    "certified_layers",
+    "equal_compute_layers",
+    "even_layers",
+    "sky_heuristic_layers",
+    "sky_optimal_layers",
+]

@@ -1,0 +1,165 @@
+"""Ours: the smallest largest workload over every order of the devices, with a proven lower bound.
+
+Identical layers are counted, exactly. Otherwise prices on layers prove a bound (`prices`), and limits between it and
+the best allocation known are tried: a beam search looks for an order (`packing`), then swaps of devices do
+(`annealing`), then an integer programme for a cover, or for the proof that there is none (`cover`). Whatever order is
+found is cut exactly (`order_cut`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from isthmus.errors import FleetTooSmall
+from isthmus.planners.baselines.allocation.annealing import anneal
+from isthmus.planners.baselines.allocation.cover import CoverResult, cover
+from isthmus.planners.baselines.allocation.equal_compute import equal_compute_layers
+from isthmus.planners.baselines.allocation.even import even_layers
+from isthmus.planners.baselines.allocation.identical import identical, identical_layers
+from isthmus.planners.baselines.allocation.order_cut import best_cut
+from isthmus.planners.baselines.allocation.packing import pack
+from isthmus.planners.baselines.allocation.prices import best_prices, pooled_bound_s, priced_bound_s, work_prices
+from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, allocation, too_small
+from isthmus.planners.baselines.allocation.sky_heuristic import sky_heuristic_layers
+from isthmus.planners.observer import SearchStopped
+
+TOLERANCE = 1e-4
+"""The gap at which the search on large problems ends."""
+EXACT_CELLS = 8_000
+"""Devices x layers up to which it goes on until the optimum is proven."""
+PRICED_CELLS = 50_000
+"""Up to which prices come from linear programmes, and covers from integer programmes."""
+TABLE_CELLS = 2_000_000
+"""Up to which tables over both are made at all."""
+EXACT = 1e-9
+ANNEALINGS = 3
+"""Searches by swaps for each limit."""
+MOST_UNKNOWN = 3
+"""Limits on which the solver may run out of work."""
+
+
+def certified_layers(problem: LayerProblem, *, tolerance: float = TOLERANCE) -> Allocation:
+    """The least largest workload found, and the bound that was proven for any order of any of the devices.
+
+    Never above `even_layers`, `equal_compute_layers` and
+    `sky_heuristic_layers`: the best cut of their order is where the search begins. Raises FleetTooSmall.
+    """
+    if identical(problem):
+        return identical_layers(problem)
+    if problem.devices * problem.layers > TABLE_CELLS:
+        return _best_simple(problem)
+    return _LayerSearch(problem, tolerance).run()
+
+
+class _LayerSearch:
+    """The interval between what is proven out of reach and the best allocation found."""
+
+    def __init__(self, problem: LayerProblem, tolerance: float) -> None:
+        cells = problem.devices * problem.layers
+        self.problem = problem
+        self.tolerance = tolerance
+        self.exact = cells <= EXACT_CELLS
+        self.programmes = cells <= PRICED_CELLS
+        self.prices = work_prices(problem)
+        self.bound_s = pooled_bound_s(problem)
+        self.tried_s = 0.0
+        """The largest limit at which nothing was found and nothing proven."""
+        self.best = self._first()
+
+    def run(self) -> Allocation:
+        with contextlib.suppress(SearchStopped):  # the best allocation and the bound stand at any time
+            self._narrow()
+        best = self.best
+        return allocation(self.problem, best.order, best.counts, self.bound_s)
+
+    def _narrow(self) -> None:
+        if self.programmes:
+            self.prices, self.bound_s = best_prices(self.problem, self.bound_s, self.best.workload_s)
+        else:
+            self.bound_s = priced_bound_s(self.problem, self.prices, self.bound_s, self.best.workload_s)
+        self._pack(self.bound_s * (1 + self.tolerance / 2))
+        # On a small problem the integer programme is quicker than swaps, and proves what it does not find.
+        steps = [self._pack, self._cover, self._anneal] if self.exact else [self._pack, self._anneal, self._cover]
+        unknown = 0
+        while unknown < MOST_UNKNOWN and (limit_s := self._next_limit_s()):
+            if not any(step(limit_s) for step in steps):
+                self.tried_s = limit_s
+                unknown += self.programmes
+
+    def _next_limit_s(self) -> float:
+        """Half-way, then just below the best allocation; 0 where nothing is left to do."""
+        floor_s, best_s = max(self.bound_s, self.tried_s), self.best.workload_s
+        if best_s > floor_s * (1 + self.tolerance):
+            return (floor_s + best_s) / 2
+        below_s = best_s * (1 - EXACT / 2)
+        return below_s if self.exact and floor_s < below_s else 0.0
+
+    def _pack(self, limit_s: float) -> bool:
+        order = pack(self.problem, self.prices, limit_s) if limit_s < self.best.workload_s else None
+        return order is not None and self._take(order, limit_s)
+
+    def _anneal(self, limit_s: float) -> bool:
+        orders = (anneal(self.problem, limit_s, seed) for seed in range(ANNEALINGS))
+        return any(order is not None and self._take(order, limit_s) for order in orders)
+
+    def _cover(self, limit_s: float) -> bool:
+        """Whether the limit is settled, one way or the other."""
+        if not self.programmes:
+            return False
+        found = cover(self.problem, self.prices, limit_s)
+        if found is CoverResult.IMPOSSIBLE:
+            self.bound_s = limit_s
+        return found is CoverResult.IMPOSSIBLE or (isinstance(found, list) and self._take(found, limit_s))
+
+    def _take(self, order: Sequence[int], limit_s: float) -> bool:
+        found = best_cut(self.problem, order, self.bound_s, limit_s)
+        if found is None:
+            return False
+        self.best = found
+        return True
+
+    def _first(self) -> Allocation:
+        """The best cut of the order given, or of the one by memory, or of any that holds the layers."""
+        problem = self.problem
+        slowest_s = float(problem.device_s_per_flop.max() * problem.flops_before[-1])
+        limit_s = 2 * (slowest_s + float(problem.received_table_s.max()))
+        by_memory = np.argsort(-problem.memory_end_table[:, 0], kind="stable")
+        for order in (range(problem.devices), by_memory.tolist()):
+            found = best_cut(problem, order, self.bound_s, limit_s)
+            if found is not None:
+                return found
+        order = cover(problem, np.zeros(problem.layers), limit_s) if self.programmes else None
+        found = best_cut(problem, order, self.bound_s, limit_s) if isinstance(order, list) else None
+        if found is None:
+            raise _nothing_fits(problem, proven=order is CoverResult.IMPOSSIBLE)
+        return found
+
+
+def _best_simple(problem: LayerProblem) -> Allocation:
+    found: list[Allocation] = []
+    refused: list[FleetTooSmall] = []
+    for make in (even_layers, equal_compute_layers, sky_heuristic_layers):
+        try:
+            found.append(make(problem))
+        except FleetTooSmall as e:
+            refused.append(e)
+    if not found:
+        raise refused[-1]
+    best = min(found, key=lambda a: a.workload_s)
+    return allocation(problem, best.order, best.counts, pooled_bound_s(problem))
+
+
+def _nothing_fits(problem: LayerProblem, *, proven: bool) -> FleetTooSmall:
+    ends = problem.memory_end_table.max(axis=0)
+    unassigned = np.flatnonzero(ends <= np.arange(problem.layers))
+    if len(unassigned):
+        layer = int(unassigned[0])
+        return too_small(problem, int(problem.device_memory_bytes.argmax()), layer, layer + 1)
+    short = float(problem.memory_before[-1] - problem.device_memory_bytes.sum())
+    reason = f"{math.ceil(short)} bytes short in all" if short > 0 else "whole layers do not go into what they have"
+    verb = "holds" if proven else "was found that holds"
+    return FleetTooSmall(f"no order of the devices {verb} the layers: {reason}")

@@ -1,0 +1,186 @@
+"""How many replicas, which devices in which, where each is cut, and who takes how much of the batch.
+
+Small problems are settled: every plan is tried (`exhaustive`). On larger ones, the single pipeline of `chain`,
+groupings that score well and whole replicas on sets of devices (`replicas`), and the plans of the other planners are
+starts for a descent over whole plans (`descent`), by time or money. What is found is judged by the closed form of
+`cost`, and the best few by the scorer that the caller injects, if any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from isthmus.cost import Problem, build_replicas, is_priced, layouts_of, preference
+from isthmus.cost.blocks import Blocks, coarse
+from isthmus.cost.compression import packs_alike
+from isthmus.cost.network import FleetNetwork, network_of
+from isthmus.errors import FleetTooSmall, UserError
+from isthmus.planners.baselines.allocation.on_fleet import certified, equal_compute, sky_heuristic
+from isthmus.planners.baselines.even import even
+from isthmus.planners.baselines.op_fence import op_fence
+from isthmus.planners.least import LeastBound, of_fed, relaxed, settles, with_certificate
+from isthmus.planners.observer import keep, part
+from isthmus.planners.placement.on_fleet import islands, random
+from isthmus.planners.search.chain import chain, fed
+from isthmus.planners.search.descent import Descent
+from isthmus.planners.search.exhaustive import exhaustive_plan
+from isthmus.planners.search.one_pipeline import unpriced
+from isthmus.planners.search.prune_fleet import pruned_fleet
+from isthmus.planners.search.replicas import PROMISING, ReplicaSearch, replicas_per_device
+from isthmus.planners.surrogates import over_surrogates, rebuilt, surrogates
+from isthmus.plans import Plan
+
+MOST_STARTS = 4
+"""Plans from which the descent starts."""
+MOST_NEIGHBOURS = 60_000
+"""Of plans, that the descents look at altogether: bounds the time, the same on every machine."""
+MOST_SCORED = 3
+"""Plans that the scorer judges."""
+DESCENT_BLOCKS = 100
+MOST_WHOLE = 256
+"""Devices up to which `op_fence` is asked for a plan of all of them."""
+OTHERS = (even, equal_compute, sky_heuristic, certified, op_fence, random)
+MOST_PLACED = 16
+"""Devices up to which `islands`, which takes a second for each number of stages, is asked too."""
+
+Score = Callable[[Plan], float]
+"""Seconds per step of a plan, by a better estimate than the closed form: the simulator."""
+
+
+def auto(problem: Problem, score: Score | None = None) -> Plan:
+    """The fastest plan found over any number of replicas, or the cheapest, with a lower bound on all plans.
+
+    Raises FleetTooSmall with the device that is short, and by how much.
+    """
+    if problem.constraints.copied:
+        plan = fed(problem)
+        return msgspec.structs.replace(with_certificate(problem, plan, of_fed(plan)), planner="auto")
+    if problem.constraints.objective == "cost" and not is_priced(problem.fleet) and not problem.constraints.limited:
+        return unpriced(problem, auto(problem.timed(), score))
+    network, blocks = network_of(problem), Blocks(problem)
+    near = pruned_fleet(problem, network, blocks)
+    if near is not problem:
+        found = list(_wide(problem))
+        part(f"{len(near.fleet.names)} of {len(problem.fleet.names)} devices")
+        try:
+            found.insert(0, build_replicas(problem, layouts_of(auto(near, score)), planner="auto"))
+        except FleetTooSmall:
+            if not found:
+                raise
+        plan = min(found, key=lambda plan: preference(problem, plan))
+        return _certified(problem, plan, relaxed(problem, network, blocks, None), near.fleet.names)
+    refused: FleetTooSmall | None = None
+    plans: list[Plan] = []
+    part("one pipeline")
+    try:
+        plans.append(chain(problem))
+    except FleetTooSmall as error:
+        refused = error
+    least = relaxed(problem, network, blocks, plans[0] if plans else None)
+    alike = packs_alike(problem)
+    plans += () if alike else _of_surrogates(problem)
+    plans += _extremes(problem) if problem.constraints.limited else ()
+    settled = None
+    if settles(problem):
+        part("every plan")
+        settled = exhaustive_plan(problem, network, blocks, _best_s(plans))
+    if settled is not None:
+        least = LeastBound(settled.step_s, exact=alike)
+        plans += [settled.plan] if settled.plan else []
+        plans += _others(problem) if score is not None or not alike else ()
+    elif plans or settles(problem):
+        plans += _others(problem)
+        part("several pipelines")
+        plans += ReplicaSearch(problem, network, blocks).cut(_best_s(plans))
+        part("a replica per device")
+        plans += replicas_per_device(problem)
+        part("moves of cuts and devices")
+        plans += _descended(problem, network, plans) if alike else ()
+    if not plans:
+        assert refused is not None, "a plan of chain is a plan"
+        raise refused
+    # step = max over replicas (fill_r + (m_r - 1) * period_r) + averaging, or its price
+    plans.sort(key=lambda plan: preference(problem, plan))
+    if score is not None:
+        part("simulating the best")
+        plans = sorted(plans[:MOST_SCORED], key=lambda plan: preference(problem, plan, score(plan)))
+    return _certified(problem, plans[0], least, problem.fleet.names)
+
+
+def _wide(problem: Problem) -> Iterator[Plan]:
+    """What quick planners make of a fleet that was narrowed."""
+    with contextlib.suppress(FleetTooSmall):
+        yield chain(problem)
+    if len(problem.fleet.names) <= MOST_WHOLE and not problem.constraints.data_holders:
+        with contextlib.suppress(UserError):
+            yield keep(op_fence(problem))
+
+
+def _others(problem: Problem) -> Iterator[Plan]:
+    """What the other planners make of it, as far as they are quick: they put any part of the model anywhere."""
+    if problem.constraints.data_holders:
+        return
+    small = len(problem.fleet.names) <= MOST_PLACED
+    for planner in (*OTHERS, *((islands,) if small else ())):
+        part(f"as {planner.__name__.replace('_', '-')} would")
+        with contextlib.suppress(UserError):  # it does not fit their way, or the devices do not factor
+            yield keep(over_surrogates(problem, planner))
+
+
+def _extremes(problem: Problem) -> Iterator[Plan]:
+    """Under a limit: the fastest and the cheapest plan without one."""
+    for other in (problem.unlimited("time"), problem.unlimited("cost")):
+        with contextlib.suppress(FleetTooSmall):
+            yield msgspec.structs.replace(auto(other), constraints=problem.constraints)
+
+
+def _of_surrogates(problem: Problem) -> Iterator[Plan]:
+    """Where messages depend on the plan: the best plans where they do not, packed as they will be."""
+    for surrogate in surrogates(problem):
+        with contextlib.suppress(FleetTooSmall):
+            yield rebuilt(problem, auto(surrogate))
+
+
+def _step_s(plan: Plan) -> float:
+    return plan.predicted.step_s
+
+
+def _best_s(plans: Sequence[Plan]) -> float:
+    return min(map(_step_s, plans), default=float("inf"))
+
+
+def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -> Iterator[Plan]:
+    """What the descent makes of the best plans of one replica and of several, whatever has a limit."""
+    free = problem.unlimited(problem.constraints.objective)
+    value = {id(plan): preference(free, plan)[0] for plan in plans}
+    best, rough = sorted(plans, key=lambda plan: value[id(plan)]), coarse(Blocks(problem), DESCENT_BLOCKS)
+    starts = [*best[:MOST_STARTS], *[p for p in best[MOST_STARTS:] if len(p.replicas) > 1][:1]]
+    for start in {tuple(layouts_of(plan)): plan for plan in starts}.values():
+        if value[id(start)] > PROMISING * value[id(best[0])]:
+            continue
+        used = {stage.first for replica in start.replicas for stage in replica.stages}
+        places = {*rough.places[1:-1], *used} - {0}
+        descent = Descent(problem, network, Blocks(problem, sorted(places)), MOST_NEIGHBOURS // len(starts))
+        better = descent.run(layouts_of(start), value[id(start)])
+        if better is not None:
+            with contextlib.suppress(FleetTooSmall):  # two stages may share a device's memory
+                yield keep(build_replicas(problem, better, planner="auto"))
+
+
+def _certified(problem: Problem, plan: Plan, least: LeastBound, looked_at: Sequence[str]) -> Plan:
+    """The plan under this planner's name and with its certificate, and why each device that it leaves out is."""
+    used, known, priced = set(plan.devices), set(looked_at), problem.constraints.objective == "cost"
+    made = with_certificate(problem, plan, least)
+    found = "" if made.certificate is not None and not made.certificate.gap else " that was found"
+    alone = f"; several replicas are not possible: {problem.not_summed}" if problem.not_summed is not None else ""
+    near = f"no plan{found} is {'cheaper' if priced else 'faster'} with it{alone}"
+    far = f"it is not among the {len(known)} that are fastest, or nearest to those, and was not looked at"
+    names = problem.fleet.names
+    notes = [
+        note if name in used else f"{name} is left out: {near if name in known else far}"
+        for name, note in zip(names, plan.notes, strict=False)
+    ]
+    return msgspec.structs.replace(made, planner="auto", notes=(*notes, *plan.notes[len(names) :]))

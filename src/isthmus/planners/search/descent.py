@@ -1,0 +1,380 @@
+"""Local search over whole plans of one replica or more, many neighbours at a time.
+
+Replicas that were cut each for itself can gain from each other: cut alike they average with fewer partners, and a
+device whose link averages quickly may be worth a stage although it only slows its pipeline down. All neighbours of one
+kind are rows of the closed form (`cost.kernel`):
+
+    step = max over replicas r (fill_r + (m_r - 1) * period_r) + averaging        the m_r sum to n
+    price = step * rate of the devices + egress
+
+The best of them is taken if it is better than the plan at hand.
+
+Its micro-batches are split as well as can be. A step only gets longer with a pipeline's share, so whether some split
+ends by a time T is a count, and bisection over T leaves fewer choices each time:
+
+    sum over replicas of (the most m_r with fill_r + (m_r - 1) * period_r <= T - averaging) >= n
+
+A stage gains from recomputing only where its memory holds fewer than all micro-batches, and a pipeline only where that
+throttles it, or, under gpipe, where it does not fit. Every choice is made where all are tried (`exhaustive`), likely
+ones here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from isthmus.cost import PlanLayout, Problem, kernel
+from isthmus.cost.averaging import Averaging
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.cut_table import cut_table
+from isthmus.cost.kernel import Bools, Floats, Ints
+from isthmus.cost.network import FleetNetwork
+from isthmus.cost.pipelines import Pipelines, Trials, joined, timed
+from isthmus.planners.observer import looked_at, stopped
+from isthmus.planners.search.cuts import TOLERANCE
+from isthmus.planners.search.fixed_placement import fixed_placement_of
+
+MOST_UNUSED = 24
+"""Devices outside the plan that are tried in it: the fastest."""
+MOST_EXCHANGING = 6
+"""Replicas up to which all exchange devices with all; beyond, each with the next one."""
+
+
+class Stages(NamedTuple):
+    """One replica: devices by number, and block boundaries, 0 and the end among them."""
+
+    order: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+Replicas = tuple[Stages, ...]
+Change = Mapping[int, Sequence[Stages]]
+"""By replica, what it becomes: neighbour k changes all of them to their k-th. Equally many stages in each."""
+
+
+class Descent:
+    """One problem. `most` bounds the neighbours looked at, and so the time, the same on every machine."""
+
+    def __init__(self, problem: Problem, network: FleetNetwork, blocks: Blocks, most: int) -> None:
+        self.problem, self.network, self.blocks, self.left = problem, network, blocks, most
+        self._averaging = Averaging(problem.fleet, network, blocks)
+        self._fixed = fixed_placement_of(problem, network)
+        self._priced = problem.constraints.objective == "cost"
+        self._kept: dict[tuple[Stages, int], Pipelines] = {}
+
+    def run(self, layouts: Sequence[PlanLayout], known: float) -> list[PlanLayout] | None:
+        """Better layouts than these, which take `known`, seconds or money by the objective; None where none was found.
+        Cuts are places of `blocks`."""
+        number = {name: d for d, name in enumerate(self.network.names)}
+        place = {position: block for block, position in enumerate(self.blocks.places)}
+        now: Replicas = tuple(
+            Stages(
+                tuple(number[name] for name in layout.order),
+                (0, *(place[b] for b in layout.boundaries), self.blocks.count),
+            )
+            for layout in layouts
+        )
+        shares: tuple[int, ...] | None = None
+        quiet = 0
+        while not quiet and self.left > 0:
+            quiet = 1
+            for change in self._changes(now):
+                if stopped(len(next(iter(change.values())))):
+                    break
+                found = self._best(now, change, known * (1 - TOLERANCE))
+                if found is not None:
+                    now, shares, known, quiet = *found, 0
+                    break
+        if shares is None:
+            return None
+        names = self.network.names
+        return [
+            PlanLayout(tuple(names[d] for d in r.order), tuple(self.blocks.boundaries(r.ends[1:-1])), share)
+            for r, share in zip(now, shares, strict=True)
+        ]
+
+    def _best(self, now: Replicas, change: Change, goal: float) -> tuple[Replicas, tuple[int, ...], float] | None:
+        """The best of the neighbours, if it is below the goal: with its split, and what it takes."""
+        count = len(next(iter(change.values())))
+        self.left -= count
+        share = -(-self.problem.micro_batches // len(now))
+        pipelines = [
+            self._timed(change[r], share) if r in change else self._as_it_is(stages, share)
+            for r, stages in enumerate(now)
+        ]
+        rows = np.stack(
+            [np.arange(count) if r in change else np.zeros(count, dtype=np.int64) for r in range(len(now))], axis=1
+        )
+        fits = np.all([p.held[rows[:, r]].min(axis=1) >= 1 for r, p in enumerate(pipelines)], axis=0)
+        rows = rows[fits]
+        if not len(rows):
+            return None
+        holders = np.stack(
+            [
+                np.take_along_axis(p.order[rows[:, r]], p.stage_of[rows[:, r]][:, self._averaging.parts], axis=1)
+                for r, p in enumerate(pipelines)
+            ],
+            axis=1,
+        )
+        sync_s = self._averaging.nearly_s(holders) / self.problem.sync.period
+        # step = max over r (fill_r + (m_r - 1) * period_r) + averaging; price = step * rate + egress
+        choose = cheapest if self._priced else soonest
+        found = choose(pipelines, rows, sync_s, self.problem.micro_batches, goal)
+        if found is None:
+            return None
+        k = max(found.rows[r] for r in change)
+        return tuple(change[r][k] if r in change else s for r, s in enumerate(now)), found.shares, found.value
+
+    def _as_it_is(self, stages: Stages, share: int) -> Pipelines:
+        if (stages, share) not in self._kept:
+            self._kept[stages, share] = self._timed((stages,), share)
+        return self._kept[stages, share]
+
+    def _timed(self, several: Sequence[Stages], share: int) -> Pipelines:
+        ends, cuts = np.unique(np.array([s.ends for s in several]), axis=0, return_inverse=True)
+        order = np.array([s.order for s in several])
+        trials = Trials(cut_table(self.blocks, ends), cuts.reshape(-1), order)
+        return likely_choice(self.problem, self.network, trials, share)
+
+    def _changes(self, now: Replicas) -> Iterator[Change]:
+        used = {d for stages in now for d in stages.order}
+        by_speed = sorted(set(range(len(self.network.names))) - used, key=lambda d: -float(self.network.speed[d]))
+        unused = by_speed[:MOST_UNUSED]
+        for r, stages in enumerate(now):
+            alike = [s.ends for s in now if len(s.ends) == len(stages.ends) and s.ends != stages.ends]
+            for several in (
+                [Stages(stages.order, ends) for ends in dict.fromkeys(alike)] + list(_cuts(stages)),
+                list(_orders(stages, unused)),
+                list(_longer(stages, unused)),
+                list(_shorter(stages)),
+            ):
+                allowed = [other for other in several if self._keeps_terms(other)]
+                if allowed:
+                    yield {r: allowed}
+        for r, s in itertools.combinations(range(len(now)), 2):
+            if len(now) <= MOST_EXCHANGING or s == r + 1:
+                for a, b, pairs in (
+                    (r, s, _exchanged(now[r], now[s])),
+                    (r, s, _moved(now[r], now[s])),
+                    (s, r, _moved(now[s], now[r])),
+                ):
+                    # A device at both ends may have gone from one of them only.
+                    apart = (pair for pair in pairs if not set(pair[0].order) & set(pair[1].order))
+                    allowed = [pair for pair in apart if all(map(self._keeps_terms, pair))]
+                    if allowed:
+                        first, second = zip(*allowed, strict=True)
+                        yield {a: first, b: second}
+
+    def _keeps_terms(self, stages: Stages) -> bool:
+        """Whether the ends are where the data are, and no device has two stages but both ends where labels stay."""
+        order, fixed = stages.order, self._fixed
+        first, last = order[0], order[-1]
+        around = fixed.labels_stay and len(set(order)) > 1 and first == last
+        return (
+            len(set(order)) == len(order) - around
+            and first in fixed.holders
+            and fixed.may_end(last)
+            and stages.ends[len(order) - 1] <= self.blocks.last_start
+        )
+
+
+def _cuts(stages: Stages) -> Iterator[Stages]:
+    """One cut moves by one place, or by twice as many, and so on."""
+    for k in range(1, len(stages.ends) - 1):
+        for sign in (-1, 1):
+            by = 1
+            while stages.ends[k - 1] < stages.ends[k] + sign * by < stages.ends[k + 1]:
+                yield Stages(stages.order, (*stages.ends[:k], stages.ends[k] + sign * by, *stages.ends[k + 1 :]))
+                by *= 2
+
+
+def _orders(stages: Stages, unused: Sequence[int]) -> Iterator[Stages]:
+    """Two devices swap, or one makes room for an unused one."""
+    for i, j in itertools.combinations(range(len(stages.order)), 2):
+        order = list(stages.order)
+        order[i], order[j] = order[j], order[i]
+        yield stages._replace(order=tuple(order))
+    for i, device in itertools.product(range(len(stages.order)), unused):
+        yield stages._replace(order=(*stages.order[:i], device, *stages.order[i + 1 :]))
+
+
+def _longer(stages: Stages, unused: Sequence[int]) -> Iterator[Stages]:
+    """A stage is split and one part given to an unused device."""
+    for k, (start, end) in enumerate(itertools.pairwise(stages.ends)):
+        places = {start + (end - start) * part // 4 for part in (1, 2, 3)} | {start + 1, end - 1}
+        for place, device, at in itertools.product(sorted(places), unused, (k, k + 1)):
+            if start < place < end:
+                order = (*stages.order[:at], device, *stages.order[at:])
+                yield Stages(order, (*stages.ends[: k + 1], place, *stages.ends[k + 1 :]))
+
+
+def _shorter(stages: Stages) -> Iterator[Stages]:
+    """A device goes, and its stage to a neighbour."""
+    for k in range(len(stages.order)):
+        for cut in {k, k + 1} & set(range(1, len(stages.order))):
+            yield Stages((*stages.order[:k], *stages.order[k + 1 :]), (*stages.ends[:cut], *stages.ends[cut + 1 :]))
+
+
+def _exchanged(first: Stages, second: Stages) -> Iterator[tuple[Stages, Stages]]:
+    """Two devices of different replicas swap."""
+    for i, j in itertools.product(range(len(first.order)), range(len(second.order))):
+        a, b = list(first.order), list(second.order)
+        a[i], b[j] = b[j], a[i]
+        yield first._replace(order=tuple(a)), second._replace(order=tuple(b))
+
+
+def _moved(giver: Stages, taker: Stages) -> Iterator[tuple[Stages, Stages]]:
+    """A device goes from one replica to another."""
+    for shorter in _shorter(giver):
+        for device in set(giver.order) - set(shorter.order):
+            for longer in _longer(taker, (device,)):
+                yield shorter, longer
+
+
+def every_choice(problem: Problem, network: FleetNetwork, trials: Trials, known_s: float) -> Pipelines:
+    """Those that fit and whose fill is below `known_s`, each with every set of its stages that may gain."""
+    plain = timed(problem, network, trials)
+    rows = np.flatnonzero(plain.fill_s < known_s)  # a stage that recomputes only adds to it
+    plain, trials = plain[rows], trials[rows]
+    pipelines = joined([plain, *_others(problem, network, trials, plain)])
+    pipelines = pipelines[pipelines.fitting()]
+    return pipelines[np.flatnonzero(pipelines.fill_s < known_s)]
+
+
+def likely_choice(problem: Problem, network: FleetNetwork, trials: Trials, micro_batches: int) -> Pipelines:
+    """One choice per trial: none, the stages that throttle it, or all that are short of memory; the soonest with so
+    many micro-batches."""
+    plain = timed(problem, network, trials)
+    if not problem.recompute:
+        return plain
+    short = plain.held < problem.micro_batches
+    rows = np.flatnonzero(_hindered(problem, plain))
+    best, best_s = plain, plain.step_s(micro_batches)
+    for chosen in (_throttling(plain), short):
+        if len(rows):
+            other = timed(problem, network, trials[rows], chosen[rows])
+            other_s = other.step_s(micro_batches)
+            better = np.flatnonzero(other_s < best_s[rows])
+            best = best.put(rows[better], other[better])
+            best_s[rows[better]] = other_s[better]
+    return best
+
+
+def _others(problem: Problem, network: FleetNetwork, trials: Trials, plain: Pipelines) -> Iterator[Pipelines]:
+    if not problem.recompute:
+        return
+    short, hindered = plain.held < problem.micro_batches, _hindered(problem, plain)
+    stages = range(short.shape[1])
+    for size in range(1, len(stages) + 1):
+        for chosen in itertools.combinations(stages, size):
+            rows: Ints = np.flatnonzero(hindered & short[:, chosen].all(axis=1))
+            if len(rows):
+                recompute = np.zeros((len(rows), len(stages)), dtype=bool)
+                recompute[:, chosen] = True
+                yield timed(problem, network, trials[rows], recompute)
+
+
+def _hindered(problem: Problem, plain: Pipelines) -> Bools:
+    """[pipelines]: whether memory throttles them, or does not hold what gpipe asks."""
+    if problem.schedule == "gpipe":
+        return np.less(plain.most, problem.micro_batches)
+    return np.asarray(_throttling(plain).any(axis=1))
+
+
+def _throttling(plain: Pipelines) -> Bools:
+    """[pipelines, stages]: stages whose round trip over what they hold is longer than anything is busy."""
+    return np.greater(plain.round_trip_s, plain.busy_s[:, None] * np.maximum(plain.held, 1))
+
+
+MOST_HALVINGS = 60
+
+
+class Split(NamedTuple):
+    value: float
+    """Seconds or money of a step."""
+    rows: tuple[int, ...]
+    """Per replica, the pipeline."""
+    shares: tuple[int, ...]
+
+
+def soonest(
+    pipelines: Sequence[Pipelines], rows: Ints, sync_s: Floats, micro_batches: int, goal_s: float
+) -> Split | None:
+    """The choice that ends first, if before `goal_s`.
+
+    `rows` is [choices, replicas], into each replica's pipelines; `sync_s` [choices] what averaging takes.
+    """
+    rows, sync_s = _in_time(pipelines, rows, sync_s, micro_batches, goal_s)
+    if not len(rows):
+        return None
+    low, high = 0.0, goal_s
+    # Some choice ends by T: sum over r of (the most m_r with fill_r + (m_r - 1) * period_r <= T - averaging) >= n.
+    for _ in range(MOST_HALVINGS):
+        middle = (low + high) / 2
+        if high - low <= TOLERANCE / 10 * high:
+            break
+        looked_at(0)
+        left, left_sync_s = _in_time(pipelines, rows, sync_s, micro_batches, middle)
+        if len(left):
+            rows, sync_s, high = left, left_sync_s, middle
+        else:
+            low = middle
+    chosen = tuple(int(row) for row in rows[0])
+    return Split(high, chosen, _shares(pipelines, chosen, micro_batches, high - float(sync_s[0])))
+
+
+def cheapest(
+    pipelines: Sequence[Pipelines], rows: Ints, sync_s: Floats, micro_batches: int, goal: float
+) -> Split | None:
+    """The choice that costs least money, each ending as soon as it can, if below the goal.
+
+    What micro-batches send is paid as the dearest replica's would be; what averaging sends is left out.
+    """
+    high = sync_s + np.max([p.at_most_s(micro_batches)[rows[:, r]] for r, p in enumerate(pipelines)], axis=0)
+    low, first = np.zeros(len(rows)), _able(pipelines, rows, high - sync_s, micro_batches)
+    rows, sync_s, low, high = rows[first], sync_s[first], low[first], high[first]
+    if not len(rows):
+        return None
+    for _ in range(MOST_HALVINGS):
+        middle = (low + high) / 2
+        able = _able(pipelines, rows, middle - sync_s, micro_batches)
+        low, high = np.where(able, low, middle), np.where(able, middle, high)
+    rate = np.sum([p.rate[rows[:, r]] for r, p in enumerate(pipelines)], axis=0)
+    sent = np.max([p.sent[rows[:, r]] for r, p in enumerate(pipelines)], axis=0)
+    price = kernel.price(high, rate, micro_batches * sent)
+    best = int(price.argmin())
+    if price[best] >= goal:
+        return None
+    chosen = tuple(int(row) for row in rows[best])
+    return Split(
+        float(price[best]), chosen, _shares(pipelines, chosen, micro_batches, float(high[best] - sync_s[best]))
+    )
+
+
+def _able(pipelines: Sequence[Pipelines], rows: Ints, time_s: Floats, micro_batches: int) -> Bools:
+    """[choices]: whether some split ends within the time, averaging apart."""
+    counts = [p.counts(rows[:, r], time_s, micro_batches) for r, p in enumerate(pipelines)]
+    return (np.min(counts, axis=0) > 0) & (np.sum(counts, axis=0) >= micro_batches)
+
+
+def _in_time(
+    pipelines: Sequence[Pipelines], rows: Ints, sync_s: Floats, micro_batches: int, time_s: float
+) -> tuple[Ints, Floats]:
+    """Those choices of which some split ends by then."""
+    able = _able(pipelines, rows, time_s - sync_s, micro_batches)
+    return rows[able], sync_s[able]
+
+
+def _shares(pipelines: Sequence[Pipelines], rows: Sequence[int], micro_batches: int, time_s: float) -> tuple[int, ...]:
+    """A split that is in time: each replica what it manages, less what is too much."""
+    shares = [
+        int(p.counts(np.array([row]), np.array([time_s]), micro_batches)[0])
+        for p, row in zip(pipelines, rows, strict=True)
+    ]
+    for r in range(len(shares)):
+        shares[r] -= min(shares[r] - 1, sum(shares) - micro_batches)
+    return tuple(shares)

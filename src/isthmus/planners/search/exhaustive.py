@@ -1,0 +1,291 @@
+"""Every plan of a small problem, and so its own proof: `exhaustive_plan` of any number of replicas, and
+`exhaustive_pipeline` of one, with any objective and any terms.
+
+For every set of disjoint groups of devices: every pipeline of each group, with every other's, and every split of the
+micro-batches between them (`descent.soonest`). All pipelines of all groups are rows of the closed form (`cost.kernel`);
+where they are too many, nothing is settled.
+
+Where the closed form of arrays is a lower bound only (two stages share a device's memory, messages are packed by the
+plan, copies of the first stage), pipelines are built one by one in the order of their bounds:
+
+    the first bound that is no better than the best plan built ends the search
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from math import comb, perm
+from typing import NamedTuple
+
+import numpy as np
+
+from isthmus.cost import PlanLayout, Problem, broken_constraint, build_plan, build_replicas, kernel, preference
+from isthmus.cost.averaging import Averaging
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.cut_table import cut_table, every_cut
+from isthmus.cost.kernel import Floats, Ints
+from isthmus.cost.network import FleetNetwork
+from isthmus.cost.pipelines import Pipelines, Trials, rate_of, timed
+from isthmus.errors import FleetTooSmall
+from isthmus.planners.observer import keep, looked_at, salvaged
+from isthmus.planners.search.cuts import TOLERANCE
+from isthmus.planners.search.descent import Split, every_choice, soonest
+from isthmus.planners.search.fixed_placement import fixed_placement_of
+from isthmus.plans import Plan
+
+MOST_DEVICES = 6
+MOST_PIPELINES = 400_000
+MOST_CHOICES = 2_000_000
+"""Of one grouping, after those are dropped that even without averaging are no better than the best plan known."""
+MOST_ORDERED_CUTS = 3_000_000
+"""Of one pipeline: orders times cuts."""
+MOST_TOGETHER = 100_000
+"""Of these, that are looked at together."""
+MOST_CANDIDATES = 150_000
+"""Of these, that compute in less than what is known."""
+MOST_BUILT = 3_000
+Group = frozenset[int]
+
+
+Candidate = tuple[tuple[int, ...], tuple[int, ...]]
+"""Devices, block boundaries."""
+
+
+class ProvenPipeline(NamedTuple):
+    """The best plan, if any fits, and what no pipeline undercuts: seconds or money, by the problem's objective."""
+
+    plan: Plan | None
+    bound: float
+
+
+class ExhaustiveResult(NamedTuple):
+    """The best plan if it beats what was known, and the least step time of any plan."""
+
+    plan: Plan | None
+    step_s: float
+
+
+class _PlanChoice(NamedTuple):
+    found: Split
+    groups: tuple[Group, ...]
+
+
+class _TooManyPlans(Exception):
+    pass
+
+
+def exhaustive_plan(problem: Problem, network: FleetNetwork, blocks: Blocks, known_s: float) -> ExhaustiveResult | None:
+    """What is best of all plans; None where they are too many to look at. `known_s` is the step of some plan, or
+    infinite."""
+    devices = len(network.names)
+    if devices > MOST_DEVICES or pipeline_count(devices, blocks.count) > MOST_PIPELINES:
+        return None
+    search = _PlanSearch(problem, network, blocks, known_s)
+    if known_s == float("inf"):
+        search.best_s = search.longest_s()
+    try:
+        with salvaged(lambda: search.plan() if search.best else None):
+            for groups in groupings(range(devices)):
+                if 0 < len(groups) <= problem.most_replicas:
+                    for ordered in itertools.permutations(groups):  # collectives depend on who is counted first
+                        search.look(ordered)
+    except _TooManyPlans:
+        return None
+    return ExhaustiveResult(search.plan() if search.best else None, search.best_s if search.best else known_s)
+
+
+def exhaustive_pipeline(
+    problem: Problem, network: FleetNetwork, blocks: Blocks, known: float, *, judged: Problem | None = None
+) -> ProvenPipeline | None:
+    """The best pipeline, or none that beats `known`; None where there are too many to try.
+
+    Plans are those of `judged`, by default the problem itself: no pipeline of it does better than in the problem, its
+    round trips apart.
+    """
+    judged = judged or problem
+    bounds: list[Floats] = []
+    rows: list[tuple[int, int]] = []
+    pipelines: list[Pipelines] = []
+    try:
+        for p in _promising(problem, network, blocks, known, throttled=judged is problem):
+            bounds.append(_undercut(problem, p, throttled=judged is problem))
+            rows += [(len(pipelines), k) for k in range(len(p.fill_s))]
+            pipelines.append(p)
+    except _TooManyPlans:
+        return None
+    bound = np.concatenate([np.zeros(0), *bounds])
+    best, least, tried = None, known, set[Candidate]()
+    for k in np.argsort(bound, kind="stable").tolist():
+        if bound[k] >= least * (1 - TOLERANCE):
+            break
+        if len(tried) == MOST_BUILT:
+            return ProvenPipeline(best, min(least, float(bound[k])))
+        looked_at()
+        p, row = pipelines[rows[k][0]], rows[k][1]
+        candidate = tuple(p.order[row].tolist()), tuple(p.ends[row][1:-1].tolist())
+        if candidate in tried:  # with other stages that recompute
+            continue
+        tried.add(candidate)
+        plan = _built(judged, [network.names[d] for d in candidate[0]], blocks.boundaries(candidate[1]))
+        if plan is not None and preference(judged, plan)[0] < least:
+            best, least = keep(plan), preference(judged, plan)[0]
+    return ProvenPipeline(best, least)
+
+
+def _built(problem: Problem, order: Sequence[str], boundaries: Sequence[int]) -> Plan | None:
+    if broken_constraint(problem, order, boundaries) is not None:
+        return None
+    try:
+        return build_plan(problem, order, boundaries, planner="chain")
+    except FleetTooSmall:
+        return None
+
+
+def _undercut(problem: Problem, p: Pipelines, *, throttled: bool) -> Floats:
+    """[pipelines] seconds or money that no plan of these undercuts: what shared parameters cost to send is left out."""
+    count = problem.micro_batches
+    step_s = p.step_s(count) if throttled else kernel.step_s(p.fill_s, p.busy_s, count)
+    if problem.constraints.objective == "time":
+        return step_s
+    rate = np.where(np.isfinite(step_s), p.rate, 1.0)  # what does not fit costs no 0
+    return kernel.price(step_s, rate, count * p.sent)
+
+
+def _promising(
+    problem: Problem, network: FleetNetwork, blocks: Blocks, known: float, *, throttled: bool
+) -> Iterator[Pipelines]:
+    """Pipelines that keep to the terms and whose stages fit and compute in less than what is known."""
+    fixed, devices = fixed_placement_of(problem, network), len(network.names)
+    priced = problem.constraints.objective == "cost"
+    left, looked = MOST_CANDIDATES, 0
+    for count in range(1, min(devices + fixed.labels_stay, blocks.count) + 1):
+        looked += perm(devices, min(count, devices)) * comb(blocks.count - 1, count - 1)
+        if looked > MOST_ORDERED_CUTS:
+            raise _TooManyPlans
+        ends = every_cut(blocks, count)
+        ends = ends[(ends[:, -2] <= blocks.last_start) | (count == 1)]
+        table = cut_table(blocks, ends)
+        orders = np.array(list(fixed.pipelines(range(devices), count)), dtype=np.int64).reshape(-1, count)
+        for some in np.array_split(orders, 1 + len(orders) * len(ends) // MOST_TOGETHER):
+            looked_at(len(some))
+            cuts, row = np.divmod(np.arange(len(ends) * len(some)), max(1, len(some)))
+            trials = Trials(table, cuts, some[row])
+            second = rate_of(network, trials.order) if priced else np.ones(len(cuts))
+            known_s = np.divide(known, second, out=np.full(len(cuts), np.inf), where=second > 0)
+            trials = trials[_computed_in(problem, network, trials, known_s)]
+            left -= len(trials.cuts)
+            if left < 0:
+                raise _TooManyPlans
+            if len(trials.cuts):
+                fast_s = np.inf if priced else known
+                yield every_choice(problem, network, trials, fast_s) if throttled else timed(problem, network, trials)
+
+
+def _computed_in(problem: Problem, network: FleetNetwork, trials: Trials, known_s: Floats) -> Ints:
+    """Rows whose stages hold one micro-batch, and whose closed form without links is below `known_s`."""
+    table, cuts, speed = trials.table, trials.cuts, network.speed[trials.order]
+    compute_s = (table.forward_work[cuts] + table.backward_work[cuts]) / speed
+    least_s = kernel.step_s(compute_s.sum(axis=1), compute_s.max(axis=1), problem.micro_batches)
+    need = table.fixed_bytes[cuts] + table.saved_bytes[cuts] + table.received_bytes[cuts]
+    fits = (need <= network.memory[trials.order]).all(axis=1)
+    return np.flatnonzero(fits & (least_s < known_s))
+
+
+def pipeline_count(devices: int, blocks: int) -> int:
+    """Orders of every subset times cuts."""
+    return sum(perm(devices, k) * comb(blocks - 1, k - 1) for k in range(1, min(devices, blocks) + 1))
+
+
+def _every_pipeline(problem: Problem, network: FleetNetwork, blocks: Blocks, known_s: float) -> dict[Group, Pipelines]:
+    """By set of devices, the pipelines that fit and whose fill is below `known_s`."""
+    found: dict[Group, Pipelines] = {}
+    for stages in range(1, min(len(network.names), blocks.count) + 1):
+        table = cut_table(blocks, every_cut(blocks, stages))
+        for members in itertools.combinations(range(len(network.names)), stages):
+            looked_at()
+            orders = np.array(list(itertools.permutations(members)), dtype=np.int64)
+            cuts, rows = np.divmod(np.arange(len(table.ends) * len(orders)), len(orders))
+            trials = Trials(table, cuts, orders[rows])
+            found[frozenset(members)] = every_choice(problem, network, trials, known_s)
+    return found
+
+
+def groupings(devices: Sequence[int]) -> Iterator[tuple[Group, ...]]:
+    """Every way to put some of the devices into groups, in no order; devices may stay outside."""
+    if not devices:
+        yield ()
+        return
+    device, rest = devices[0], devices[1:]
+    for groups in groupings(rest):
+        yield groups
+        yield (frozenset({device}), *groups)
+        for k, group in enumerate(groups):
+            yield (*groups[:k], group | {device}, *groups[k + 1 :])
+
+
+class _PlanSearch:
+    def __init__(self, problem: Problem, network: FleetNetwork, blocks: Blocks, known_s: float) -> None:
+        self.problem, self.network, self.blocks = problem, network, blocks
+        self.best: _PlanChoice | None = None
+        self.best_s = known_s
+        self._pipelines = _every_pipeline(problem, network, blocks, known_s)
+        self._averaging = Averaging(problem.fleet, network, blocks)
+        self._gradient_bytes = sum(variable.gradient_bytes for variable in blocks.variables)
+
+    def longest_s(self) -> float:
+        """More than any plan takes: all micro-batches one after another, all averaging over the worst links."""
+        fill_s = max((float(p.fill_s.max(initial=0.0)) for p in self._pipelines.values()), default=0.0)
+        link_s = float(self.network.latency.max() + (1 + self._gradient_bytes) * self.network.byte_s.max())
+        messages = 2 * len(self.network.names) ** 2 * (1 + self.blocks.count)
+        return 2 * (self.problem.micro_batches * fill_s + messages * link_s) + 1e-9
+
+    def look(self, groups: tuple[Group, ...]) -> None:
+        """Keeps the best plan of these groups, if it is better than what is known."""
+        looked_at()
+        if not all(group in self._pipelines for group in groups):
+            return
+        pipelines = [self._pipelines[group] for group in groups]
+        goal_s = self.best_s * (1 - TOLERANCE)
+        rows = self._worth(pipelines, goal_s)
+        if not len(rows):
+            return
+        sync_s = self._averaging.exact_s(self._holders(pipelines, rows), looked_at)
+        found = soonest(pipelines, rows, sync_s, self.problem.micro_batches, goal_s)
+        if found is not None:
+            self.best_s, self.best = found.value, _PlanChoice(found, groups)
+
+    def _worth(self, pipelines: Sequence[Pipelines], goal_s: float) -> Ints:
+        """[choices, replicas]: rows of pipelines that would end all micro-batches by the goal, averaging apart."""
+        most = self.problem.micro_batches
+        found: list[Ints] = []
+        counts: list[Ints] = []
+        for p in pipelines:
+            every = np.arange(len(p.fill_s))
+            count = p.counts(every, np.full(len(every), goal_s), most)
+            found.append(np.flatnonzero(count > 0))
+            counts.append(count[found[-1]])
+        if np.prod([float(len(rows)) for rows in found]) > MOST_CHOICES:
+            raise _TooManyPlans
+        total = reduce(np.add.outer, counts)
+        picked = np.nonzero(total >= most)
+        return np.stack([rows[k] for rows, k in zip(found, picked, strict=True)], axis=1)
+
+    def _holders(self, pipelines: Sequence[Pipelines], rows: Ints) -> Ints:
+        """[choices, replicas, parts]: the device that owns the gradients of each part."""
+        held = [
+            np.take_along_axis(p.order[rows[:, r]], p.stage_of[rows[:, r]][:, self._averaging.parts], axis=1)
+            for r, p in enumerate(pipelines)
+        ]
+        return np.stack(held, axis=1)
+
+    def plan(self) -> Plan:
+        assert self.best is not None, "asked for only where one was found"
+        layouts: list[PlanLayout] = []
+        found = self.best.found
+        for group, row, share in zip(self.best.groups, found.rows, found.shares, strict=True):
+            p = self._pipelines[group]
+            order = tuple(self.network.names[d] for d in p.order[row])
+            layouts.append(PlanLayout(order, tuple(self.blocks.boundaries(p.ends[row][1:-1])), share))
+        return build_replicas(self.problem, layouts, planner="auto")

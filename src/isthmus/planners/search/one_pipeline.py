@@ -1,0 +1,272 @@
+"""One pipeline: the fastest, or the one whose step costs least money.
+
+The fastest minimises the closed form over the order and choice of devices and over the cuts:
+
+    step = fill + (n - 1) * period + shared
+
+Up to six devices it is exact; beyond, orders come from local search, cuts stay exact, and the certificate says how far
+a lower bound is. FusionLLM's OP-Fence and Sky Computing's allocation solve the same problem by heuristics.
+
+On a given set of devices the price of an hour is fixed, so the fastest pipeline of a set is also its cheapest, but for
+egress:
+
+    price of a set >= rate of its devices * bound on its step
+
+What remains is to choose the set. Small fleets: all sets, in the order of that bound, and then every pipeline is tried
+as far as a budget goes. Larger ones: the devices with the cheapest FLOPs, as many as it takes and more, of all regions
+and of each; then the best set loses devices as long as that saves money.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+import msgspec
+
+from isthmus.cost import Problem, build_plan, is_priced, preference
+from isthmus.cost.blocks import Blocks
+from isthmus.cost.compression import packs_alike
+from isthmus.cost.cut_table import stage_bytes
+from isthmus.cost.network import FleetNetwork, network_of
+from isthmus.cost.price import SECONDS_PER_HOUR
+from isthmus.errors import FleetTooSmall
+from isthmus.planners.baselines.even import even
+from isthmus.planners.bounds import pooled_bound_s, step_certificate
+from isthmus.planners.observer import keep, looked_at
+from isthmus.planners.price_bound import cheapest_pipeline_bound, price_certificate
+from isthmus.planners.search.cuts import TOLERANCE
+from isthmus.planners.search.exhaustive import exhaustive_pipeline
+from isthmus.planners.search.greedy_fill import greedy_fill
+from isthmus.planners.search.orders import FoundOrder, OrderSearch
+from isthmus.planners.search.prune_fleet import pruned_fleet
+from isthmus.planners.surrogates import over_surrogates
+from isthmus.plans import Plan
+
+ONE = "any plan of one replica: any devices"
+
+
+def fastest(problem: Problem, *, settle: bool = True) -> Plan:
+    """The fastest pipeline, whatever the problem's objective, with its certificate.
+
+    Without `settle` it does not try every pipeline where memory throttles them, and proves less. Raises FleetTooSmall
+    with the device that is short, and by how much.
+    """
+    looked_at(0)
+    problem = problem.timed()
+    network, blocks = network_of(problem), Blocks(problem)
+    if not packs_alike(problem):
+        return _packed(problem, network, blocks, settle)
+    near = pruned_fleet(problem, network, blocks)
+    if near is not problem:
+        plan = fastest(near, settle=False)
+        moved = build_plan(problem, [s.device for s in plan.stages], plan.boundaries(), planner="chain")
+        return with_bound(problem, moved, pooled_bound_s(network, blocks, problem.micro_batches))
+    classic = OrderSearch(problem, network, blocks)
+    best = classic.run() if classic.exhaustive or problem.schedule == "gpipe" else None
+    plans = _plans(problem, [best])
+    closed_form_s = best.step_s if best else 0.0
+    # Where memory throttles the pipeline, the closed form is not the whole story: search again with it in mind, and
+    # for stages that recompute.
+    throttled = problem.schedule != "gpipe" and not any(
+        p.predicted.step_s <= closed_form_s * (1 + TOLERANCE) for p in plans
+    )
+    if throttled:
+        plans += _plans(problem, [OrderSearch(problem, network, blocks, throttled=True).run()])
+    if problem.recompute and (throttled or not plans):
+        plans += _plans(problem, [OrderSearch(problem, network, blocks.recomputing()).run()])
+    plans += _baseline(problem)
+    tight = throttled or _memory_binds(problem, network, blocks)
+    if classic.exhaustive and ((tight and settle) or problem.constraints.labels_stay):
+        known_s = min((p.predicted.step_s for p in plans), default=float("inf"))
+        proven = exhaustive_pipeline(problem, network, blocks, known_s)
+        if proven is not None and (proven.plan or plans):
+            chosen = proven.plan or min(plans, key=lambda p: p.predicted.step_s)
+            return with_bound(problem, chosen, proven.bound)
+    if not plans:  # raises unless a placement was missed
+        fallback = greedy_fill(problem, network, blocks)
+        plans = _plans(problem, [FoundOrder(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0, 0.0)])
+    chosen = min(plans, key=lambda p: p.predicted.step_s)
+    if best and classic.exhaustive and not tight:
+        return with_bound(problem, chosen, best.bound_s)
+    return with_bound(problem, chosen, pooled_bound_s(network, blocks, problem.micro_batches))
+
+
+def _packed(problem: Problem, network: FleetNetwork, blocks: Blocks, settle: bool) -> Plan:
+    """Where what a message takes depends on the plan."""
+    best = over_surrogates(problem, partial(fastest, settle=False))
+    plans = [best, *_baseline(problem)]
+    best = min(plans, key=lambda p: p.predicted.step_s)
+    if settle and OrderSearch(problem, network, blocks).exhaustive:
+        proven = exhaustive_pipeline(problem, network, blocks, best.predicted.step_s)
+        if proven is not None:
+            return with_bound(problem, proven.plan or best, proven.bound)
+    return with_bound(problem, best, pooled_bound_s(network, blocks, problem.micro_batches))
+
+
+def _memory_binds(problem: Problem, network: FleetNetwork, blocks: Blocks) -> bool:
+    """Whether some device could not hold the whole model with the micro-batches of the classic schedule."""
+    most = problem.micro_batches
+    held = most if problem.schedule == "gpipe" else min(most, len(network.names) + problem.constraints.labels_stay)
+    return float(stage_bytes(blocks, 0, [blocks.count], held)[0]) > float(network.memory.min())
+
+
+def _plans(problem: Problem, found: Sequence[FoundOrder | None]) -> list[Plan]:
+    names = problem.fleet.names
+    plans: list[Plan] = []
+    for f in filter(None, found):
+        with contextlib.suppress(FleetTooSmall):  # two stages may each fit the device that they share
+            plan = build_plan(problem, [names[d] for d in f.devices], f.boundaries, planner="chain")
+            plans.append(keep(plan))
+    return plans
+
+
+def _baseline(problem: Problem) -> list[Plan]:
+    try:
+        return [keep(even(problem))]
+    except FleetTooSmall:
+        return []
+
+
+MOST_EXHAUSTIVE = 5
+"""Devices up to which every set of them is tried."""
+MOST_DROPPED = 40
+"""Sets tried that are a device short of the best."""
+UNPRICED = "objective cost: nothing in the fleet has a price, so every plan costs 0 and the fastest is as good as any"
+
+
+def cheapest(problem: Problem) -> Plan:
+    """The cheapest pipeline; of equally cheap ones the fastest. On a fleet without prices the fastest, and it says so.
+
+    Raises FleetTooSmall with the device that is short, and by how much.
+    """
+    if not is_priced(problem.fleet) and problem.constraints.max_step_s is None:
+        return unpriced(problem, fastest(problem))
+    network, blocks = network_of(problem), Blocks(problem)
+    best = _best_of(problem, blocks)
+    if best is None:
+        best = _rebuilt(problem, fastest(problem))  # raises where nothing fits
+    if len(problem.fleet.names) > MOST_EXHAUSTIVE:
+        best = _with_fewer(problem, best)
+    price, bound = preference(problem, best)[0], _bound(problem, network, blocks)
+    # Where the simple bound is reached nothing is left to try.
+    small = len(problem.fleet.names) <= MOST_EXHAUSTIVE and bound < price * (1 - TOLERANCE)
+    proven = exhaustive_pipeline(problem, network, blocks, price * (1 + 1e-9)) if small else None
+    if proven is not None:
+        if proven.plan is not None:
+            best = min(best, proven.plan, key=lambda plan: preference(problem, plan))
+        return with_bound(problem, best, proven.bound)
+    return with_bound(problem, best, bound)
+
+
+def _bound(problem: Problem, network: FleetNetwork, blocks: Blocks) -> float:
+    """Of what is minimised; a limit on the other can only add."""
+    if problem.constraints.objective == "time":
+        return pooled_bound_s(network, blocks, problem.micro_batches)
+    return cheapest_pipeline_bound(problem, network, blocks)
+
+
+def unpriced(problem: Problem, plan: Plan) -> Plan:
+    """The plan for a fleet in which nothing costs anything: its certificate is one of time."""
+    return msgspec.structs.replace(plan, constraints=problem.constraints, notes=(UNPRICED, *plan.notes))
+
+
+def device_sets(problem: Problem) -> Iterator[tuple[str, ...]]:
+    """Sets of devices that may be cheap together, each with a data holder where the data are not everywhere."""
+    names = problem.fleet.names
+    if len(names) <= MOST_EXHAUSTIVE:
+        sets: Iterable[tuple[str, ...]] = (
+            chosen for size in range(1, len(names) + 1) for chosen in itertools.combinations(names, size)
+        )
+    else:
+        sets = _cheap_first(problem)
+    holders = set(problem.constraints.data_holders)
+    return (chosen for chosen in dict.fromkeys(sets) if not holders or holders & set(chosen))
+
+
+def _cheap_first(problem: Problem) -> Iterator[tuple[str, ...]]:
+    """The first few by price per FLOP, of the whole fleet and of each region; then everything."""
+    fleet = problem.fleet
+    by_price = sorted(fleet.devices, key=lambda d: (d.price_per_flop, -d.sustained_flops_per_s))
+    ranked = [d.name for d in by_price]
+    holder = [name for name in ranked if name in problem.constraints.data_holders][:1]
+    for region in (None, *fleet.regions):
+        members = [d.name for d in by_price if region in (None, d.region) and d.name not in holder]
+        size = 1
+        while size <= len(members):
+            yield (*holder, *members[:size])
+            size = size + 1 if size < 4 else size * 3 // 2
+    yield fleet.names
+
+
+def _best_of(problem: Problem, blocks: Blocks) -> Plan | None:
+    """The best of the fastest pipelines of the sets, of which those come first that may be the cheapest.
+
+    A plan that uses all of a set pays it for no less than a lower bound on its time; one that uses a part is in
+    another set.
+    """
+    bounds: list[tuple[float, tuple[str, ...]]] = []
+    for names in device_sets(problem):
+        looked_at(0)
+        part = problem.timed().on(problem.fleet.subset(names))
+        hour = sum(device.price_per_hour for device in part.fleet.devices)
+        second = hour / SECONDS_PER_HOUR if problem.constraints.objective == "cost" else 1.0
+        bounds.append((second * pooled_bound_s(network_of(part), blocks, problem.micro_batches), names))
+    best: Plan | None = None
+    # price of a set >= rate of its devices * bound on its step
+    for bound, names in sorted(bounds, key=lambda pair: pair[0]):
+        if best is not None and bound > preference(problem, best)[0]:
+            break
+        tried = [*_of_sets(problem, [names]), *([best] if best is not None else [])]
+        best = min(tried, key=lambda plan: preference(problem, plan), default=None)
+    return best
+
+
+def _of_sets(problem: Problem, sets: Iterable[tuple[str, ...]]) -> Iterator[Plan]:
+    for names in sets:
+        with contextlib.suppress(FleetTooSmall):
+            yield _rebuilt(problem, fastest(problem.timed().on(problem.fleet.subset(names))))
+
+
+def _rebuilt(problem: Problem, plan: Plan) -> Plan:
+    """A plan of a part of the fleet as one of all of it."""
+    order = [stage.device for stage in plan.stages]
+    return build_plan(problem, order, plan.boundaries(), planner="chain")
+
+
+def _with_fewer(problem: Problem, plan: Plan) -> Plan:
+    """Devices are taken from the set, the dearest first, as long as a step becomes cheaper."""
+    tried, improved = 0, True
+    while improved:
+        improved = False
+        by_price = sorted(plan.used, key=lambda name: -problem.fleet.device(name).price_per_hour)
+        for name in by_price:
+            left = tuple(other for other in plan.used if other != name)
+            holders = problem.constraints.data_holders
+            if not left or (holders and not set(holders) & set(left)) or tried >= MOST_DROPPED:
+                continue
+            tried += 1
+            other = next(_of_sets(problem, [left]), None)
+            if other is not None and preference(problem, other) < preference(problem, plan):
+                plan, improved = other, True
+                break
+    return plan
+
+
+def with_bound(problem: Problem, plan: Plan, bound: float, plans: str = ONE) -> Plan:
+    """The same layout with what the bound proves of `plans`, and with the reason why devices are left out."""
+    priced = problem.constraints.objective == "cost"
+    certify, what, better = (price_certificate, "price", "cheaper") if priced else (step_certificate, "time", "faster")
+    question = f"the {what} of a step of {plans} in any order, any cuts, by the closed form"
+    certificate = certify(bound, preference(problem, plan)[0], question)
+    found = "" if certificate is not None and not certificate.gap else " that was found"
+    return build_plan(
+        problem,
+        [stage.device for stage in plan.stages],
+        plan.boundaries(),
+        planner="chain",
+        certificate=certificate,
+        notes={name: f"no plan{found} is {better} with it" for name in problem.fleet.names if name not in plan.devices},
+    )
