@@ -9,45 +9,49 @@ from __future__ import annotations
 import numpy as np
 
 from isthmus.planners.network import Floats
-from isthmus.planners.placement.annealing import Annealer, Chain
+from isthmus.planners.placement.annealing import Annealer, Links
 from isthmus.planners.placement.grouping import StageGrouping, evaluate
-from isthmus.planners.placement.landscape import Group, Landscape
+from isthmus.planners.placement.landscape import Landscape
 from isthmus.planners.placement.path import EXACT_UP_TO, open_path
 from isthmus.planners.placement.problem import Ints, PlacementProblem
 from isthmus.planners.placement.structured import structured_groups
 
+PLACEMENTS, MOVES, MOVES_OF_CLASS = 8, 10_000, 150
 _MOST_CLASSES = 64
 _QUANTILES = 4
 
 
 def islands(
-    problem: PlacementProblem, *, seed: int = 0, iterations: int | None = None, starts: int = 4
+    problem: PlacementProblem, *, seed: int = 0, moves: int | None = None, placements: int | None = None
 ) -> StageGrouping:
-    """The best of `starts` structured placements, each annealed for `iterations` moves.
+    """The best of `placements` structured starts that are annealed together for `moves` moves each.
 
-    Without a number, 20,000 moves up to 64 devices and fewer, down to 500, for more, since a move then takes longer.
+    Without numbers, 8 placements, and 150 moves for each class of devices, from 500 to 10,000; fewer of both where a
+    group has more than 15 devices.
     """
-    if iterations is None:
-        iterations = min(20_000, max(500, 20_000 * 64 // len(problem.kind)))
     classes = _classes(problem)
+    crowd = max(1, problem.task.replicas // 8)
+    if placements is None:
+        placements = max(1, PLACEMENTS // crowd)
+    if moves is None:
+        moves = min(MOVES, max(500, MOVES_OF_CLASS * (int(classes.max()) + 1))) // crowd
     kind_of_class, compute_of_class = _class_tables(problem, classes)
     places = np.ix_(kind_of_class, kind_of_class)
-    landscape = Landscape(problem.sync_s[places], problem.hop_s[places])
-    annealer = Annealer(landscape, compute_of_class.tolist())
-    seeds = structured_groups(problem.hop_s[places], compute_of_class, classes, problem.task.stages)
-    chains = sorted((_started(annealer, landscape, classes[groups]) for groups in seeds), key=lambda c: c.total_s)
-    annealed = [
-        annealer.run(chain, iterations=iterations, seed=seed * starts + k) for k, chain in enumerate(chains[:starts])
-    ]
-    best = min(annealed, key=lambda chain: chain.total_s)
-    return evaluate(problem, _devices(problem, classes, best.groups))
+    links = Links.of(problem.sync_s[places], problem.hop_s[places], compute_of_class, classes)
+    starts = np.array([*structured_groups(problem.hop_s[places], compute_of_class, classes, problem.task.stages)])
+    annealer = Annealer(links, _cheapest(links, classes[starts], placements))
+    annealer.run(moves=moves, seed=seed)
+    return evaluate(problem, _devices(problem, classes, annealer.best))
 
 
-def _started(annealer: Annealer, landscape: Landscape, classes: Ints) -> Chain:
-    groups: list[Group] = [tuple(int(c) for c in np.sort(row)) for row in classes]
-    if len(groups) <= EXACT_UP_TO:
-        groups = [groups[k] for k in open_path(landscape.between(groups)).order]
-    return annealer.chain(groups)
+def _cheapest(links: Links, starts: Ints, count: int) -> Ints:
+    """[count, stages, replicas]: the cheapest starts in their best order, the first again where there are fewer."""
+    landscape = Landscape(links.sync_s, links.hop_s)
+    for start in starts:
+        if len(start) <= EXACT_UP_TO:
+            start[:] = start[open_path(landscape.between([tuple(np.sort(row).tolist()) for row in start])).order]
+    order = np.argsort(Annealer(links, starts).now_s, kind="stable")
+    return starts[np.resize(order[:count], count)]
 
 
 def _classes(problem: PlacementProblem) -> Ints:
@@ -75,9 +79,8 @@ def _class_tables(problem: PlacementProblem, classes: Ints) -> tuple[Ints, Float
     return kind, compute
 
 
-def _devices(problem: PlacementProblem, classes: Ints, groups: list[Group]) -> Ints:
+def _devices(problem: PlacementProblem, classes: Ints, wanted: Ints) -> Ints:
     """Device numbers for the classes of each group; the slow ones of a class go where groups are slow anyway."""
-    wanted = np.array(groups)
     _, longest = _class_tables(problem, classes)
     slow_first = np.argsort(-longest[wanted].max(axis=1), kind="stable")
     found = np.zeros_like(wanted)
