@@ -6,12 +6,14 @@ their costs are looked up. Where all links differ, kinds are devices, and the sa
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from isthmus.planners.network import Floats
 from isthmus.planners.placement.annealing import Annealer, Links
 from isthmus.planners.placement.grouping import StageGrouping, evaluate
-from isthmus.planners.placement.landscape import Landscape
+from isthmus.planners.placement.landscape import Group, Landscape
 from isthmus.planners.placement.path import EXACT_UP_TO, open_path
 from isthmus.planners.placement.problem import Ints, PlacementProblem
 from isthmus.planners.placement.structured import structured_groups
@@ -34,7 +36,7 @@ def islands(
     if placements is None:
         placements = max(1, PLACEMENTS // crowd)
     if moves is None:
-        moves = min(MOVES, max(500, MOVES_OF_CLASS * (int(classes.max()) + 1))) // crowd
+        moves = min(MOVES, max(500, MOVES_OF_CLASS * (int(classes.max()) + 1))) // crowd**2
     kind_of_class, compute_of_class = _class_tables(problem, classes)
     places = np.ix_(kind_of_class, kind_of_class)
     links = Links.of(problem.sync_s[places], problem.hop_s[places], compute_of_class, classes)
@@ -47,11 +49,18 @@ def islands(
 def _cheapest(links: Links, starts: Ints, count: int) -> Ints:
     """[count, stages, replicas]: the cheapest starts in their best order, the first again where there are fewer."""
     landscape = Landscape(links.sync_s, links.hop_s)
-    for start in starts:
-        if len(start) <= EXACT_UP_TO:
-            start[:] = start[open_path(landscape.between([tuple(np.sort(row).tolist()) for row in start])).order]
-    order = np.argsort(Annealer(links, starts).now_s, kind="stable")
-    return starts[np.resize(order[:count], count)]
+    costs = np.array([_ordered_s(landscape, start) for start in starts])
+    costs += links.compute_s[starts].max(axis=2).sum(axis=1)
+    return starts[np.resize(np.argsort(costs, kind="stable")[:count], count)]
+
+
+def _ordered_s(landscape: Landscape, start: Ints) -> float:
+    """Gradients and hops, after the groups were put in their best order in place."""
+    groups: list[Group] = [tuple(np.sort(row).tolist()) for row in start]
+    if len(groups) <= EXACT_UP_TO:
+        order = open_path(landscape.between(groups)).order
+        start[:], groups = start[order], [groups[k] for k in order]
+    return max(map(landscape.group_s, groups)) + sum(itertools.starmap(landscape.hop_s, itertools.pairwise(groups)))
 
 
 def _classes(problem: PlacementProblem) -> Ints:
