@@ -2,10 +2,10 @@
 
 `python benchmarks/auto/anneal.py [--quick] [--seconds S] [--fleets N] [--json PATH]`
 
-Random fleets of 4 to 16 devices of `cases.py`. From the plan of `auto` random moves change cuts, exchange devices, add and
-drop stages and whole replicas; micro-batches are shared out anew after each. The file is written after each fleet, and
-fleets that it holds are not annealed again. Ends with 1 where annealing for S CPU seconds (60) finds a plan that is more
-than 1 % faster.
+Random fleets of 4 to 16 devices, drawn as in `cases.py`. From the plan of `auto` random moves change cuts, exchange
+devices, add and drop stages and whole replicas; micro-batches are shared out anew after each. The file is written after
+each fleet, and fleets that it holds are not annealed again. Ends with 1 where annealing for S CPU seconds (60) finds a
+plan that is more than 1 % faster.
 """
 
 from __future__ import annotations

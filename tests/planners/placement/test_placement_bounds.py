@@ -69,7 +69,8 @@ def test_bounds_stay_below_brute_force_where_every_link_differs(shape: tuple[int
     tight = 0
     for seed in range(-(-NETWORKS // 6)):
         problem = every_link_differs(seed, *shape)
-        found = [evaluate(problem, np.array(groups)) for groups in all_groupings(tuple(range(len(problem.kind))), shape[1])]
+        devices = tuple(range(len(problem.kind)))
+        found = [evaluate(problem, np.array(groups)) for groups in all_groupings(devices, shape[1])]
         best = min(found, key=lambda grouping: grouping.total_s)
         assert group_bound_s(problem) <= min(grouping.data_parallel_s for grouping in found) + SLACK
         for sync_s in (best.data_parallel_s, np.inf):

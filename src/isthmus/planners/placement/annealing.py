@@ -1,14 +1,14 @@
 """Simulated annealing of many placements at once, in arrays whose last axis is the placement.
 
-A placement is a chain of groups. A move exchanges a device of one group for a device of another, or two whole groups. It
-changes the cost of two groups and of at most four hops:
+A placement is a chain of groups. A move exchanges a device of one group for a device of another, or two whole groups.
+It changes the cost of two groups and of at most four hops:
 
     sync(C)     = max over d in C of sum over d' in C of sync_s[d, d']                        DT-FM Eq. 2
     hop(C, C')  = min over perfect matchings of the slowest pair's hop_s                      Eq. 3
     cost        = max over C of sync(C) + sum over neighbours of hop(C, C') + sum over C of the slowest computation
 
-A maximum hides progress: a group with one slow pair costs as much as a group with three. So a part of the cost is a mean
-over devices at first, and this part falls to nothing as the temperature does.
+A maximum hides progress: a group with one slow pair costs as much as a group with three. So a part of the cost is a
+mean over devices at first. It falls to nothing as the temperature falls.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Links(NamedTuple):
 
     @staticmethod
     def of(sync_s: Floats, hop_s: Floats, compute_s: Floats, classes: Ints) -> Links:
-        """`classes` [devices]. Half precision of `Floats`, for it is twice as fast; the result is evaluated in full."""
+        """`classes` [devices]. In single precision, which is twice as fast: the search compares, `evaluate` counts."""
         alone = np.bincount(classes) == 1
         sync = sync_s.copy()
         # Such a link does not exist, and must not drown those that do.

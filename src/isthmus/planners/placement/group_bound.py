@@ -1,6 +1,6 @@
 """A lower bound on gradients where every link differs: the best group that each device can be in.
 
-A device cannot choose its partners alone: they exchange shards with each other too, and the slowest of the group counts.
+A device cannot choose its partners alone: they exchange shards with each other, and the slowest of them counts.
 
     max over groups of sync(C)  >=  max over devices d of  min over groups C with d of sync(C)
 

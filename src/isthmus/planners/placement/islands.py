@@ -1,7 +1,6 @@
-"""`islands`: our placement. Structured starts, the best of them annealed over groups as multisets of kinds.
+"""`islands`: our placement. Structured starts, the cheapest of them annealed together over classes of devices.
 
-Where links depend on the region only, a group is how many devices of each region it has; few such groups exist, and
-their costs are looked up. Where all links differ, kinds are devices, and the same search is one over devices.
+Devices of one kind and one speed are one class. Where all links differ, a class is one device.
 """
 
 from __future__ import annotations
