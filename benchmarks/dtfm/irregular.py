@@ -3,9 +3,10 @@
 `python benchmarks/dtfm/irregular.py [--quick] [--json PATH] [--networks N]`
 
 64 devices, eight stages of eight replicas, seeds 0, 1, ... *Sites* are the irregular networks of `networks.py`; on
-*uniform* ones latency and bandwidth of every link are draws of their own. DT-FM's search runs by its paper's rules with a
-population of 100. The file is written after each network, and networks that it holds are not measured again. Ends with
-1 unless the median of the sites is at least 14 % below DT-FM's and no run of `islands` took more than 10 CPU seconds.
+*uniform* ones latency and bandwidth of every link are draws of their own. DT-FM's search runs by its paper's rules
+with a population of 100. The file is written after each network, and networks that it holds are not measured again.
+Ends with 1 unless the median of the sites is at least 14 % below DT-FM's and no run of `islands` took more than 10 CPU
+seconds.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from isthmus.planners.network import Floats
 from isthmus.planners.observer import stopped
@@ -45,9 +44,9 @@ REPLACED = 8
 class Links(NamedTuple):
     """Seconds between classes of devices, [classes, classes], and of a stage on each, [classes]."""
 
-    sync_s: NDArray[np.float32]
-    hop_s: NDArray[np.float32]
-    compute_s: NDArray[np.float32]
+    sync_s: Floats
+    hop_s: Floats
+    compute_s: Floats
 
     @staticmethod
     def of(sync_s: Floats, hop_s: Floats, compute_s: Floats, classes: Ints) -> Links:
@@ -56,7 +55,7 @@ class Links(NamedTuple):
         sync = sync_s.copy()
         # Such a link does not exist, and must not drown those that do.
         np.fill_diagonal(sync, np.where(alone, 0.0, sync.diagonal()))
-        return Links(*(array.astype(np.float32) for array in (sync, hop_s, compute_s)))
+        return Links(*(array.astype("float32") for array in (sync, hop_s, compute_s)))
 
 
 class _State(NamedTuple):
@@ -68,7 +67,7 @@ class _State(NamedTuple):
     """[2, stages + 1, placements]: into each group, exact and as a mean; none into the first, none out of the last."""
 
     def of(self, placements: Ints) -> _State:
-        return _State(*(array[..., placements] for array in self))
+        return _State(self.groups[..., placements], self.parts[..., placements], self.hops[..., placements])
 
     def put(self, placements: Ints, other: _State) -> None:
         for mine, theirs in zip(self, other, strict=True):
