@@ -24,7 +24,7 @@ from isthmus.planners.placement import (
     place,
     random_groups,
 )
-from isthmus.planners.placement.annealing import Annealer, Links
+from isthmus.planners.placement.annealing import Annealer, ClassLinks
 from isthmus.planners.placement.cyclic import cyclic_search
 from isthmus.planners.placement.dtfm_genetic import fastest_link_gain
 from isthmus.planners.placement.dtfm_kl import kernighan_lin_gain
@@ -222,7 +222,7 @@ def test_annealing_keeps_its_books(stages: int, replicas: int, sites: int) -> No
     """What is carried from move to move is what the same placements cost if they are looked at anew."""
     problem, _, _ = random_problem(5, stages, replicas, sites=sites)
     kinds = len(problem.kind_sizes)
-    links = Links.of(problem.sync_s, problem.hop_s, np.arange(kinds, dtype=float), problem.kind)
+    links = ClassLinks.of(problem.sync_s, problem.hop_s, np.arange(kinds, dtype=float), problem.kind)
     rng = np.random.default_rng(1)
     starts = np.array([rng.permutation(problem.kind).reshape(stages, replicas) for _ in range(4)])
     annealer = Annealer(links, starts)

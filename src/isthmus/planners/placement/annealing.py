@@ -41,7 +41,7 @@ REPLACED = 8
 """One placement of so many is replaced."""
 
 
-class Links(NamedTuple):
+class ClassLinks(NamedTuple):
     """Seconds between classes of devices, [classes, classes], and of a stage on each, [classes]."""
 
     sync_s: Floats
@@ -49,13 +49,13 @@ class Links(NamedTuple):
     compute_s: Floats
 
     @staticmethod
-    def of(sync_s: Floats, hop_s: Floats, compute_s: Floats, classes: Ints) -> Links:
+    def of(sync_s: Floats, hop_s: Floats, compute_s: Floats, classes: Ints) -> ClassLinks:
         """`classes` [devices]. In single precision, which is twice as fast: the search compares, `evaluate` counts."""
         alone = np.bincount(classes) == 1
         sync = sync_s.copy()
         # Such a link does not exist, and must not drown those that do.
         np.fill_diagonal(sync, np.where(alone, 0.0, sync.diagonal()))
-        return Links(*(array.astype("float32") for array in (sync, hop_s, compute_s)))
+        return ClassLinks(*(array.astype("float32") for array in (sync, hop_s, compute_s)))
 
 
 class _State(NamedTuple):
@@ -84,7 +84,7 @@ class _State(NamedTuple):
 class Annealer:
     """Anneals `groups` [placements, stages, replicas] of classes of devices."""
 
-    def __init__(self, links: Links, groups: Ints) -> None:
+    def __init__(self, links: ClassLinks, groups: Ints) -> None:
         self._links, (placements, self._stages, _) = links, groups.shape
         columns = np.ascontiguousarray(groups.transpose(2, 1, 0))
         hops = np.zeros((2, self._stages + 1, placements))

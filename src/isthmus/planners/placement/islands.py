@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 
 from isthmus.planners.network import Floats
-from isthmus.planners.placement.annealing import Annealer, Links
+from isthmus.planners.placement.annealing import Annealer, ClassLinks
 from isthmus.planners.placement.grouping import StageGrouping, evaluate
 from isthmus.planners.placement.landscape import Group, Landscape
 from isthmus.planners.placement.path import EXACT_UP_TO, open_path
@@ -38,14 +38,14 @@ def islands(
         moves = min(MOVES, max(500, MOVES_OF_CLASS * (int(classes.max()) + 1))) // crowd**2
     kind_of_class, compute_of_class = _class_tables(problem, classes)
     places = np.ix_(kind_of_class, kind_of_class)
-    links = Links.of(problem.sync_s[places], problem.hop_s[places], compute_of_class, classes)
+    links = ClassLinks.of(problem.sync_s[places], problem.hop_s[places], compute_of_class, classes)
     starts = np.array([*structured_groups(problem.hop_s[places], compute_of_class, classes, problem.task.stages)])
     annealer = Annealer(links, _cheapest(links, classes[starts], placements))
     annealer.run(moves=moves, seed=seed)
     return evaluate(problem, _devices(problem, classes, annealer.best))
 
 
-def _cheapest(links: Links, starts: Ints, count: int) -> Ints:
+def _cheapest(links: ClassLinks, starts: Ints, count: int) -> Ints:
     """[count, stages, replicas]: the cheapest starts in their best order, the first again where there are fewer."""
     landscape = Landscape(links.sync_s, links.hop_s)
     costs = np.array([_ordered_s(landscape, start) for start in starts])
