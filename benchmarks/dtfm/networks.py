@@ -52,6 +52,13 @@ def irregular(seed: int, *, asymmetric: bool = False, speeds: bool = False) -> P
     return from_matrices(task(), latency[pair] * jitter, bandwidth[pair] * spread, compute)
 
 
+def uniform(seed: int) -> PlacementProblem:
+    """64 devices without sites: latency and bandwidth of every link are draws of their own."""
+    rng = np.random.default_rng(seed)
+    latency = _symmetric(rng.uniform(0.005, 0.15, (64, 64)))
+    return from_matrices(task(), latency, _symmetric(rng.uniform(0.3, 1.3, (64, 64))) * GBIT_BYTES)
+
+
 def globe(seed: int, *, regions: int = 40, stages: int = 100, replicas: int = 100) -> PlacementProblem:
     """Regions at random places: latency along great circles, bandwidth falls with distance; heavy-tailed speeds."""
     rng = np.random.default_rng(seed)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,14 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_cases import all_groupings, literal_cost_s, random_problem
 
-from isthmus.planners.placement import PlacementTask, from_matrices, islands, lower_bound_s, mixtures
+from isthmus.planners.placement import (
+    PlacementProblem,
+    PlacementTask,
+    bounds,
+    evaluate,
+    from_matrices,
+    islands,
+    lower_bound_s,
+    mixtures,
+)
 from isthmus.planners.placement.bounds import compute_bound_s, threshold_bound_s
 from isthmus.planners.placement.few_mixtures import least_with
+from isthmus.planners.placement.group_bound import group_bound_s, least_group_s
 from isthmus.planners.placement.mixture_bound import mixture_bound_s
 from isthmus.planners.placement.mixtures import MixtureTables, count_mixtures
 
 SHAPES = [(1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (4, 2)]
 SLACK = 1e-7
+NETWORKS = 500 if os.environ.get("ISTHMUS_FAULTS") else 25
 
 
 @settings(max_examples=120, deadline=None)
@@ -32,6 +45,63 @@ def test_bounds_stay_below_brute_force(seed: int, shape: tuple[int, int], sites:
     for known_s in (1e9, best - fixed + 0.5, best - fixed + 1e-3):
         assert mixture_bound_s(problem, known_s) + fixed <= best + SLACK
     assert lower_bound_s(problem, best) <= best
+
+
+def every_link_differs(seed: int, stages: int, replicas: int) -> PlacementProblem:
+    """Links of one device in four are slow, or of one site in two; so components, lone devices and odd sites occur."""
+    rng = np.random.default_rng(seed)
+    devices = stages * replicas
+    slow = rng.uniform(1, 8, devices) if seed % 2 else np.where(rng.random(devices) < 0.25, 6.0, 1.0)
+    site = rng.integers(rng.integers(1, 5), size=devices)
+    apart = np.where(site[:, None] == site, 1.0, rng.uniform(1, 9))
+    bandwidth = rng.uniform(1, 4, (devices, devices)) / (np.maximum(slow[:, None], slow) * apart)
+    task = PlacementTask(
+        stages=stages,
+        replicas=replicas,
+        activation_bytes=float(rng.uniform(0, 9)),
+        parameter_bytes=float(rng.uniform(0, 40)),
+    )
+    return from_matrices(task, rng.uniform(0, 3, (devices, devices)), bandwidth)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2), (3, 3), (4, 2), (2, 4), (6, 1)])
+def test_bounds_stay_below_brute_force_where_every_link_differs(shape: tuple[int, int]) -> None:
+    tight = 0
+    for seed in range(-(-NETWORKS // 6)):
+        problem = every_link_differs(seed, *shape)
+        devices = tuple(range(len(problem.kind)))
+        found = [evaluate(problem, np.array(groups)) for groups in all_groupings(devices, shape[1])]
+        best = min(found, key=lambda grouping: grouping.total_s)
+        assert group_bound_s(problem) <= min(grouping.data_parallel_s for grouping in found) + SLACK
+        for sync_s in (best.data_parallel_s, np.inf):
+            allowed = [grouping.pipeline_s for grouping in found if grouping.data_parallel_s <= sync_s + SLACK]
+            assert bounds.LongHops(problem).sum_s(sync_s) <= min(allowed) + SLACK
+        with mock.patch.object(bounds, "MOST_KINDS", 0):
+            by_devices = threshold_bound_s(problem)
+            with mock.patch.object(bounds, "MOST_STAGES", 0):
+                by_kinds = threshold_bound_s(problem)
+        assert max(by_devices, by_kinds) <= best.total_s + SLACK
+        tight += by_devices > 0.8 * best.total_s
+    assert tight
+
+
+def test_the_bound_stays_below_what_was_found_on_a_large_network() -> None:
+    problem = every_link_differs(1, 8, 8)
+    found = islands(problem, moves=100)
+    assert 0.3 * found.total_s < lower_bound_s(problem, np.inf) <= found.total_s
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.sampled_from([1, 3, 10_000]))
+def test_the_best_group_of_a_device_is_that_of_brute_force(seed: int, size: int, nodes: int) -> None:
+    rng = np.random.default_rng(seed)
+    sync_s = np.triu(rng.integers(0, 9, (8, 8)).astype(float), 1)
+    sync_s += sync_s.T
+    groups = [(0, *others) for others in itertools.combinations(range(1, 8), size - 1)]
+    least_s = min(sync_s[np.ix_(group, group)].sum(axis=1).max() for group in groups)
+    found_s = least_group_s(sync_s, 0, size, nodes=nodes)
+    assert found_s <= least_s
+    assert found_s == least_s or nodes < 10_000
 
 
 @settings(max_examples=40, deadline=None)
@@ -101,7 +171,7 @@ def islands_problem(sizes: list[int], stages: int, replicas: int, fast: float = 
 )
 def test_islands_are_proven_optimal(sizes: list[int], stages: int, replicas: int) -> None:
     problem = islands_problem(sizes, stages, replicas)
-    found = islands(problem, iterations=1000)
+    found = islands(problem, moves=250)
     assert lower_bound_s(problem, found.total_s) == pytest.approx(found.total_s)
 
 

@@ -15,7 +15,7 @@ from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.planners.placement import PlacementTask, evaluate, from_fleet, from_matrices
 from isthmus.planners.placement.landscape import Landscape
-from isthmus.planners.placement.matching import bottleneck_matching, bottleneck_s
+from isthmus.planners.placement.matching import bottleneck_matching, bottleneck_s, bottlenecks_s
 from isthmus.planners.placement.path import open_path, path_length_s
 
 SHAPES = [(1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (4, 2)]
@@ -35,6 +35,12 @@ def test_the_bottleneck_matching_is_that_of_brute_force(seed: int, size: int) ->
     assert found == least == bottleneck_s(cost)
     assert sorted(columns) == list(range(size))
     assert max(cost[range(size), columns]) == least
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8, 9])
+def test_many_matchings_at_once_are_each_by_itself(size: int) -> None:
+    costs = np.random.default_rng(size).integers(0, 99, size=(size, size, 30)).astype(np.float32)
+    assert bottlenecks_s(costs).tolist() == [bottleneck_s(costs[:, :, k]) for k in range(30)]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,21 +1,34 @@
-"""A lower bound on what any placement costs, for networks of any size: thresholds on links.
+"""A lower bound on what any placement costs, for networks of any size.
 
-For a threshold t, let k be how many hops of the pipeline take longer than t. Hops up to t join devices of one component
-of the links up to t, so groups between two longer hops all have the same number of devices in each component. Few long
-hops therefore force groups to spread over components, which makes gradients slow; and fast gradients force long hops.
-The bound is the least sum of both over all gradient times.
+Gradients take D at least as long as in the best group that each device can be in (`group_bound`). Of the pipeline, let
+t(k) be the least threshold such that all hops but k can be up to it. The longest hop takes at least t(0), the second
+longest at least t(1), and so on:
+
+    total  >=  min over D of  D + sum over k of t(k, D)
+
+With k hops longer than t, the groups between them are joined by links up to t, and few ways to divide the devices are
+left (`stretches`).
 """
 
 from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 from scipy.sparse.csgraph import connected_components
 
 from isthmus.cost.network import Floats
-from isthmus.planners.placement.mixture_bound import mixture_bound_s
+from isthmus.planners.placement.group_bound import MOST_DEVICES, group_bound_s
+from isthmus.planners.placement.mixture_bound import MOST_KINDS, mixture_bound_s
 from isthmus.planners.placement.problem import Ints, PlacementProblem
+from isthmus.planners.placement.stretches import Components
 
-_MOST_THRESHOLDS = 16
+_ROUNDS = 60
+"""Intervals of gradient times that are halved."""
+MOST_STAGES = 12
+"""Up to so many, every division of the chain into stretches is looked at."""
 _TOLERANCE = 1e-9
 
 
@@ -36,32 +49,22 @@ def compute_bound_s(problem: PlacementProblem) -> float:
 
 
 def threshold_bound_s(problem: PlacementProblem) -> float:
-    """min over gradient times D of D + sum over thresholds of (step to the next) * (hops that must be longer).
-
-    Only the communication: Eq. 2 and Eq. 4 of DT-FM.
-    """
-    stages = problem.task.stages
-    thresholds = _thresholds(problem.hop_s)
-    if stages == 1 or len(thresholds) == 0:
-        return _least_sync_s(problem)
-    widths = np.append(np.diff(thresholds), 0.0)
-    # needed[i, k]: no gradient time below this lets only k hops take longer than threshold i.
-    needed = np.array([_sync_needed(problem, float(t)) for t in thresholds])
-    least = _least_sync_s(problem)
-    candidates = np.unique(np.append(needed[np.isfinite(needed)], least))
-    totals = [
-        d + (stages - 1) * thresholds[0] + float(widths @ (needed > d + _TOLERANCE).sum(axis=1))
-        for d in candidates[candidates >= least]
-    ]
-    return float(min(totals))
-
-
-def _thresholds(hop_s: Floats) -> Floats:
-    """The hop times that occur, thinned out where there are many: leaving some out weakens the bound only."""
-    times = np.unique(hop_s[np.isfinite(hop_s)])
-    if len(times) <= _MOST_THRESHOLDS:
-        return times
-    return times[np.unique(np.linspace(0, len(times) - 1, _MOST_THRESHOLDS).astype(np.int64))]
+    """Only the communication: Eq. 2 and Eq. 4 of DT-FM."""
+    least_s = _least_sync_s(problem)
+    if len(problem.kind_sizes) > MOST_KINDS:
+        least_s = max(least_s, group_bound_s(problem))
+    hops = LongHops(problem)
+    # The sum falls in D: intervals are halved, the lowest first.
+    most_s = least_s + hops.sum_s(least_s) - hops.sum_s(np.inf)
+    heap = [(least_s + hops.sum_s(most_s), least_s, most_s)]
+    for _ in range(_ROUNDS):
+        lowest_s, low_s, high_s = heap[0]
+        if lowest_s >= low_s + hops.sum_s(low_s) - _TOLERANCE:
+            break
+        middle_s = (low_s + high_s) / 2
+        heapq.heapreplace(heap, (low_s + hops.sum_s(middle_s), low_s, middle_s))
+        heapq.heappush(heap, (middle_s + hops.sum_s(high_s), middle_s, high_s))
+    return heap[0][0]
 
 
 def _least_sync_s(problem: PlacementProblem) -> float:
@@ -70,33 +73,79 @@ def _least_sync_s(problem: PlacementProblem) -> float:
     return float(_partners_s(problem, everywhere, np.array([devices])).max())
 
 
-def _sync_needed(problem: PlacementProblem, threshold_s: float) -> Floats:
-    """[stages - 1]: for k = 0, 1, ..: the least gradient time if at most k hops are longer than the threshold.
+class LongHops:
+    """How many hops must be longer than each threshold, for a time that gradients may take."""
 
-    Then some stretch of at least stages / (k + 1) groups is alike: such a group holds no more of a component than its
-    size over the stretch's length. Devices with no link up to the threshold make every hop they touch a long one.
+    def __init__(self, problem: PlacementProblem) -> None:
+        self._problem = problem
+        self._times_s: Floats = np.unique(problem.hop_s[np.isfinite(problem.hop_s)])
+        counted = len(problem.kind) <= MOST_DEVICES and problem.task.stages <= MOST_STAGES
+        self._needed_s = _counted(problem) if counted else _alike(problem)
+        self._known: dict[tuple[float, int], float] = {}
+
+    def sum_s(self, sync_s: float) -> float:
+        """A bound on Eq. 4 with gradients in `sync_s`."""
+        return sum(self._longest_s(k, sync_s) for k in range(self._problem.task.stages - 1))
+
+    def _longest_s(self, k: int, sync_s: float) -> float:
+        """t(k): bisection over the times that occur. What is below `low` was found to be too short."""
+        low, high = 0, len(self._times_s) - 1
+        while low < high:
+            middle = (low + high) // 2
+            key = float(self._times_s[middle]), k
+            if key not in self._known:
+                self._known[key] = self._needed_s(*key)
+            if self._known[key] <= sync_s + _TOLERANCE:
+                high = middle
+            else:
+                low = middle + 1
+        return float(self._times_s[low])
+
+
+def _counted(problem: PlacementProblem) -> Callable[[float, int], float]:
+    """(threshold, long hops) -> the least time of gradients, by devices."""
+    places = np.ix_(problem.kind, problem.kind)
+    sync_s, hop_s = problem.sync_s[places], problem.hop_s[places]
+    np.fill_diagonal(sync_s, 0.0)
+    np.fill_diagonal(hop_s, np.inf)
+
+    @cache
+    def components(threshold_s: float) -> Components:
+        return Components(hop_s <= threshold_s, sync_s, problem.task.stages, problem.task.replicas)
+
+    return lambda threshold_s, long: components(threshold_s).needed_s(long)
+
+
+def _alike(problem: PlacementProblem) -> Callable[[float, int], float]:
+    """The same by kinds, weaker: some stretch of at least stages / (k + 1) groups is alike.
+
+    Such a group holds no more of a component than its size over the stretch's length. Devices with no link up to the
+    threshold make every hop they touch a long one.
     """
     stages, replicas, sizes = problem.task.stages, problem.task.replicas, problem.kind_sizes
-    near = problem.hop_s <= threshold_s
-    _, component = connected_components(near, directed=False)
-    labels = component.astype(np.int64)
-    component_sizes = np.bincount(labels, weights=sizes).astype(np.int64)
-    alone = int(sizes[~near.any(axis=1)].sum())
-    forced = min(stages - 1, -(-alone // replicas))
-    stretches = -(-stages // np.arange(1, stages))
-    needed = np.full(stages - 1, np.inf)
-    for alike in np.unique(stretches[forced:]):
+
+    @cache
+    def components(threshold_s: float) -> tuple[Ints, Ints, int]:
+        near = problem.hop_s <= threshold_s
+        labels = connected_components(near, directed=False)[1].astype(np.int64)
+        alone = int(sizes[~near.any(axis=1)].sum())
+        return labels, np.bincount(labels, weights=sizes).astype(np.int64), min(stages - 1, -(-alone // replicas))
+
+    @cache
+    def of_stretch(threshold_s: float, alike: int) -> float:
+        labels, component_sizes, _ = components(threshold_s)
         cap = component_sizes // alike
         if cap.sum() < replicas or (alike == stages and (component_sizes % stages).any()):
-            continue
+            return np.inf
         times = _partners_s(problem, labels, cap)
         order = np.argsort(times)
         # So many devices stand in the stretch; the worst of them is no better than this quantile.
-        reached = np.searchsorted(np.cumsum(sizes[order]), alike * replicas)
-        needed[stretches == alike] = times[order[reached]]
-    needed[:forced] = np.inf
-    # What at most k + 1 long hops cannot do, at most k cannot do either.
-    return np.maximum.accumulate(needed[::-1])[::-1]
+        return float(times[order[np.searchsorted(np.cumsum(sizes[order]), alike * replicas)]])
+
+    def needed_s(threshold_s: float, long: int) -> float:
+        return of_stretch(threshold_s, -(-stages // (long + 1))) if long >= components(threshold_s)[2] else np.inf
+
+    return needed_s
 
 
 def _partners_s(problem: PlacementProblem, labels: Ints, cap: Ints) -> Floats:

@@ -49,14 +49,14 @@ def least_with(count: int, allowed: Allowed, sizes: Ints, stages: int) -> float:
     Raises TooManyWays.
     """
     best = math.inf
-    for parts in _partitions(stages, count):
+    for parts in partitions(stages, count):
         for ways in _ways(allowed.mixtures, sizes, parts):
             total = allowed.sync_s[ways].max(axis=1) + _tree_s(allowed, ways)
             best = min(best, float(total.min(initial=np.inf)))
     return best + (stages - count) * allowed.least_hop_s
 
 
-def _partitions(total: int, count: int, most: int | None = None) -> Iterator[tuple[int, ...]]:
+def partitions(total: int, count: int, most: int | None = None) -> Iterator[tuple[int, ...]]:
     """`total` as a sum of `count` positive numbers, descending."""
     most = total if most is None else most
     if count == 0:
@@ -64,7 +64,7 @@ def _partitions(total: int, count: int, most: int | None = None) -> Iterator[tup
             yield ()
         return
     for first in range(min(most, total - count + 1), 0, -1):
-        for rest in _partitions(total - first, count - 1, first):
+        for rest in partitions(total - first, count - 1, first):
             yield (first, *rest)
 
 

@@ -1,53 +1,65 @@
-"""`islands`: our placement. Structured starts, the best of them annealed over groups as multisets of kinds.
+"""`islands`: our placement. Structured starts, the cheapest of them annealed together over classes of devices.
 
-Where links depend on the region only, a group is how many devices of each region it has; few such groups exist, and
-their costs are looked up. Where all links differ, kinds are devices, and the same search is one over devices.
+Devices of one kind and one speed are one class. Where all links differ, a class is one device.
 """
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from isthmus.cost.network import Floats
-from isthmus.planners.placement.annealing import Annealer, Chain
+from isthmus.planners.placement.annealing import Annealer, ClassLinks
 from isthmus.planners.placement.grouping import StageGrouping, evaluate
 from isthmus.planners.placement.landscape import Group, Landscape
 from isthmus.planners.placement.path import EXACT_UP_TO, open_path
 from isthmus.planners.placement.problem import Ints, PlacementProblem
 from isthmus.planners.placement.structured import structured_groups
 
+PLACEMENTS, MOVES, MOVES_OF_CLASS = 8, 10_000, 150
 _MOST_CLASSES = 64
 _QUANTILES = 4
 
 
 def islands(
-    problem: PlacementProblem, *, seed: int = 0, iterations: int | None = None, starts: int = 4
+    problem: PlacementProblem, *, seed: int = 0, moves: int | None = None, placements: int | None = None
 ) -> StageGrouping:
-    """The best of `starts` structured placements, each annealed for `iterations` moves.
+    """The best of `placements` structured starts that are annealed together for `moves` moves each.
 
-    Without a number, 20,000 moves up to 64 devices and fewer, down to 500, for more, since a move then takes longer.
+    Without numbers, 8 placements, and 150 moves for each class of devices, from 500 to 10,000; fewer of both where a
+    group has more than 15 devices.
     """
-    if iterations is None:
-        iterations = min(20_000, max(500, 20_000 * 64 // len(problem.kind)))
     classes = _classes(problem)
+    crowd = max(1, problem.task.replicas // 8)
+    if placements is None:
+        placements = max(1, PLACEMENTS // crowd)
+    if moves is None:
+        moves = min(MOVES, max(500, MOVES_OF_CLASS * (int(classes.max()) + 1))) // crowd**2
     kind_of_class, compute_of_class = _class_tables(problem, classes)
     places = np.ix_(kind_of_class, kind_of_class)
-    landscape = Landscape(problem.sync_s[places], problem.hop_s[places])
-    annealer = Annealer(landscape, compute_of_class.tolist())
-    seeds = structured_groups(problem.hop_s[places], compute_of_class, classes, problem.task.stages)
-    chains = sorted((_started(annealer, landscape, classes[groups]) for groups in seeds), key=lambda c: c.total_s)
-    annealed = [
-        annealer.run(chain, iterations=iterations, seed=seed * starts + k) for k, chain in enumerate(chains[:starts])
-    ]
-    best = min(annealed, key=lambda chain: chain.total_s)
-    return evaluate(problem, _devices(problem, classes, best.groups))
+    links = ClassLinks.of(problem.sync_s[places], problem.hop_s[places], compute_of_class, classes)
+    starts = np.array([*structured_groups(problem.hop_s[places], compute_of_class, classes, problem.task.stages)])
+    annealer = Annealer(links, _cheapest(links, classes[starts], placements))
+    annealer.run(moves=moves, seed=seed)
+    return evaluate(problem, _devices(problem, classes, annealer.best))
 
 
-def _started(annealer: Annealer, landscape: Landscape, classes: Ints) -> Chain:
-    groups: list[Group] = [tuple(int(c) for c in np.sort(row)) for row in classes]
+def _cheapest(links: ClassLinks, starts: Ints, count: int) -> Ints:
+    """[count, stages, replicas]: the cheapest starts in their best order, the first again where there are fewer."""
+    landscape = Landscape(links.sync_s, links.hop_s)
+    costs = np.array([_ordered_s(landscape, start) for start in starts])
+    costs += links.compute_s[starts].max(axis=2).sum(axis=1)
+    return starts[np.resize(np.argsort(costs, kind="stable")[:count], count)]
+
+
+def _ordered_s(landscape: Landscape, start: Ints) -> float:
+    """Gradients and hops, after the groups were put in their best order in place."""
+    groups: list[Group] = [tuple(np.sort(row).tolist()) for row in start]
     if len(groups) <= EXACT_UP_TO:
-        groups = [groups[k] for k in open_path(landscape.between(groups)).order]
-    return annealer.chain(groups)
+        order = open_path(landscape.between(groups)).order
+        start[:], groups = start[order], [groups[k] for k in order]
+    return max(map(landscape.group_s, groups)) + sum(itertools.starmap(landscape.hop_s, itertools.pairwise(groups)))
 
 
 def _classes(problem: PlacementProblem) -> Ints:
@@ -75,9 +87,8 @@ def _class_tables(problem: PlacementProblem, classes: Ints) -> tuple[Ints, Float
     return kind, compute
 
 
-def _devices(problem: PlacementProblem, classes: Ints, groups: list[Group]) -> Ints:
+def _devices(problem: PlacementProblem, classes: Ints, wanted: Ints) -> Ints:
     """Device numbers for the classes of each group; the slow ones of a class go where groups are slow anyway."""
-    wanted = np.array(groups)
     _, longest = _class_tables(problem, classes)
     slow_first = np.argsort(-longest[wanted].max(axis=1), kind="stable")
     found = np.zeros_like(wanted)

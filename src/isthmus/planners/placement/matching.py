@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from functools import cache
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from isthmus.cost.network import Floats
+from isthmus.planners.placement.problem import Ints
 
+_TABLED = 8
+"""Up to so many rows, many matchings at once are a dynamic programme over sets of columns."""
 _SMALL = 32
 """Up to so many rows, building scipy's sparse matrix costs more than the matching."""
 
@@ -21,6 +27,34 @@ def bottleneck_s(cost: Floats) -> float:
 def bottleneck_matching(cost: Floats) -> tuple[float, list[int]]:
     """That t, and for each row the column that it is matched with (DT-FM Eq. 3; supplement: polynomial)."""
     return _search(cost)
+
+
+def bottlenecks_s(costs: Floats) -> Floats:
+    """[matrices] `bottleneck_s` of `costs` [n, n, matrices].
+
+    The first k rows meet the columns of a set of k in least(set) = min over its columns c of
+    max(least(set without c), cost[k, c]).
+    """
+    rows = len(costs)
+    if rows > _TABLED:
+        return np.array([bottleneck_s(costs[:, :, k]) for k in range(costs.shape[2])])
+    least = np.zeros((1, costs.shape[2]), dtype=costs.dtype)
+    for cost, (column, without) in zip(costs, _column_sets(rows), strict=True):
+        least = np.maximum(least[without], cost[column]).min(axis=1)
+    return least[0]
+
+
+@cache
+def _column_sets(columns: int) -> list[tuple[Ints, Ints]]:
+    """For each size k: the columns of every set of k, and which set of k - 1 is left without each, [sets, k]."""
+    sizes: list[tuple[Ints, Ints]] = []
+    number: dict[tuple[int, ...], int] = {(): 0}
+    for size in range(1, columns + 1):
+        sets = list(itertools.combinations(range(columns), size))
+        without = [[number[chosen[:c] + chosen[c + 1 :]] for c in range(size)] for chosen in sets]
+        sizes.append((np.array(sets), np.array(without)))
+        number = {chosen: k for k, chosen in enumerate(sets)}
+    return sizes
 
 
 def _search(cost: Floats) -> tuple[float, list[int]]:

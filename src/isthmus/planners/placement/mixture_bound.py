@@ -17,7 +17,7 @@ from isthmus.planners.placement.mixtures import MixtureTables, count_mixtures
 from isthmus.planners.placement.problem import PlacementProblem
 
 _MOST_MIXTURES = 15_000
-_MOST_KINDS = 10
+MOST_KINDS = 10
 _LARGEST_KEY = 2.0**62
 _ROUNDS = 80
 
@@ -25,7 +25,7 @@ _ROUNDS = 80
 def mixture_bound_s(problem: PlacementProblem, known_s: float) -> float:
     """A lower bound on Eq. 2 + Eq. 4 of DT-FM, no higher than `known_s`; 0 where there are too many mixtures."""
     sizes, replicas = problem.kind_sizes, problem.task.replicas
-    if len(sizes) > _MOST_KINDS or count_mixtures(sizes, replicas) > _MOST_MIXTURES:
+    if len(sizes) > MOST_KINDS or count_mixtures(sizes, replicas) > _MOST_MIXTURES:
         return 0.0
     tables = MixtureTables(problem)
     times = np.unique(tables.sync_s)
