@@ -23,8 +23,6 @@ MOST_SETS = 512
 """Of several."""
 SLICE = 100_000_000
 """Work of the first try of a part."""
-NEAR = 1.02
-"""Ratio of the limits below which the upper one itself is tried."""
 SETTLED = 1.0005
 """Ratio of a limit that could not be proven to one that was, below which no limit between them is tried."""
 
@@ -70,18 +68,15 @@ class _Several(BoundPart):
         self._next_s = goal_s
 
     def advance(self, ended: Callable[[], bool]) -> None:
-        """The goal first. Then a limit between what is proven and what could not be: above it after a success, below it
-        else."""
-        proven = self._search.proven(self._next_s, ended)
-        if proven:
-            self.bound_s = self._next_s
+        """The goal first. Then a limit between what is proven and what could not be."""
+        limit_s = self._next_s
+        if self._search.proven(limit_s, ended):
+            self.bound_s = limit_s
         elif not ended():
-            self._above_s = self._next_s
+            self._above_s = limit_s
+        cut = self.bound_s < limit_s < self._above_s  # one that is easier to prove is tried next
+        self._next_s = (self.bound_s * (limit_s if cut else self._above_s)) ** 0.5
         self.stuck = self._above_s <= self.bound_s * SETTLED
-        self._next_s = self._between(self._above_s if proven or not ended() else self._next_s)
-
-    def _between(self, above_s: float) -> float:
-        return above_s if above_s < self.bound_s * NEAR else (self.bound_s * above_s) ** 0.5
 
 
 class BoundParts:

@@ -27,11 +27,13 @@ from isthmus.verification.bound import kinds_of
 from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.stage_arrays import Floats, StageArrays
+from isthmus.verification.sum_limits import MostSummed, SumLimits, least_possible_s
 
 Ints = NDArray[np.int64]
 INFINITE = float("inf")
 SLACK = 1 + 1e-9
 """Factor on a threshold: rounding must not exclude what keeps to it."""
+NARROW = 1e-9
 
 
 MOST_BLOCKS = 400
@@ -40,7 +42,6 @@ MOST_ENTRIES = 1_500_000
 """Of a table of stages by kinds."""
 EACH = 5_000
 """Entries that take as long as it takes to begin with an array: about 10^8 are a second."""
-AGES_S = 1e30
 MOST_AT_ONCE = 200_000
 """Entries of the cost of all continuations together."""
 MOST_KEPT = 4_000_000
@@ -74,7 +75,6 @@ class DeviceKinds:
         self.counts = np.array([len(kind.names) for kind in self.all])
         self.speed = np.array([kind.speed for kind in self.all])
         self.room = np.array([kind.room for kind in self.all])
-        self._regions = {device.region for device in fleet.devices}
         count = len(self.all)
         self.latency, self.byte_s = np.full((2, count, count), INFINITE)
         self.uplink_s = np.zeros((count, count))
@@ -88,25 +88,6 @@ class DeviceKinds:
                     if site is not None and site.uplink_bytes_per_s is not None:
                         self.uplink_s[a, b] = 1 / site.uplink_bytes_per_s
 
-    def most_summed(self, seconds: float, replicas: int) -> Floats:
-        """[kind]: bytes of gradients that a device of one of so many replicas, or more, sums at most in this time.
-
-        Of two replicas, what both hold crosses their link there and back in two rounds. Of more, by whichever
-        collective, a device sends and receives what it sums at least once; sharded or in a ring, 2 (R - 1) / R times.
-        A link is of use if two latencies leave time for it.
-        """
-        others = self.counts[None, :] - np.eye(len(self.all))
-        rate = np.where(np.isfinite(self.byte_s), 1 / self.byte_s, 0.0)
-        rounds = 2 if replicas == 2 else 1
-        usable = np.isfinite(self.latency) & (2 * self.latency <= seconds)
-        latency_s, rate = np.where(usable, rounds * self.latency, 0.0), np.where(usable, rate, 0.0)
-        carried = np.where(usable, (min(seconds, AGES_S) - latency_s) * rate, 0.0)
-        if replicas == 2:
-            return (others * np.minimum(carried, carried.T)).sum(axis=1)
-        led = 1 < len(self._regions) < int(self.counts.sum())
-        times = 1.0 if led else 2 * (replicas - 1) / replicas
-        return np.minimum((others * carried).sum(axis=1), (others * carried.T).sum(axis=1)) / times
-
 
 class Tracked:
     """The states of the kinds whose devices are counted: mixed-radix numbers."""
@@ -119,8 +100,13 @@ class Tracked:
         strides = np.array([int(np.prod(sizes[k + 1 :])) for k in range(len(sizes))], dtype=np.int64)
         self.used = grid.T
         """[state, tracked kind]: how many devices."""
-        self.parts = [np.flatnonzero((self.used <= row).all(axis=1))[1:] for row in self.used]
-        """[state]: the states whose devices are among its own, but for none at all."""
+        parts = [np.flatnonzero((self.used <= row).all(axis=1))[1:] for row in self.used]
+        self.part = np.concatenate(parts)
+        """By state, the states whose devices are among its own, but for none at all."""
+        self.rest = np.repeat(np.arange(self.size), [len(p) for p in parts]) - self.part
+        """What each of them leaves."""
+        self.starts = np.cumsum([len(p) for p in parts])[:-1]
+        """Where those of each state but the first begin."""
         self.steps: dict[int, tuple[Ints, Ints]] = {}
         """By kind: the states that have one left, and those that follow."""
         for kind in range(len(kinds.all)):
@@ -136,6 +122,11 @@ class Tracked:
         self.kind = np.concatenate([np.full(len(before), kind) for kind, (before, _) in self.steps.items()])
 
 
+    def parts_of(self, state: int) -> Ints:
+        """Of a state that is not the first."""
+        return self.part[self.starts[state - 1] : self.starts[state] if state < self.size - 1 else None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Terms:
     """What pipelines keep to."""
@@ -148,8 +139,9 @@ class Terms:
     """[kind]: added for each device of that kind."""
     sums_s: float = INFINITE
     """Most that sums of gradients may take."""
-    replicas: int = 2
-    """That sum them, at least."""
+    fewest: int = 2
+    most: int = 2
+    """Replicas that sum them."""
 
 
 class Walk(NamedTuple):
@@ -162,12 +154,21 @@ class Walk(NamedTuple):
     """The longest that a stage or a link is busy with a micro-batch, or that a round trip holds up each."""
 
 
+class Gradients(NamedTuple):
+    """Bytes, less what rounding may add."""
+
+    whole: float
+    """Of the model."""
+    block: float
+    """Of its largest block."""
+
+
 class Walks:
     """One problem. `work` counts array entries, and `EACH` for each array."""
 
     def __init__(self, arrays: StageArrays, kinds: DeviceKinds, question: Question) -> None:
         self.arrays, self.kinds, self._question = arrays, kinds, question
-        self.work = 0
+        self.work, self._period = 0, question.period
         speed = kinds.speed[:, None, None]
         again = 2 if question.recompute else 1
         self._compute_s = [(arrays.forward * (1 + n) + arrays.backward)[None] / speed for n in range(again)]
@@ -183,6 +184,13 @@ class Walks:
             self._held.append(np.where(free < 0, -1.0, held))
         self._far_s = self._far()
         self._gradient_sizes = np.unique(arrays.gradients)
+        count = arrays.blocks
+        blocks = np.minimum(np.arange(count)[:, None] + np.arange(count), count - 1)
+        self._largest_gradients = np.maximum.accumulate(arrays.gradients[blocks, 0], axis=1)
+        """[start, length - 1]: of one block."""
+        self._limits = SumLimits(question.fleet, [kind.names for kind in kinds.all])
+        self._gradients = Gradients(arrays.gradients[0, -1] * (1 - NARROW), arrays.gradients[:, 0].max() * (1 - NARROW))
+        self._unlimited = MostSummed(*np.full((2, len(kinds.all)), INFINITE))
         joined = np.isfinite(kinds.byte_s)
         self._byte_s = np.where(joined, kinds.byte_s, 0.0)
         self._latency = np.where(joined, kinds.latency, 0.0)
@@ -261,7 +269,9 @@ class Walks:
         arrays, limit_s = self.arrays, terms.threshold_s * SLACK
         allowed = np.ones_like(self._compute_s[0], dtype=bool)
         if np.isfinite(terms.sums_s):
-            allowed = arrays.gradients <= self._most_summed(terms)[:, None, None] * SLACK
+            summed = self.most_summed(terms.sums_s, terms.fewest, terms.most)
+            allowed = arrays.gradients <= summed.stage[:, None, None] * SLACK
+            allowed &= self._largest_gradients <= summed.group[:, None, None] * SLACK
         gpipe = self._question.schedule == "gpipe"
         least = terms.more_than + 1 if gpipe else 1
         options = [
@@ -272,14 +282,35 @@ class Walks:
             return np.minimum.reduce(options)
         return self._held_up(terms, options)
 
-    def _most_summed(self, terms: Terms) -> Floats:
-        return self.kinds.most_summed(terms.sums_s * self._question.period * SLACK, terms.replicas)
+    def most_summed(self, sums_s: float, fewest: int, most: int) -> MostSummed:
+        """In the mean over a period's steps."""
+        if not np.isfinite(sums_s):
+            return self._unlimited
+        return self._limits.most(sums_s * self._period * SLACK, fewest, most)
+
+    def least_sums_s(self, fewest: int, most: int) -> float:
+        """What sums of so many replicas take at least: so many devices hold the largest block, and all together hold the
+        model so many times."""
+        counts = self.kinds.counts
+
+        def possible(sums_s: float) -> bool:
+            summed = self.most_summed(sums_s, fewest, most)
+            together = (counts * np.minimum(summed.stage, self._gradients.whole)).sum()
+            enough = together >= fewest * self._gradients.whole
+            return bool(enough and counts[summed.group >= self._gradients.block].sum() >= fewest)
+
+        return least_possible_s(possible)
+
+    def least_sums_of(self, replicas: Sequence[Sequence[int]]) -> float:
+        """The same of given replicas: [replica, kind], how many devices."""
+        return self._limits.least_s(replicas, *self._gradients) / self._period
 
     def alike(self, terms: Terms) -> Hashable:
         """The same for terms that allow the same stages, at the same prices."""
-        ranks = np.searchsorted(self._gradient_sizes, self._most_summed(terms) * SLACK, side="right")
+        summed = self.most_summed(terms.sums_s, terms.fewest, terms.most)
+        ranks = [np.searchsorted(self._gradient_sizes, x * SLACK, side="right").tobytes() for x in summed]
         prices = terms.prices_s.tobytes() if terms.prices_s is not None else b""
-        return terms.threshold_s, terms.more_than, ranks.tobytes(), prices
+        return terms.threshold_s, terms.more_than, *ranks, prices
 
     def _held_up(self, terms: Terms, options: Sequence[Floats]) -> Floats:
         """Without stages whose round trip over what they hold exceeds the threshold. From the last block on: `home_s`

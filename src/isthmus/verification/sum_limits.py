@@ -1,0 +1,178 @@
+"""How many bytes of gradients a device can sum in a time, if it is one of R replicas: from above.
+
+The parameters of one stage in each replica are a group of R devices. With B bytes in a time s:
+
+    sharded       2 (latency + B / R / bandwidth) <= s on each link of the group
+    ring          2 (R - 1) (latency + B / R / bandwidth) <= s on each link of the ring
+    hierarchical  as sharded between the leaders of L sites; then B there and back inside a site with other members
+
+So a device needs R - 1 links that are good enough, or one in and one out, or links to L - 1 sites. Each cut of another
+replica begins a group at most, and all replicas together have at most `devices - R` cuts: a device is in no more than
+1 + devices - R groups. Over all groups its links carry each byte at least once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.fleet import Fleet, Link
+from isthmus.verification.question import FLOAT32_BYTES
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+SHORTEST_S, AGES_S = 1e-9, 1e30
+"""Between them lies what anything takes."""
+MOST_GROUPS = 4096
+"""Of given replicas."""
+
+
+class MostSummed(NamedTuple):
+    """Bytes, by kind of device."""
+
+    group: Floats
+    """Of one group: a block is in one."""
+    stage: Floats
+    """Of all groups of a device."""
+
+
+class SumLimits:
+    """`names`: one list of exchangeable devices for each kind."""
+
+    def __init__(self, fleet: Fleet, names: Sequence[Sequence[str]]) -> None:
+        devices = [name for kind in names for name in kind]
+        self._first = np.cumsum([0, *map(len, names)])[:-1]
+        self._count = len(devices)
+        self._latency, self._byte_s = np.full((2, self._count, self._count), np.inf)
+        kind_of = [k for k, kind in enumerate(names) for _ in kind]
+        known = dict[tuple[int, int], Link]()
+        for (a, source), (b, target) in itertools.permutations(enumerate(devices), 2):
+            ends = kind_of[a], kind_of[b]
+            link = known[ends] if ends in known else known.setdefault(ends, fleet.link(source, target))
+            self._latency[a, b], self._byte_s[a, b] = link.latency_s, 1 / link.bandwidth_bytes_per_s
+        regions = [fleet.device(name).region for name in devices]
+        self._region = np.array([sorted(set(regions)).index(region) for region in regions])
+
+    def most(self, seconds: float, fewest: int, most: int) -> MostSummed:
+        """In this time, whichever number of replicas in fewest..most there are."""
+        seconds = min(seconds, AGES_S)
+        links = GroupLinks(self._latency, self._byte_s, self._region)
+        group = np.max([links.most(seconds, replicas) for replicas in range(fewest, most + 1)], axis=0)
+        groups = 1 + self._count - fewest
+        carried = links.carried(seconds, fewest)
+        return MostSummed(group[self._first], np.minimum(groups * group, carried)[self._first])
+
+    def least_s(self, replicas: Sequence[Sequence[int]], whole: float, block: float) -> float:
+        """Seconds that sums of these replicas take at least; 0 where they are too many to look at. [replica, kind]: how
+        many devices; bytes of the model, and of its largest block."""
+        used, members = np.zeros_like(self._first), list[list[int]]()
+        for counts in replicas:
+            members.append([f + n for f, u, c in zip(self._first, used, counts, strict=True) for n in range(u, u + c)])
+            used = used + np.array(counts)
+        if math.prod(map(len, members)) > MOST_GROUPS:
+            return 0.0
+        tuples = np.array(list(itertools.product(*members)))
+        pair = tuples[:, :, None], tuples[:, None, :]
+        links = GroupLinks(self._latency[pair], self._byte_s[pair], self._region[tuples])
+        cuts = len(set(itertools.chain(*members))) - len(members)
+
+        def possible(seconds: float) -> bool:
+            most = links.most(seconds, len(members)).min(axis=1)
+            if most.max() < block or -np.sort(-most)[: 1 + cuts].sum() < whole:
+                return False
+            for replica, devices in enumerate(members):
+                groups = 1 + cuts - (len(devices) - 1)
+                each = (-np.sort(-most[tuples[:, replica] == device])[:groups].sum() for device in devices)
+                if sum(each) < whole:
+                    return False
+            return True
+
+        return least_possible_s(possible)
+
+
+def least_possible_s(possible: Callable[[float], bool]) -> float:
+    """From below, the least time at which it becomes possible; 0 where it takes none."""
+    low, high = 0.0, SHORTEST_S
+    while not possible(high) and high < AGES_S:
+        low, high = high, 8 * high
+    for _ in range(24 if low else 0):
+        middle = (low + high) / 2
+        low, high = (low, middle) if possible(middle) else (middle, high)
+    return low
+
+
+class GroupLinks:
+    """The links among devices of which a group is taken: [..., source, target], and the sites [..., device]."""
+
+    def __init__(self, latency: Floats, byte_s: Floats, region: Ints) -> None:
+        self._latency, self._byte_s = latency, byte_s
+        self._inside = (region[..., :, None] == region[..., None, :]) & np.isfinite(latency)
+        self._across = ~self._inside & np.isfinite(latency)
+        self._sites = [region == r for r in range(int(region.max()) + 1)]
+        self._known = np.stack([site.any(axis=-1) for site in self._sites], axis=-1).sum(axis=-1)
+
+    def carried(self, seconds: float, replicas: int) -> Floats:
+        """[..., device]: by all links of a device. Of more than two replicas it sends and receives what it sums at least
+        once; sharded or in a ring, 2 (R - 1) / R times."""
+        usable = 2 * self._latency <= seconds
+        rounds = 2 if replicas == 2 else 1
+        each = np.where(usable, (seconds - rounds * np.where(usable, self._latency, 0.0)) / self._byte_s, 0.0)
+        if replicas == 2:
+            return np.minimum(each, each.swapaxes(-1, -2)).sum(axis=-1)
+        times = 1.0 if self._inside.any() and self._across.any() else 2 * (replicas - 1) / replicas
+        return np.minimum(each.sum(axis=-1), each.sum(axis=-2)) / times
+
+    def most(self, seconds: float, replicas: int) -> Floats:
+        """[..., device]: bytes of one group of so many devices."""
+        part = FLOAT32_BYTES * (replicas > 2)  # parts of a buffer differ by an element
+        each = self._there(seconds / 2)
+        each = np.minimum(each, each.swapaxes(-1, -2))
+        worst = -np.sort(-each, axis=-1)[..., replicas - 2]
+        found = np.where(worst >= 0, replicas * (worst + part), 0.0)
+        if replicas == 2:
+            return found
+        hop = self._there(seconds / (2 * (replicas - 1)))
+        either = np.sort(np.maximum(hop, hop.swapaxes(-1, -2)), axis=-1)[..., -2]  # it has two neighbours
+        hop = np.minimum(np.minimum(hop.max(axis=-1), hop.max(axis=-2)), either)
+        found = np.maximum(found, np.where(hop >= 0, replicas * (hop + part), 0.0))
+        return np.maximum(found, self._led(seconds, replicas))
+
+    def _led(self, seconds: float, replicas: int) -> Floats:
+        """Of a leader, by the number of sites; of another member, with a leader of its site. Rounds among leaders and
+        rounds inside sites take no less than over the best of such links."""
+        inside_s, inside_byte_s = self._best(self._inside)
+        across_s, across_byte_s = self._best(self._across)
+        sites = np.minimum(replicas - 1, self._known)[..., None]
+        leader = np.zeros(self._latency.shape[:-1])
+        for count in range(2, int(sites.max()) + 1):
+            part_s = FLOAT32_BYTES * np.where(self._across, self._byte_s, 0.0)
+            time_s = seconds / 2 - inside_s - self._latency + part_s
+            each = self._quotient(time_s, self._byte_s / count + inside_byte_s, self._across)
+            by_site = np.stack([np.where(s[..., None, :], each, 0.0).max(axis=-1) for s in self._sites], axis=-1)
+            worst = -np.sort(-by_site, axis=-1)[..., count - 2]
+            leader = np.where(sites >= count, np.maximum(leader, worst), leader)
+        if not sites.max() > 1:
+            return leader
+        time_s = seconds / 2 - across_s - self._latency + FLOAT32_BYTES * np.where(sites > 1, across_byte_s[..., 0], 0.0)[..., None]
+        each = self._quotient(time_s, self._byte_s + across_byte_s / np.maximum(sites, 1)[..., None], self._inside)
+        return np.maximum(leader, np.minimum(each, leader[..., None, :]).max(axis=-1))
+
+    def _best(self, among: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        latency, byte_s = (np.where(among, x, np.inf).min(axis=(-1, -2)) for x in (self._latency, self._byte_s))
+        return latency[..., None, None], byte_s[..., None, None]
+
+    def _quotient(self, time_s: Floats, each_s: Floats, among: NDArray[np.bool_]) -> Floats:
+        """Bytes both ways, 0 where the time does not suffice."""
+        with np.errstate(invalid="ignore"):
+            found = np.where(among & np.isfinite(time_s) & (time_s > 0), time_s / each_s, 0.0)
+        return np.minimum(found, found.swapaxes(-1, -2))
+
+    def _there(self, seconds: float) -> Floats:
+        """Bytes in this time; below 0 where not even the latency passes in it."""
+        usable = self._latency <= seconds
+        return np.where(usable, (seconds - np.where(usable, self._latency, 0.0)) / self._byte_s, -1.0)
