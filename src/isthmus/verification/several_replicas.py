@@ -21,8 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from isthmus.verification.disjoint_sets import DisjointSets
-from isthmus.verification.stage_arrays import Floats
-from isthmus.verification.walks import INFINITE, Terms, Tracked, Walks
+from isthmus.verification.stage_arrays import Floats, Ints
+from isthmus.verification.sum_limits import MostSummed
+from isthmus.verification.walks import INFINITE, KnownSums, Terms, Tracked, Walks
 
 WHOLE = 1e-9
 """Micro-batches: so close below a whole number is one."""
@@ -36,6 +37,8 @@ FINE = 0.002
 """Relative width below which intervals are not divided: what is open then stays open."""
 WIDER = 1.15
 """Ratio between the ends of a range of numbers of replicas; the first numbers are ranges of their own."""
+ALL_STATES = 2048
+"""Up to so many, all kinds are tracked."""
 MOST_CHOICES = 500
 """Of sets, of which it is known how long they sum at least."""
 
@@ -91,14 +94,18 @@ class SeveralReplicas:
     def __init__(self, walks: Walks, micro_batches: int, least_sums_s: float, most_states: int) -> None:
         self._walks, self._micro_batches = walks, micro_batches
         kinds = walks.kinds
-        tracked = list[int]()
-        for kind in np.argsort(-kinds.speed, kind="stable").tolist():
-            if Tracked(kinds, (*tracked, kind)).size <= most_states:
-                tracked.append(kind)
+        tracked = list(range(len(kinds.all)))
+        if math.prod((kinds.counts + 1).tolist()) > ALL_STATES:
+            tracked, size = [], 1
+            for kind in np.argsort(-kinds.speed, kind="stable").tolist():
+                if size * (kinds.counts[kind] + 1) <= most_states:
+                    tracked.append(kind)
+                    size *= int(kinds.counts[kind]) + 1
         self._tracked = Tracked(kinds, tracked)
         self._free = np.array([k for k in range(len(kinds.all)) if k not in tracked], dtype=np.int64)
         self._work = walks.least_work_s()
-        most = min(int(kinds.counts.sum()), micro_batches)
+        self._devices = int(kinds.counts.sum())
+        most = min(self._devices, micro_batches)
         ends = [2]
         while ends[-1] <= most:
             ends.append(min(max(ends[-1] + 1, int(ends[-1] * WIDER)), most + 1))
@@ -106,7 +113,10 @@ class SeveralReplicas:
         """Ranges of their number."""
         self._fills: dict[Hashable, Floats] = {}
         self._least_sums = {x: max(least_sums_s, walks.least_sums_s(*x)) for x in self._replicas}
-        self._known: dict[tuple[int, ...], float] = {}
+        self._known: dict[tuple[int, ...], tuple[Ints, KnownSums | None]] = {}
+        """By choice of sets: [replica, kind], how many devices, and their sums."""
+        self._parts: dict[tuple[int, ...], Tracked] = {}
+        self._fills_of: dict[Hashable, float] = {}
         self._shortest_s = walks.shortest_period_s() * (1 - 1e-9)
 
     def proven(self, limit_s: float, ended: Callable[[], bool]) -> bool:
@@ -149,16 +159,15 @@ class SeveralReplicas:
             if not looked.each:
                 return True
             every = looked.ended(asked.time_s)
-            critical = self._enough(looked, every.max(axis=0), asked, self._micro_batches - left - WHOLE)
-            if critical is None:
+            open_ = self._enough(looked, every, asked, self._micro_batches - left - WHOLE, ended)
+            if not open_:
                 return True
-            open_ = {int(every[:, state].argmax()) for state in critical}
             widest = max(open_, key=lambda k: (not looked.each[k].summed, looked.each[k].high / looked.each[k].low))
             wide = looked.each.pop(widest)
             if not wide.summed:
-                terms = self._terms(asked, wide.high, wide, prices)
-                looked.each.append(replace(wide, summed=True, fill_s=self._fill(terms)))
-            elif wide.high <= wide.low * (1 + fine):
+                wide = replace(wide, summed=True)
+                looked.each.append(replace(wide, fill_s=self._fill(self._terms(asked, wide.high, wide, prices))))
+            elif wide.most == 1 or wide.high <= wide.low * (1 + fine):
                 return False
             else:
                 middle = (wide.low * min(wide.high, max(4 * wide.low, asked.time_s))) ** 0.5
@@ -174,14 +183,18 @@ class SeveralReplicas:
             sums_s=asked.high_s if periods.summed else INFINITE,
             fewest=asked.fewest,
             most=asked.most,
+            devices=self._devices - (asked.fewest if periods.summed else 2) + 1,
         )
 
     def _coarse(self, asked: Asked, prices: Floats, ended: Callable[[], bool]) -> Intervals | None:
         """Intervals from the shortest period on, whatever sums take. A period above the time leaves one micro-batch."""
         count = max(1, math.ceil(math.log(max(asked.time_s / self._shortest_s, 1.0)) / math.log(COARSE)))
+        most_each = self._micro_batches - asked.fewest + 1
+        if most_each == 1:
+            count = 0
         edges = [*(self._shortest_s * COARSE**k for k in range(count + 1)), INFINITE]
         found = Intervals([], prices)
-        for more_than, most in self._walks.held_ranges(self._micro_batches - 1):
+        for more_than, most in self._walks.held_ranges(most_each):
             for low, high in reversed(list(itertools.pairwise(edges))):
                 if ended():
                     return None
@@ -192,32 +205,75 @@ class SeveralReplicas:
                 found.each.append(replace(periods, fill_s=fill_s))
         return found
 
-    def _enough(self, looked: Intervals, most: Floats, asked: Asked, need: float) -> tuple[int, ...] | None:
-        """Disjoint sets that end so many micro-batches, as far as is known; None where there are none."""
-        sets = DisjointSets(self._tracked, most, asked.most)
+    def _enough(
+        self, looked: Intervals, every: Floats, asked: Asked, need: float, ended: Callable[[], bool]
+    ) -> set[int]:
+        """The intervals of periods by which disjoint sets end so many micro-batches, as far as is known; none where no
+        sets do."""
+        sets = DisjointSets(self._tracked, every.max(axis=0), asked.most)
         found = sets.best(asked.fewest)
         if found.value < need:
-            return None
+            return set()
+        unknown = {int(every[:, state].argmax()) for state in found.states}
         if len(self._free) or asked.fewest < asked.most:
-            return found.states
+            return unknown
         for number, choice in enumerate(sets.choices(need)):
-            if number == MOST_CHOICES:
-                return found.states
-            sums_s = self._least_of(choice)
-            if sums_s <= asked.high_s:
-                each = looked.ended(asked.limit_s - max(asked.low_s, sums_s)).max(axis=0)
-                if each[list(choice)].sum() >= need:
-                    return choice
-        return None
+            if number == MOST_CHOICES or ended():
+                return unknown
+            open_ = self._enough_of(choice, looked, asked, need)
+            if open_:
+                return open_
+        return set()
 
-    def _least_of(self, choice: tuple[int, ...]) -> float:
-        """Seconds that sums of these replicas take at least."""
+    def _enough_of(self, choice: tuple[int, ...], looked: Intervals, asked: Asked, need: float) -> set[int]:
+        """As `_enough`, of these sets: each sums with the devices of the others alone."""
         if choice not in self._known:
-            used = self._tracked.used[list(choice)]
             replicas = np.zeros((len(choice), len(self._walks.kinds.all)), dtype=np.int64)
-            replicas[:, list(self._tracked.kinds)] = used
-            self._known[choice] = self._walks.least_sums_of(replicas.tolist())
-        return self._known[choice]
+            replicas[:, list(self._tracked.kinds)] = self._tracked.used[list(choice)]
+            self._known[choice] = replicas, self._walks.sums_of(replicas.tolist())
+        replicas, sums = self._known[choice]
+        least_s = sums.least_s(asked.low_s, asked.high_s) if sums else 0.0
+        if least_s == INFINITE:
+            return set()
+        time_s = asked.limit_s - max(asked.low_s, least_s)
+        every = looked.ended(time_s)[:, list(choice)]
+        most, chosen = every.max(axis=0), every.argmax(axis=0)
+        for replica, summed in enumerate(sums.most(asked.high_s) if sums else ()):
+            if most.sum() < need:
+                break
+            most[replica], chosen[replica] = self._ended_of(
+                replicas[replica], summed, every[:, replica], time_s, looked, asked
+            )
+        return set(chosen.tolist()) if most.sum() >= need else set()
+
+    def _ended_of(
+        self, devices: Ints, summed: MostSummed, most: Floats, time_s: float, looked: Intervals, asked: Asked
+    ) -> tuple[float, int]:
+        """The most micro-batches of a replica of these devices that sum so much, and with which periods."""
+        best, chosen = -INFINITE, 0
+        for at in np.argsort(-most, kind="stable").tolist():
+            if most[at] <= best:
+                break
+            periods = looked.each[at]
+            terms = replace(self._terms(asked, periods.high, periods, looked.prices), summed=summed)
+            fill_s = self._fill_of(tuple(devices.tolist()), terms)
+            ended = (
+                min(math.floor(1 + (time_s - fill_s) / periods.low + WHOLE), periods.most) if fill_s <= time_s else best
+            )
+            if ended > best:
+                best, chosen = ended, at
+        return best, chosen
+
+    def _fill_of(self, devices: tuple[int, ...], terms: Terms) -> float:
+        """The least fill of exactly these devices."""
+        self._walks.work += ASKED
+        key = devices, self._walks.alike(terms)
+        if key not in self._fills_of:
+            if devices not in self._parts:
+                self._parts[devices] = Tracked(self._walks.kinds, self._tracked.kinds, devices)
+            found = self._walks.solve(self._parts[devices], terms, self._walks.stages(terms))
+            self._fills_of[key] = float(found[:, -1, :, -1].min())
+        return self._fills_of[key]
 
     def _fill(self, terms: Terms) -> Floats:
         """[state]: the least fill."""

@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 SHORTEST_S, AGES_S = 1e-9, 1e30
 """Between them lies what anything takes."""
-MOST_GROUPS = 4096
+MOST_GROUPS = 256
 """Of given replicas."""
 
 
@@ -49,7 +49,7 @@ class SumLimits:
         self._first = np.cumsum([0, *map(len, names)])[:-1]
         self._count = len(devices)
         self._latency, self._byte_s = np.full((2, self._count, self._count), np.inf)
-        kind_of = [k for k, kind in enumerate(names) for _ in kind]
+        kind_of = self._kind = [k for k, kind in enumerate(names) for _ in kind]
         known = dict[tuple[int, int], Link]()
         for (a, source), (b, target) in itertools.permutations(enumerate(devices), 2):
             ends = kind_of[a], kind_of[b]
@@ -67,32 +67,64 @@ class SumLimits:
         carried = links.carried(seconds, fewest)
         return MostSummed(group[self._first], np.minimum(groups * group, carried)[self._first])
 
-    def least_s(self, replicas: Sequence[Sequence[int]], whole: float, block: float) -> float:
-        """Seconds that sums of these replicas take at least; 0 where they are too many to look at. [replica, kind]: how
-        many devices; bytes of the model, and of its largest block."""
+    def of(self, replicas: Sequence[Sequence[int]]) -> ReplicaSums | None:
+        """Of given replicas: [replica, kind], how many devices. None where they have too many groups to look at."""
         used, members = np.zeros_like(self._first), list[list[int]]()
         for counts in replicas:
             members.append([f + n for f, u, c in zip(self._first, used, counts, strict=True) for n in range(u, u + c)])
             used = used + np.array(counts)
         if math.prod(map(len, members)) > MOST_GROUPS:
-            return 0.0
-        tuples = np.array(list(itertools.product(*members)))
-        pair = tuples[:, :, None], tuples[:, None, :]
-        links = GroupLinks(self._latency[pair], self._byte_s[pair], self._region[tuples])
-        cuts = len(set(itertools.chain(*members))) - len(members)
+            return None
+        return ReplicaSums(members, self._kind, len(self._first), self._latency, self._byte_s, self._region)
 
-        def possible(seconds: float) -> bool:
-            most = links.most(seconds, len(members)).min(axis=1)
-            if most.max() < block or -np.sort(-most)[: 1 + cuts].sum() < whole:
+
+class ReplicaSums:
+    """What replicas of these devices sum: every parameter in a group of one device of each."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Sequence[int]],
+        kind: Sequence[int],
+        kinds: int,
+        latency: Floats,
+        byte_s: Floats,
+        region: Ints,
+    ) -> None:
+        self._replicas, self._kind, self._kinds = replicas, kind, kinds
+        self._groups = np.array(list(itertools.product(*replicas)))
+        pair = self._groups[:, :, None], self._groups[:, None, :]
+        self._links = GroupLinks(latency[pair], byte_s[pair], region[self._groups])
+        own = np.full(len(kind), -1)
+        for number, devices in enumerate(replicas):
+            own[list(devices)] = number
+        apart = (own[:, None] != own) & (own[:, None] >= 0) & (own >= 0)
+        self._others = GroupLinks(np.where(apart, latency, np.inf), np.where(apart, byte_s, np.inf), region)
+
+    def most(self, seconds: float) -> list[MostSummed]:
+        """For each replica. All together have so many groups as they have cuts, and one more; a replica's own cuts are
+        between its devices."""
+        seconds = min(seconds, AGES_S)
+        carried = self._others.carried(seconds, len(self._replicas))
+        each = self._links.most(seconds, len(self._replicas)).min(axis=1)
+        cuts = sum(map(len, self._replicas)) - len(self._replicas)
+        found: list[MostSummed] = []
+        for replica, devices in enumerate(self._replicas):
+            summed = MostSummed(*np.zeros((2, self._kinds)))
+            for device in devices:
+                own = -np.sort(-each[self._groups[:, replica] == device])
+                summed.group[self._kind[device]] = own[0]
+                summed.stage[self._kind[device]] = min(own[: 2 + cuts - len(devices)].sum(), carried[device])
+            found.append(summed)
+        return found
+
+    def possible(self, seconds: float, whole: float, block: float) -> bool:
+        """Whether so many bytes of the model, and of its largest block, may be summed in this time."""
+        for summed, devices in zip(self.most(seconds), self._replicas, strict=True):
+            if summed.group.max() < block or sum(summed.stage[self._kind[device]] for device in devices) < whole:
                 return False
-            for replica, devices in enumerate(members):
-                groups = 1 + cuts - (len(devices) - 1)
-                each = (-np.sort(-most[tuples[:, replica] == device])[:groups].sum() for device in devices)
-                if sum(each) < whole:
-                    return False
-            return True
-
-        return least_possible_s(possible)
+        each = self._links.most(min(seconds, AGES_S), len(self._replicas)).min(axis=1)
+        cuts = sum(map(len, self._replicas)) - len(self._replicas)
+        return bool(-np.sort(-each)[: 1 + cuts].sum() >= whole)
 
 
 def least_possible_s(possible: Callable[[float], bool]) -> float:
@@ -117,8 +149,8 @@ class GroupLinks:
         self._known = np.stack([site.any(axis=-1) for site in self._sites], axis=-1).sum(axis=-1)
 
     def carried(self, seconds: float, replicas: int) -> Floats:
-        """[..., device]: by all links of a device. Of more than two replicas it sends and receives what it sums at least
-        once; sharded or in a ring, 2 (R - 1) / R times."""
+        """[..., device]: by all links of a device. Of more than two replicas it sends and receives what it sums once at
+        least; sharded or in a ring, 2 (R - 1) / R times."""
         usable = 2 * self._latency <= seconds
         rounds = 2 if replicas == 2 else 1
         each = np.where(usable, (seconds - rounds * np.where(usable, self._latency, 0.0)) / self._byte_s, 0.0)
@@ -158,7 +190,12 @@ class GroupLinks:
             leader = np.where(sites >= count, np.maximum(leader, worst), leader)
         if not sites.max() > 1:
             return leader
-        time_s = seconds / 2 - across_s - self._latency + FLOAT32_BYTES * np.where(sites > 1, across_byte_s[..., 0], 0.0)[..., None]
+        time_s = (
+            seconds / 2
+            - across_s
+            - self._latency
+            + FLOAT32_BYTES * np.where(sites > 1, across_byte_s[..., 0], 0.0)[..., None]
+        )
         each = self._quotient(time_s, self._byte_s + across_byte_s / np.maximum(sites, 1)[..., None], self._inside)
         return np.maximum(leader, np.minimum(each, leader[..., None, :]).max(axis=-1))
 

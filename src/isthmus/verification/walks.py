@@ -27,7 +27,7 @@ from isthmus.verification.bound import kinds_of
 from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.stage_arrays import Floats, StageArrays
-from isthmus.verification.sum_limits import MostSummed, SumLimits, least_possible_s
+from isthmus.verification.sum_limits import MostSummed, ReplicaSums, SumLimits, least_possible_s
 
 Ints = NDArray[np.int64]
 INFINITE = float("inf")
@@ -92,14 +92,17 @@ class DeviceKinds:
 class Tracked:
     """The states of the kinds whose devices are counted: mixed-radix numbers."""
 
-    def __init__(self, kinds: DeviceKinds, tracked: Sequence[int]) -> None:
+    def __init__(self, kinds: DeviceKinds, tracked: Sequence[int], counts: Sequence[int] | None = None) -> None:
+        """`counts`: of each kind's devices; by default all."""
         self.kinds = tuple(sorted(tracked))
-        sizes = [int(kinds.counts[k]) + 1 for k in self.kinds]
+        numbers = kinds.counts.tolist() if counts is None else counts
+        sizes = [numbers[k] + 1 for k in self.kinds]
         self.size = int(np.prod(sizes, dtype=np.float64)) if sizes else 1
         grid = np.indices(sizes).reshape(len(sizes), -1) if sizes else np.zeros((0, 1), dtype=np.int64)
         strides = np.array([int(np.prod(sizes[k + 1 :])) for k in range(len(sizes))], dtype=np.int64)
         self.used = grid.T
         """[state, tracked kind]: how many devices."""
+        self.devices = self.used.sum(axis=1)
         parts = [np.flatnonzero((self.used <= row).all(axis=1))[1:] for row in self.used]
         self.part = np.concatenate(parts)
         """By state, the states whose devices are among its own, but for none at all."""
@@ -112,7 +115,7 @@ class Tracked:
         for kind in range(len(kinds.all)):
             if kind in self.kinds:
                 at = self.kinds.index(kind)
-                before = np.flatnonzero(grid[at] < kinds.counts[kind])
+                before = np.flatnonzero(grid[at] < numbers[kind])
                 self.steps[kind] = before, before + strides[at]
             else:
                 self.steps[kind] = np.arange(self.size), np.arange(self.size)
@@ -120,7 +123,6 @@ class Tracked:
         """Of all steps, one after another."""
         self.after = np.concatenate([after for _, after in self.steps.values()])
         self.kind = np.concatenate([np.full(len(before), kind) for kind, (before, _) in self.steps.items()])
-
 
     def parts_of(self, state: int) -> Ints:
         """Of a state that is not the first."""
@@ -142,6 +144,10 @@ class Terms:
     fewest: int = 2
     most: int = 2
     """Replicas that sum them."""
+    devices: int = MOST_DEVICES
+    """Tracked ones of one replica, at most."""
+    summed: MostSummed | None = None
+    """What these devices sum at most, where it is known of whom the other replicas are."""
 
 
 class Walk(NamedTuple):
@@ -161,6 +167,28 @@ class Gradients(NamedTuple):
     """Of the model."""
     block: float
     """Of its largest block."""
+
+
+class KnownSums:
+    """What given replicas sum: how long at least, between two times that approach each other as it is asked for."""
+
+    def __init__(self, sums: ReplicaSums, gradients: Gradients, period: float) -> None:
+        self._sums, self._gradients, self._period = sums, gradients, period
+        self._not_s, self._in_s = 0.0, INFINITE
+
+    def least_s(self, low_s: float, high_s: float) -> float:
+        """To a part of the interval; infinite above `high_s`."""
+        for seconds in (high_s, low_s, *(low_s + k / 4 * (high_s - low_s) for k in (2, 1, 3))):
+            if self._not_s < seconds < self._in_s:
+                if self._sums.possible(seconds * self._period, *self._gradients):
+                    self._in_s = seconds
+                else:
+                    self._not_s = seconds
+        return self._not_s if self._in_s <= high_s else INFINITE
+
+    def most(self, sums_s: float) -> list[MostSummed]:
+        """For each replica."""
+        return self._sums.most(sums_s * self._period)
 
 
 class Walks:
@@ -268,8 +296,8 @@ class Walks:
         """[kind, start, length - 1]: seconds of compute; infinite where a stage cannot keep to the terms."""
         arrays, limit_s = self.arrays, terms.threshold_s * SLACK
         allowed = np.ones_like(self._compute_s[0], dtype=bool)
-        if np.isfinite(terms.sums_s):
-            summed = self.most_summed(terms.sums_s, terms.fewest, terms.most)
+        summed = self._summed(terms)
+        if np.isfinite(summed.stage).any():
             allowed = arrays.gradients <= summed.stage[:, None, None] * SLACK
             allowed &= self._largest_gradients <= summed.group[:, None, None] * SLACK
         gpipe = self._question.schedule == "gpipe"
@@ -282,6 +310,9 @@ class Walks:
             return np.minimum.reduce(options)
         return self._held_up(terms, options)
 
+    def _summed(self, terms: Terms) -> MostSummed:
+        return terms.summed or self.most_summed(terms.sums_s, terms.fewest, terms.most)
+
     def most_summed(self, sums_s: float, fewest: int, most: int) -> MostSummed:
         """In the mean over a period's steps."""
         if not np.isfinite(sums_s):
@@ -289,7 +320,7 @@ class Walks:
         return self._limits.most(sums_s * self._period * SLACK, fewest, most)
 
     def least_sums_s(self, fewest: int, most: int) -> float:
-        """What sums of so many replicas take at least: so many devices hold the largest block, and all together hold the
+        """What sums of so many replicas take at least: so many devices hold the largest block, and all together sum the
         model so many times."""
         counts = self.kinds.counts
 
@@ -301,16 +332,17 @@ class Walks:
 
         return least_possible_s(possible)
 
-    def least_sums_of(self, replicas: Sequence[Sequence[int]]) -> float:
-        """The same of given replicas: [replica, kind], how many devices."""
-        return self._limits.least_s(replicas, *self._gradients) / self._period
+    def sums_of(self, replicas: Sequence[Sequence[int]]) -> KnownSums | None:
+        """Of these replicas: [replica, kind], how many devices. None where they have too many groups to look at."""
+        sums = self._limits.of(replicas)
+        return None if sums is None else KnownSums(sums, self._gradients, self._period * SLACK)
 
     def alike(self, terms: Terms) -> Hashable:
         """The same for terms that allow the same stages, at the same prices."""
-        summed = self.most_summed(terms.sums_s, terms.fewest, terms.most)
+        summed = self._summed(terms)
         ranks = [np.searchsorted(self._gradient_sizes, x * SLACK, side="right").tobytes() for x in summed]
         prices = terms.prices_s.tobytes() if terms.prices_s is not None else b""
-        return terms.threshold_s, terms.more_than, *ranks, prices
+        return terms.threshold_s, terms.more_than, terms.devices, *ranks, prices
 
     def _held_up(self, terms: Terms, options: Sequence[Floats]) -> Floats:
         """Without stages whose round trip over what they hold exceeds the threshold. From the last block on: `home_s`
@@ -349,8 +381,10 @@ class Walks:
         priced = stages if terms.prices_s is None else stages + terms.prices_s[:, None, None]
         found = np.full((classes, tracked.size, count, blocks + 1), INFINITE)
         widths = self._widths(terms.threshold_s)
-        first = np.flatnonzero(tracked.before == 0)
-        self._put(found, 0, tracked.after[first], tracked.kind[first], priced[tracked.kind[first], 0, : int(widths[0])])
+        steps = np.flatnonzero(tracked.devices[tracked.after] <= terms.devices)
+        before, after, kind = tracked.before[steps], tracked.after[steps], tracked.kind[steps]
+        first = np.flatnonzero(before == 0)
+        self._put(found, 0, after[first], kind[first], priced[kind[first], 0, : int(widths[0])])
         for start in range(1, blocks):
             width, here = int(widths[start]), found[..., start]
             if not width or not np.isfinite(here).any():
@@ -360,7 +394,7 @@ class Walks:
                 np.where(busy_s <= terms.threshold_s * SLACK, sent_s, INFINITE) + priced[None, None, :, start, :width]
             )
             total = self._continued(here, cost)
-            self._put(found, start, tracked.after, tracked.kind, total[tracked.before, tracked.kind])
+            self._put(found, start, after, kind, total[before, kind])
         return found
 
     def _put(self, found: Floats, start: int, states: Ints, kinds: Ints, seconds: Floats) -> None:
