@@ -64,19 +64,22 @@ class _One(BoundPart):
 class _Several(BoundPart):
     def __init__(self, search: SeveralReplicas, goal_s: float, simple: BoundPart) -> None:
         super().__init__(simple.bound_s, simple.words)
-        self._search, self._above_s, self.stuck = search, goal_s, False
-        self._next_s = goal_s
+        self._search, self.stuck = search, False
+        self._goal_s = self._above_s = self._next_s = goal_s
 
     def advance(self, ended: Callable[[], bool]) -> None:
-        """The goal first. Then a limit between what is proven and what could not be."""
+        """The goal first. Then a limit between what is proven and what could not be; with finer intervals once these
+        meet."""
         limit_s = self._next_s
         if self._search.proven(limit_s, ended):
             self.bound_s = limit_s
         elif not ended():
             self._above_s = limit_s
-        cut = self.bound_s < limit_s < self._above_s  # one that is easier to prove is tried next
-        self._next_s = (self.bound_s * (limit_s if cut else self._above_s)) ** 0.5
-        self.stuck = self._above_s <= self.bound_s * SETTLED
+        easier = self.bound_s < limit_s < self._above_s
+        self._next_s = (self.bound_s * (limit_s if easier else self._above_s)) ** 0.5
+        if self._above_s <= self.bound_s * SETTLED and not ended():
+            self.stuck = self.bound_s >= self._goal_s or not self._search.refine()
+            self._above_s = self._next_s = self._goal_s
 
 
 class BoundParts:

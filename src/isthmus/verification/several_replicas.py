@@ -33,8 +33,8 @@ PRICES = (0.0, 0.3, 0.6, 1.0)
 """Of devices that are not tracked. At 0 a replica may have them all, and replicas alone are counted."""
 ASKED = 20_000
 """Work of a question whose walks are known."""
-FINE = 0.002
-"""Relative width below which intervals are not divided: what is open then stays open."""
+FINE, FINEST = 0.004, 0.0002
+"""Relative widths below which intervals are not divided, at first and at last: what is open then stays open."""
 WIDER = 1.15
 """Ratio between the ends of a range of numbers of replicas; the first numbers are ranges of their own."""
 ALL_STATES = 2048
@@ -116,8 +116,14 @@ class SeveralReplicas:
         self._known: dict[tuple[int, ...], tuple[Ints, KnownSums | None]] = {}
         """By choice of sets: [replica, kind], how many devices, and their sums."""
         self._parts: dict[tuple[int, ...], Tracked] = {}
+        self._fine = FINE
         self._fills_of: dict[Hashable, float] = {}
         self._shortest_s = walks.shortest_period_s() * (1 - 1e-9)
+
+    def refine(self) -> bool:
+        """Divides intervals further than before; False where that is of no use."""
+        self._fine /= 4
+        return self._fine >= FINEST
 
     def proven(self, limit_s: float, ended: Callable[[], bool]) -> bool:
         """Whether no plan of two replicas or more takes less; False where that was not settled."""
@@ -131,8 +137,8 @@ class SeveralReplicas:
             replicas, low, high = todo.pop()
             thin = (high - low) / limit_s
             asked = Asked(limit_s, low, high, *replicas)
-            if not self._too_few(asked, max(thin, FINE), ended):
-                if thin < FINE or ended():
+            if not self._too_few(asked, max(thin, self._fine), ended):
+                if thin < self._fine or ended():
                     return False
                 middle = (low + high) / 2
                 todo += [(replicas, low, middle), (replicas, middle, high)]
@@ -211,6 +217,7 @@ class SeveralReplicas:
         """The intervals of periods by which disjoint sets end so many micro-batches, as far as is known; none where no
         sets do."""
         sets = DisjointSets(self._tracked, every.max(axis=0), asked.most)
+        self._walks.work += ASKED + asked.most * len(self._tracked.part)
         found = sets.best(asked.fewest)
         if found.value < need:
             return set()
@@ -232,6 +239,7 @@ class SeveralReplicas:
             replicas[:, list(self._tracked.kinds)] = self._tracked.used[list(choice)]
             self._known[choice] = replicas, self._walks.sums_of(replicas.tolist())
         replicas, sums = self._known[choice]
+        self._walks.work += ASKED + (sums.size if sums else 0)
         least_s = sums.least_s(asked.low_s, asked.high_s) if sums else 0.0
         if least_s == INFINITE:
             return set()
@@ -267,12 +275,14 @@ class SeveralReplicas:
     def _fill_of(self, devices: tuple[int, ...], terms: Terms) -> float:
         """The least fill of exactly these devices."""
         self._walks.work += ASKED
-        key = devices, self._walks.alike(terms)
+        assert terms.summed is not None, "of whom the other replicas are is known"
+        groups = self._walks.groups_taken(terms.summed)
+        key = devices, self._walks.alike(terms), groups.most, groups.taken.tobytes()
         if key not in self._fills_of:
             if devices not in self._parts:
                 self._parts[devices] = Tracked(self._walks.kinds, self._tracked.kinds, devices)
-            found = self._walks.solve(self._parts[devices], terms, self._walks.stages(terms))
-            self._fills_of[key] = float(found[:, -1, :, -1].min())
+            found = self._walks.solve(self._parts[devices], terms, self._walks.stages(terms), groups)
+            self._fills_of[key] = float(found[:, -groups.most - 1 :, :, -1].min())
         return self._fills_of[key]
 
     def _fill(self, terms: Terms) -> Floats:

@@ -28,6 +28,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 SHORTEST_S, AGES_S = 1e-9, 1e30
 """Between them lies what anything takes."""
+MOST_REACHED = 32
+"""Devices, of which it is known how well each reaches each."""
 MOST_GROUPS = 256
 """Of given replicas."""
 
@@ -39,6 +41,8 @@ class MostSummed(NamedTuple):
     """Of one group: a block is in one."""
     stage: Floats
     """Of all groups of a device."""
+    groups: int = 0
+    """Of all devices, where the replicas are known."""
 
 
 class SumLimits:
@@ -94,6 +98,8 @@ class ReplicaSums:
         self._groups = np.array(list(itertools.product(*replicas)))
         pair = self._groups[:, :, None], self._groups[:, None, :]
         self._links = GroupLinks(latency[pair], byte_s[pair], region[self._groups])
+        self.size = 32 * self._groups.size * len(replicas)
+        """Entries of arrays that a question takes, about."""
         own = np.full(len(kind), -1)
         for number, devices in enumerate(replicas):
             own[list(devices)] = number
@@ -109,7 +115,7 @@ class ReplicaSums:
         cuts = sum(map(len, self._replicas)) - len(self._replicas)
         found: list[MostSummed] = []
         for replica, devices in enumerate(self._replicas):
-            summed = MostSummed(*np.zeros((2, self._kinds)))
+            summed = MostSummed(np.zeros(self._kinds), np.zeros(self._kinds), 1 + cuts)
             for device in devices:
                 own = -np.sort(-each[self._groups[:, replica] == device])
                 summed.group[self._kind[device]] = own[0]
@@ -168,11 +174,23 @@ class GroupLinks:
         found = np.where(worst >= 0, replicas * (worst + part), 0.0)
         if replicas == 2:
             return found
-        hop = self._there(seconds / (2 * (replicas - 1)))
-        either = np.sort(np.maximum(hop, hop.swapaxes(-1, -2)), axis=-1)[..., -2]  # it has two neighbours
-        hop = np.minimum(np.minimum(hop.max(axis=-1), hop.max(axis=-2)), either)
+        hop = self._ring(seconds / (2 * (replicas - 1)), replicas)
         found = np.maximum(found, np.where(hop >= 0, replicas * (hop + part), 0.0))
         return np.maximum(found, self._led(seconds, replicas))
+
+    def _ring(self, seconds: float, replicas: int) -> Floats:
+        """Bytes that every hop of a ring carries in this time: a device has two neighbours, and a way there and back to
+        all others."""
+        hop = self._there(seconds)
+        either = np.sort(np.maximum(hop, hop.swapaxes(-1, -2)), axis=-1)[..., -2]
+        found = np.minimum(np.minimum(hop.max(axis=-1), hop.max(axis=-2)), either)
+        count = hop.shape[-1]
+        if count > MOST_REACHED:
+            return found
+        for k in range(count):  # Floyd and Warshall: the widest ways
+            hop = np.maximum(hop, np.minimum(hop[..., :, k, None], hop[..., None, k, :]))
+        hop = np.where(np.eye(count, dtype=bool), -1.0, np.minimum(hop, hop.swapaxes(-1, -2)))
+        return np.minimum(found, -np.sort(-hop, axis=-1)[..., replicas - 2])
 
     def _led(self, seconds: float, replicas: int) -> Floats:
         """Of a leader, by the number of sites; of another member, with a leader of its site. Rounds among leaders and

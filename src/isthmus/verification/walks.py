@@ -150,6 +150,14 @@ class Terms:
     """What these devices sum at most, where it is known of whom the other replicas are."""
 
 
+class GroupsTaken(NamedTuple):
+    """How many groups with other replicas' devices stages sum in at least, and how many there are."""
+
+    taken: NDArray[np.int8]
+    """[kind, start, length - 1]."""
+    most: int
+
+
 class Walk(NamedTuple):
     """A pipeline of the relaxation."""
 
@@ -175,6 +183,11 @@ class KnownSums:
     def __init__(self, sums: ReplicaSums, gradients: Gradients, period: float) -> None:
         self._sums, self._gradients, self._period = sums, gradients, period
         self._not_s, self._in_s = 0.0, INFINITE
+
+    @property
+    def size(self) -> int:
+        """Entries of arrays that a question takes, about."""
+        return self._sums.size
 
     def least_s(self, low_s: float, high_s: float) -> float:
         """To a part of the interval; infinite above `high_s`."""
@@ -218,7 +231,8 @@ class Walks:
         """[start, length - 1]: of one block."""
         self._limits = SumLimits(question.fleet, [kind.names for kind in kinds.all])
         self._gradients = Gradients(arrays.gradients[0, -1] * (1 - NARROW), arrays.gradients[:, 0].max() * (1 - NARROW))
-        self._unlimited = MostSummed(*np.full((2, len(kinds.all)), INFINITE))
+        free = np.full(len(kinds.all), INFINITE)
+        self._unlimited = MostSummed(free, free)
         joined = np.isfinite(kinds.byte_s)
         self._byte_s = np.where(joined, kinds.byte_s, 0.0)
         self._latency = np.where(joined, kinds.latency, 0.0)
@@ -340,7 +354,7 @@ class Walks:
     def alike(self, terms: Terms) -> Hashable:
         """The same for terms that allow the same stages, at the same prices."""
         summed = self._summed(terms)
-        ranks = [np.searchsorted(self._gradient_sizes, x * SLACK, side="right").tobytes() for x in summed]
+        ranks = [np.searchsorted(self._gradient_sizes, x * SLACK, side="right").tobytes() for x in summed[:2]]
         prices = terms.prices_s.tobytes() if terms.prices_s is not None else b""
         return terms.threshold_s, terms.more_than, terms.devices, *ranks, prices
 
@@ -375,16 +389,19 @@ class Walks:
                 self.work += through_s.size + EACH
         return kept
 
-    def solve(self, tracked: Tracked, terms: Terms, stages: Floats) -> Floats:
-        """[class, state, kind, end]: the least fill of the first `end` blocks, prices included."""
+    def solve(self, tracked: Tracked, terms: Terms, stages: Floats, groups: GroupsTaken | None = None) -> Floats:
+        """[class, state, kind, end]: the least fill of the first `end` blocks, prices included. With groups, there is a
+        state for each number of groups that are taken, up to the most."""
         count, blocks, classes = len(self.kinds.all), self.arrays.blocks, len(self.arrays.near_there)
         priced = stages if terms.prices_s is None else stages + terms.prices_s[:, None, None]
-        found = np.full((classes, tracked.size, count, blocks + 1), INFINITE)
+        states = tracked.size * (groups.most + 1 if groups else 1)
+        found = np.full((classes, states, count, blocks + 1), INFINITE)
         widths = self._widths(terms.threshold_s)
         steps = np.flatnonzero(tracked.devices[tracked.after] <= terms.devices)
-        before, after, kind = tracked.before[steps], tracked.after[steps], tracked.kind[steps]
-        first = np.flatnonzero(before == 0)
-        self._put(found, 0, after[first], kind[first], priced[kind[first], 0, : int(widths[0])])
+        ways = tracked.before[steps], tracked.after[steps], tracked.kind[steps]
+        total = np.full((states, count, int(widths[0])), INFINITE)
+        total[0] = priced[:, 0, : int(widths[0])]
+        self._end(found, 0, ways, total, groups)
         for start in range(1, blocks):
             width, here = int(widths[start]), found[..., start]
             if not width or not np.isfinite(here).any():
@@ -393,9 +410,32 @@ class Walks:
             cost = (
                 np.where(busy_s <= terms.threshold_s * SLACK, sent_s, INFINITE) + priced[None, None, :, start, :width]
             )
-            total = self._continued(here, cost)
-            self._put(found, start, after, kind, total[before, kind])
+            self._end(found, start, ways, self._continued(here, cost), groups)
         return found
+
+    def _end(
+        self, found: Floats, start: int, ways: tuple[Ints, Ints, Ints], total: Floats, groups: GroupsTaken | None
+    ) -> None:
+        """Puts what stages that begin here reach: [state before, kind, length - 1] seconds."""
+        before, after, kind = ways
+        if groups is None:
+            self._put(found, start, after, kind, total[before, kind])
+            return
+        levels = groups.most + 1
+        for taken in range(1, levels):
+            used = np.arange(levels - taken)
+            states, kinds = ((before * levels)[:, None] + used).ravel(), np.repeat(kind, len(used))
+            takes = groups.taken[kinds, start, : total.shape[-1]] == taken
+            seconds = np.where(takes, total[states, kinds], INFINITE)
+            self._put(found, start, ((after * levels)[:, None] + used + taken).ravel(), kinds, seconds)
+
+    def groups_taken(self, summed: MostSummed) -> GroupsTaken:
+        """Of stages, if one group of a device sums no more than so much."""
+        most = summed.groups
+        with np.errstate(divide="ignore", invalid="ignore"):
+            taken = np.ceil(self.arrays.gradients / (summed.group[:, None, None] * SLACK))
+        taken = np.where(self.arrays.gradients > 0, np.minimum(taken, most + 1), 1)
+        return GroupsTaken(np.maximum(taken, 1).astype(np.int8), most)
 
     def _put(self, found: Floats, start: int, states: Ints, kinds: Ints, seconds: Floats) -> None:
         """[step, length - 1]: seconds until the end of a stage of such a kind that begins here, where they are less."""
