@@ -19,10 +19,10 @@ from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.planners import LeastBound, plan
 from isthmus.planners.least import with_certificate
 from isthmus.verification import Prover, verify
+from isthmus.verification.device_sets import DeviceKinds, Tracked
 from isthmus.verification.prover import BoundParts
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.search import OutOfWork, PlanSearch
-from isthmus.verification.walks import DeviceKinds, Tracked
 
 ALL = 500
 STEP = 1 if os.environ.get("ISTHMUS_FAULTS") else 25

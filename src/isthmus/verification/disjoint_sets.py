@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from isthmus.verification.device_sets import INFINITE, Tracked
 from isthmus.verification.stage_arrays import Floats, Ints
-from isthmus.verification.walks import INFINITE, Tracked
 
 
 class Together(NamedTuple):
@@ -35,8 +35,8 @@ class DisjointSets:
         for _ in range(most):
             row = value[0] + self._best[-1]
             if tracked.size > 1:
-                sums = value[tracked.part] + self._best[-1][tracked.rest]
-                row[1:] = np.maximum(row[1:], np.maximum.reduceat(sums, tracked.starts))
+                part, rest, starts = tracked.parts
+                row[1:] = np.maximum(row[1:], np.maximum.reduceat(value[part] + self._best[-1][rest], starts))
             self._best.append(row)
 
     def best(self, fewest: int) -> Together:

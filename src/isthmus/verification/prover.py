@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from isthmus.verification.bound import NEVER, Bounds
+from isthmus.verification.device_sets import DeviceKinds
 from isthmus.verification.one_replica import OneReplica
 from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.several_replicas import SeveralReplicas
 from isthmus.verification.stage_arrays import stage_arrays
-from isthmus.verification.walks import DeviceKinds, Walks, ample_bytes, walkable
+from isthmus.verification.walks import Walks, ample_bytes, walkable
 
 MOST_STATES = 4096
 """Of one replica: sets of devices that are distinguished."""

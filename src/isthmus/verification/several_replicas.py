@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from isthmus.verification.device_sets import INFINITE, Tracked, set_count
 from isthmus.verification.disjoint_sets import DisjointSets
 from isthmus.verification.stage_arrays import Floats, Ints
-from isthmus.verification.sum_limits import MostSummed
-from isthmus.verification.walks import INFINITE, KnownSums, Terms, Tracked, Walks
+from isthmus.verification.sum_limits import KnownSums, MostSummed
+from isthmus.verification.walks import Terms, Walks
 
 WHOLE = 1e-9
 """Micro-batches: so close below a whole number is one."""
@@ -95,12 +96,11 @@ class SeveralReplicas:
         self._walks, self._micro_batches = walks, micro_batches
         kinds = walks.kinds
         tracked = list(range(len(kinds.all)))
-        if math.prod((kinds.counts + 1).tolist()) > ALL_STATES:
-            tracked, size = [], 1
+        if set_count(kinds, tracked) > ALL_STATES:
+            tracked = list[int]()
             for kind in np.argsort(-kinds.speed, kind="stable").tolist():
-                if size * (kinds.counts[kind] + 1) <= most_states:
+                if set_count(kinds, (*tracked, kind)) <= most_states:
                     tracked.append(kind)
-                    size *= int(kinds.counts[kind]) + 1
         self._tracked = Tracked(kinds, tracked)
         self._free = np.array([k for k in range(len(kinds.all)) if k not in tracked], dtype=np.int64)
         self._work = walks.least_work_s()
@@ -217,7 +217,7 @@ class SeveralReplicas:
         """The intervals of periods by which disjoint sets end so many micro-batches, as far as is known; none where no
         sets do."""
         sets = DisjointSets(self._tracked, every.max(axis=0), asked.most)
-        self._walks.work += ASKED + asked.most * len(self._tracked.part)
+        self._walks.work += ASKED + asked.most * len(self._tracked.parts.part)
         found = sets.best(asked.fewest)
         if found.value < need:
             return set()

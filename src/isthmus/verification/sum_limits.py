@@ -61,12 +61,17 @@ class SumLimits:
             self._latency[a, b], self._byte_s[a, b] = link.latency_s, 1 / link.bandwidth_bytes_per_s
         regions = [fleet.device(name).region for name in devices]
         self._region = np.array([sorted(set(regions)).index(region) for region in regions])
+        self._links = GroupLinks(self._latency, self._byte_s, self._region)
 
     def most(self, seconds: float, fewest: int, most: int) -> MostSummed:
         """In this time, whichever number of replicas in fewest..most there are."""
         seconds = min(seconds, AGES_S)
-        links = GroupLinks(self._latency, self._byte_s, self._region)
-        group = np.max([links.most(seconds, replicas) for replicas in range(fewest, most + 1)], axis=0)
+        links, sites = self._links, int(self._region.max()) + 1
+        # Beyond so many replicas as there are sites, more of them change nothing for a hierarchy.
+        numbers = range(fewest, most + 1)
+        group = np.max([links.flat(seconds, replicas) for replicas in numbers], axis=0)
+        for replicas in {min(n, sites + 1) for n in numbers if n > 2}:
+            group = np.maximum(group, links.led(seconds, replicas))
         groups = 1 + self._count - fewest
         carried = links.carried(seconds, fewest)
         return MostSummed(group[self._first], np.minimum(groups * group, carried)[self._first])
@@ -133,12 +138,48 @@ class ReplicaSums:
         return bool(-np.sort(-each)[: 1 + cuts].sum() >= whole)
 
 
+class Gradients(NamedTuple):
+    """Bytes, less what rounding may add."""
+
+    whole: float
+    """Of the model."""
+    block: float
+    """Of its largest block."""
+
+
+class KnownSums:
+    """What given replicas sum: how long at least, between two times that approach each other as it is asked for."""
+
+    def __init__(self, sums: ReplicaSums, gradients: Gradients, period: float) -> None:
+        self._sums, self._gradients, self._period = sums, gradients, period
+        self._not_s, self._in_s = 0.0, np.inf
+
+    @property
+    def size(self) -> int:
+        """Entries of arrays that a question takes, about."""
+        return self._sums.size
+
+    def least_s(self, low_s: float, high_s: float) -> float:
+        """To a part of the interval; infinite above `high_s`."""
+        for seconds in (high_s, low_s, *(low_s + k / 4 * (high_s - low_s) for k in (2, 1, 3))):
+            if self._not_s < seconds < self._in_s:
+                if self._sums.possible(seconds * self._period, *self._gradients):
+                    self._in_s = seconds
+                else:
+                    self._not_s = seconds
+        return self._not_s if self._in_s <= high_s else np.inf
+
+    def most(self, sums_s: float) -> list[MostSummed]:
+        """For each replica."""
+        return self._sums.most(sums_s * self._period)
+
+
 def least_possible_s(possible: Callable[[float], bool]) -> float:
     """From below, the least time at which it becomes possible; 0 where it takes none."""
     low, high = 0.0, SHORTEST_S
     while not possible(high) and high < AGES_S:
         low, high = high, 8 * high
-    for _ in range(24 if low else 0):
+    for _ in range(16 if low else 0):
         middle = (low + high) / 2
         low, high = (low, middle) if possible(middle) else (middle, high)
     return low
@@ -167,6 +208,11 @@ class GroupLinks:
 
     def most(self, seconds: float, replicas: int) -> Floats:
         """[..., device]: bytes of one group of so many devices."""
+        found = self.flat(seconds, replicas)
+        return found if replicas == 2 else np.maximum(found, self.led(seconds, replicas))
+
+    def flat(self, seconds: float, replicas: int) -> Floats:
+        """Sharded, or in a ring."""
         part = FLOAT32_BYTES * (replicas > 2)  # parts of a buffer differ by an element
         each = self._there(seconds / 2)
         each = np.minimum(each, each.swapaxes(-1, -2))
@@ -175,8 +221,7 @@ class GroupLinks:
         if replicas == 2:
             return found
         hop = self._ring(seconds / (2 * (replicas - 1)), replicas)
-        found = np.maximum(found, np.where(hop >= 0, replicas * (hop + part), 0.0))
-        return np.maximum(found, self._led(seconds, replicas))
+        return np.maximum(found, np.where(hop >= 0, replicas * (hop + part), 0.0))
 
     def _ring(self, seconds: float, replicas: int) -> Floats:
         """Bytes that every hop of a ring carries in this time: a device has two neighbours, and a way there and back to
@@ -192,9 +237,9 @@ class GroupLinks:
         hop = np.where(np.eye(count, dtype=bool), -1.0, np.minimum(hop, hop.swapaxes(-1, -2)))
         return np.minimum(found, -np.sort(-hop, axis=-1)[..., replicas - 2])
 
-    def _led(self, seconds: float, replicas: int) -> Floats:
-        """Of a leader, by the number of sites; of another member, with a leader of its site. Rounds among leaders and
-        rounds inside sites take no less than over the best of such links."""
+    def led(self, seconds: float, replicas: int) -> Floats:
+        """Hierarchical. Of a leader, by the number of sites; of another member, with a leader of its site. Rounds among
+        leaders and rounds inside sites take no less than over the best of such links."""
         inside_s, inside_byte_s = self._best(self._inside)
         across_s, across_byte_s = self._best(self._across)
         sites = np.minimum(replicas - 1, self._known)[..., None]

@@ -16,21 +16,20 @@ micro-batches that its device holds, with the shortest round trip of any pipelin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.verification.bound import kinds_of
+from isthmus.verification.device_sets import INFINITE, DeviceKinds, Tracked
 from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.stage_arrays import Floats, StageArrays
-from isthmus.verification.sum_limits import MostSummed, ReplicaSums, SumLimits, least_possible_s
+from isthmus.verification.sum_limits import Gradients, KnownSums, MostSummed, SumLimits, least_possible_s
 
 Ints = NDArray[np.int64]
-INFINITE = float("inf")
 SLACK = 1 + 1e-9
 """Factor on a threshold: rounding must not exclude what keeps to it."""
 NARROW = 1e-9
@@ -46,87 +45,6 @@ MOST_AT_ONCE = 200_000
 """Entries of the cost of all continuations together."""
 MOST_KEPT = 4_000_000
 """Seconds of messages, twice, that are kept."""
-
-
-class DeviceKind(NamedTuple):
-    """Devices that may be exchanged for each other."""
-
-    names: Sequence[str]
-    speed: float
-    room: float
-    """Bytes; infinite where it holds the model with all micro-batches."""
-
-
-class DeviceKinds:
-    """The kinds of a fleet's devices, and the links between them as arrays [source, target].
-
-    The diagonal joins two devices of one kind; it is infinite for a kind of one device.
-    """
-
-    def __init__(self, question: Question, ample_bytes: float) -> None:
-        fleet = question.fleet
-        found: dict[tuple[int, float, float], list[str]] = {}
-        for number, names in enumerate(kinds_of(fleet)):
-            for name in names:
-                room = float(question.room_bytes(name))
-                key = number, question.flops_per_s(name), INFINITE if room >= ample_bytes else room
-                found.setdefault(key, []).append(name)
-        self.all = tuple(DeviceKind(tuple(names), speed, room) for (_, speed, room), names in found.items())
-        self.counts = np.array([len(kind.names) for kind in self.all])
-        self.speed = np.array([kind.speed for kind in self.all])
-        self.room = np.array([kind.room for kind in self.all])
-        count = len(self.all)
-        self.latency, self.byte_s = np.full((2, count, count), INFINITE)
-        self.uplink_s = np.zeros((count, count))
-        """Seconds per byte of the source's site where the link leaves it and its links share an uplink."""
-        for a, source in enumerate(self.all):
-            for b, target in enumerate(self.all):
-                if a != b or len(source.names) > 1:
-                    link = fleet.link(source.names[0], target.names[-1])
-                    self.latency[a, b], self.byte_s[a, b] = link.latency_s, 1 / link.bandwidth_bytes_per_s
-                    site = fleet.uplink(source.names[0], target.names[-1])
-                    if site is not None and site.uplink_bytes_per_s is not None:
-                        self.uplink_s[a, b] = 1 / site.uplink_bytes_per_s
-
-
-class Tracked:
-    """The states of the kinds whose devices are counted: mixed-radix numbers."""
-
-    def __init__(self, kinds: DeviceKinds, tracked: Sequence[int], counts: Sequence[int] | None = None) -> None:
-        """`counts`: of each kind's devices; by default all."""
-        self.kinds = tuple(sorted(tracked))
-        numbers = kinds.counts.tolist() if counts is None else counts
-        sizes = [numbers[k] + 1 for k in self.kinds]
-        self.size = int(np.prod(sizes, dtype=np.float64)) if sizes else 1
-        grid = np.indices(sizes).reshape(len(sizes), -1) if sizes else np.zeros((0, 1), dtype=np.int64)
-        strides = np.array([int(np.prod(sizes[k + 1 :])) for k in range(len(sizes))], dtype=np.int64)
-        self.used = grid.T
-        """[state, tracked kind]: how many devices."""
-        self.devices = self.used.sum(axis=1)
-        parts = [np.flatnonzero((self.used <= row).all(axis=1))[1:] for row in self.used]
-        self.part = np.concatenate(parts)
-        """By state, the states whose devices are among its own, but for none at all."""
-        self.rest = np.repeat(np.arange(self.size), [len(p) for p in parts]) - self.part
-        """What each of them leaves."""
-        self.starts = np.cumsum([len(p) for p in parts])[:-1]
-        """Where those of each state but the first begin."""
-        self.steps: dict[int, tuple[Ints, Ints]] = {}
-        """By kind: the states that have one left, and those that follow."""
-        for kind in range(len(kinds.all)):
-            if kind in self.kinds:
-                at = self.kinds.index(kind)
-                before = np.flatnonzero(grid[at] < numbers[kind])
-                self.steps[kind] = before, before + strides[at]
-            else:
-                self.steps[kind] = np.arange(self.size), np.arange(self.size)
-        self.before = np.concatenate([before for before, _ in self.steps.values()])
-        """Of all steps, one after another."""
-        self.after = np.concatenate([after for _, after in self.steps.values()])
-        self.kind = np.concatenate([np.full(len(before), kind) for kind, (before, _) in self.steps.items()])
-
-    def parts_of(self, state: int) -> Ints:
-        """Of a state that is not the first."""
-        return self.part[self.starts[state - 1] : self.starts[state] if state < self.size - 1 else None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,42 +84,6 @@ class Walk(NamedTuple):
     """0, the boundaries, and the number of blocks."""
     period_s: float
     """The longest that a stage or a link is busy with a micro-batch, or that a round trip holds up each."""
-
-
-class Gradients(NamedTuple):
-    """Bytes, less what rounding may add."""
-
-    whole: float
-    """Of the model."""
-    block: float
-    """Of its largest block."""
-
-
-class KnownSums:
-    """What given replicas sum: how long at least, between two times that approach each other as it is asked for."""
-
-    def __init__(self, sums: ReplicaSums, gradients: Gradients, period: float) -> None:
-        self._sums, self._gradients, self._period = sums, gradients, period
-        self._not_s, self._in_s = 0.0, INFINITE
-
-    @property
-    def size(self) -> int:
-        """Entries of arrays that a question takes, about."""
-        return self._sums.size
-
-    def least_s(self, low_s: float, high_s: float) -> float:
-        """To a part of the interval; infinite above `high_s`."""
-        for seconds in (high_s, low_s, *(low_s + k / 4 * (high_s - low_s) for k in (2, 1, 3))):
-            if self._not_s < seconds < self._in_s:
-                if self._sums.possible(seconds * self._period, *self._gradients):
-                    self._in_s = seconds
-                else:
-                    self._not_s = seconds
-        return self._not_s if self._in_s <= high_s else INFINITE
-
-    def most(self, sums_s: float) -> list[MostSummed]:
-        """For each replica."""
-        return self._sums.most(sums_s * self._period)
 
 
 class Walks:
@@ -531,9 +413,3 @@ def walkable(reading: GraphReading) -> bool:
     if constraints.objective != "time" or constraints.labels_stay or constraints.copied:
         return False
     return blocks <= MOST_BLOCKS and devices <= MOST_DEVICES and devices * blocks**2 <= MOST_ENTRIES
-
-
-def grown(tracked: Tracked, kinds: DeviceKinds, walk: Mapping[int, int]) -> list[int]:
-    """Kinds of which a walk uses more devices than there are, and that are not tracked; the most overused first."""
-    over = {k: n - int(kinds.counts[k]) for k, n in walk.items() if k not in tracked.kinds}
-    return sorted((k for k, excess in over.items() if excess > 0), key=lambda k: (-over[k], k))
