@@ -3,8 +3,11 @@ that share no device add up.
 
 A replica whose micro-batch alone takes `fill` and whose period is p ends at most `1 + (limit - sums - fill) / p` of
 them. Under thresholds p in (low, high] walks give the least fill of each set of devices. The sums of gradients take
-some time in (low, high] too: then no device has more to sum than its links carry in `high`, and the micro-batches have
-`limit - low`. Intervals of both are divided where they leave it open.
+some time in (low, high] too: then no device has more to sum than `sum_limits` says of `high`, and the micro-batches
+have `limit - low`. Intervals of both are divided where they leave it open.
+
+Where sets could end all micro-batches, each choice of them is looked at: then it is known which devices the other
+replicas have, and walks are found again for each set, with what its devices sum with those alone.
 
 Where kinds are too many to count each device, those that are not tracked have a price in micro-batches: walks pay it,
 and all such devices together are worth the sum (the Lagrangian dual of using each device once).

@@ -46,9 +46,9 @@ class MostSummed(NamedTuple):
 
 
 class SumLimits:
-    """`names`: one list of exchangeable devices for each kind."""
+    """`names`: one list of exchangeable devices for each kind. In `period` steps every parameter is summed once."""
 
-    def __init__(self, fleet: Fleet, names: Sequence[Sequence[str]]) -> None:
+    def __init__(self, fleet: Fleet, names: Sequence[Sequence[str]], period: int = 1) -> None:
         devices = [name for kind in names for name in kind]
         self._first = np.cumsum([0, *map(len, names)])[:-1]
         self._count = len(devices)
@@ -61,7 +61,9 @@ class SumLimits:
             self._latency[a, b], self._byte_s[a, b] = link.latency_s, 1 / link.bandwidth_bytes_per_s
         regions = [fleet.device(name).region for name in devices]
         self._region = np.array([sorted(set(regions)).index(region) for region in regions])
-        self._links = GroupLinks(self._latency, self._byte_s, self._region)
+        self._uneven = FLOAT32_BYTES * period
+        """Bytes: parts of a buffer differ by an element, in each step."""
+        self._links = GroupLinks(self._latency, self._byte_s, self._region, self._uneven)
 
     def most(self, seconds: float, fewest: int, most: int) -> MostSummed:
         """In this time, whichever number of replicas in fewest..most there are."""
@@ -84,7 +86,9 @@ class SumLimits:
             used = used + np.array(counts)
         if math.prod(map(len, members)) > MOST_GROUPS:
             return None
-        return ReplicaSums(members, self._kind, len(self._first), self._latency, self._byte_s, self._region)
+        return ReplicaSums(
+            members, self._kind, len(self._first), self._latency, self._byte_s, self._region, self._uneven
+        )
 
 
 class ReplicaSums:
@@ -98,18 +102,19 @@ class ReplicaSums:
         latency: Floats,
         byte_s: Floats,
         region: Ints,
+        uneven: int,
     ) -> None:
         self._replicas, self._kind, self._kinds = replicas, kind, kinds
         self._groups = np.array(list(itertools.product(*replicas)))
         pair = self._groups[:, :, None], self._groups[:, None, :]
-        self._links = GroupLinks(latency[pair], byte_s[pair], region[self._groups])
+        self._links = GroupLinks(latency[pair], byte_s[pair], region[self._groups], uneven)
         self.size = 32 * self._groups.size * len(replicas)
         """Entries of arrays that a question takes, about."""
         own = np.full(len(kind), -1)
         for number, devices in enumerate(replicas):
             own[list(devices)] = number
         apart = (own[:, None] != own) & (own[:, None] >= 0) & (own >= 0)
-        self._others = GroupLinks(np.where(apart, latency, np.inf), np.where(apart, byte_s, np.inf), region)
+        self._others = GroupLinks(np.where(apart, latency, np.inf), np.where(apart, byte_s, np.inf), region, uneven)
 
     def most(self, seconds: float) -> list[MostSummed]:
         """For each replica. All together have so many groups as they have cuts, and one more; a replica's own cuts are
@@ -188,8 +193,8 @@ def least_possible_s(possible: Callable[[float], bool]) -> float:
 class GroupLinks:
     """The links among devices of which a group is taken: [..., source, target], and the sites [..., device]."""
 
-    def __init__(self, latency: Floats, byte_s: Floats, region: Ints) -> None:
-        self._latency, self._byte_s = latency, byte_s
+    def __init__(self, latency: Floats, byte_s: Floats, region: Ints, uneven: int) -> None:
+        self._latency, self._byte_s, self._uneven = latency, byte_s, uneven
         self._inside = (region[..., :, None] == region[..., None, :]) & np.isfinite(latency)
         self._across = ~self._inside & np.isfinite(latency)
         self._sites = [region == r for r in range(int(region.max()) + 1)]
@@ -213,7 +218,7 @@ class GroupLinks:
 
     def flat(self, seconds: float, replicas: int) -> Floats:
         """Sharded, or in a ring."""
-        part = FLOAT32_BYTES * (replicas > 2)  # parts of a buffer differ by an element
+        part = self._uneven * (replicas > 2)
         each = self._there(seconds / 2)
         each = np.minimum(each, each.swapaxes(-1, -2))
         worst = -np.sort(-each, axis=-1)[..., replicas - 2]
@@ -245,7 +250,7 @@ class GroupLinks:
         sites = np.minimum(replicas - 1, self._known)[..., None]
         leader = np.zeros(self._latency.shape[:-1])
         for count in range(2, int(sites.max()) + 1):
-            part_s = FLOAT32_BYTES * np.where(self._across, self._byte_s, 0.0)
+            part_s = self._uneven * np.where(self._across, self._byte_s, 0.0)
             time_s = seconds / 2 - inside_s - self._latency + part_s
             each = self._quotient(time_s, self._byte_s / count + inside_byte_s, self._across)
             by_site = np.stack([np.where(s[..., None, :], each, 0.0).max(axis=-1) for s in self._sites], axis=-1)
@@ -257,7 +262,7 @@ class GroupLinks:
             seconds / 2
             - across_s
             - self._latency
-            + FLOAT32_BYTES * np.where(sites > 1, across_byte_s[..., 0], 0.0)[..., None]
+            + self._uneven * np.where(sites > 1, across_byte_s[..., 0], 0.0)[..., None]
         )
         each = self._quotient(time_s, self._byte_s + across_byte_s / np.maximum(sites, 1)[..., None], self._inside)
         return np.maximum(leader, np.minimum(each, leader[..., None, :]).max(axis=-1))

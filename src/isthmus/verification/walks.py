@@ -111,7 +111,7 @@ class Walks:
         blocks = np.minimum(np.arange(count)[:, None] + np.arange(count), count - 1)
         self._largest_gradients = np.maximum.accumulate(arrays.gradients[blocks, 0], axis=1)
         """[start, length - 1]: of one block."""
-        self._limits = SumLimits(question.fleet, [kind.names for kind in kinds.all])
+        self._limits = SumLimits(question.fleet, [kind.names for kind in kinds.all], question.period)
         self._gradients = Gradients(arrays.gradients[0, -1] * (1 - NARROW), arrays.gradients[:, 0].max() * (1 - NARROW))
         free = np.full(len(kinds.all), INFINITE)
         self._unlimited = MostSummed(free, free)
