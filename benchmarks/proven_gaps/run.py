@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "auto"))
 from fleets import sized_problem
 
 from harness import machine, options_of, write_figures
-from isthmus.api.proof import EFFORT, Proving, as_proven, question_of
+from isthmus.api.proof import PROVING, Proving, as_proven, question_of
 from isthmus.errors import UserError
 from isthmus.planners import plan as make_plan
 from isthmus.verification import MOST_WORK, verify
@@ -71,7 +71,7 @@ class ProcessorTime(Proving):
 
     def ended(self) -> Callable[[int], bool]:
         start_s = time.process_time()
-        return lambda work: time.process_time() - start_s > (self.seconds or 0.0) or work > EFFORT * MOST_WORK
+        return lambda work: time.process_time() - start_s > (self.seconds or 0.0) or work > PROVING * MOST_WORK
 
 
 def row(seed: int, size: tuple[int, int], seconds: float) -> Row | None:

@@ -26,6 +26,8 @@ ROUNDING = 1 + 1e-7
 """Factor between a bound and what attains it."""
 EFFORT = 0.25
 """Share of the work of a check that may be spent while planning: what is proven with it, any check proves."""
+PROVING = 0.6
+"""Share of the work of a check that may go into a bound that is raised for given seconds."""
 PLANNING_WORK = 4.5e8
 """Entries of arrays that the relaxation may fill while planning; about 10^8 are a second."""
 
@@ -44,7 +46,7 @@ class Proving(NamedTuple):
         def ended(work: int) -> bool:
             if self.seconds is None:
                 return work > PLANNING_WORK or cut_short()
-            return time.monotonic() - start_s > self.seconds or work > EFFORT * MOST_WORK or cut_short()
+            return time.monotonic() - start_s > self.seconds or work > PROVING * MOST_WORK or cut_short()
 
         return ended
 

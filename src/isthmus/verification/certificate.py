@@ -25,7 +25,7 @@ from isthmus.verification.walks import walkable
 GAP_ROUNDING = 1e-7
 """Absolute: planners call a gap of rounding errors none."""
 FIRST_WORK = 1e8
-MOST_WORK = 5e9
+MOST_WORK = 1e10
 """Entries of arrays before and after the search; about 10^8 are a second."""
 ROUNDING = 1e-7
 """Relative: between a bound and the plan that attains it."""
