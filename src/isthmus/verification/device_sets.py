@@ -63,7 +63,7 @@ def set_count(kinds: DeviceKinds, tracked: Iterable[int]) -> int:
     return math.prod(int(kinds.counts[kind]) + 1 for kind in tracked)
 
 
-class Parts(NamedTuple):
+class SetParts(NamedTuple):
     """By state, the states whose devices are among its own, but for none at all."""
 
     part: Ints
@@ -102,12 +102,12 @@ class Tracked:
         self.kind = np.concatenate([np.full(len(before), kind) for kind, (before, _) in self.steps.items()])
 
     @cached_property
-    def parts(self) -> Parts:
+    def parts(self) -> SetParts:
         """Of all states."""
         found = [np.flatnonzero((self.used <= row).all(axis=1))[1:] for row in self.used]
         counts = [len(part) for part in found]
         part = np.concatenate(found)
-        return Parts(part, np.repeat(np.arange(self.size), counts) - part, np.cumsum(counts)[:-1])
+        return SetParts(part, np.repeat(np.arange(self.size), counts) - part, np.cumsum(counts)[:-1])
 
     def parts_of(self, state: int) -> Ints:
         """Of a state that is not the first."""
