@@ -5,6 +5,7 @@ Goals are above the best plan, so that a bound that is none would show. `make te
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from math import inf
@@ -15,14 +16,15 @@ from test_verify import question_of, two_sites
 
 from isthmus.cost import Problem
 from isthmus.errors import FleetTooSmall
-from isthmus.fleet import Device, Fleet, Link, Links
+from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.planners import LeastBound, plan
 from isthmus.planners.least import with_certificate
 from isthmus.verification import Prover, verify
+from isthmus.verification.device_sets import DeviceKinds, Tracked
 from isthmus.verification.prover import BoundParts
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.search import OutOfWork, PlanSearch
-from isthmus.verification.walks import DeviceKinds, Tracked
+from isthmus.verification.sum_limits import SumLimits
 
 ALL = 500
 STEP = 1 if os.environ.get("ISTHMUS_FAULTS") else 25
@@ -87,6 +89,28 @@ def test_devices_that_are_alike_are_one_kind() -> None:
     kinds = DeviceKinds(question, 1 << 30)
     assert [len(kind.names) for kind in kinds.all] == [6, 6]
     assert Tracked(kinds, (0, 1)).size == 49
+
+
+def test_many_unlike_devices_have_a_bound() -> None:
+    """Of 40 kinds there are 2^40 sets: only some are counted."""
+    fleet = fleet_of([1e4 * (1 + k / 40) for k in range(40)], 40)
+    question = question_of(problem_of(random_graph(1, 4), fleet, micro_batches=4))
+    simple = min(part.bound_s for part in BoundParts(GraphReading(question), 1e12).all)
+    assert Prover(question, 1e12).run(lambda work: work > WORK) >= simple
+
+
+def test_replicas_sum_over_the_links_between_them() -> None:
+    """Two devices near each other and one far away: of three whole replicas the far one's link is what counts."""
+    near, far = Link(0.0, 1e6), Link(0.0, 1e3)
+    names = ["d0", "d1", "d2"]
+    routes = tuple(Route(a, b, far if "d2" in (a, b) else near) for a, b in itertools.permutations(names, 2))
+    devices = tuple(Device(name=n, region="here", flops_per_s=1e6, memory_bytes=1 << 40) for n in names)
+    limits = SumLimits(Fleet(name="far", devices=devices, links=Links(devices=routes)), [[n] for n in names])
+    # Sharded: a third of the bytes crosses each link, there and back.
+    sums = limits.of([[1, 0, 0], [0, 1, 0], [0, 0, 1]])
+    assert sums is not None and sums.possible(2.0, 3000, 0) and not sums.possible(1.9, 3000, 0)
+    pair = limits.of([[1, 0, 0], [0, 1, 0]])
+    assert pair is not None and pair.possible(1.0, 1e6, 0) and not pair.possible(0.9, 1e6, 0)
 
 
 def test_the_gap_is_told_as_it_falls_and_a_check_proves_the_bound_again() -> None:

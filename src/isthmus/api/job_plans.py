@@ -11,7 +11,7 @@ import msgspec
 
 from isthmus.api.make_plan import fleet_for, make, plan_spec, predict, read_plan, simulation_options
 from isthmus.api.observer import Observer
-from isthmus.api.proof import Proving, proven
+from isthmus.api.proof import Proving, proven, raised
 from isthmus.api.search import searched
 from isthmus.cost import Problem, step_price
 from isthmus.data.description import description_file
@@ -208,7 +208,23 @@ def _rows(names: Sequence[str], prepared: Prepared, fleet: Fleet) -> tuple[list[
         refusals += [refusal] if refusal is not None else []
         if cut_short():
             break
-    return rows, refusals
+    return _raised(problem, rows, counts), refusals
+
+
+def _raised(problem: Problem, rows: list[ComparedPlan], counts: Sequence[int]) -> list[ComparedPlan]:
+    """With the bound that the document of the best of these plans would state."""
+    timed = [row for row in rows if row.lower_bound_s is not None and row.step_s is not None]
+    steps = [row.step_s for row in timed if row.step_s is not None]
+    own = max((row.lower_bound_s for row in timed if row.lower_bound_s is not None), default=0.0)
+    if not steps or own >= min(steps) or cut_short():
+        return rows
+    found = raised(problem, LeastBound(own, exact=False), counts, min(steps))
+    return [
+        msgspec.structs.replace(row, lower_bound_s=found.bound, gap=row.step_s / found.bound - 1, exact=found.exact)
+        if row.lower_bound_s is not None and row.step_s is not None and found.bound > own
+        else row
+        for row in rows
+    ]
 
 
 def chosen_planners(text: str) -> list[str]:

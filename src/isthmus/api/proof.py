@@ -26,6 +26,8 @@ ROUNDING = 1 + 1e-7
 """Factor between a bound and what attains it."""
 EFFORT = 0.25
 """Share of the work of a check that may be spent while planning: what is proven with it, any check proves."""
+PROVING = 0.6
+"""Share of the work of a check that may go into a bound that is raised for given seconds."""
 PLANNING_WORK = 4.5e8
 """Entries of arrays that the relaxation may fill while planning; about 10^8 are a second."""
 
@@ -44,7 +46,7 @@ class Proving(NamedTuple):
         def ended(work: int) -> bool:
             if self.seconds is None:
                 return work > PLANNING_WORK or cut_short()
-            return time.monotonic() - start_s > self.seconds or work > EFFORT * MOST_WORK or cut_short()
+            return time.monotonic() - start_s > self.seconds or work > PROVING * MOST_WORK or cut_short()
 
         return ended
 
@@ -76,13 +78,23 @@ def _raised(problem: Problem, plan: Plan, counts: Sequence[int], proving: Provin
         return plan
     if proving.seconds is None and plan.planner != "auto":
         return plan  # a baseline's gap is its own distance from the best
-    step_s = plan.predicted.step_s
-    bound_s = Prover(question_of(problem, counts), step_s / ROUNDING).run(proving.ended(), proving.teller(step_s))
-    if bound_s <= certificate.lower_bound:
+    found = raised(
+        problem, LeastBound(certificate.lower_bound, certificate.exact), counts, plan.predicted.step_s, proving
+    )
+    if found.bound <= certificate.lower_bound:
         return plan
-    reached = bound_s * ROUNDING * ROUNDING >= step_s
-    found = LeastBound(step_s if reached else bound_s, exact=reached)
     return with_certificate(problem.cut_into(plan.micro_batches), plan, found, counts)
+
+
+def raised(
+    problem: Problem, least: LeastBound, counts: Sequence[int], step_s: float, proving: Proving = A_LITTLE
+) -> LeastBound:
+    """The bound, or that of the relaxation if it is higher: up to what a known plan takes."""
+    bound_s = Prover(question_of(problem, counts), step_s / ROUNDING).run(proving.ended(), proving.teller(step_s))
+    if bound_s <= least.bound:
+        return least
+    reached = bound_s * ROUNDING * ROUNDING >= step_s
+    return LeastBound(step_s if reached else bound_s, exact=reached)
 
 
 def _checked(problem: Problem, plan: Plan, counts: Sequence[int]) -> Plan:

@@ -25,7 +25,7 @@ from isthmus.verification.walks import walkable
 GAP_ROUNDING = 1e-7
 """Absolute: planners call a gap of rounding errors none."""
 FIRST_WORK = 1e8
-MOST_WORK = 5e9
+MOST_WORK = 1e10
 """Entries of arrays before and after the search; about 10^8 are a second."""
 ROUNDING = 1e-7
 """Relative: between a bound and the plan that attains it."""
@@ -93,6 +93,8 @@ def check_certificate(
     exact = not certificate.exact or _same(known, stated)
     ledger.judge("certificate.exact", exact, certificate.exact, "false: no plan was found that attains it")
     text = "proven by the bound of this check, which needs no search"
+    if any(check.walked for check in checks):
+        text = "proven by a relaxation of all plans"
     if any(check.searched for check in checks):
         text = "proven by branch and bound over all plans"
     return BoundCheck(status="proven" if holds else "refuted", own=own, proven=proven, text=text)
@@ -161,7 +163,8 @@ class _Check:
         self._reading, self._priced, self._effort, self._exists = reading, priced, effort, exists
         self._single, self._several = _simple(reading, priced)
         self.simple = min(self._single, self._several)
-        self.searched = False
+        self.walked = self.searched = False
+        """Which of both the bound needed: the relaxation, and the search."""
 
     def best(self, stated: float, *, attained: bool) -> SearchResult:
         """Infinite where no plan is at or below the bound, as far as that was to be known: a plan that attains it is
@@ -169,12 +172,14 @@ class _Check:
         reach = stated * (1 + ROUNDING if attained else 1 - ROUNDING)
         if self.simple >= reach:
             return SearchResult(NEVER, NEVER)
-        self.searched = True
         single, several = self._single, self._several
         parts = BoundParts(self._reading, reach) if walkable(self._reading) and not attained else None
         if parts is not None:
-            single, several = self._walked(parts, reach, FIRST_WORK)
-        found: list[SearchResult] = []
+            self.walked = True
+            single, several = self._relaxed(parts, reach, FIRST_WORK)
+        if min(single, several) >= reach:
+            return SearchResult(NEVER, NEVER)
+        self.searched, found = True, list[SearchResult]()
         try:
             search = PlanSearch(self._reading, priced=self._priced, effort=self._effort)
             if single < reach:
@@ -183,13 +188,14 @@ class _Check:
                 found.append(search.several(reach))
         except OutOfWork:
             if parts is not None:
-                single, several = self._walked(parts, reach, MOST_WORK)
+                single, several = self._relaxed(parts, reach, MOST_WORK)
+            self.searched = False
             bound = max(self.simple, min(single, several))
             return SearchResult(NEVER if bound >= reach else bound, NEVER)
         known = min((f.known for f in found), default=NEVER) if self._exists else NEVER
         return SearchResult(min((f.bound for f in found), default=NEVER), known)
 
-    def _walked(self, parts: BoundParts, reach: float, most: float) -> tuple[float, float]:
+    def _relaxed(self, parts: BoundParts, reach: float, most: float) -> tuple[float, float]:
         """Bounds on one replica and on several by the relaxation, up to the reach or as far as the work goes."""
 
         def ended() -> bool:

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from isthmus.verification.walks import INFINITE, Terms, Tracked, Walks, grown
+from isthmus.verification.device_sets import INFINITE, Tracked, grown, set_count
+from isthmus.verification.walks import Terms, Walks
 
 NARROW = 1e-8
 """Relative: so close above a period begins the interval of what is no faster."""
@@ -44,8 +45,8 @@ class OneReplica:
     def __init__(self, walks: Walks, micro_batches: int, goal_s: float, most_states: int) -> None:
         self._walks, self._later, self.goal_s = walks, micro_batches - 1, goal_s
         self._most_states = most_states
-        every = Tracked(walks.kinds, range(len(walks.kinds.all)))
-        self._tracked = every if every.size <= FEW_STATES else Tracked(walks.kinds, ())
+        every = range(len(walks.kinds.all))
+        self._tracked = Tracked(walks.kinds, every if set_count(walks.kinds, every) <= FEW_STATES else ())
         low = walks.shortest_period_s() * (1 - NARROW)
         # A longer period alone takes the goal.
         self._open = [PeriodInterval(0.0, low, goal_s / self._later if self._later else INFINITE)]
@@ -99,9 +100,9 @@ class OneReplica:
     def _track(self, interval: PeriodInterval) -> bool:
         """One kind more; False where the walk is a pipeline, or there would be too many states."""
         for kind in interval.repeats:
-            tracked = Tracked(self._walks.kinds, (*self._tracked.kinds, kind))
-            if tracked.size <= self._most_states:
-                self._tracked = tracked
+            tracked = *self._tracked.kinds, kind
+            if set_count(self._walks.kinds, tracked) <= self._most_states:
+                self._tracked = Tracked(self._walks.kinds, tracked)
                 heapq.heappush(self._open, interval)
                 return True
         return False

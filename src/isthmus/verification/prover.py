@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from isthmus.verification.bound import NEVER, Bounds
+from isthmus.verification.device_sets import DeviceKinds
 from isthmus.verification.one_replica import OneReplica
 from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.several_replicas import SeveralReplicas
 from isthmus.verification.stage_arrays import stage_arrays
-from isthmus.verification.walks import DeviceKinds, Walks, ample_bytes, walkable
+from isthmus.verification.walks import Walks, ample_bytes, walkable
 
 MOST_STATES = 4096
 """Of one replica: sets of devices that are distinguished."""
@@ -23,8 +24,6 @@ MOST_SETS = 512
 """Of several."""
 SLICE = 100_000_000
 """Work of the first try of a part."""
-NEAR = 1.02
-"""Ratio of the limits below which the upper one itself is tried."""
 SETTLED = 1.0005
 """Ratio of a limit that could not be proven to one that was, below which no limit between them is tried."""
 
@@ -66,22 +65,22 @@ class _One(BoundPart):
 class _Several(BoundPart):
     def __init__(self, search: SeveralReplicas, goal_s: float, simple: BoundPart) -> None:
         super().__init__(simple.bound_s, simple.words)
-        self._search, self._above_s, self.stuck = search, goal_s, False
-        self._next_s = goal_s
+        self._search, self.stuck = search, False
+        self._goal_s = self._above_s = self._next_s = goal_s
 
     def advance(self, ended: Callable[[], bool]) -> None:
-        """The goal first. Then a limit between what is proven and what could not be: above it after a success, below it
-        else."""
-        proven = self._search.proven(self._next_s, ended)
-        if proven:
-            self.bound_s = self._next_s
+        """The goal first. Then a limit between what is proven and what could not be; with finer intervals once these
+        meet."""
+        limit_s = self._next_s
+        if self._search.proven(limit_s, ended):
+            self.bound_s = limit_s
         elif not ended():
-            self._above_s = self._next_s
-        self.stuck = self._above_s <= self.bound_s * SETTLED
-        self._next_s = self._between(self._above_s if proven or not ended() else self._next_s)
-
-    def _between(self, above_s: float) -> float:
-        return above_s if above_s < self.bound_s * NEAR else (self.bound_s * above_s) ** 0.5
+            self._above_s = limit_s
+        easier = self.bound_s < limit_s < self._above_s
+        self._next_s = (self.bound_s * (limit_s if easier else self._above_s)) ** 0.5
+        if self._above_s <= self.bound_s * SETTLED and not ended():
+            self.stuck = self.bound_s >= self._goal_s or not self._search.refine()
+            self._above_s = self._next_s = self._goal_s
 
 
 class BoundParts:

@@ -3,8 +3,11 @@ that share no device add up.
 
 A replica whose micro-batch alone takes `fill` and whose period is p ends at most `1 + (limit - sums - fill) / p` of
 them. Under thresholds p in (low, high] walks give the least fill of each set of devices. The sums of gradients take
-some time in (low, high] too: then no device has more to sum than its links carry in `high`, and the micro-batches have
-`limit - low`. Intervals of both are divided where they leave it open.
+some time in (low, high] too: then no device has more to sum than `sum_limits` says of `high`, and the micro-batches
+have `limit - low`. Intervals of both are divided where they leave it open.
+
+Where sets could end all micro-batches, each choice of them is looked at: then it is known which devices the other
+replicas have, and walks are found again for each set, with what its devices sum with those alone.
 
 Where kinds are too many to count each device, those that are not tracked have a price in micro-batches: walks pay it,
 and all such devices together are worth the sum (the Lagrangian dual of using each device once).
@@ -20,8 +23,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isthmus.verification.stage_arrays import Floats
-from isthmus.verification.walks import INFINITE, Terms, Tracked, Walks
+from isthmus.verification.device_sets import INFINITE, Tracked, set_count
+from isthmus.verification.disjoint_sets import DisjointSets
+from isthmus.verification.stage_arrays import Floats, Ints
+from isthmus.verification.sum_limits import KnownSums, MostSummed
+from isthmus.verification.walks import Terms, Walks
 
 WHOLE = 1e-9
 """Micro-batches: so close below a whole number is one."""
@@ -31,8 +37,14 @@ PRICES = (0.0, 0.3, 0.6, 1.0)
 """Of devices that are not tracked. At 0 a replica may have them all, and replicas alone are counted."""
 ASKED = 20_000
 """Work of a question whose walks are known."""
-FINE = 0.002
-"""Relative width below which intervals are not divided: what is open then stays open."""
+FINE, FINEST = 0.004, 0.0002
+"""Relative widths below which intervals are not divided, at first and at last: what is open then stays open."""
+WIDER = 1.15
+"""Ratio between the ends of a range of numbers of replicas; the first numbers are ranges of their own."""
+ALL_STATES = 2048
+"""Up to so many, all kinds are tracked."""
+MOST_CHOICES = 500
+"""Of sets, of which it is known how long they sum at least."""
 
 
 @dataclass(frozen=True)
@@ -45,70 +57,91 @@ class Periods:
     most: int
     fill_s: Floats
     """[state]: the least fill with a period up to `high`."""
-    ended: Floats
-    """[state]: micro-batches, prices taken off."""
     summed: bool = False
     """Whether its walks keep to the time for sums; without that, walks are found once for all of them."""
 
 
 class Asked(NamedTuple):
-    """Of so many replicas: micro-batches have this time, and sums no more than theirs."""
+    """Of so many replicas, that sum for low_s to high_s: they end by the limit."""
 
-    time_s: float
-    sums_s: float
+    limit_s: float
+    low_s: float
+    high_s: float
     fewest: int
     most: int
 
-    def terms(self, threshold_s: float, more_than: int, prices_s: Floats) -> Terms:
-        return Terms(
-            threshold_s=threshold_s,
-            more_than=more_than,
-            prices_s=prices_s if prices_s.any() else None,
-            sums_s=self.sums_s,
-            replicas=self.fewest,
-        )
+    @property
+    def time_s(self) -> float:
+        """For micro-batches."""
+        return self.limit_s - self.low_s
 
 
-class Together(NamedTuple):
-    """The most micro-batches of disjoint sets of devices, and the sets."""
+class Intervals(NamedTuple):
+    """All periods."""
 
-    micro_batches: float
-    states: tuple[int, ...]
+    each: list[Periods]
+    prices: Floats
+
+    def ended(self, time_s: float) -> Floats:
+        """[interval, state]: micro-batches of one replica in this time, prices taken off; minus infinity for none."""
+        fill_s = np.stack([periods.fill_s for periods in self.each])
+        low, most = (np.array([[getattr(p, name)] for p in self.each]) for name in ("low", "most"))
+        ended = 1 + (time_s - fill_s) / low
+        if not self.prices.any():
+            ended = np.where(fill_s <= time_s, np.floor(ended + WHOLE), -INFINITE)
+        return np.minimum(ended, most)
 
 
 class SeveralReplicas:
     """The question of one problem. `least_sums_s`: what sums of gradients take at least."""
 
     def __init__(self, walks: Walks, micro_batches: int, least_sums_s: float, most_states: int) -> None:
-        self._walks, self._micro_batches, self._least_sums_s = walks, micro_batches, least_sums_s
+        self._walks, self._micro_batches = walks, micro_batches
         kinds = walks.kinds
-        tracked = list[int]()
-        for kind in np.argsort(-kinds.speed, kind="stable").tolist():
-            if Tracked(kinds, (*tracked, kind)).size <= most_states:
-                tracked.append(kind)
+        tracked = list(range(len(kinds.all)))
+        if set_count(kinds, tracked) > ALL_STATES:
+            tracked = list[int]()
+            for kind in np.argsort(-kinds.speed, kind="stable").tolist():
+                if set_count(kinds, (*tracked, kind)) <= most_states:
+                    tracked.append(kind)
         self._tracked = Tracked(kinds, tracked)
         self._free = np.array([k for k in range(len(kinds.all)) if k not in tracked], dtype=np.int64)
         self._work = walks.least_work_s()
-        most = min(int(kinds.counts.sum()), micro_batches)
-        ends = [2, 3, *itertools.takewhile(lambda n: n <= most, (1 << k for k in itertools.count(2))), most + 1]
-        self._replicas = [(a, b - 1) for a, b in itertools.pairwise(sorted({end for end in ends if end <= most + 1}))]
+        self._devices = int(kinds.counts.sum())
+        most = min(self._devices, micro_batches)
+        ends = [2]
+        while ends[-1] <= most:
+            ends.append(min(max(ends[-1] + 1, int(ends[-1] * WIDER)), most + 1))
+        self._replicas = [(a, b - 1) for a, b in itertools.pairwise(ends)]
         """Ranges of their number."""
         self._fills: dict[Hashable, Floats] = {}
+        self._least_sums = {x: max(least_sums_s, walks.least_sums_s(*x)) for x in self._replicas}
+        self._known: dict[tuple[int, ...], tuple[Ints, KnownSums | None]] = {}
+        """By choice of sets: [replica, kind], how many devices, and their sums."""
+        self._parts: dict[tuple[int, ...], Tracked] = {}
+        self._fine = FINE
+        self._fills_of: dict[Hashable, float] = {}
+        self._shortest_s = walks.shortest_period_s() * (1 - 1e-9)
+
+    def refine(self) -> bool:
+        """Divides intervals further than before; False where that is of no use."""
+        self._fine /= 4
+        return self._fine >= FINEST
 
     def proven(self, limit_s: float, ended: Callable[[], bool]) -> bool:
         """Whether no plan of two replicas or more takes less; False where that was not settled."""
-        first = self._least_sums_s
         # The same edges for every limit: walks are solved once for all of them.
-        unit = self._walks.shortest_period_s() / 4
-        ends = itertools.takewhile(lambda end: end < limit_s, (first + unit * 4**k for k in itertools.count()))
-        edges = list(itertools.pairwise([first, *ends, limit_s])) if first < limit_s else []
-        todo = [(replicas, *ends) for replicas in self._replicas for ends in edges]
+        unit = self._shortest_s / 4
+        todo = list[tuple[tuple[int, int], float, float]]()
+        for replicas, first in self._least_sums.items():
+            ends = itertools.takewhile(lambda end: end < limit_s, (first + unit * 4**k for k in itertools.count()))
+            todo += [(replicas, *ends) for ends in itertools.pairwise([first, *ends, limit_s]) if first < limit_s]
         while todo:
             replicas, low, high = todo.pop()
             thin = (high - low) / limit_s
-            asked = Asked(limit_s - low, high, *replicas)
-            if not self._too_few(asked, max(thin, FINE), ended):
-                if thin < FINE or ended():
+            asked = Asked(limit_s, low, high, *replicas)
+            if not self._too_few(asked, max(thin, self._fine), ended):
+                if thin < self._fine or ended():
                     return False
                 middle = (low + high) / 2
                 todo += [(replicas, low, middle), (replicas, middle, high)]
@@ -125,74 +158,135 @@ class SeveralReplicas:
     def _few_at(self, asked: Asked, fine: float, part: float, ended: Callable[[], bool]) -> bool:
         """As `_too_few`, where devices that are not tracked have this part of the price of what they end alone, if
         nothing else took time."""
-        prices = np.zeros(len(self._walks.kinds.all))
-        prices[self._free] = part * asked.time_s / self._work[self._free]
-        left = float((prices * self._walks.kinds.counts)[self._free].sum())
-        if left >= self._micro_batches:
-            return False
-        looked = self._coarse(asked, prices)
-        while looked:
-            every = np.stack([periods.ended for periods in looked])
-            found = self._best(every.max(axis=0), asked.most)
-            if found.micro_batches + left < self._micro_batches - WHOLE:
+        prices, counts = np.zeros(len(self._work)), self._walks.kinds.counts
+        # Prices that many limits share: walks are solved once for all of them.
+        worth_s = self._shortest_s * COARSE ** math.ceil(math.log(asked.time_s / self._shortest_s, COARSE))
+        prices[self._free] = part * worth_s / self._work[self._free]
+        left = float((prices * counts)[self._free].sum())
+        looked = self._coarse(asked, prices, ended) if left < self._micro_batches else None
+        while looked is not None and not ended():
+            if not looked.each:
                 return True
-            critical = {int(every[:, state].argmax()) for state in found.states}
-            widest = max(critical, key=lambda k: (not looked[k].summed, looked[k].high / looked[k].low), default=-1)
-            if widest < 0 or ended():
-                return False
-            wide = looked.pop(widest)
+            every = looked.ended(asked.time_s)
+            open_ = self._enough(looked, every, asked, self._micro_batches - left - WHOLE, ended)
+            if not open_:
+                return True
+            widest = max(open_, key=lambda k: (not looked.each[k].summed, looked.each[k].high / looked.each[k].low))
+            wide = looked.each.pop(widest)
             if not wide.summed:
-                fill_s = self._fill(asked.terms(wide.high, wide.more_than, wide.low * prices))
-                looked.append(self._ended(asked, replace(wide, summed=True, fill_s=fill_s), wide.low))
-                continue
-            if wide.high <= wide.low * (1 + fine):
+                wide = replace(wide, summed=True)
+                looked.each.append(replace(wide, fill_s=self._fill(self._terms(asked, wide.high, wide, prices))))
+            elif wide.most == 1 or wide.high <= wide.low * (1 + fine):
                 return False
-            middle = (wide.low * min(wide.high, max(4 * wide.low, asked.time_s))) ** 0.5
-            looked.append(self._ended(asked, wide, middle))
-            terms = asked.terms(middle, wide.more_than, wide.low * prices)
-            faster = replace(wide, high=middle, fill_s=self._fill(terms))
-            looked.append(self._ended(asked, faster, wide.low))
-        return left < self._micro_batches
+            else:
+                middle = (wide.low * min(wide.high, max(4 * wide.low, asked.time_s))) ** 0.5
+                fill_s = self._fill(self._terms(asked, middle, wide, prices))
+                looked.each.extend([replace(wide, low=middle), replace(wide, high=middle, fill_s=fill_s)])
+        return False
 
-    def _coarse(self, asked: Asked, prices: Floats) -> list[Periods]:
+    def _terms(self, asked: Asked, threshold_s: float, periods: Periods, prices: Floats) -> Terms:
+        return Terms(
+            threshold_s=threshold_s,
+            more_than=periods.more_than,
+            prices_s=periods.low * prices if prices.any() else None,
+            sums_s=asked.high_s if periods.summed else INFINITE,
+            fewest=asked.fewest,
+            most=asked.most,
+            devices=self._devices - (asked.fewest if periods.summed else 2) + 1,
+        )
+
+    def _coarse(self, asked: Asked, prices: Floats, ended: Callable[[], bool]) -> Intervals | None:
         """Intervals from the shortest period on, whatever sums take. A period above the time leaves one micro-batch."""
-        free = asked._replace(sums_s=INFINITE, fewest=2)
-        shortest_s = self._walks.shortest_period_s() * (1 - 1e-9)
-        count = max(1, math.ceil(math.log(max(asked.time_s / shortest_s, 1.0)) / math.log(COARSE)))
-        edges = [*(shortest_s * COARSE**k for k in range(count + 1)), INFINITE]
-        found: list[Periods] = []
-        for more_than, most in self._walks.held_ranges(self._micro_batches - 1):
+        count = max(1, math.ceil(math.log(max(asked.time_s / self._shortest_s, 1.0)) / math.log(COARSE)))
+        most_each = self._micro_batches - asked.fewest + 1
+        if most_each == 1:
+            count = 0
+        edges = [*(self._shortest_s * COARSE**k for k in range(count + 1)), INFINITE]
+        found = Intervals([], prices)
+        for more_than, most in self._walks.held_ranges(most_each):
             for low, high in reversed(list(itertools.pairwise(edges))):
-                fill_s = self._fill(free.terms(high, more_than, low * prices))
+                if ended():
+                    return None
+                periods = Periods(low, high, more_than, most, prices)
+                fill_s = self._fill(self._terms(asked, high, periods, prices))
                 if not (fill_s <= asked.time_s + 1e9 * bool(prices.any())).any():
                     break  # no walk is as fast: none is faster
-                found.append(self._ended(asked, Periods(low, high, more_than, most, fill_s, fill_s), low))
+                found.each.append(replace(periods, fill_s=fill_s))
         return found
 
-    def _ended(self, asked: Asked, periods: Periods, low: float) -> Periods:
-        """With periods of `low` at least."""
-        ended = 1 + (asked.time_s - periods.fill_s) / low
-        if not len(self._free):
-            ended = np.where(periods.fill_s <= asked.time_s, np.floor(ended + WHOLE), 0.0)
-        ended = np.where(np.isfinite(periods.fill_s), np.minimum(ended, periods.most), 0.0)
-        return replace(periods, low=low, ended=np.maximum(ended, 0.0))
+    def _enough(
+        self, looked: Intervals, every: Floats, asked: Asked, need: float, ended: Callable[[], bool]
+    ) -> set[int]:
+        """The intervals of periods by which disjoint sets end so many micro-batches, as far as is known; none where no
+        sets do."""
+        sets = DisjointSets(self._tracked, every.max(axis=0), asked.most)
+        self._walks.work += ASKED + asked.most * len(self._tracked.parts.part)
+        found = sets.best(asked.fewest)
+        if found.value < need:
+            return set()
+        unknown = {int(every[:, state].argmax()) for state in found.states}
+        if len(self._free) or asked.fewest < asked.most:
+            return unknown
+        for number, choice in enumerate(sets.choices(need)):
+            if number == MOST_CHOICES or ended():
+                return unknown
+            open_ = self._enough_of(choice, looked, asked, need)
+            if open_:
+                return open_
+        return set()
 
-    def _best(self, most: Floats, replicas: int) -> Together:
-        """By states in the order of their numbers: a set is one replica's own and a smaller set, or a smaller set. No
-        more replicas than that have no tracked device, and none ends more than the best."""
-        best, chosen = np.zeros(len(most)), np.zeros(len(most), dtype=np.int64)
-        for state, parts in enumerate(self._tracked.parts):
-            if len(parts):
-                values = most[parts] + best[state - parts]
-                k = int(values.argmax())
-                best[state], chosen[state] = values[k], parts[k]
-        state, states = len(most) - 1, list[int]()
-        while state:
-            states.append(int(chosen[state]))
-            state -= states[-1]
-        apart = Together(float(best[-1]) + replicas * float(most[0]), tuple({*states, 0}))
-        alike = Together(replicas * float(most.max()), (int(most.argmax()),))
-        return min(apart, alike)  # neither is exceeded
+    def _enough_of(self, choice: tuple[int, ...], looked: Intervals, asked: Asked, need: float) -> set[int]:
+        """As `_enough`, of these sets: each sums with the devices of the others alone."""
+        if choice not in self._known:
+            replicas = np.zeros((len(choice), len(self._walks.kinds.all)), dtype=np.int64)
+            replicas[:, list(self._tracked.kinds)] = self._tracked.used[list(choice)]
+            self._known[choice] = replicas, self._walks.sums_of(replicas.tolist())
+        replicas, sums = self._known[choice]
+        self._walks.work += ASKED + (sums.size if sums else 0)
+        least_s = sums.least_s(asked.low_s, asked.high_s) if sums else 0.0
+        if least_s == INFINITE:
+            return set()
+        time_s = asked.limit_s - max(asked.low_s, least_s)
+        every = looked.ended(time_s)[:, list(choice)]
+        most, chosen = every.max(axis=0), every.argmax(axis=0)
+        for replica, summed in enumerate(sums.most(asked.high_s) if sums else ()):
+            if most.sum() < need:
+                break
+            most[replica], chosen[replica] = self._ended_of(
+                replicas[replica], summed, every[:, replica], time_s, looked, asked
+            )
+        return set(chosen.tolist()) if most.sum() >= need else set()
+
+    def _ended_of(
+        self, devices: Ints, summed: MostSummed, most: Floats, time_s: float, looked: Intervals, asked: Asked
+    ) -> tuple[float, int]:
+        """The most micro-batches of a replica of these devices that sum so much, and with which periods."""
+        best, chosen = -INFINITE, 0
+        for at in np.argsort(-most, kind="stable").tolist():
+            if most[at] <= best:
+                break
+            periods = looked.each[at]
+            terms = replace(self._terms(asked, periods.high, periods, looked.prices), summed=summed)
+            fill_s = self._fill_of(tuple(devices.tolist()), terms)
+            ended = (
+                min(math.floor(1 + (time_s - fill_s) / periods.low + WHOLE), periods.most) if fill_s <= time_s else best
+            )
+            if ended > best:
+                best, chosen = ended, at
+        return best, chosen
+
+    def _fill_of(self, devices: tuple[int, ...], terms: Terms) -> float:
+        """The least fill of exactly these devices."""
+        self._walks.work += ASKED
+        assert terms.summed is not None, "of whom the other replicas are is known"
+        groups = self._walks.groups_taken(terms.summed)
+        key = devices, self._walks.alike(terms), groups.most, groups.taken.tobytes()
+        if key not in self._fills_of:
+            if devices not in self._parts:
+                self._parts[devices] = Tracked(self._walks.kinds, self._tracked.kinds, devices)
+            found = self._walks.solve(self._parts[devices], terms, self._walks.stages(terms), groups)
+            self._fills_of[key] = float(found[:, -groups.most - 1 :, :, -1].min())
+        return self._fills_of[key]
 
     def _fill(self, terms: Terms) -> Floats:
         """[state]: the least fill."""

@@ -16,22 +16,23 @@ micro-batches that its device holds, with the shortest round trip of any pipelin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.verification.bound import kinds_of
+from isthmus.verification.device_sets import INFINITE, DeviceKinds, Tracked
 from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.stage_arrays import Floats, StageArrays
+from isthmus.verification.sum_limits import Gradients, KnownSums, MostSummed, SumLimits, least_possible_s
 
 Ints = NDArray[np.int64]
-INFINITE = float("inf")
 SLACK = 1 + 1e-9
 """Factor on a threshold: rounding must not exclude what keeps to it."""
+NARROW = 1e-9
 
 
 MOST_BLOCKS = 400
@@ -40,100 +41,10 @@ MOST_ENTRIES = 1_500_000
 """Of a table of stages by kinds."""
 EACH = 5_000
 """Entries that take as long as it takes to begin with an array: about 10^8 are a second."""
-AGES_S = 1e30
 MOST_AT_ONCE = 200_000
 """Entries of the cost of all continuations together."""
 MOST_KEPT = 4_000_000
 """Seconds of messages, twice, that are kept."""
-
-
-class DeviceKind(NamedTuple):
-    """Devices that may be exchanged for each other."""
-
-    names: Sequence[str]
-    speed: float
-    room: float
-    """Bytes; infinite where it holds the model with all micro-batches."""
-
-
-class DeviceKinds:
-    """The kinds of a fleet's devices, and the links between them as arrays [source, target].
-
-    The diagonal joins two devices of one kind; it is infinite for a kind of one device.
-    """
-
-    def __init__(self, question: Question, ample_bytes: float) -> None:
-        fleet = question.fleet
-        found: dict[tuple[int, float, float], list[str]] = {}
-        for number, names in enumerate(kinds_of(fleet)):
-            for name in names:
-                room = float(question.room_bytes(name))
-                key = number, question.flops_per_s(name), INFINITE if room >= ample_bytes else room
-                found.setdefault(key, []).append(name)
-        self.all = tuple(DeviceKind(tuple(names), speed, room) for (_, speed, room), names in found.items())
-        self.counts = np.array([len(kind.names) for kind in self.all])
-        self.speed = np.array([kind.speed for kind in self.all])
-        self.room = np.array([kind.room for kind in self.all])
-        self._regions = {device.region for device in fleet.devices}
-        count = len(self.all)
-        self.latency, self.byte_s = np.full((2, count, count), INFINITE)
-        self.uplink_s = np.zeros((count, count))
-        """Seconds per byte of the source's site where the link leaves it and its links share an uplink."""
-        for a, source in enumerate(self.all):
-            for b, target in enumerate(self.all):
-                if a != b or len(source.names) > 1:
-                    link = fleet.link(source.names[0], target.names[-1])
-                    self.latency[a, b], self.byte_s[a, b] = link.latency_s, 1 / link.bandwidth_bytes_per_s
-                    site = fleet.uplink(source.names[0], target.names[-1])
-                    if site is not None and site.uplink_bytes_per_s is not None:
-                        self.uplink_s[a, b] = 1 / site.uplink_bytes_per_s
-
-    def most_summed(self, seconds: float, replicas: int) -> Floats:
-        """[kind]: bytes of gradients that a device of one of so many replicas, or more, sums at most in this time.
-
-        Of two replicas, what both hold crosses their link there and back in two rounds. Of more, by whichever
-        collective, a device sends and receives what it sums at least once; sharded or in a ring, 2 (R - 1) / R times.
-        A link is of use if two latencies leave time for it.
-        """
-        others = self.counts[None, :] - np.eye(len(self.all))
-        rate = np.where(np.isfinite(self.byte_s), 1 / self.byte_s, 0.0)
-        rounds = 2 if replicas == 2 else 1
-        usable = np.isfinite(self.latency) & (2 * self.latency <= seconds)
-        latency_s, rate = np.where(usable, rounds * self.latency, 0.0), np.where(usable, rate, 0.0)
-        carried = np.where(usable, (min(seconds, AGES_S) - latency_s) * rate, 0.0)
-        if replicas == 2:
-            return (others * np.minimum(carried, carried.T)).sum(axis=1)
-        led = 1 < len(self._regions) < int(self.counts.sum())
-        times = 1.0 if led else 2 * (replicas - 1) / replicas
-        return np.minimum((others * carried).sum(axis=1), (others * carried.T).sum(axis=1)) / times
-
-
-class Tracked:
-    """The states of the kinds whose devices are counted: mixed-radix numbers."""
-
-    def __init__(self, kinds: DeviceKinds, tracked: Sequence[int]) -> None:
-        self.kinds = tuple(sorted(tracked))
-        sizes = [int(kinds.counts[k]) + 1 for k in self.kinds]
-        self.size = int(np.prod(sizes, dtype=np.float64)) if sizes else 1
-        grid = np.indices(sizes).reshape(len(sizes), -1) if sizes else np.zeros((0, 1), dtype=np.int64)
-        strides = np.array([int(np.prod(sizes[k + 1 :])) for k in range(len(sizes))], dtype=np.int64)
-        self.used = grid.T
-        """[state, tracked kind]: how many devices."""
-        self.parts = [np.flatnonzero((self.used <= row).all(axis=1))[1:] for row in self.used]
-        """[state]: the states whose devices are among its own, but for none at all."""
-        self.steps: dict[int, tuple[Ints, Ints]] = {}
-        """By kind: the states that have one left, and those that follow."""
-        for kind in range(len(kinds.all)):
-            if kind in self.kinds:
-                at = self.kinds.index(kind)
-                before = np.flatnonzero(grid[at] < kinds.counts[kind])
-                self.steps[kind] = before, before + strides[at]
-            else:
-                self.steps[kind] = np.arange(self.size), np.arange(self.size)
-        self.before = np.concatenate([before for before, _ in self.steps.values()])
-        """Of all steps, one after another."""
-        self.after = np.concatenate([after for _, after in self.steps.values()])
-        self.kind = np.concatenate([np.full(len(before), kind) for kind, (before, _) in self.steps.items()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +59,21 @@ class Terms:
     """[kind]: added for each device of that kind."""
     sums_s: float = INFINITE
     """Most that sums of gradients may take."""
-    replicas: int = 2
-    """That sum them, at least."""
+    fewest: int = 2
+    most: int = 2
+    """Replicas that sum them."""
+    devices: int = MOST_DEVICES
+    """Tracked ones of one replica, at most."""
+    summed: MostSummed | None = None
+    """What these devices sum at most, where it is known of whom the other replicas are."""
+
+
+class GroupsTaken(NamedTuple):
+    """How many groups with other replicas' devices stages sum in at least, and how many there are."""
+
+    taken: NDArray[np.int8]
+    """[kind, start, length - 1]."""
+    most: int
 
 
 class Walk(NamedTuple):
@@ -167,7 +91,7 @@ class Walks:
 
     def __init__(self, arrays: StageArrays, kinds: DeviceKinds, question: Question) -> None:
         self.arrays, self.kinds, self._question = arrays, kinds, question
-        self.work = 0
+        self.work, self._period = 0, question.period
         speed = kinds.speed[:, None, None]
         again = 2 if question.recompute else 1
         self._compute_s = [(arrays.forward * (1 + n) + arrays.backward)[None] / speed for n in range(again)]
@@ -183,6 +107,14 @@ class Walks:
             self._held.append(np.where(free < 0, -1.0, held))
         self._far_s = self._far()
         self._gradient_sizes = np.unique(arrays.gradients)
+        count = arrays.blocks
+        blocks = np.minimum(np.arange(count)[:, None] + np.arange(count), count - 1)
+        self._largest_gradients = np.maximum.accumulate(arrays.gradients[blocks, 0], axis=1)
+        """[start, length - 1]: of one block."""
+        self._limits = SumLimits(question.fleet, [kind.names for kind in kinds.all], question.period)
+        self._gradients = Gradients(arrays.gradients[0, -1] * (1 - NARROW), arrays.gradients[:, 0].max() * (1 - NARROW))
+        free = np.full(len(kinds.all), INFINITE)
+        self._unlimited = MostSummed(free, free)
         joined = np.isfinite(kinds.byte_s)
         self._byte_s = np.where(joined, kinds.byte_s, 0.0)
         self._latency = np.where(joined, kinds.latency, 0.0)
@@ -260,8 +192,10 @@ class Walks:
         """[kind, start, length - 1]: seconds of compute; infinite where a stage cannot keep to the terms."""
         arrays, limit_s = self.arrays, terms.threshold_s * SLACK
         allowed = np.ones_like(self._compute_s[0], dtype=bool)
-        if np.isfinite(terms.sums_s):
-            allowed = arrays.gradients <= self._most_summed(terms)[:, None, None] * SLACK
+        summed = self._summed(terms)
+        if np.isfinite(summed.stage).any():
+            allowed = arrays.gradients <= summed.stage[:, None, None] * SLACK
+            allowed &= self._largest_gradients <= summed.group[:, None, None] * SLACK
         gpipe = self._question.schedule == "gpipe"
         least = terms.more_than + 1 if gpipe else 1
         options = [
@@ -272,14 +206,39 @@ class Walks:
             return np.minimum.reduce(options)
         return self._held_up(terms, options)
 
-    def _most_summed(self, terms: Terms) -> Floats:
-        return self.kinds.most_summed(terms.sums_s * self._question.period * SLACK, terms.replicas)
+    def _summed(self, terms: Terms) -> MostSummed:
+        return terms.summed or self.most_summed(terms.sums_s, terms.fewest, terms.most)
+
+    def most_summed(self, sums_s: float, fewest: int, most: int) -> MostSummed:
+        """In the mean over a period's steps."""
+        if not np.isfinite(sums_s):
+            return self._unlimited
+        return self._limits.most(sums_s * self._period * SLACK, fewest, most)
+
+    def least_sums_s(self, fewest: int, most: int) -> float:
+        """What sums of so many replicas take at least: so many devices hold the largest block, and all together sum the
+        model so many times."""
+        counts = self.kinds.counts
+
+        def possible(sums_s: float) -> bool:
+            summed = self.most_summed(sums_s, fewest, most)
+            together = (counts * np.minimum(summed.stage, self._gradients.whole)).sum()
+            enough = together >= fewest * self._gradients.whole
+            return bool(enough and counts[summed.group >= self._gradients.block].sum() >= fewest)
+
+        return least_possible_s(possible)
+
+    def sums_of(self, replicas: Sequence[Sequence[int]]) -> KnownSums | None:
+        """Of these replicas: [replica, kind], how many devices. None where they have too many groups to look at."""
+        sums = self._limits.of(replicas)
+        return None if sums is None else KnownSums(sums, self._gradients, self._period * SLACK)
 
     def alike(self, terms: Terms) -> Hashable:
         """The same for terms that allow the same stages, at the same prices."""
-        ranks = np.searchsorted(self._gradient_sizes, self._most_summed(terms) * SLACK, side="right")
+        summed = self._summed(terms)
+        ranks = [np.searchsorted(self._gradient_sizes, x * SLACK, side="right").tobytes() for x in summed[:2]]
         prices = terms.prices_s.tobytes() if terms.prices_s is not None else b""
-        return terms.threshold_s, terms.more_than, ranks.tobytes(), prices
+        return terms.threshold_s, terms.more_than, terms.devices, *ranks, prices
 
     def _held_up(self, terms: Terms, options: Sequence[Floats]) -> Floats:
         """Without stages whose round trip over what they hold exceeds the threshold. From the last block on: `home_s`
@@ -312,14 +271,19 @@ class Walks:
                 self.work += through_s.size + EACH
         return kept
 
-    def solve(self, tracked: Tracked, terms: Terms, stages: Floats) -> Floats:
-        """[class, state, kind, end]: the least fill of the first `end` blocks, prices included."""
+    def solve(self, tracked: Tracked, terms: Terms, stages: Floats, groups: GroupsTaken | None = None) -> Floats:
+        """[class, state, kind, end]: the least fill of the first `end` blocks, prices included. With groups, there is a
+        state for each number of groups that are taken, up to the most."""
         count, blocks, classes = len(self.kinds.all), self.arrays.blocks, len(self.arrays.near_there)
         priced = stages if terms.prices_s is None else stages + terms.prices_s[:, None, None]
-        found = np.full((classes, tracked.size, count, blocks + 1), INFINITE)
+        states = tracked.size * (groups.most + 1 if groups else 1)
+        found = np.full((classes, states, count, blocks + 1), INFINITE)
         widths = self._widths(terms.threshold_s)
-        first = np.flatnonzero(tracked.before == 0)
-        self._put(found, 0, tracked.after[first], tracked.kind[first], priced[tracked.kind[first], 0, : int(widths[0])])
+        steps = np.flatnonzero(tracked.devices[tracked.after] <= terms.devices)
+        ways = tracked.before[steps], tracked.after[steps], tracked.kind[steps]
+        total = np.full((states, count, int(widths[0])), INFINITE)
+        total[0] = priced[:, 0, : int(widths[0])]
+        self._end(found, 0, ways, total, groups)
         for start in range(1, blocks):
             width, here = int(widths[start]), found[..., start]
             if not width or not np.isfinite(here).any():
@@ -328,9 +292,32 @@ class Walks:
             cost = (
                 np.where(busy_s <= terms.threshold_s * SLACK, sent_s, INFINITE) + priced[None, None, :, start, :width]
             )
-            total = self._continued(here, cost)
-            self._put(found, start, tracked.after, tracked.kind, total[tracked.before, tracked.kind])
+            self._end(found, start, ways, self._continued(here, cost), groups)
         return found
+
+    def _end(
+        self, found: Floats, start: int, ways: tuple[Ints, Ints, Ints], total: Floats, groups: GroupsTaken | None
+    ) -> None:
+        """Puts what stages that begin here reach: [state before, kind, length - 1] seconds."""
+        before, after, kind = ways
+        if groups is None:
+            self._put(found, start, after, kind, total[before, kind])
+            return
+        levels = groups.most + 1
+        for taken in range(1, levels):
+            used = np.arange(levels - taken)
+            states, kinds = ((before * levels)[:, None] + used).ravel(), np.repeat(kind, len(used))
+            takes = groups.taken[kinds, start, : total.shape[-1]] == taken
+            seconds = np.where(takes, total[states, kinds], INFINITE)
+            self._put(found, start, ((after * levels)[:, None] + used + taken).ravel(), kinds, seconds)
+
+    def groups_taken(self, summed: MostSummed) -> GroupsTaken:
+        """Of stages, if one group of a device sums no more than so much."""
+        most = summed.groups
+        with np.errstate(divide="ignore", invalid="ignore"):
+            taken = np.ceil(self.arrays.gradients / (summed.group[:, None, None] * SLACK))
+        taken = np.where(self.arrays.gradients > 0, np.minimum(taken, most + 1), 1)
+        return GroupsTaken(np.maximum(taken, 1).astype(np.int8), most)
 
     def _put(self, found: Floats, start: int, states: Ints, kinds: Ints, seconds: Floats) -> None:
         """[step, length - 1]: seconds until the end of a stage of such a kind that begins here, where they are less."""
@@ -426,9 +413,3 @@ def walkable(reading: GraphReading) -> bool:
     if constraints.objective != "time" or constraints.labels_stay or constraints.copied:
         return False
     return blocks <= MOST_BLOCKS and devices <= MOST_DEVICES and devices * blocks**2 <= MOST_ENTRIES
-
-
-def grown(tracked: Tracked, kinds: DeviceKinds, walk: Mapping[int, int]) -> list[int]:
-    """Kinds of which a walk uses more devices than there are, and that are not tracked; the most overused first."""
-    over = {k: n - int(kinds.counts[k]) for k, n in walk.items() if k not in tracked.kinds}
-    return sorted((k for k, excess in over.items() if excess > 0), key=lambda k: (-over[k], k))

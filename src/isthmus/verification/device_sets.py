@@ -1,0 +1,121 @@
+"""Devices that may be exchanged for each other, and sets of them as numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.verification.bound import kinds_of
+from isthmus.verification.question import Question
+
+Ints = NDArray[np.int64]
+INFINITE = float("inf")
+
+
+class DeviceKind(NamedTuple):
+    """Devices that may be exchanged for each other."""
+
+    names: Sequence[str]
+    speed: float
+    room: float
+    """Bytes; infinite where it holds the model with all micro-batches."""
+
+
+class DeviceKinds:
+    """The kinds of a fleet's devices, and the links between them as arrays [source, target].
+
+    The diagonal joins two devices of one kind; it is infinite for a kind of one device.
+    """
+
+    def __init__(self, question: Question, ample_bytes: float) -> None:
+        fleet = question.fleet
+        found: dict[tuple[int, float, float], list[str]] = {}
+        for number, names in enumerate(kinds_of(fleet)):
+            for name in names:
+                room = float(question.room_bytes(name))
+                key = number, question.flops_per_s(name), INFINITE if room >= ample_bytes else room
+                found.setdefault(key, []).append(name)
+        self.all = tuple(DeviceKind(tuple(names), speed, room) for (_, speed, room), names in found.items())
+        self.counts = np.array([len(kind.names) for kind in self.all])
+        self.speed = np.array([kind.speed for kind in self.all])
+        self.room = np.array([kind.room for kind in self.all])
+        count = len(self.all)
+        self.latency, self.byte_s = np.full((2, count, count), INFINITE)
+        self.uplink_s = np.zeros((count, count))
+        """Seconds per byte of the source's site where the link leaves it and its links share an uplink."""
+        for a, source in enumerate(self.all):
+            for b, target in enumerate(self.all):
+                if a != b or len(source.names) > 1:
+                    link = fleet.link(source.names[0], target.names[-1])
+                    self.latency[a, b], self.byte_s[a, b] = link.latency_s, 1 / link.bandwidth_bytes_per_s
+                    site = fleet.uplink(source.names[0], target.names[-1])
+                    if site is not None and site.uplink_bytes_per_s is not None:
+                        self.uplink_s[a, b] = 1 / site.uplink_bytes_per_s
+
+
+def set_count(kinds: DeviceKinds, tracked: Iterable[int]) -> int:
+    """How many sets there are of these kinds' devices."""
+    return math.prod(int(kinds.counts[kind]) + 1 for kind in tracked)
+
+
+class SetParts(NamedTuple):
+    """By state, the states whose devices are among its own, but for none at all."""
+
+    part: Ints
+    rest: Ints
+    """What each of them leaves."""
+    starts: Ints
+    """Where those of each state but the first begin."""
+
+
+class Tracked:
+    """The states of the kinds whose devices are counted: mixed-radix numbers."""
+
+    def __init__(self, kinds: DeviceKinds, tracked: Sequence[int], counts: Sequence[int] | None = None) -> None:
+        """`counts`: of each kind's devices; by default all."""
+        self.kinds = tuple(sorted(tracked))
+        numbers = kinds.counts.tolist() if counts is None else counts
+        sizes = [numbers[k] + 1 for k in self.kinds]
+        self.size = int(np.prod(sizes, dtype=np.float64)) if sizes else 1
+        grid = np.indices(sizes).reshape(len(sizes), -1) if sizes else np.zeros((0, 1), dtype=np.int64)
+        strides = np.array([int(np.prod(sizes[k + 1 :])) for k in range(len(sizes))], dtype=np.int64)
+        self.used = grid.T
+        """[state, tracked kind]: how many devices."""
+        self.devices = self.used.sum(axis=1)
+        self.steps: dict[int, tuple[Ints, Ints]] = {}
+        """By kind: the states that have one left, and those that follow."""
+        for kind in range(len(kinds.all)):
+            if kind in self.kinds:
+                at = self.kinds.index(kind)
+                before = np.flatnonzero(grid[at] < numbers[kind])
+                self.steps[kind] = before, before + strides[at]
+            else:
+                self.steps[kind] = np.arange(self.size), np.arange(self.size)
+        self.before = np.concatenate([before for before, _ in self.steps.values()])
+        """Of all steps, one after another."""
+        self.after = np.concatenate([after for _, after in self.steps.values()])
+        self.kind = np.concatenate([np.full(len(before), kind) for kind, (before, _) in self.steps.items()])
+
+    @cached_property
+    def parts(self) -> SetParts:
+        """Of all states."""
+        found = [np.flatnonzero((self.used <= row).all(axis=1))[1:] for row in self.used]
+        counts = [len(part) for part in found]
+        part = np.concatenate(found)
+        return SetParts(part, np.repeat(np.arange(self.size), counts) - part, np.cumsum(counts)[:-1])
+
+    def parts_of(self, state: int) -> Ints:
+        """Of a state that is not the first."""
+        part, _, starts = self.parts
+        return part[starts[state - 1] : starts[state] if state < self.size - 1 else None]
+
+
+def grown(tracked: Tracked, kinds: DeviceKinds, walk: Mapping[int, int]) -> list[int]:
+    """Kinds of which a walk uses more devices than there are, and that are not tracked; the most overused first."""
+    over = {k: n - int(kinds.counts[k]) for k, n in walk.items() if k not in tracked.kinds}
+    return sorted((k for k, excess in over.items() if excess > 0), key=lambda k: (-over[k], k))

@@ -1,0 +1,69 @@
+"""Sets of devices that share none: what they are worth together, by dynamic programming and by looking at each choice.
+
+With `best[n, state]`, the most that n disjoint sets within a state are worth:
+
+    best[n, state] = max over parts of the state of value[part] + best[n - 1, state - part]
+
+A choice is not continued once what it is worth, and the best of what it leaves, is less than what is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from isthmus.verification.device_sets import INFINITE, Tracked
+from isthmus.verification.stage_arrays import Floats, Ints
+
+
+class Together(NamedTuple):
+    """The most that disjoint sets of devices are worth, and the sets."""
+
+    value: float
+    states: tuple[int, ...]
+
+
+class DisjointSets:
+    """`value`: [state], of a set of exactly these devices; no set is worth minus infinity. The first state is a set
+    without tracked devices, of which there may be any number."""
+
+    def __init__(self, tracked: Tracked, value: Floats, most: int) -> None:
+        self._tracked, self._value = tracked, value
+        self._best = [np.zeros(len(value))]
+        for _ in range(most):
+            row = value[0] + self._best[-1]
+            if tracked.size > 1:
+                part, rest, starts = tracked.parts
+                row[1:] = np.maximum(row[1:], np.maximum.reduceat(value[part] + self._best[-1][rest], starts))
+            self._best.append(row)
+
+    def best(self, fewest: int) -> Together:
+        """Of so many sets or more."""
+        count = max(range(fewest, len(self._best)), key=lambda n: self._best[n][-1])
+        value, state, states = float(self._best[count][-1]), self._tracked.size - 1, list[int]()
+        while value > -INFINITE and len(states) < count:
+            parts = self._parts(state)
+            worth = self._value[parts] + self._best[count - len(states) - 1][state - parts]
+            states.append(int(parts[worth.argmax()]))
+            state -= states[-1]
+        return Together(value, tuple(states))
+
+    def choices(self, need: float) -> Iterator[tuple[int, ...]]:
+        """Every choice of the greatest number of sets that is worth so much, each once."""
+        return self._extended((), need, self._tracked.size - 1)
+
+    def _extended(self, chosen: tuple[int, ...], need: float, state: int) -> Iterator[tuple[int, ...]]:
+        left = len(self._best) - 1 - len(chosen)
+        if not left:
+            yield chosen
+            return
+        parts = self._parts(state)
+        parts = parts[parts <= chosen[-1]] if chosen else parts
+        worth = self._value[parts] + self._best[left - 1][state - parts]
+        for part in parts[worth >= need].tolist():
+            yield from self._extended((*chosen, part), need - float(self._value[part]), state - part)
+
+    def _parts(self, state: int) -> Ints:
+        return np.append(self._tracked.parts_of(state), 0) if state else np.zeros(1, dtype=np.int64)

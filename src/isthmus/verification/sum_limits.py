@@ -1,0 +1,283 @@
+"""How many bytes of gradients a device can sum in a time, if it is one of R replicas: from above.
+
+The parameters of one stage in each replica are a group of R devices. With B bytes in a time s:
+
+    sharded       2 (latency + B / R / bandwidth) <= s on each link of the group
+    ring          2 (R - 1) (latency + B / R / bandwidth) <= s on each link of the ring
+    hierarchical  as sharded between the leaders of L sites; then B there and back inside a site with other members
+
+So a device needs R - 1 links that are good enough, or one in and one out, or links to L - 1 sites. Each cut of another
+replica begins a group at most, and all replicas together have at most `devices - R` cuts: a device is in no more than
+1 + devices - R groups. Over all groups its links carry each byte at least once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.fleet import Fleet, Link
+from isthmus.verification.question import FLOAT32_BYTES
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+SHORTEST_S, AGES_S = 1e-9, 1e30
+"""Between them lies what anything takes."""
+MOST_REACHED = 32
+"""Devices, of which it is known how well each reaches each."""
+MOST_GROUPS = 256
+"""Of given replicas."""
+
+
+class MostSummed(NamedTuple):
+    """Bytes, by kind of device."""
+
+    group: Floats
+    """Of one group: a block is in one."""
+    stage: Floats
+    """Of all groups of a device."""
+    groups: int = 0
+    """Of all devices, where the replicas are known."""
+
+
+class SumLimits:
+    """`names`: one list of exchangeable devices for each kind. In `period` steps every parameter is summed once."""
+
+    def __init__(self, fleet: Fleet, names: Sequence[Sequence[str]], period: int = 1) -> None:
+        devices = [name for kind in names for name in kind]
+        self._first = np.cumsum([0, *map(len, names)])[:-1]
+        self._count = len(devices)
+        self._latency, self._byte_s = np.full((2, self._count, self._count), np.inf)
+        kind_of = self._kind = [k for k, kind in enumerate(names) for _ in kind]
+        known = dict[tuple[int, int], Link]()
+        for (a, source), (b, target) in itertools.permutations(enumerate(devices), 2):
+            ends = kind_of[a], kind_of[b]
+            link = known[ends] if ends in known else known.setdefault(ends, fleet.link(source, target))
+            self._latency[a, b], self._byte_s[a, b] = link.latency_s, 1 / link.bandwidth_bytes_per_s
+        regions = [fleet.device(name).region for name in devices]
+        self._region = np.array([sorted(set(regions)).index(region) for region in regions])
+        self._uneven = FLOAT32_BYTES * period
+        """Bytes: parts of a buffer differ by an element, in each step."""
+        self._links = GroupLinks(self._latency, self._byte_s, self._region, self._uneven)
+
+    def most(self, seconds: float, fewest: int, most: int) -> MostSummed:
+        """In this time, whichever number of replicas in fewest..most there are."""
+        seconds = min(seconds, AGES_S)
+        links, sites = self._links, int(self._region.max()) + 1
+        # Beyond so many replicas as there are sites, more of them change nothing for a hierarchy.
+        numbers = range(fewest, most + 1)
+        group = np.max([links.flat(seconds, replicas) for replicas in numbers], axis=0)
+        for replicas in {min(n, sites + 1) for n in numbers if n > 2}:
+            group = np.maximum(group, links.led(seconds, replicas))
+        groups = 1 + self._count - fewest
+        carried = links.carried(seconds, fewest)
+        return MostSummed(group[self._first], np.minimum(groups * group, carried)[self._first])
+
+    def of(self, replicas: Sequence[Sequence[int]]) -> ReplicaSums | None:
+        """Of given replicas: [replica, kind], how many devices. None where they have too many groups to look at."""
+        used, members = np.zeros_like(self._first), list[list[int]]()
+        for counts in replicas:
+            members.append([f + n for f, u, c in zip(self._first, used, counts, strict=True) for n in range(u, u + c)])
+            used = used + np.array(counts)
+        if math.prod(map(len, members)) > MOST_GROUPS:
+            return None
+        return ReplicaSums(
+            members, self._kind, len(self._first), self._latency, self._byte_s, self._region, self._uneven
+        )
+
+
+class ReplicaSums:
+    """What replicas of these devices sum: every parameter in a group of one device of each."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Sequence[int]],
+        kind: Sequence[int],
+        kinds: int,
+        latency: Floats,
+        byte_s: Floats,
+        region: Ints,
+        uneven: int,
+    ) -> None:
+        self._replicas, self._kind, self._kinds = replicas, kind, kinds
+        self._groups = np.array(list(itertools.product(*replicas)))
+        pair = self._groups[:, :, None], self._groups[:, None, :]
+        self._links = GroupLinks(latency[pair], byte_s[pair], region[self._groups], uneven)
+        self.size = 32 * self._groups.size * len(replicas)
+        """Entries of arrays that a question takes, about."""
+        own = np.full(len(kind), -1)
+        for number, devices in enumerate(replicas):
+            own[list(devices)] = number
+        apart = (own[:, None] != own) & (own[:, None] >= 0) & (own >= 0)
+        self._others = GroupLinks(np.where(apart, latency, np.inf), np.where(apart, byte_s, np.inf), region, uneven)
+
+    def most(self, seconds: float) -> list[MostSummed]:
+        """For each replica. All together have so many groups as they have cuts, and one more; a replica's own cuts are
+        between its devices."""
+        seconds = min(seconds, AGES_S)
+        carried = self._others.carried(seconds, len(self._replicas))
+        each = self._links.most(seconds, len(self._replicas)).min(axis=1)
+        cuts = sum(map(len, self._replicas)) - len(self._replicas)
+        found: list[MostSummed] = []
+        for replica, devices in enumerate(self._replicas):
+            summed = MostSummed(np.zeros(self._kinds), np.zeros(self._kinds), 1 + cuts)
+            for device in devices:
+                own = -np.sort(-each[self._groups[:, replica] == device])
+                summed.group[self._kind[device]] = own[0]
+                summed.stage[self._kind[device]] = min(own[: 2 + cuts - len(devices)].sum(), carried[device])
+            found.append(summed)
+        return found
+
+    def possible(self, seconds: float, whole: float, block: float) -> bool:
+        """Whether so many bytes of the model, and of its largest block, may be summed in this time."""
+        for summed, devices in zip(self.most(seconds), self._replicas, strict=True):
+            if summed.group.max() < block or sum(summed.stage[self._kind[device]] for device in devices) < whole:
+                return False
+        each = self._links.most(min(seconds, AGES_S), len(self._replicas)).min(axis=1)
+        cuts = sum(map(len, self._replicas)) - len(self._replicas)
+        return bool(-np.sort(-each)[: 1 + cuts].sum() >= whole)
+
+
+class Gradients(NamedTuple):
+    """Bytes, less what rounding may add."""
+
+    whole: float
+    """Of the model."""
+    block: float
+    """Of its largest block."""
+
+
+class KnownSums:
+    """What given replicas sum: how long at least, between two times that approach each other as it is asked for."""
+
+    def __init__(self, sums: ReplicaSums, gradients: Gradients, period: float) -> None:
+        self._sums, self._gradients, self._period = sums, gradients, period
+        self._not_s, self._in_s = 0.0, np.inf
+
+    @property
+    def size(self) -> int:
+        """Entries of arrays that a question takes, about."""
+        return self._sums.size
+
+    def least_s(self, low_s: float, high_s: float) -> float:
+        """To a part of the interval; infinite above `high_s`."""
+        for seconds in (high_s, low_s, *(low_s + k / 4 * (high_s - low_s) for k in (2, 1, 3))):
+            if self._not_s < seconds < self._in_s:
+                if self._sums.possible(seconds * self._period, *self._gradients):
+                    self._in_s = seconds
+                else:
+                    self._not_s = seconds
+        return self._not_s if self._in_s <= high_s else np.inf
+
+    def most(self, sums_s: float) -> list[MostSummed]:
+        """For each replica."""
+        return self._sums.most(sums_s * self._period)
+
+
+def least_possible_s(possible: Callable[[float], bool]) -> float:
+    """From below, the least time at which it becomes possible; 0 where it takes none."""
+    low, high = 0.0, SHORTEST_S
+    while not possible(high) and high < AGES_S:
+        low, high = high, 8 * high
+    for _ in range(16 if low else 0):
+        middle = (low + high) / 2
+        low, high = (low, middle) if possible(middle) else (middle, high)
+    return low
+
+
+class GroupLinks:
+    """The links among devices of which a group is taken: [..., source, target], and the sites [..., device]."""
+
+    def __init__(self, latency: Floats, byte_s: Floats, region: Ints, uneven: int) -> None:
+        self._latency, self._byte_s, self._uneven = latency, byte_s, uneven
+        self._inside = (region[..., :, None] == region[..., None, :]) & np.isfinite(latency)
+        self._across = ~self._inside & np.isfinite(latency)
+        self._sites = [region == r for r in range(int(region.max()) + 1)]
+        self._known = np.stack([site.any(axis=-1) for site in self._sites], axis=-1).sum(axis=-1)
+
+    def carried(self, seconds: float, replicas: int) -> Floats:
+        """[..., device]: by all links of a device. Of more than two replicas it sends and receives what it sums once at
+        least; sharded or in a ring, 2 (R - 1) / R times."""
+        usable = 2 * self._latency <= seconds
+        rounds = 2 if replicas == 2 else 1
+        each = np.where(usable, (seconds - rounds * np.where(usable, self._latency, 0.0)) / self._byte_s, 0.0)
+        if replicas == 2:
+            return np.minimum(each, each.swapaxes(-1, -2)).sum(axis=-1)
+        times = 1.0 if self._inside.any() and self._across.any() else 2 * (replicas - 1) / replicas
+        return np.minimum(each.sum(axis=-1), each.sum(axis=-2)) / times
+
+    def most(self, seconds: float, replicas: int) -> Floats:
+        """[..., device]: bytes of one group of so many devices."""
+        found = self.flat(seconds, replicas)
+        return found if replicas == 2 else np.maximum(found, self.led(seconds, replicas))
+
+    def flat(self, seconds: float, replicas: int) -> Floats:
+        """Sharded, or in a ring."""
+        part = self._uneven * (replicas > 2)
+        each = self._there(seconds / 2)
+        each = np.minimum(each, each.swapaxes(-1, -2))
+        worst = -np.sort(-each, axis=-1)[..., replicas - 2]
+        found = np.where(worst >= 0, replicas * (worst + part), 0.0)
+        if replicas == 2:
+            return found
+        hop = self._ring(seconds / (2 * (replicas - 1)), replicas)
+        return np.maximum(found, np.where(hop >= 0, replicas * (hop + part), 0.0))
+
+    def _ring(self, seconds: float, replicas: int) -> Floats:
+        """Bytes that every hop of a ring carries in this time: a device has two neighbours, and a way there and back to
+        all others."""
+        hop = self._there(seconds)
+        either = np.sort(np.maximum(hop, hop.swapaxes(-1, -2)), axis=-1)[..., -2]
+        found = np.minimum(np.minimum(hop.max(axis=-1), hop.max(axis=-2)), either)
+        count = hop.shape[-1]
+        if count > MOST_REACHED:
+            return found
+        for k in range(count):  # Floyd and Warshall: the widest ways
+            hop = np.maximum(hop, np.minimum(hop[..., :, k, None], hop[..., None, k, :]))
+        hop = np.where(np.eye(count, dtype=bool), -1.0, np.minimum(hop, hop.swapaxes(-1, -2)))
+        return np.minimum(found, -np.sort(-hop, axis=-1)[..., replicas - 2])
+
+    def led(self, seconds: float, replicas: int) -> Floats:
+        """Hierarchical. Of a leader, by the number of sites; of another member, with a leader of its site. Rounds among
+        leaders and rounds inside sites take no less than over the best of such links."""
+        inside_s, inside_byte_s = self._best(self._inside)
+        across_s, across_byte_s = self._best(self._across)
+        sites = np.minimum(replicas - 1, self._known)[..., None]
+        leader = np.zeros(self._latency.shape[:-1])
+        for count in range(2, int(sites.max()) + 1):
+            part_s = self._uneven * np.where(self._across, self._byte_s, 0.0)
+            time_s = seconds / 2 - inside_s - self._latency + part_s
+            each = self._quotient(time_s, self._byte_s / count + inside_byte_s, self._across)
+            by_site = np.stack([np.where(s[..., None, :], each, 0.0).max(axis=-1) for s in self._sites], axis=-1)
+            worst = -np.sort(-by_site, axis=-1)[..., count - 2]
+            leader = np.where(sites >= count, np.maximum(leader, worst), leader)
+        if not sites.max() > 1:
+            return leader
+        time_s = (
+            seconds / 2
+            - across_s
+            - self._latency
+            + self._uneven * np.where(sites > 1, across_byte_s[..., 0], 0.0)[..., None]
+        )
+        each = self._quotient(time_s, self._byte_s + across_byte_s / np.maximum(sites, 1)[..., None], self._inside)
+        return np.maximum(leader, np.minimum(each, leader[..., None, :]).max(axis=-1))
+
+    def _best(self, among: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        latency, byte_s = (np.where(among, x, np.inf).min(axis=(-1, -2)) for x in (self._latency, self._byte_s))
+        return latency[..., None, None], byte_s[..., None, None]
+
+    def _quotient(self, time_s: Floats, each_s: Floats, among: NDArray[np.bool_]) -> Floats:
+        """Bytes both ways, 0 where the time does not suffice."""
+        with np.errstate(invalid="ignore"):
+            found = np.where(among & np.isfinite(time_s) & (time_s > 0), time_s / each_s, 0.0)
+        return np.minimum(found, found.swapaxes(-1, -2))
+
+    def _there(self, seconds: float) -> Floats:
+        """Bytes in this time; below 0 where not even the latency passes in it."""
+        usable = self._latency <= seconds
+        return np.where(usable, (seconds - np.where(usable, self._latency, 0.0)) / self._byte_s, -1.0)
