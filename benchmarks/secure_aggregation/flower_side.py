@@ -1,6 +1,7 @@
 """Flower's SecAgg+: its workflow of the server and its client mod, in one process, and no network between them.
 
-Prints one line of JSON per case that it reads: seconds of one core, bytes to and from the server, and the largest error of the mean.
+Prints one line of JSON per case that it reads: seconds of one core, bytes to and from the server, and the largest error
+of the mean.
 """
 # Runs in an environment of its own, whose packages the type checker does not see.
 # pyright: basic, reportMissingImports=false

@@ -128,8 +128,8 @@ def repeats(order: Ints) -> bool:
 def round_trips_s(
     forward_s: Floats, backward_s: Floats, messages: Sequence[MessageTimes], apart_s: Floats | None = None
 ) -> Floats:
-    """[candidates, stages]: messages to different stages travel at the same time. Nobody waits for weight gradients that
-    are computed apart but the memory of their own stage.
+    """[candidates, stages]: messages to different stages travel at the same time. Nobody waits for weight gradients
+    that are computed apart but the memory of their own stage.
 
     done[start, t] = max over s (done[start, s] + message(s, t)) + forward[t], and likewise back.
     """
