@@ -75,6 +75,13 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def prepared_again(before: Prepared, job: Job) -> Prepared:
+    """As `prepare`. The model is captured again only if something that a capture depends on has changed."""
+    if before.origin != _origin(job):
+        return prepare(job)
+    return _checked(msgspec.structs.replace(before, job=job))
+
+
 class _About(msgspec.Struct, frozen=True):
     """Beside a capture on disk."""
 
