@@ -24,6 +24,8 @@ torch.set_num_threads(1)
 # A suite that was started in the background may have inherited that Ctrl-C is ignored, and would pass that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 logging.getLogger("torch").setLevel(logging.WARNING)
+# pytest hands every record of a logger that does not propagate to its own handlers, and for these torch draws up stacks.
+logging.getLogger("torch.__trace").propagate = True
 
 LONG = ("sync", "planners", "graph", "training", "federated", "faults", "fleet_service", "runtime")
 """Folders whose files take minutes: they come last, one that ends with short files at the very end, so that no worker

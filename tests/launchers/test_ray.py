@@ -32,6 +32,7 @@ from .test_contract import Case, check_engine  # noqa: E402
 
 LONG = bool(os.environ.get("ISTHMUS_FAULTS"))
 long = pytest.mark.skipif(not LONG, reason="takes long: make test-faults runs it")
+NODES = 3 if LONG else 2
 WITHIN_S = 300.0
 MANY = 100_000
 """Steps of a run that is ended before it has done them."""
@@ -50,8 +51,8 @@ default = { latency = "0.1 ms", bandwidth = "1 Gbit/s" }
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    """Each test leaves three nodes."""
-    with RayCluster() as made:
+    """Each test leaves as many nodes."""
+    with RayCluster(NODES) as made:
         yield made
 
 
@@ -118,9 +119,10 @@ def test_a_job_trains_on_three_nodes(cluster: RayCluster, tmp_path: Path) -> Non
     up.check_nothing_is_left(cluster)
 
 
-@pytest.mark.parametrize("seed", range(1, 4) if LONG else [0])
+@long
+@pytest.mark.parametrize("seed", range(3))
 def test_a_killed_node_is_replaced(seed: int, cluster: RayCluster, tmp_path: Path) -> None:
-    """At a moment that the seed draws: `make test-faults` tries three."""
+    """At a moment that the seed draws. `make test` replaces an agent of the local engine (`test_up.py`)."""
     draw = random.Random(seed)
     up = Up(tmp_path, MANY)
     try:
@@ -158,7 +160,7 @@ def test_an_agent_has_the_gpus_of_its_node(cluster: RayCluster, tmp_path: Path) 
         ticket = fleet.state.ticket()
         agent = AgentSpec(name=token, arguments=("--device", "cpu", "--timeout", "30 s"), ticket=ticket)
         try:
-            with pytest.raises(PeerError, match="Ray has 4 nodes with 1 or more CPUs, expected 5"):
+            with pytest.raises(PeerError, match=f"Ray has {NODES + 1} nodes with 1 or more CPUs, expected 5"):
                 launcher.start([agent] * 5, tmp_path, lambda name, line: None)
             launcher.start([agent], tmp_path, lambda name, line: said.append(line))
             soon(lambda: token in fleet.service.present, WITHIN_S)
