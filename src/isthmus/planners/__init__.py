@@ -5,8 +5,10 @@ from isthmus.planners.least import LeastBound, least
 from isthmus.planners.micro_batches import INTERRUPTED, over_counts
 from isthmus.planners.observer import SearchObserver, SearchStopped, cut_short, keep, looked_at, observed_by
 from isthmus.planners.registry import (
+    ABILITIES,
     ENTRY_POINTS,
     Planner,
+    abilities,
     can_price,
     check_constraints,
     check_planner,
@@ -18,12 +20,14 @@ from isthmus.planners.registry import (
 from isthmus.planners.whole_replicas import whole_replicas
 
 __all__ = [
+    "ABILITIES",
     "ENTRY_POINTS",
     "INTERRUPTED",
     "LeastBound",
     "Planner",
     "SearchObserver",
     "SearchStopped",
+    "abilities",
     "can_price",
     "check_constraints",
     "check_planner",

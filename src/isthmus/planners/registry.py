@@ -35,6 +35,11 @@ Planner = Callable[[Problem], Plan]
 ENTRY_POINTS = "isthmus.planners"
 
 
+ABILITIES = ("replicas", "data holders", "labels stay", "price", "compression")
+"""Several replicas; the first stage where the data are; the last too (U-shape); least price; what a codec makes of each
+message is part of the search, and not put on the best plan without."""
+
+
 class PlannerEntry(NamedTuple):
     """One of our planners."""
 
@@ -46,20 +51,22 @@ class PlannerEntry(NamedTuple):
     """Whether it can minimise the price of a step."""
     packs: bool = False
     """Whether it looks at what is sent in each plan, or at none of it."""
+    replicas: bool = False
+    """Whether its plans may have several replicas."""
 
 
 _OURS: Mapping[str, PlannerEntry] = {
-    "auto": PlannerEntry("isthmus.planners.auto:auto", holders=True, prices=True, packs=True),
+    "auto": PlannerEntry("isthmus.planners.auto:auto", holders=True, prices=True, packs=True, replicas=True),
     "certified": PlannerEntry("isthmus.planners.allocation.on_fleet:certified"),
     "chain": PlannerEntry("isthmus.planners.chain:chain", holders=True, prices=True, packs=True),
-    "dtfm-genetic": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_genetic"),
-    "dtfm-genetic-code": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_genetic_code"),
-    "dtfm-kl": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_kl"),
+    "dtfm-genetic": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_genetic", replicas=True),
+    "dtfm-genetic-code": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_genetic_code", replicas=True),
+    "dtfm-kl": PlannerEntry("isthmus.planners.placement.on_fleet:dtfm_kl", replicas=True),
     "equal-compute": PlannerEntry("isthmus.planners.allocation.on_fleet:equal_compute"),
     "even": PlannerEntry("isthmus.planners.even:even", holders=True, packs=True),
-    "islands": PlannerEntry("isthmus.planners.placement.on_fleet:islands"),
+    "islands": PlannerEntry("isthmus.planners.placement.on_fleet:islands", replicas=True),
     "op-fence": PlannerEntry("isthmus.planners.op_fence:op_fence"),
-    "random": PlannerEntry("isthmus.planners.placement.on_fleet:random"),
+    "random": PlannerEntry("isthmus.planners.placement.on_fleet:random", replicas=True),
     "sky-heuristic": PlannerEntry("isthmus.planners.allocation.on_fleet:sky_heuristic"),
     "sky-optimal": PlannerEntry("isthmus.planners.allocation.on_fleet:sky_optimal"),
 }
@@ -98,6 +105,15 @@ def _or(names: Sequence[str]) -> str:
 def planner_names() -> list[str]:
     """Every name that `plan` takes, sorted. Ours win over a third party's of the same name."""
     return sorted({*_OURS, *third_party(ENTRY_POINTS)})
+
+
+def abilities(name: str) -> tuple[str, ...] | None:
+    """What a planner of ours can do, of `ABILITIES`; None for another's, which is judged by its plan."""
+    if name not in _OURS:
+        return None
+    entry = _OURS[name]
+    able = (entry.replicas, entry.holders, entry.holders, entry.prices, entry.packs)
+    return tuple(ability for ability, has in zip(ABILITIES, able, strict=True) if has)
 
 
 def check_planner(name: str) -> None:
