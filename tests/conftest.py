@@ -15,7 +15,9 @@ import pytest
 import torch
 
 import isthmus
+from isthmus.job import prepared
 from isthmus.runtime.processes import device_processes
+from tests.captures import kept
 from tests.fork_servers import end_all, kept_fork_server
 
 from . import examples
@@ -24,7 +26,7 @@ torch.set_num_threads(1)
 # A suite that was started in the background may have inherited that Ctrl-C is ignored, and would pass that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 logging.getLogger("torch").setLevel(logging.WARNING)
-# pytest hands every record of a logger that does not propagate to its own handlers, and for these torch draws up stacks.
+# pytest gives a logger that does not propagate handlers of its own, and for these torch draws up a stack per record.
 logging.getLogger("torch.__trace").propagate = True
 
 LONG = ("sync", "planners", "graph", "training", "federated", "faults", "fleet_service", "runtime")
@@ -59,8 +61,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _fork_servers_are_kept() -> Iterator[None]:
+def _what_is_dear_is_kept() -> Iterator[None]:
+    """Fork servers, and captured models."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepared, "_captured", kept(prepared._captured))  # pyright: ignore[reportPrivateUsage]
         patch.setattr(device_processes, "ForkServer", kept_fork_server)
         patch.setattr(gc, "unfreeze", lambda: None)  # as it ends a fork of executors, which would undo the freeze
         yield
