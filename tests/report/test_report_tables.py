@@ -186,7 +186,7 @@ def test_described_lists() -> None:
     assert "Planners" in text
     assert row(text, "dp").split() == ["dp", "-", "yes", "exact"]
     assert row(text, "even").split(maxsplit=3)[1:] == ["-", "-", "equal layers [baseline]"]
-    assert row(text, "own").split(maxsplit=3)[1:] == ["?", "?", "of somebody else"]
+    assert row(text, "own").strip().split(maxsplit=3)[1:] == ["?", "?", "of somebody else"]
     assert row(render(fleets_table([("laptop", "two devices")])), "laptop").endswith("two devices")
 
 
