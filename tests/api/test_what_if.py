@@ -90,6 +90,13 @@ def test_a_plan_that_stays_possible_is_never_undercut(job: Path) -> None:
     assert less.devices == 1 and auto.step_s is not None and auto.step_s <= now.step_s
 
 
+def test_a_change_without_a_plan_says_why(job: Path) -> None:
+    overrides = {"plan.data_holder": "office", "planner": "even"}
+    (_, row) = isthmus.what_if(job, "without=office", overrides=overrides).rows
+    assert row.refused is not None and "none of the data holders is there: office" in row.refused
+    assert row.step_s is None and row.bought_per_hour == -2.0
+
+
 def test_json_has_a_row_for_each_change(job: Path) -> None:
     done = command("plan", job, "--what-if", "schedule=gpipe", "--json")
     assert done.code == 0, done.err

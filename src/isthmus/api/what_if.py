@@ -64,9 +64,12 @@ def plan_changes(job: Job, texts: Sequence[str], observer: Observer, stop: Stop)
     def rows() -> tuple[list[WhatIfRow], int]:
         plan = _planned(prepared, fleet)
         now = _row(AS_IT_IS, plan, fleet)
-        usual = usual_changes(job, fleet, plan) if EVERYTHING in texts else ()
-        asked = [*(_asked(change, job) for change in usual), *given]
-        found = [now]
+        found, asked = [now], list(given)
+        for change in usual_changes(job, fleet, plan) if EVERYTHING in texts else ():
+            try:
+                asked.insert(len(asked) - len(given), _asked(change, job))
+            except UserError as e:  # as bf16 beside settings of another precision
+                found.append(WhatIfRow(change=change.text, what=change.what, refused=str(e)))
         for number, one in enumerate(asked):
             if cut_short():
                 return found, len(asked) - number

@@ -53,9 +53,9 @@ def with_another_region(fleet: Fleet, region: str) -> Fleet:
     names = {device.name: _free_name(fleet, device.name) for device in members}
     copies = [msgspec.structs.replace(device, name=names[device.name], region=name) for device in members]
     inside = [r for r in fleet.links.devices if r.source in names and r.target in names]
+    outside = [r for r in fleet.links.devices if (r.source in names) != (r.target in names)]
     routes = [Route(names[r.source], names[r.target], r.link) for r in inside]
-    for old, new in names.items():
-        routes += _same_routes([r for r in fleet.links.devices if r not in inside], old, new)
+    routes += [Route(names.get(r.source, r.source), names.get(r.target, r.target), r.link) for r in outside]
     regions = _same_routes(fleet.links.regions, region, name)
     if (own := fleet.region_link(region, region)) is not None:
         regions.append(Route(name, name, own))
