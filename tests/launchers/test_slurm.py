@@ -183,6 +183,7 @@ def test_a_preempted_agent_comes_back_as_the_same_member(tmp_path: Path, monkeyp
             members = {member.name: member.id for member in fleet.state.roster.members()}
             before = _tasks(folder)
             assert len(before) == 1
+            soon(lambda: any("in the fleet as" in line for _, line in list(said)), WITHIN_S)
             for pid in before:
                 os.kill(pid, signal.SIGUSR2)
             soon(lambda: not set(before) & set(_tasks(folder)), WITHIN_S)
