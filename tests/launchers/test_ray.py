@@ -30,9 +30,7 @@ ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "isth
 from .ray_cluster import RayCluster  # noqa: E402
 from .test_contract import Case, check_engine  # noqa: E402
 
-LONG = bool(os.environ.get("ISTHMUS_FAULTS"))
-long = pytest.mark.skipif(not LONG, reason="takes long: make test-faults runs it")
-NODES = 3 if LONG else 2
+long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
 WITHIN_S = 300.0
 MANY = 100_000
 """Steps of a run that is ended before it has done them."""
@@ -51,8 +49,8 @@ default = { latency = "0.1 ms", bandwidth = "1 Gbit/s" }
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    """Each test leaves as many nodes."""
-    with RayCluster(NODES) as made:
+    """Each test leaves three nodes."""
+    with RayCluster() as made:
         yield made
 
 
@@ -160,7 +158,7 @@ def test_an_agent_has_the_gpus_of_its_node(cluster: RayCluster, tmp_path: Path) 
         ticket = fleet.state.ticket()
         agent = AgentSpec(name=token, arguments=("--device", "cpu", "--timeout", "30 s"), ticket=ticket)
         try:
-            with pytest.raises(PeerError, match=f"Ray has {NODES + 1} nodes with 1 or more CPUs, expected 5"):
+            with pytest.raises(PeerError, match="Ray has 4 nodes with 1 or more CPUs, expected 5"):
                 launcher.start([agent] * 5, tmp_path, lambda name, line: None)
             launcher.start([agent], tmp_path, lambda name, line: said.append(line))
             soon(lambda: token in fleet.service.present, WITHIN_S)
