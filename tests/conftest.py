@@ -6,6 +6,7 @@ Quick tests run first. What hypothesis draws is said in `examples.py`.
 import compileall
 import gc
 import logging
+import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -15,15 +16,20 @@ import pytest
 import torch
 
 import isthmus
+from isthmus.job import prepared
 from isthmus.runtime.processes import device_processes
+from tests.captures import kept
 from tests.fork_servers import end_all, kept_fork_server
 
 from . import examples
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: two workers of the suite have two cores
 # A suite that was started in the background may have inherited that Ctrl-C is ignored, and would pass that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 logging.getLogger("torch").setLevel(logging.WARNING)
+# pytest gives a logger that does not propagate handlers of its own, and for these torch draws up a stack per record.
+logging.getLogger("torch.__trace").propagate = True
 
 LONG = ("sync", "planners", "graph", "training", "federated", "faults", "fleet_service", "runtime")
 """Folders whose files take minutes: they come last, one that ends with short files at the very end, so that no worker
@@ -57,8 +63,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _fork_servers_are_kept() -> Iterator[None]:
+def _what_is_dear_is_kept() -> Iterator[None]:
+    """Fork servers, and captured models."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepared, "_captured", kept(prepared._captured))  # pyright: ignore[reportPrivateUsage]
         patch.setattr(device_processes, "ForkServer", kept_fork_server)
         patch.setattr(gc, "unfreeze", lambda: None)  # as it ends a fork of executors, which would undo the freeze
         yield

@@ -1,4 +1,4 @@
-"""Which examples hypothesis draws: `make test` the same ones every time, `make fuzz` fresh ones and twice as many.
+"""Which examples hypothesis draws: `make test` the same ones each time, `make fuzz` fresh ones, three times as many.
 
 What fails in `make fuzz` is kept in `tests/kept_examples`, which `make test` tries first and never writes. An entry
 belongs to the source of its test: when the test changes, the entry is lost, so a mended failure is also written down as
@@ -34,7 +34,7 @@ def register(config: pytest.Config, kept: Path = KEPT) -> None:
 
 
 class SameDraws:
-    """Half as many examples as tests ask for, and the same ones before every test.
+    """A third of the examples that tests ask for, and the same ones before every test.
 
     `test_examples.py` fails where a newer hypothesis no longer works like this.
     """
@@ -43,7 +43,7 @@ class SameDraws:
         asked = {getattr(item.obj, "__func__", item.obj) for item in items if isinstance(item, pytest.Function)}
         for test in asked:
             if (wanted := getattr(test, SETTINGS, None)) is not None:
-                setattr(test, SETTINGS, settings(wanted, max_examples=(wanted.max_examples + 1) // 2))
+                setattr(test, SETTINGS, settings(wanted, max_examples=(wanted.max_examples + 2) // 3))
 
     def pytest_runtest_setup(self) -> None:
         core.threadlocal._hypothesis_global_random = Random(0)

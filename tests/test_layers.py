@@ -72,7 +72,8 @@ PUBLIC = {
     "graph": "Affine Crossing Cut Flow Op OpGraph Ref StageGraph TensorSpec assign cuts decode encode partition",
     "job": (
         "Job PlanConfig Prepared PrivacyConfig RuntimeConfig TrainingConfig checked constraints_of "
-        "described_here described_in fleet_of keep_prepared kept_prepared load_job prepare"
+        "described_here described_in fleet_of keep_prepared kept_prepared load_job prepare "
+        "prepared_again"
     ),
     "models": (
         "CNN CNNConfig GPT GPTConfig LoraOptions MLP MLPConfig ModelSpec UNet UNetConfig as_eager base_of build_model "
@@ -86,7 +87,8 @@ PUBLIC = {
         "question_in_words read_spent save_plan schedule_of"
     ),
     "planners": (
-        "Capabilities ENTRY_POINTS INTERRUPTED LeastBound Planner SearchObserver SearchStopped can_price capabilities "
+        "ABILITIES Capabilities ENTRY_POINTS INTERRUPTED LeastBound Planner SearchObserver SearchStopped abilities "
+        "can_price capabilities "
         "check_constraints check_planner cut_short describe keep least legal_places looked_at observed_by over_counts "
         "plan planner_names scheduled whole_replicas"
     ),
@@ -97,7 +99,7 @@ PUBLIC = {
         "comparison_summary comparison_table draw_faults draw_loss draw_plan draw_timeline during explain "
         "explanation_text fleet_table improvements last_period least_headroom memory_table memory_use "
         "plan_overview plan_summary plan_table planners_table prediction_error ranked run_summary "
-        "fleets_table verdict_table"
+        "fleets_table linked_devices verdict_table what_if_table WhatIf WhatIfRow"
     ),
     "simulator": (
         "Fault Overheads RecoveryTimes SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run"

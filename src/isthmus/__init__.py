@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from isthmus.api.sweep import Sweep, sweep
     from isthmus.api.training import train
     from isthmus.api.up import up
+    from isthmus.api.what_if import what_if
     from isthmus.callbacks import Callback, Evaluated, RunEnded, RunFault, RunStarted, StepDone
     from isthmus.federated.job import FederatedJob
     from isthmus.fleet import Device, Fleet, Link
@@ -69,6 +70,7 @@ _WHERE = {
     "train": "isthmus.api.training",
     "up": "isthmus.api.up",
     "verify": "isthmus.api.plan",
+    "what_if": "isthmus.api.what_if",
 }
 """By name: the module that has it, or that it is."""
 
@@ -105,6 +107,7 @@ __all__ = [
     "train",
     "up",
     "verify",
+    "what_if",
 ]
 
 

@@ -17,15 +17,9 @@ import isthmus
 from tests.docs.newcomer import ROOT, make_machine, type_in
 
 DOCS = ROOT / "docs"
-PAGES = [
-    "start/first-run.md",
-    "tutorials/own-model.md",
-    "tutorials/federated.md",
-    "tutorials/site-owner.md",
-    "../README.md",
-]
-LONG = ["tutorials/fine-tune.md"]
-"""Typed by `make test-faults` alone: every import of transformers and peft takes seconds."""
+PAGES = ["start/first-run.md", "../README.md"]
+LONG = ["tutorials/own-model.md", "tutorials/federated.md", "tutorials/site-owner.md", "tutorials/fine-tune.md"]
+"""Typed by `make test-faults` alone: each starts a dozen processes."""
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 END = "END-OF-A-BLOCK"
 FEWER_STEPS = "sed 's/^steps = 60$/steps = 6/' job.toml > fewer.toml && mv fewer.toml job.toml\n"
@@ -72,7 +66,7 @@ def test_a_page_works_as_it_is_written(page: str, machine: dict[str, str], tmp_p
     type_in(script_of_page(page), tmp_path, machine)
 
 
-@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="set ISTHMUS_FAULTS=1: half a minute")
+@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
 @pytest.mark.parametrize("page", LONG)
 def test_a_long_page_works_as_it_is_written(page: str, machine: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("peft")

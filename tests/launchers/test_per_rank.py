@@ -1,4 +1,4 @@
-"""`torchrun --nnodes=2 --nproc-per-node=2 -m isthmus join --per-rank`: four devices."""
+"""`torchrun -m isthmus join --per-rank`: a device for each rank."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.fleet_service.parties import serving, soon
 from .agents import processes_with
 
 WITHIN_S = 180.0
+long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
 
 
 def _free_port() -> int:
@@ -25,14 +26,16 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def test_each_rank_of_two_nodes_is_a_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=long)])
+def test_each_rank_of_the_nodes_is_a_device(count: int, tmp_path: Path) -> None:
+    """Each node has two."""
     port, nodes = _free_port(), list[subprocess.Popen[bytes]]()
     with serving(tmp_path / "fleet", timeout_s=30.0) as fleet:
-        for node in range(2):
+        for node in range(count):
             tickets = tmp_path / f"tickets-{node}"
             tickets.touch(mode=0o600)
             tickets.write_text("".join(f"{fleet.state.ticket()}\n" for _ in range(2)))
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+            torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}", "--nproc-per-node=2"]
             torchrun += [f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}", "-m", "isthmus"]
             join = ["join", "--per-rank", "--name", "pod", "--device", "cpu", "--timeout", "30 s"]
             files = ["--ticket-file", str(tickets), "--state", str(tmp_path / f"state-{node}")]
@@ -43,8 +46,8 @@ def test_each_rank_of_two_nodes_is_a_device(tmp_path: Path) -> None:
                     )
                 )
         try:
-            soon(lambda: fleet.service.present == {f"pod/{rank}" for rank in range(4)}, WITHIN_S)
-            assert fleet.service.devices_of("pod") == [f"pod/{rank}" for rank in range(4)]
+            soon(lambda: fleet.service.present == {f"pod/{rank}" for rank in range(2 * count)}, WITHIN_S)
+            assert fleet.service.devices_of("pod") == [f"pod/{rank}" for rank in range(2 * count)]
         finally:
             for process in nodes:
                 process.send_signal(signal.SIGTERM)

@@ -30,8 +30,7 @@ ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "isth
 from .ray_cluster import RayCluster  # noqa: E402
 from .test_contract import Case, check_engine  # noqa: E402
 
-LONG = bool(os.environ.get("ISTHMUS_FAULTS"))
-long = pytest.mark.skipif(not LONG, reason="takes long: make test-faults runs it")
+long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
 WITHIN_S = 300.0
 MANY = 100_000
 """Steps of a run that is ended before it has done them."""
@@ -118,9 +117,10 @@ def test_a_job_trains_on_three_nodes(cluster: RayCluster, tmp_path: Path) -> Non
     up.check_nothing_is_left(cluster)
 
 
-@pytest.mark.parametrize("seed", range(1, 4) if LONG else [0])
+@long
+@pytest.mark.parametrize("seed", range(3))
 def test_a_killed_node_is_replaced(seed: int, cluster: RayCluster, tmp_path: Path) -> None:
-    """At a moment that the seed draws: `make test-faults` tries three."""
+    """At a moment that the seed draws. `make test` replaces an agent of the local engine (`test_up.py`)."""
     draw = random.Random(seed)
     up = Up(tmp_path, MANY)
     try:

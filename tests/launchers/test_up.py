@@ -34,7 +34,7 @@ name = "mlp"
 kind = "digits"
 
 [plan]
-data_holder = "NAME-1"
+data_holder = "NAME-LAST"
 
 [training]
 steps = 300
@@ -54,16 +54,16 @@ def _job(folder: Path, devices: int = 3) -> Path:
     links = '[links]\ndefault = { latency = "1 ms", bandwidth = "1 Gbit/s" }\n'
     (folder / "fleet.toml").write_text('name = "here"\n' + "".join(DEVICE.replace("NAME", n) for n in names) + links)
     job = folder / "job.toml"
-    job.write_text(JOB.replace("NAME", folder.name))
+    job.write_text(JOB.replace("NAME-LAST", names[-1]))
     return job
 
 
 class _Up:
     """The command, in a process of its own."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, devices: int, *options: str) -> None:
         self.printed = folder / "printed"
-        command = [sys.executable, "-m", "isthmus", "up", str(_job(folder)), "--on", "local", *options]
+        command = [sys.executable, "-m", "isthmus", "up", str(_job(folder, devices)), "--on", "local", *options]
         with self.printed.open("wb") as file:
             self.process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file)
 
@@ -87,7 +87,7 @@ def _check_nothing_left(folder: Path) -> None:
 
 def test_a_run_goes_on_with_the_replacement_of_a_lost_agent(tmp_path: Path) -> None:
     """The lost one alone may read the data: without its replacement there is no plan."""
-    up = _Up(tmp_path, "--nodes", "3", "--run", "run")
+    up = _Up(tmp_path, 2, "--nodes", "2", "--run", "run")
     lost = f"{tmp_path.name}-1"
     soon(lambda: up.process.poll() is not None or (tmp_path / "run" / "losses.jsonl").is_file(), WITHIN_S)
     kill_agent(lost)
@@ -101,7 +101,7 @@ def test_a_run_goes_on_with_the_replacement_of_a_lost_agent(tmp_path: Path) -> N
 
 
 def test_ctrl_c_while_agents_join_leaves_nothing(tmp_path: Path) -> None:
-    up = _Up(tmp_path)
+    up = _Up(tmp_path, 1)
     soon(lambda: up.has("listening on"), WITHIN_S)
     soon(lambda: processes_with(f"{tmp_path.name}-"), WITHIN_S)
     up.process.send_signal(signal.SIGINT)
@@ -111,12 +111,12 @@ def test_ctrl_c_while_agents_join_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_agents_end_with_a_command_that_is_killed_and_it_can_be_given_again(tmp_path: Path) -> None:
-    up = _Up(tmp_path, "--run", "run")
+    up = _Up(tmp_path, 1, "--run", "run")
     soon(lambda: up.has("is here"), WITHIN_S)
     up.process.kill()
     assert up.ended() == -signal.SIGKILL
     soon(lambda: not processes_with(f"{tmp_path.name}-"), 60.0)
-    again = _Up(tmp_path, "--run", "run", "--set", "training.steps=3")
+    again = _Up(tmp_path, 1, "--run", "run", "--set", "training.steps=3")
     assert again.ended() == 0, again.printed.read_text()
     _check_nothing_left(tmp_path)
 

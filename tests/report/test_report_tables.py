@@ -181,9 +181,12 @@ def test_large_fleet_of_one_by_one_links_costs_no_quadratic_search() -> None:
 
 
 def test_described_lists() -> None:
-    text = render(planners_table("Planners", [("dp", "exact dynamic programme"), ("even", "equal layers [baseline]")]))
+    listed = [("dp", "exact", ("price",)), ("even", "equal layers [baseline]", ()), ("own", "of somebody else", None)]
+    text = render(planners_table("Planners", listed, ("replicas", "price")))
     assert "Planners" in text
-    assert row(text, "even").split(maxsplit=1)[1].strip() == "equal layers [baseline]"
+    assert row(text, "dp").split() == ["dp", "-", "yes", "exact"]
+    assert row(text, "even").split(maxsplit=3)[1:] == ["-", "-", "equal layers [baseline]"]
+    assert row(text, "own").strip().split(maxsplit=3)[1:] == ["?", "?", "of somebody else"]
     assert row(render(fleets_table([("laptop", "two devices")])), "laptop").endswith("two devices")
 
 

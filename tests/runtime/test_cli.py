@@ -382,7 +382,7 @@ def test_every_command_speaks_json(trained: Trained, tmp_path: Path) -> None:
         "sync": sync_planner_names(),
         "cohort": cohort_names(),
     }
-    assert {kind: sorted(named) for kind, named in listed.items()} == expected
+    assert {kind: sorted(found["planners"]) for kind, found in listed.items()} == expected
     table = isthmus("planners").out
     assert all(name in table for names in expected.values() for name in names)
     assert all(field in table for field in ("`planner`", "`compression.method`", "`execution.planner`"))

@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+
+import msgspec
+from rich.console import RenderableType
 
 from isthmus.cost.compression import describe_ratios, ratio_planner_names
 from isthmus.errors import UserError
 from isthmus.fleet import RANDOM, built_in_names
 from isthmus.fleet import describe as describe_fleet
+from isthmus.planners import ABILITIES, abilities, planner_names
 from isthmus.planners import describe as describe_planner
-from isthmus.planners import planner_names
 from isthmus.planners.cohort import cohort_names, describe_cohort
 from isthmus.planners.sync import describe_sync, sync_planner_names
 from isthmus.report.fleet_tables import fleets_table, names_table, planners_table
 
-__all__ = ["Kind", "fleets", "fleets_table", "names_table", "planners", "planners_table"]
+__all__ = ["Kind", "fleets", "fleets_table", "kind_table", "names_table", "planners"]
 
 
-class Kind(NamedTuple):
+class Listed(msgspec.Struct, frozen=True):
+    """One planner."""
+
+    what: str
+    """One line."""
+    abilities: tuple[str, ...] | None
+    """None where they are not declared."""
+
+
+class Kind(msgspec.Struct, frozen=True, kw_only=True):
+    """Planners that answer the same question."""
+
+    decides: str
     where: str
-    """What it plans, and where it is named."""
-    described: dict[str, str]
-    """By name, one line."""
+    """How one is named."""
+    abilities: tuple[str, ...] = ()
+    """That some have and others lack."""
+    planners: dict[str, Listed]
 
 
 def fleets() -> dict[str, str]:
@@ -37,25 +52,43 @@ def fleets() -> dict[str, str]:
 def planners() -> dict[str, Kind]:
     """By what they plan.
 
-    >>> sorted(planners())
+    >>> found = planners()
+    >>> sorted(found)
     ['cohort', 'compression', 'plan', 'sync']
+    >>> "replicas" in found["plan"].planners["auto"].abilities
+    True
     """
     return {
-        "plan": Kind("Plans: `planner` of a job", _described(planner_names(), describe_planner)),
+        "plan": Kind(
+            decides="which devices run which part of the model, in how many replicas",
+            where="`planner` of a job, or --planner",
+            abilities=tuple(ABILITIES.values()),
+            planners=_listed(planner_names(), describe_planner, abilities),
+        ),
         "compression": Kind(
-            "Compression ratios: `compression.method` of a job", _described(ratio_planner_names(), describe_ratios)
+            decides="how much each message is compressed",
+            where="`compression.method` of a job",
+            planners=_listed(ratio_planner_names(), describe_ratios),
         ),
         "sync": Kind(
-            "When what is averaged: `planner=` of isthmus.sync", _described(sync_planner_names(), describe_sync)
+            decides="in which step of a period each parameter is averaged",
+            where="`planner=` of isthmus.sync",
+            planners=_listed(sync_planner_names(), describe_sync),
         ),
         "cohort": Kind(
-            "Clients on executors: `execution.planner` of a federated job", _described(cohort_names(), describe_cohort)
+            decides="which executor trains which clients of a round",
+            where="`execution.planner` of a federated job",
+            planners=_listed(cohort_names(), describe_cohort),
         ),
     }
 
 
-def _described(names: Iterable[str], describe: Callable[[str], str]) -> dict[str, str]:
-    return {name: _line(name, describe) for name in names}
+def _listed(
+    names: Iterable[str],
+    describe: Callable[[str], str],
+    abilities_of: Callable[[str], tuple[str, ...] | None] = lambda _: None,
+) -> dict[str, Listed]:
+    return {name: Listed(_line(name, describe), abilities_of(name)) for name in names}
 
 
 def _line(name: str, describe: Callable[[str], str]) -> str:
@@ -64,3 +97,9 @@ def _line(name: str, describe: Callable[[str], str]) -> str:
         return describe(name)
     except UserError as e:
         return str(e)
+
+
+def kind_table(kind: Kind) -> RenderableType:
+    """A row for each planner."""
+    rows = ((name, listed.what, listed.abilities) for name, listed in kind.planners.items())
+    return planners_table(f"Planners that decide {kind.decides} ({kind.where})", rows, kind.abilities)

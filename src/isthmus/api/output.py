@@ -17,6 +17,7 @@ from isthmus.report import (
     plan_overview,
     plan_table,
     verdict_table,
+    what_if_table,
 )
 from isthmus.report.federated_progress import rounds_table, simulated_table
 from isthmus.report.fleet_tables import device_text, fitted_text, matrix_table
@@ -43,6 +44,7 @@ __all__ = [
     "steady_step_s",
     "sweep_table",
     "verdict_table",
+    "what_if_table",
     "write_perfetto",
 ]
 

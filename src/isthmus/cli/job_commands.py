@@ -40,6 +40,14 @@ def plan(
     compare: Annotated[str | None, typer.Option("--compare", help="`all`, or planners parted by commas.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say why the plan looks as it does.")] = False,
     prove: Annotated[str | None, typer.Option("--prove", help="Raise the proven bound for so long, as '60 s'.")] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            metavar="CHANGE",
+            help="Plan again under a change: all, device=NAME, batch=*2, ...; repeatable.",
+        ),
+    ] = None,
     picture: PictureOption = None,
     verify: Annotated[Path | None, typer.Option("--verify", help="Check a plan document, figure by figure.")] = None,
     bound_unchecked: Annotated[
@@ -47,12 +55,16 @@ def plan(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Plan where each part of the model runs; or compare planners, or check a plan.
+    """Plan where each part of the model runs; or compare planners, ask what changes would do, or check a plan.
 
     With --json: the plan document.
     """
     job = asked.pipeline_job(job_file)
-    alone = [name for name, given in (("--compare", compare), ("--verify", verify)) if given is not None]
+    alone = [
+        name
+        for name, given in (("--compare", compare), ("--what-if", what_if), ("--verify", verify))
+        if given is not None
+    ]
     extra = [name for name, on in (("--explain", explain), ("--prove", prove), ("--picture", picture)) if on]
     if alone and len(alone) + len(extra) > 1:
         raise UserError(f"plan: got {' and '.join([*alone, *extra])}, expected {alone[0]} without the others")
@@ -60,6 +72,10 @@ def plan(
         raise UserError("plan: --bound-unchecked is for --verify")
     if compare is not None:
         raise typer.Exit(_compare(job, compare, json=json))
+    if what_if is not None:
+        found = api.what_if.plan_changes(job, what_if, _terminal(), isthmus.Stop())
+        show(found, lambda: api.output.what_if_table(found), json=json)
+        return
     if verify is not None:
         raise typer.Exit(_verify(job, verify, bound_unchecked=bound_unchecked, json=json))
     _plan(job, explain=explain, picture=picture, json=json, prove=prove)

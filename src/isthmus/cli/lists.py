@@ -22,13 +22,13 @@ def fleets(json: JsonOption = False) -> None:
 
 @app.command()
 def planners(json: JsonOption = False) -> None:
-    """List the planners."""
+    """List the planners: what each kind decides, and what each planner can do."""
     found = api.names.planners()
     if json:
-        print_json({kind: one.described for kind, one in found.items()})
+        print_json(found)
         return
-    for one in found.values():
-        out().print(api.names.planners_table(one.where, one.described.items()))
+    for kind in found.values():
+        out().print(api.names.kind_table(kind))
 
 
 @app.command()

@@ -151,12 +151,19 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if link is None:
             if source == target:
                 raise UserError(f"fleet {self.name!r}: got a link from {source!r} to itself, expected two devices")
-            link = self._region_link(self.device(source).region, self.device(target).region)
+            link = self.region_link(self.device(source).region, self.device(target).region)
             assert link is not None, "every pair was checked when the fleet was made"
         site = self.uplink(source, target) if self.region_info else None
         if site is None or site.uplink_bytes_per_s is None or link.bandwidth_bytes_per_s <= site.uplink_bytes_per_s:
             return link
         return msgspec.structs.replace(link, bandwidth_bytes_per_s=site.uplink_bytes_per_s)
+
+    def region_link(self, source: str, target: str) -> Link | None:
+        """What devices of these two regions use where no pair of devices says otherwise. None: pairs state all."""
+        link = self._region_routes.get((source, target))
+        if link is None and source == target:
+            link = self.links.intra
+        return self.links.default if link is None else link
 
     def region_info_of(self, region: str) -> Region:
         """What the devices of a region share; nothing, where the fleet does not say."""
@@ -201,9 +208,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         device_pairs = _both_ways(self.links.devices)
         links = msgspec.structs.replace(
             self.links,
-            regions=tuple(
-                Route(a, b, _mean(self._region_link(a, b), self._region_link(b, a))) for a, b in region_pairs
-            ),
+            regions=tuple(Route(a, b, _mean(self.region_link(a, b), self.region_link(b, a))) for a, b in region_pairs),
             devices=tuple(Route(a, b, _mean(self.link(a, b), self.link(b, a))) for a, b in device_pairs),
         )
         return msgspec.structs.replace(self, links=links)
@@ -223,13 +228,6 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @cached_property
     def _region_routes(self) -> dict[tuple[str, str], Link]:
         return {(route.source, route.target): route.link for route in self.links.regions}
-
-    def _region_link(self, source: str, target: str) -> Link | None:
-        """What devices of these two regions use where no pair of devices says otherwise."""
-        link = self._region_routes.get((source, target))
-        if link is None and source == target:
-            link = self.links.intra
-        return self.links.default if link is None else link
 
     def _check_names(self) -> None:
         for name, uses in Counter(self.names).items():
@@ -272,7 +270,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         # By regions, so that a large fleet costs regions squared; devices are looked at only where regions say nothing.
         for a in self.regions:
             for b in self.regions:
-                if self._region_link(a, b) is None:
+                if self.region_link(a, b) is None:
                     self._check_device_pairs(members[a], members[b])
 
     def _check_device_pairs(self, sources: list[str], targets: list[str]) -> None:

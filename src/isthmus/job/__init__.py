@@ -1,7 +1,15 @@
 """A job: which model, which data, how to train it, on which fleet. One TOML file."""
 
 from isthmus.job.loading import checked, constraints_of, fleet_of, load_job
-from isthmus.job.prepared import Prepared, described_here, described_in, keep_prepared, kept_prepared, prepare
+from isthmus.job.prepared import (
+    Prepared,
+    described_here,
+    described_in,
+    keep_prepared,
+    kept_prepared,
+    prepare,
+    prepared_again,
+)
 from isthmus.job.settings import Job, PlanConfig, PrivacyConfig, RuntimeConfig, TrainingConfig
 
 __all__ = [
@@ -20,4 +28,5 @@ __all__ = [
     "kept_prepared",
     "load_job",
     "prepare",
+    "prepared_again",
 ]

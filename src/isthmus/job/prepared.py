@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -75,6 +76,13 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def prepared_again(before: Prepared, job: Job) -> Prepared:
+    """As `prepare`. The model is captured again only if something that a capture depends on has changed."""
+    if before.origin != _origin(job):
+        return prepare(job)
+    return _checked(msgspec.structs.replace(before, job=job))
+
+
 class _About(msgspec.Struct, frozen=True):
     """Beside a capture on disk."""
 
@@ -99,6 +107,11 @@ def prepare(job: Job, samples: DataDescription | None = None) -> Prepared:
             elsewhere = "; of data that are elsewhere, data.description names what `isthmus describe-data` wrote there"
             raise type(e)(f"{e}{elsewhere if job.plan.holders else ''}") from e
     columns = {name: Column(c.dtype, c.shape) for name, c in samples.columns.items()}
+    captured = _captured(job, columns)
+    return _checked(Prepared(job=job, captured=captured, samples=samples, origin=_origin(job)))
+
+
+def _captured(job: Job, columns: Mapping[str, Column]) -> Captured:
     # Imported when it is needed: torch.export takes seconds, and who goes on with a run has its graphs.
     capture = cast("Capture", import_object("isthmus", "isthmus.graph.capture:capture"))
     with contextlib.ExitStack() as stack:
@@ -110,8 +123,7 @@ def prepare(job: Job, samples: DataDescription | None = None) -> Prepared:
 
         # stdout is data, and the user's constructor or forward may print.
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        captured = capture(build, columns, name=job.model.name, batch=job.micro_batch_size, dtype=job.training.dtype)
-    return _checked(Prepared(job=job, captured=captured, samples=samples, origin=_origin(job)))
+        return capture(build, columns, name=job.model.name, batch=job.micro_batch_size, dtype=job.training.dtype)
 
 
 def described_here(job: Job) -> DataDescription:

@@ -5,9 +5,11 @@ from isthmus.planners.least import LeastBound, least
 from isthmus.planners.micro_batches import INTERRUPTED, over_counts
 from isthmus.planners.observer import SearchObserver, SearchStopped, cut_short, keep, looked_at, observed_by
 from isthmus.planners.registry import (
+    ABILITIES,
     ENTRY_POINTS,
     Capabilities,
     Planner,
+    abilities,
     can_price,
     capabilities,
     check_constraints,
@@ -20,6 +22,7 @@ from isthmus.planners.registry import (
 from isthmus.planners.whole_replicas import whole_replicas
 
 __all__ = [
+    "ABILITIES",
     "ENTRY_POINTS",
     "INTERRUPTED",
     "Capabilities",
@@ -27,6 +30,7 @@ __all__ = [
     "Planner",
     "SearchObserver",
     "SearchStopped",
+    "abilities",
     "can_price",
     "capabilities",
     "check_constraints",

@@ -51,6 +51,16 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """Messages are priced as each plan packs them; for others by two problems in which all plans pack alike."""
 
 
+ABILITIES: Mapping[str, str] = {
+    "replicas": "replicas",
+    "holders": "data holders",
+    "labels_stay": "labels stay",
+    "prices": "price",
+    "compression": "compression",
+}
+"""Of each field of `Capabilities`, what people call it."""
+
+
 class PlannerEntry(NamedTuple):
     """One of our planners."""
 
@@ -147,6 +157,14 @@ def _or(names: Sequence[str]) -> str:
 def planner_names() -> list[str]:
     """Every name that `plan` takes, sorted. Ours win over a third party's of the same name."""
     return sorted({*_OURS, *third_party(ENTRY_POINTS)})
+
+
+def abilities(name: str) -> tuple[str, ...] | None:
+    """What a planner of ours can do, as people call it; None for another's, which is judged by its plan."""
+    if name not in _OURS:
+        return None
+    can = _OURS[name].can
+    return tuple(called for field, called in ABILITIES.items() if getattr(can, field))
 
 
 def check_planner(name: str) -> None:

@@ -21,7 +21,8 @@ from isthmus.report.summary import (
     prediction_error,
 )
 from isthmus.report.tables import comparison_table, plan_table, verdict_table
-from isthmus.report.what_if import Improvement, improvements
+from isthmus.report.what_if import Improvement, improvements, linked_devices
+from isthmus.report.what_if_table import WhatIf, WhatIfRow, what_if_table
 
 __all__ = [
     "ComparedPlan",
@@ -39,6 +40,8 @@ __all__ = [
     "Progress",
     "StageSummary",
     "Transfer",
+    "WhatIf",
+    "WhatIfRow",
     "compared_table",
     "comparison_summary",
     "comparison_table",
@@ -54,6 +57,7 @@ __all__ = [
     "improvements",
     "last_period",
     "least_headroom",
+    "linked_devices",
     "memory_table",
     "memory_use",
     "plan_overview",
@@ -64,4 +68,5 @@ __all__ = [
     "ranked",
     "run_summary",
     "verdict_table",
+    "what_if_table",
 ]

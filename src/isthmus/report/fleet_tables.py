@@ -16,6 +16,10 @@ from isthmus.units import format_bandwidth, format_compute, format_duration, for
 
 MOST_DEVICE_ROWS = 16
 MOST_MATRIX_REGIONS = 8
+NOT_IN_THE_SEARCH = (
+    "data holders, labels stay: without yes, such a job is refused; price: without yes, time is minimised; "
+    "compression: without yes, messages are packed once the plan is found; ?: not declared"
+)
 
 
 def fleets_table(fleets: Iterable[tuple[str, str]]) -> RenderableType:
@@ -23,9 +27,16 @@ def fleets_table(fleets: Iterable[tuple[str, str]]) -> RenderableType:
     return names_table("Built-in fleets", "fleet", fleets)
 
 
-def planners_table(title: str, planners: Iterable[tuple[str, str]]) -> RenderableType:
-    """From (name, description) pairs."""
-    return names_table(title, "planner", planners)
+def planners_table(
+    title: str, planners: Iterable[tuple[str, str, tuple[str, ...] | None]], abilities: tuple[str, ...] = ()
+) -> RenderableType:
+    """From (name, description, abilities); with a column for each of `abilities`, "?" where they are not declared."""
+    table = new_table(("planner", *(ability.replace(" ", "\n") for ability in abilities), "what it is"))
+    table.columns[0].no_wrap = True
+    for name, description, able in planners:
+        cells = ["?" if able is None else "yes" if ability in able else "-" for ability in abilities]
+        table.add_row(Text(name, "bold"), *map(Text, cells), Text(description))
+    return titled(title, table, NOT_IN_THE_SEARCH if abilities else "")
 
 
 def names_table(title: str, noun: str, pairs: Iterable[tuple[str, str]]) -> RenderableType:

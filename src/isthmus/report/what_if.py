@@ -13,7 +13,7 @@ from isthmus.cost.placement import rooms
 from isthmus.cost.steptime import pipeline
 from isthmus.cost.sync import sync_s
 from isthmus.errors import UserError
-from isthmus.fleet import Fleet, Route, corrected
+from isthmus.fleet.edits import with_links, with_memory_scaled, with_speed, with_uplink
 from isthmus.graph import cuts
 from isthmus.plans import Plan
 
@@ -88,58 +88,23 @@ def _abreast(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Itera
     slow = [d for p in placed for d, s in p.times.device_s.items() if s >= ABREAST * period_s]
     if len(slow) > 1:
         names = " and ".join(slow) if len(slow) <= 3 else f"the {len(slow)} slowest devices"
-        yield f"{names} twice as fast, together", replace(problem, fleet=_twice_as_fast(problem.fleet, slow))
+        yield f"{names} twice as fast, together", replace(problem, fleet=with_speed(problem.fleet, slow, 2.0))
 
 
 def _better(problem: Problem, plan: Plan) -> Iterator[tuple[str, Problem]]:
     fleet = problem.fleet
     for name in plan.used:
-        yield f"{name} twice as fast", replace(problem, fleet=_twice_as_fast(fleet, [name]))
-        yield f"{name} with twice the memory", replace(problem, fleet=_roomier(fleet, name))
-    for a, b in _pairs(plan):
-        yield f"twice the bandwidth between {a} and {b}", replace(problem, fleet=_relinked(fleet, a, b, 1.0, 2.0))
-        yield f"half the latency between {a} and {b}", replace(problem, fleet=_relinked(fleet, a, b, 0.5, 1.0))
-    for number, site in enumerate(fleet.region_info):
+        yield f"{name} twice as fast", replace(problem, fleet=with_speed(fleet, [name], 2.0))
+        yield f"{name} with twice the memory", replace(problem, fleet=with_memory_scaled(fleet, [name], 2.0))
+    for a, b in linked_devices(plan):
+        yield f"twice the bandwidth between {a} and {b}", replace(problem, fleet=with_links(fleet, a, b, bandwidth=2.0))
+        yield f"half the latency between {a} and {b}", replace(problem, fleet=with_links(fleet, a, b, latency=0.5))
+    for site in fleet.region_info:
         if site.uplink_bytes_per_s is not None:
-            wider = msgspec.structs.replace(site, uplink_bytes_per_s=2 * site.uplink_bytes_per_s)
-            sites = (*fleet.region_info[:number], wider, *fleet.region_info[number + 1 :])
-            yield f"twice the uplink of {site.region}", replace(problem, fleet=_with(fleet, region_info=sites))
+            yield f"twice the uplink of {site.region}", replace(problem, fleet=with_uplink(fleet, site.region, 2.0))
 
 
-def _with(fleet: Fleet, **fields: object) -> Fleet:
-    return msgspec.structs.replace(fleet, **fields)
-
-
-def _twice_as_fast(fleet: Fleet, names: Sequence[str]) -> Fleet:
-    return corrected(fleet, {name: 2 * fleet.device(name).sustained_flops_per_s for name in names}, {})
-
-
-def _roomier(fleet: Fleet, name: str) -> Fleet:
-    devices = tuple(
-        msgspec.structs.replace(d, memory_bytes=2 * d.memory_bytes) if d.name == name else d for d in fleet.devices
-    )
-    return _with(fleet, devices=devices)
-
-
-def _relinked(fleet: Fleet, a: str, b: str, latency: float, bandwidth: float) -> Fleet:
-    """Both directions of a pair, scaled; the link as stated, without the uplink of its site."""
-    bare = _with(fleet, region_info=())
-    changed = [
-        Route(
-            x,
-            y,
-            msgspec.structs.replace(
-                link, latency_s=latency * link.latency_s, bandwidth_bytes_per_s=bandwidth * link.bandwidth_bytes_per_s
-            ),
-        )
-        for x, y in ((a, b), (b, a))
-        for link in (bare.link(x, y),)
-    ]
-    kept = tuple(route for route in fleet.links.devices if {route.source, route.target} != {a, b})
-    return _with(fleet, links=msgspec.structs.replace(fleet.links, devices=(*kept, *changed)))
-
-
-def _pairs(plan: Plan) -> list[tuple[str, str]]:
+def linked_devices(plan: Plan) -> list[tuple[str, str]]:
     """Pairs of devices that exchange something, each once."""
     found: dict[tuple[str, str], None] = {}
     for replica in plan.replicas:
