@@ -80,11 +80,11 @@ PUBLIC = {
         "describe_model is_hugging_face is_peft merged model_names save_adapter save_hugging_face summarize_model"
     ),
     "plans": (
-        "ANY_PLAN ActivationNoise Averages CHOICES Certificate Collective Compression CompressionConfig Constraints "
-        "Edge Objective OuterOptimizer OwnSamples Packing Plan PlanPeriod Prediction PrivacySpent Replica "
-        "ReplicaSync SCHEDULES SPENT SampleRange Schedule SharedParameter Stage StageMemory SyncGroup "
-        "SyncIteration SyncPlan SyncWorker Tasklet classic_in_flight format_epsilon is_of_any_plan load_plan "
-        "question_in_words read_spent save_plan schedule_of"
+        "ANY_PLAN Averages CHOICES Certificate Collective Compression CompressionConfig Constraints "
+        "Edge Objective OuterOptimizer OwnSamples Packing Plan PlanPeriod Prediction Replica "
+        "ReplicaSync SCHEDULES Schedule SharedParameter Stage StageMemory SyncGroup "
+        "SyncIteration SyncPlan SyncWorker Tasklet classic_in_flight is_of_any_plan load_plan "
+        "question_in_words save_plan schedule_of"
     ),
     "planners": (
         "ABILITIES Capabilities ENTRY_POINTS INTERRUPTED LeastBound Planner SearchObserver SearchStopped abilities "

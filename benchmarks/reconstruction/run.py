@@ -27,9 +27,10 @@ from split_digits import BATCH, BOUNDARIES, EPOCHS, HELD_OUT, Digits, Messages, 
 from torch import nn
 
 from isthmus.data import DataSpec, load_dataset
+from isthmus.disclosure import ActivationNoise
 from isthmus.experiments import RunOptions, Watcher, check_outcome, latest_checkpoint, load_checkpoint, run_plan
 from isthmus.job import Prepared
-from isthmus.plans import ActivationNoise, Plan
+from isthmus.plans import Plan
 from isthmus.training.local_privacy import epsilon_of, squared_mu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec, load_dataset
+from isthmus.disclosure import ActivationNoise
 from isthmus.experiments import LearningRate, OptimizerConfig
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import Flow, Ref
 from isthmus.job import Job, PlanConfig, Prepared, PrivacyConfig, RuntimeConfig, TrainingConfig, prepare
 from isthmus.models import ModelSpec, build_model
-from isthmus.plans import ActivationNoise, Plan
+from isthmus.plans import Plan
 from isthmus.runtime.coordinator.activation_privacy import protection
 from isthmus.runtime.coordinator.stages import stage_pairs
 from isthmus.training.engine import TorchEngine

@@ -8,7 +8,7 @@ import torch
 from inversion import Attacker, Seen
 from split_digits import Messages, parted, planned, public_clip
 
-from isthmus.plans import ActivationNoise
+from isthmus.disclosure import ActivationNoise
 
 
 def test_what_is_seen_with_and_without_noise(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ import torch
 from isthmus.api.status import progressed
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec, load_dataset
+from isthmus.disclosure import ActivationNoise, read_spent
 from isthmus.errors import UserError
 from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.graph import Flow
 from isthmus.job import Job, PlanConfig, Prepared, PrivacyConfig, load_job, prepare
-from isthmus.plans import ActivationNoise, Plan, read_spent
+from isthmus.plans import Plan
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.activation_privacy import Protection, protection, protection_text
 from isthmus.runtime.coordinator.privacy_ledger import PrivacyLedger, opened_ledger

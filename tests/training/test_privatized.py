@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from isthmus.disclosure import ActivationNoise, SampleRange
 from isthmus.errors import UserError
 from isthmus.graph.opgraph import Ref
-from isthmus.plans import ActivationNoise, SampleRange
 from isthmus.training.local_privacy import (
     KEY_BYTES,
     Boundary,

@@ -15,11 +15,12 @@ from isthmus.api.losses import LossPoint
 from isthmus.api.notebook import picture_of, table_of
 from isthmus.api.observer import Observer
 from isthmus.data.description import DataDescription
+from isthmus.disclosure import PrivacySpent, read_spent
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job
 from isthmus.models.registry import is_with_loss
-from isthmus.plans import Plan, PlanPeriod, PrivacySpent, read_spent
+from isthmus.plans import Plan, PlanPeriod
 from isthmus.report import ComparisonSummary
 from isthmus.runtime.processes.signals import Stop
 from isthmus.trace import Trace

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.api.losses import losses_in
+from isthmus.disclosure import read_spent
 from isthmus.documents import read_lines
-from isthmus.plans import read_spent
 from isthmus.run_files import ROUND_LINES
 from isthmus.runtime.identity import Member
 from isthmus.runtime.service.job_queue import JobQueue, Submitted

@@ -11,10 +11,11 @@ from msgspec import Meta
 from isthmus.callbacks import CallbackConfig
 from isthmus.cost import SyncPolicy
 from isthmus.data import DataSpec
+from isthmus.disclosure import ActivationNoise
 from isthmus.documents import JOB_NAME
 from isthmus.fleet import FleetChange
 from isthmus.models import ModelSpec
-from isthmus.plans import ActivationNoise, CompressionConfig, Objective
+from isthmus.plans import CompressionConfig, Objective
 from isthmus.protocol.finite import OnNonFinite
 from isthmus.stores import StoreConfig
 from isthmus.trackers import Track

@@ -28,7 +28,6 @@ from isthmus.plans.plan import (
     load_plan,
     save_plan,
 )
-from isthmus.plans.privacy import SPENT, ActivationNoise, PrivacySpent, SampleRange, format_epsilon, read_spent
 from isthmus.plans.schedule import CHOICES, SCHEDULES, Schedule, Tasklet, classic_in_flight, schedule_of
 from isthmus.plans.sync import SyncIteration, SyncPlan, SyncWorker
 
@@ -36,8 +35,6 @@ __all__ = [
     "ANY_PLAN",
     "CHOICES",
     "SCHEDULES",
-    "SPENT",
-    "ActivationNoise",
     "Averages",
     "Certificate",
     "Collective",
@@ -52,10 +49,8 @@ __all__ = [
     "Plan",
     "PlanPeriod",
     "Prediction",
-    "PrivacySpent",
     "Replica",
     "ReplicaSync",
-    "SampleRange",
     "Schedule",
     "SharedParameter",
     "Stage",
@@ -66,11 +61,9 @@ __all__ = [
     "SyncWorker",
     "Tasklet",
     "classic_in_flight",
-    "format_epsilon",
     "is_of_any_plan",
     "load_plan",
     "question_in_words",
-    "read_spent",
     "save_plan",
     "schedule_of",
 ]

@@ -45,9 +45,9 @@ from torch import Tensor
 
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_device
+from isthmus.disclosure import SampleRange
 from isthmus.extensions import import_extra
 from isthmus.graph.opgraph import Ref
-from isthmus.plans import SampleRange
 
 KEY_BYTES = 32
 _START = bytes(16)

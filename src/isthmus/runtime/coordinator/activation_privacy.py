@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from isthmus.data import ColumnSpec
+from isthmus.disclosure import ActivationNoise, format_epsilon
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, OpGraph, StageGraph
@@ -19,7 +20,7 @@ from isthmus.graph.mixing import mixes, sample_axis
 from isthmus.graph.opgraph import Op
 from isthmus.graph.partition import Crossing
 from isthmus.job import Prepared, constraints_of
-from isthmus.plans import ActivationNoise, Plan, format_epsilon
+from isthmus.plans import Plan
 from isthmus.plans.schedule import had_before
 from isthmus.runtime.coordinator.stages import StagePair, stage_pairs
 from isthmus.training.local_privacy import Boundary, Released, epsilon_of, noise_multiplier_for, squared_mu

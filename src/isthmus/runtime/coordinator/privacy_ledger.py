@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.disclosure import SPENT, ActivationNoise, PrivacySpent, SampleRange, format_epsilon, read_spent
 from isthmus.errors import UserError
-from isthmus.plans import SPENT, ActivationNoise, PrivacySpent, SampleRange, format_epsilon, read_spent
 from isthmus.plans.schedule import had_before
 from isthmus.protocol.work import Item
 from isthmus.run_files import write_json

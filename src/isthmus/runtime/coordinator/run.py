@@ -11,10 +11,11 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
+from isthmus.disclosure import PrivacySpent
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Prepared
-from isthmus.plans import Plan, PlanPeriod, PrivacySpent
+from isthmus.plans import Plan, PlanPeriod
 from isthmus.plans.worker_ids import device_of, worker_id
 from isthmus.protocol import Coordinator, Item, Lineage, RunSpec, StateLayout
 from isthmus.protocol.adaptation import Pair, PlanFigures

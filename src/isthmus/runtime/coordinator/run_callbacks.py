@@ -8,8 +8,9 @@ from typing import NamedTuple, Protocol
 import msgspec
 from torch import Tensor
 
+from isthmus.disclosure import PrivacySpent
 from isthmus.errors import IsthmusError
-from isthmus.plans import PlanPeriod, PrivacySpent
+from isthmus.plans import PlanPeriod
 from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.coordinator_events import BeginEpoch, Ending, MakePlan
 from isthmus.protocol.interruptions import Recovery

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.disclosure import SPENT
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import BUFFERS, Values
 from isthmus.federated.evaluation import Evaluation, Evaluator
@@ -19,7 +20,6 @@ from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import FederatedJob
 from isthmus.federated.personal import OwnModels
 from isthmus.federated.server import Commits, RunIdentity, Server
-from isthmus.plans import SPENT
 from isthmus.protocol.federated_events import RoundRecord
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.run_files import JOB, ROUNDS, write_json
