@@ -47,7 +47,11 @@ COMPONENTS = {
     "parrot_figures": ("isthmus.api.federated_simulation", "isthmus.data", "isthmus.federated", "isthmus.protocol"),
     "placement_runs": ("isthmus.training",),  # the plain module beside the runs
     "proven_gaps": ("isthmus.api.proof", "isthmus.verification"),  # bounds of problems without a job
-    "reconstruction": ("isthmus.runtime.coordinator", "isthmus.training"),  # what an attacker sees of a stage
+    "reconstruction": (
+        "isthmus.disclosure",
+        "isthmus.runtime.coordinator",
+        "isthmus.training",
+    ),  # what an attacker sees of a stage
     "secure_aggregation": ("isthmus.federated", "isthmus.protocol"),  # one phase without a network
     "sky": ("isthmus.cost.network",),
     "snapshots": ("isthmus.runtime.coordinator.stage_assignments",),  # bytes of states
