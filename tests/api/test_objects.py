@@ -90,7 +90,7 @@ def _trained(run: isthmus.Run) -> Tensor:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (torch.optim.RMSprop, ["RMSprop", "SGD, Adam or AdamW"]),
+        (torch.optim.RMSprop, ["RMSprop", "SGD, Adam, AdamW or Muon"]),
         (functools.partial(torch.optim.AdamW, amsgrad=True), ["amsgrad", "True"]),
         (functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5), ["dampening", "0.5"]),
         (functools.partial(torch.optim.Adam, weight_decay=0.1), ["weight_decay 0.1", "AdamW"]),
