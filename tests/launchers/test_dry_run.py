@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +55,19 @@ def test_what_cannot_be_shown(tmp_path: Path) -> None:
 )
 def test_yaml_is_read_as_it_was_written(value: dict[str, object]) -> None:
     assert list(yaml.safe_load_all(yaml_text(value, {"second": 2}))) == [value, {"second": 2}]
+
+
+def test_handlers_of_logs_stay_open(tmp_path: Path) -> None:
+    """submitit, imported as it is, closes all that the process has."""
+    script = (
+        "import logging, sys\n"
+        "class Kept(logging.Handler):\n"
+        "    def close(self):\n"
+        "        print('closed')\n"
+        "logging.getLogger().addHandler(kept := Kept())\n"
+        "from isthmus.runtime.launchers import slurm\n"
+        "slurm._submitit()\n"
+        "logging._handlerList.clear()\n"  # as Python ends it closes them itself
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "", done

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
+from types import ModuleType
 from typing import Literal, Protocol
 
 import msgspec
@@ -43,6 +44,12 @@ MODULE = "isthmus.runtime.launchers.slurm_task"
 JobState = Literal["waiting", "running", "over"]
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD"})
 _RUNNING = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED"})
+
+
+def _submitit() -> ModuleType:
+    """Without its configuration of logging, which closes all handlers that this process has."""
+    os.environ.setdefault("SUBMITIT_LOG_LEVEL", "NOCONFIG")
+    return import_extra("submitit", OWNER)
 
 
 class SlurmOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,7 +107,7 @@ class SlurmLauncher:
         return next(iter(nodes.stdout.split()), "")
 
     def check(self) -> None:
-        version = str(import_extra("submitit", OWNER).__version__)
+        version = str(_submitit().__version__)
         if tuple(int(part) for part in version.split(".")[:2]) < LEAST_SUBMITIT:
             least = ".".join(map(str, LEAST_SUBMITIT))
             raise UserError(f'{OWNER} needs submitit {least}, got {version}: pip install -U "isthmus[slurm]"')
@@ -122,7 +129,7 @@ class SlurmLauncher:
     def render(self, agents: Sequence[AgentSpec], folder: Path) -> str:
         """As of `Renders`."""
         at = self._place(folder)
-        made = import_extra("submitit", OWNER).slurm.slurm._make_sbatch_string
+        made = _submitit().slurm.slurm._make_sbatch_string
         command = _task_command(SharedFolder(at).tasks(1))
         return str(made(command=command, folder=at, **_script(self._options, len(agents))))
 
@@ -170,7 +177,7 @@ class SlurmLauncher:
         return (f"--partition={self._options.partition}",) if self._options.partition else ()
 
     def _submit(self, agents: Sequence[AgentSpec], logs: LogFiles) -> None:
-        submitit = import_extra("submitit", OWNER)
+        submitit = _submitit()
         placed: list[Placed] = []
         for agent in agents:
             attempt = self._attempts[agent.name] = self._attempts.get(agent.name, 0) + 1
