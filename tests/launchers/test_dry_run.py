@@ -57,7 +57,7 @@ def test_yaml_is_read_as_it_was_written(value: dict[str, object]) -> None:
     assert list(yaml.safe_load_all(yaml_text(value, {"second": 2}))) == [value, {"second": 2}]
 
 
-def test_handlers_of_logs_stay_open(tmp_path: Path) -> None:
+def test_handlers_of_logs_stay_open() -> None:
     """submitit, imported as it is, closes all that the process has."""
     script = (
         "import logging, sys\n"
