@@ -63,7 +63,7 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
             observer.note(
                 f"nothing left to do: {folder.path} has {start.step} steps, the job asks for {job.training.steps}"
             )
-            return Run(folder.path)
+            return Run(folder.path, outcome="done")
         if choices.resume:
             where = "from the start: nothing was saved yet" if start.checkpoint is None else f"after step {start.step}"
             observer.note(f"resuming {folder.path} {where}")
