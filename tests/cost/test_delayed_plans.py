@@ -1,9 +1,13 @@
 """Plans of steps that overlap: memory of two versions, no certificate, and a check that computes the figures itself."""
 
+from pathlib import Path
+
 import pytest
+from msgspec.json import encode
 from msgspec.structs import replace
 
 from isthmus.api.job_plans import verify_plan
+from isthmus.api.make_plan import read_plan
 from isthmus.data import DataSpec
 from isthmus.errors import UserError
 from isthmus.job import Job, TrainingConfig, checked, fleet_of, prepare
@@ -60,3 +64,11 @@ def test_what_cannot_overlap_is_refused(fields: dict[str, object], words: str) -
 def test_muon_is_of_matrices() -> None:
     with pytest.raises(UserError, match=r"muon: got parameter '.*bias' of shape \[\d+\], expected matrices"):
         prepare(job_of(optimizer=(OptimizerConfig(name="muon", momentum=0.95),)))
+
+
+def test_a_plan_of_overlapping_steps_is_none_of_auto(tmp_path: Path) -> None:
+    """Their result differs; `auto` leaves only the order within a step open."""
+    document = tmp_path / "plan.json"
+    document.write_bytes(encode(plan_of(job_of())))
+    with pytest.raises(UserError, match=r"schedule\.name: got 'delayed', the job has 'auto'"):
+        read_plan(job_of(schedule="auto"), fleet_of(job_of()), document)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -22,7 +23,7 @@ from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Region
 from isthmus.graph import cuts
 from isthmus.planners import plan
-from isthmus.plans import Compression, Edge, Packing, Plan
+from isthmus.plans import Compression, CompressionConfig, Constraints, Edge, Packing, Plan
 from isthmus.plans.packing import DENSE
 
 NAMES = sorted(["adatopk", "adatopk-paper", "just-enough", "uniform", *DENSE])
@@ -251,6 +252,14 @@ def test_several_replicas_are_packed_each(seed: int) -> None:
     (edge,) = packed.replicas[0].edges
     assert edge.forward_wire_bytes < edge.forward_bytes or edge.backward_bytes < 24
     assert [r.micro_batches for r in packed.replicas] == [r.micro_batches for r in made.replicas]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "auto", "delayed"])
+def test_what_is_packed_is_noted_once(schedule: str) -> None:
+    problem, _ = some_plan(1)
+    asked = Constraints(compression=CompressionConfig(method="int4"))
+    made = plan("even", dataclasses.replace(problem, schedule=schedule, constraints=asked))
+    assert sum("compression 'int4'" in note for note in made.notes) == 1
 
 
 @pytest.mark.parametrize(

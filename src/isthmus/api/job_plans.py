@@ -63,6 +63,8 @@ def plan_job(job: Job, observer: Observer, stop: Stop, *, words: bool = False, p
     fleet, prepared = fleet_for(job), prepare(job)
     problem = prepared.problem(fleet)
     plan = searched(observer, stop, lambda: make(job, problem, proving=proving), best_so_far=True)
+    if prove is not None and plan.certificate is None:
+        observer.note("--prove: no bound of this plan is known")
     check_feedback(prepared, plan, fleet)
     explanation = explain(problem.cut_into(plan.micro_batches), plan) if words else None
     return Explained(plan, fleet, prepared.captured.train, explanation, list(protection_text(prepared, plan, fleet)))

@@ -34,6 +34,7 @@ from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, read_rec
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.coordinator.stages import readers
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.signals import Stop
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import newest_whole_checkpoint, read_manifest
@@ -62,7 +63,7 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
             observer.note(
                 f"nothing left to do: {folder.path} has {start.step} steps, the job asks for {job.training.steps}"
             )
-            return Run(folder.path)
+            return Run(folder.path, outcome="done")
         if choices.resume:
             where = "from the start: nothing was saved yet" if start.checkpoint is None else f"after step {start.step}"
             observer.note(f"resuming {folder.path} {where}")
@@ -73,6 +74,11 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
         if outcome.outcome == "interrupted":
             observer.note(f"interrupted: resume with {choices.again}, run folder {folder.path}")
         return run
+
+
+def places_of(job: Job) -> dict[str, ProcessPlace]:
+    """Of device processes on this machine. UserError for a device, an accelerator or an engine that does not exist."""
+    return local_places(job.runtime.device, fleet_for(job).names, job.runtime.engine)
 
 
 class _Start(NamedTuple):
@@ -108,8 +114,7 @@ class _Planned(NamedTuple):
 
 def _planned(job: Job, choices: Choices, folder: RunFolder, start: _Start, observer: Observer, stop: Stop) -> _Planned:
     fleet = fleet_for(job)
-    places = local_places(job.runtime.device, fleet.names, job.runtime.engine)
-    backend = choices.backend or LocalBackend(starts_again=True, places=places)
+    backend = choices.backend or LocalBackend(starts_again=True, places=places_of(job))
     holders = DataHolders(
         backend.asks(stop),
         job.data,

@@ -183,6 +183,7 @@ def train(
             show_run(lambda terminal: api.federated_run.run_simulated(job, how, terminal, stop), json=json)
         )
     if dry_run:
+        api.pipeline.places_of(job)
         return _plan(job, explain=False, picture=None, json=json, prove=None)
     choices = api.pipeline.Choices(resume=resume, run=run, plan=plan_file, dashboard=dashboard)
     raise typer.Exit(show_run(lambda terminal: api.pipeline.run_job(job, choices, terminal, stop), json=json))

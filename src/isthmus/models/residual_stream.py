@@ -12,7 +12,7 @@ WRITERS = ("project", "c_proj", "o_proj", "out_proj", "down_proj", "fc_out", "fc
 """Last names of the projections whose output a block adds to the stream."""
 
 
-class Stream(NamedTuple):
+class ResidualStream(NamedTuple):
     """Where a language model reads and writes its residual stream."""
 
     token: str
@@ -28,7 +28,7 @@ class Stream(NamedTuple):
     width: int
 
 
-def find_stream(module: nn.Module) -> Stream:
+def find_stream(module: nn.Module) -> ResidualStream:
     """Raises `UserError`, which points to codecs, for a module without one that can be rewritten."""
     lists = [(path, part) for path, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part)]
     tables = [(path, part) for path, part in module.named_modules() if isinstance(part, nn.Embedding)]
@@ -54,7 +54,7 @@ def find_stream(module: nn.Module) -> Stream:
     heads = [name for name, part in outside if isinstance(part, nn.Linear) and part.weight.shape == shape]
     if len(heads) != 1:
         raise _no_stream(module, f"{len(heads)} layers from {width} to the vocabulary")
-    return Stream(
+    return ResidualStream(
         token=tables[0][0],
         position=tables[1][0] if len(tables) == 2 else None,
         readers=tuple(readers),

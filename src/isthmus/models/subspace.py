@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from isthmus.models.residual_stream import Stream, find_stream
+from isthmus.models.residual_stream import ResidualStream, find_stream
 
 
 class Subspace(nn.Module):
@@ -91,7 +91,7 @@ class WideHead(nn.Module):
         return found
 
 
-def confine(module: nn.Module, stream: Stream, narrow: int, seed: int) -> None:
+def confine(module: nn.Module, stream: ResidualStream, narrow: int, seed: int) -> None:
     """Rewrites the module in place; `narrow` is the length of c.
 
     The tables keep their first values as their fixed part and learn a narrow part beside it, from zero. A head that was

@@ -266,7 +266,8 @@ def split_backward(problem: Problem, made: Plan) -> Plan:
         return made
     if problem.schedule == "auto" and split.predicted.step_s >= made.predicted.step_s:
         return made
-    return msgspec.structs.replace(split, notes=(*split.notes, *made.notes[len(problem.fleet.names) :]))
+    devices = len(problem.fleet.names)
+    return msgspec.structs.replace(split, notes=(*split.notes[:devices], *made.notes[devices:]))
 
 
 def scheduled(problem: Problem, made: Plan) -> Plan:

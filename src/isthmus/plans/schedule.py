@@ -75,7 +75,7 @@ def classic_in_flight(name: str, stages: int, micro_batches: int) -> tuple[int, 
 
 def schedule_of(asked: str, planned: str) -> str:
     """Which schedule a plan must have whose job asks for `asked`: `auto` leaves two open."""
-    return planned if asked == "auto" and planned != "gpipe" else asked
+    return planned if asked == "auto" and planned in ("1f1b", "zero-bubble") else asked
 
 
 class FeederSlot(NamedTuple):

@@ -252,7 +252,7 @@ def proof_text(certificate: Certificate) -> str:
 def verdict_table(verdict: Verdict, plan: Plan, source: str) -> RenderableType:
     """One row per field that differs, and what was done about the certificate."""
     words = "planner and notes are words, and were not judged"
-    bound = [f"bound {verdict.bound.text}"]
+    bound = [f"bound: {verdict.bound.text}"]
     if verdict.bound.status == "unchecked":
         bound.append("A bound that was not checked is no pass; --bound-unchecked passes it.")
     if plan.certificate is not None:
