@@ -13,7 +13,7 @@ left out. The best are cut exactly (`cuts`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -138,7 +138,7 @@ def nearest_neighbour(scorer: Scorer, start: int) -> Order:
     return tuple(nearest_tour(scorer.pair_s, start, range(len(scorer.speed))))
 
 
-def improve(scorer: Scorer, order: Order, most_scores: int, devices: Iterable[int] = ()) -> Order:
+def improve(scorer: Scorer, order: Order, most_scores: int, devices: Sequence[int] = ()) -> Order:
     """First improvement over reversals, moves of one device and exchanges of one for another of `devices`, until none
     helps or the budget is spent."""
 
@@ -149,7 +149,7 @@ def improve(scorer: Scorer, order: Order, most_scores: int, devices: Iterable[in
     return first_improvement(start, scored, lambda now: now[1], most=most_scores, tolerance=ROUNDING)[0]
 
 
-def _neighbours(order: Order, devices: Iterable[int]) -> Iterator[Order]:
+def _neighbours(order: Order, devices: Sequence[int]) -> Iterator[Order]:
     size = len(order)
     for i, device in product(range(size), [d for d in devices if d not in order]):
         yield (*order[:i], device, *order[i + 1 :])
