@@ -29,7 +29,7 @@ from isthmus.planners.search.descent import Descent
 from isthmus.planners.search.exhaustive import exhaustive_plan
 from isthmus.planners.search.one_pipeline import unpriced
 from isthmus.planners.search.prune_fleet import pruned_fleet
-from isthmus.planners.search.replicas import PROMISING, ReplicaSearch, replicas_per_device
+from isthmus.planners.search.replicas import ReplicaSearch, replicas_per_device
 from isthmus.planners.surrogates import over_surrogates, rebuilt, surrogates
 from isthmus.plans import Plan
 
@@ -40,6 +40,8 @@ MOST_NEIGHBOURS = 60_000
 MOST_SCORED = 3
 """Plans that the scorer judges."""
 DESCENT_BLOCKS = 100
+WORTH_DESCENT = 2.0
+"""Times the best plan known, up to which another is a start."""
 MOST_WHOLE = 256
 """Devices up to which `op_fence` is asked for a plan of all of them."""
 OTHERS = (even, equal_compute, sky_heuristic, certified, op_fence, random)
@@ -159,7 +161,7 @@ def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -
     best, rough = sorted(plans, key=lambda plan: value[id(plan)]), coarse(Blocks(problem), DESCENT_BLOCKS)
     starts = [*best[:MOST_STARTS], *[p for p in best[MOST_STARTS:] if len(p.replicas) > 1][:1]]
     for start in {tuple(layouts_of(plan)): plan for plan in starts}.values():
-        if value[id(start)] > PROMISING * value[id(best[0])]:
+        if value[id(start)] > WORTH_DESCENT * value[id(best[0])]:
             continue
         used = {stage.first for replica in start.replicas for stage in replica.stages}
         places = {*rough.places[1:-1], *used} - {0}

@@ -6,15 +6,17 @@ message per link,
     score = S w / sum(v) + links + (n - 1) * max(w / sum(v), slowest link, what memory throttles)
 
 Tours start at the nearest neighbour and are improved by 2-opt reversals and by moving single devices; then devices are
-dropped one by one, the most costly first, so that every size of pipeline has its candidate. The best are cut exactly
-(`cuts`).
+dropped one by one, the most costly first, so that every size of pipeline has its candidate. Beside these are the first
+devices of the tour from each device, as many as each size takes; the sizes that score best exchange devices with those
+left out. The best are cut exactly (`cuts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -98,7 +100,7 @@ def scorer_of(problem: Problem, network: FleetNetwork, blocks: Blocks) -> Scorer
 
 
 def candidate_orders(scorer: Scorer, starts: Sequence[int]) -> list[Order]:
-    """The best order of every size, best score first; the fleet's own order is among them."""
+    """The best orders of every size, one or two, best score first; the fleet's own order is among them."""
     found: dict[Order, float] = {}
 
     def offer(order: Order) -> None:
@@ -112,30 +114,45 @@ def candidate_orders(scorer: Scorer, starts: Sequence[int]) -> list[Order]:
             offer(shorter)
     for order in sorted(found, key=lambda o: found[o])[:MOST_POLISHED]:
         offer(improve(scorer, order, MOST_SCORES))
+    thinned, own = _best_of_sizes(found), tuple(range(len(scorer.speed)))
+    # Devices that are near one another may all be dropped above: also the beginning of the tour from each.
+    for start in own:
+        tour = nearest_neighbour(scorer, start)
+        for size in own[1:]:
+            offer(tour[:size])
+    for order in _best_of_sizes(found)[:MOST_POLISHED]:
+        offer(improve(scorer, order, MOST_SCORES, own))
+    best = _best_of_sizes(found)
+    offer(own)
+    return sorted({*thinned, *best, own}, key=lambda o: (found[o], o))
+
+
+def _best_of_sizes(found: Mapping[Order, float]) -> list[Order]:
     best: dict[int, Order] = {}
     for order in sorted(found, key=lambda o: (found[o], o)):
         best.setdefault(len(order), order)
-    own = tuple(range(len(scorer.speed)))
-    offer(own)
-    return sorted({*best.values(), own}, key=lambda o: (found[o], o))
+    return list(best.values())
 
 
 def nearest_neighbour(scorer: Scorer, start: int) -> Order:
     return tuple(nearest_tour(scorer.pair_s, start, range(len(scorer.speed))))
 
 
-def improve(scorer: Scorer, order: Order, most_scores: int) -> Order:
-    """First improvement over reversals and moves of one device, until none helps or the budget is spent."""
+def improve(scorer: Scorer, order: Order, most_scores: int, devices: Sequence[int] = ()) -> Order:
+    """First improvement over reversals, moves of one device and exchanges of one for another of `devices`, until none
+    helps or the budget is spent."""
 
     def scored(now: tuple[Order, float]) -> Iterator[tuple[Order, float]]:
-        return ((other, scorer.score(other)) for other in _neighbours(now[0]))
+        return ((other, scorer.score(other)) for other in _neighbours(now[0], devices))
 
     start = order, scorer.score(order)
     return first_improvement(start, scored, lambda now: now[1], most=most_scores, tolerance=ROUNDING)[0]
 
 
-def _neighbours(order: Order) -> Iterator[Order]:
+def _neighbours(order: Order, devices: Sequence[int]) -> Iterator[Order]:
     size = len(order)
+    for i, device in product(range(size), [d for d in devices if d not in order]):
+        yield (*order[:i], device, *order[i + 1 :])
     for i in range(size):
         for j in range(i + 1, size):
             yield order[:i] + order[i : j + 1][::-1] + order[j + 1 :]
@@ -162,7 +179,7 @@ MOST_EXACT_BLOCKS = 300
 COARSE_BLOCKS = 200
 MOST_CELLS = 1_200_000
 """Entries of one stage table: some 25 tables of 8 bytes each."""
-MOST_CANDIDATES = 12
+MOST_CANDIDATES = 16
 PER_ORDER = Budget(probes=60, states=1_000)
 """Where orders are not searched exhaustively."""
 
