@@ -18,6 +18,7 @@ from isthmus.cost.compression import describe_ratios, ratio_planner_names
 from isthmus.cost.compression.adatopk import ratio_that_shortens
 from isthmus.cost.compression.just_enough import just_enough, ladder
 from isthmus.cost.compression.messages import packed_edges, sender_of, stage_messages_of
+from isthmus.cost.stage_costs import StageFlops
 from isthmus.cost.steptime import PipelineTime, pipeline
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Region
@@ -32,7 +33,7 @@ CANDIDATES = (Packing(codec="bf16"), Packing(codec="topk", ratio=4.0), Packing(c
 
 def times_of(problem: Problem, made: Plan) -> PipelineTime:
     stages, edges = made.stages, made.replica.edges
-    flops = [(s.flops_forward, s.flops_backward) for s in stages]
+    flops = [StageFlops(s.flops_forward, s.flops_backward) for s in stages]
     return pipeline(problem, [s.device for s in stages], flops, edges, made.replica.shared)
 
 
@@ -112,7 +113,7 @@ def test_the_prediction_is_that_of_the_bytes_on_the_wire(name: str, seed: int) -
         )
         for e in packed.replica.edges
     )
-    flops = [(s.flops_forward, s.flops_backward) for s in made.stages]
+    flops = [StageFlops(s.flops_forward, s.flops_backward) for s in made.stages]
     times = pipeline(problem, [s.device for s in made.stages], flops, as_if, made.replica.shared)
     assert packed.predicted.step_s == pytest.approx(times.step_s(problem.micro_batches))
     assert packed.predicted.step_s <= made.predicted.step_s

@@ -133,7 +133,7 @@ def test_the_bound_ranges_over_counts_that_were_not_planned() -> None:
 
 
 def test_what_is_searched_is_said() -> None:
-    observer = Patient(5000, plans=1)
+    observer = Patient(500, plans=1)
     planned("auto", larger(), observer)
     assert observer.said[:2] == ["auto, 4 micro-batches", "one pipeline"]
     assert observer.said[-1] == "lower bound"

@@ -61,7 +61,7 @@ def test_1f1b_is_as_drawn_in_the_schedules_documentation(seed: int):
     """Whichever of simultaneous events comes first."""
     plan = make_plan([(UNIT_MS, UNIT_MS)] * 4, micro_batches=6, in_flight="1f1b")
     trace = simulate(plan, make_fleet(4), spec(6), SimulationOptions(seed=seed))
-    assert grid(trace, 4) == rows(schedule.__doc__ or "")
+    assert grid(trace, 4) == rows(schedule.__doc__ or "")[:4]
 
 
 def test_gpipe_keeps_all_micro_batches_and_still_prefers_backward():
