@@ -113,6 +113,11 @@ def test_the_sum_is_the_plain_one_bit_for_bit_whichever_sites_drop_out(data: st.
     check_equals_plain(result, samples)
 
 
+def test_where_every_update_is_lost_nothing_is_unmasked() -> None:
+    result, _ = secure(3, {0: "keys", 1: "update", 2: "update"}, set())
+    assert result.sums is None and result.reason == "secure aggregation: no site's update is in the sum"
+
+
 @pytest.mark.parametrize("per_doubling", [3, pytest.param(10, marks=SLOW)])
 def test_the_sum_is_the_plain_one_where_each_site_has_some_neighbours(
     per_doubling: int, monkeypatch: pytest.MonkeyPatch

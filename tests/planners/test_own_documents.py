@@ -20,7 +20,7 @@ from isthmus.fleet import Fleet, resolve_fleet
 from isthmus.planners import can_price, over_counts, planner_names
 from isthmus.planners import plan as plan_by
 from isthmus.plans import Certificate, CompressionConfig, Constraints, Plan
-from isthmus.verification import Verdict, search, verify
+from isthmus.verification import Verdict, certificate, search, verify
 
 SYNC = (
     *(SyncPolicy(),) * 3,
@@ -200,6 +200,7 @@ def test_what_takes_more_work_than_a_check_is_not_stated(monkeypatch: pytest.Mon
     assert settled.certificate is not None and settled.certificate.exact
     monkeypatch.setattr(search, "MOST_GROWN", 40)
     monkeypatch.setattr(search, "MOST_TIMED", 40)
+    monkeypatch.setattr(certificate, "MOST_WORK", 1e8)
     assert checked(settled, problem, counts).bound.status == "unchecked"
     stated = as_proven(problem, settled, counts)
     assert stated.certificate is not None and not stated.certificate.exact

@@ -296,6 +296,8 @@ class SecureCoordinator(Machine[SecurePhase, SecureEvent, SecureInstruction]):
         if self._phase != "training" or not summed <= self._masking:
             self._phase = "idle"
             return [SumsLost(self._phase_id, "secure aggregation: no shares were dealt")]
+        if not summed:
+            return self._fail("secure aggregation: no site's update is in the sum")
         self._summed, self._phase, self._since_s = summed, "unmasking", self._now_s
         here = summed - self._gone
         self._waits = set(here)
