@@ -25,6 +25,11 @@ def dtype_of(dtype: torch.dtype) -> jnp.dtype[Any]:
     return jnp.dtype(str(dtype).removeprefix("torch."))
 
 
+def _in(x: Array, dtype: torch.dtype | None) -> Array:
+    """The elements in that type, if one is named."""
+    return x if dtype is None else x.astype(dtype_of(dtype))
+
+
 def floating(x: Array) -> Array:
     """Whole numbers become float32, as in torch's functions of real numbers."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
@@ -75,19 +80,19 @@ def _to(x: Array, *arguments: object, **_: object) -> Array:
 
 
 def _softmax(x: Array, dim: int, dtype: torch.dtype | None = None) -> Array:
-    return jax.nn.softmax(x if dtype is None else x.astype(dtype_of(dtype)), axis=dim)
+    return jax.nn.softmax(_in(x, dtype), axis=dim)
 
 
 def _log_softmax(x: Array, dim: int, dtype: torch.dtype | None = None) -> Array:
-    return jax.nn.log_softmax(x if dtype is None else x.astype(dtype_of(dtype)), axis=dim)
+    return jax.nn.log_softmax(_in(x, dtype), axis=dim)
 
 
 def _sum(x: Array, dim: Axes = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Array:
-    return jnp.sum(x if dtype is None else x.astype(dtype_of(dtype)), axis=_axes(x, dim), keepdims=keepdim)
+    return jnp.sum(_in(x, dtype), axis=_axes(x, dim), keepdims=keepdim)
 
 
 def _mean(x: Array, dim: Axes = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Array:
-    return jnp.mean(x if dtype is None else x.astype(dtype_of(dtype)), axis=_axes(x, dim), keepdims=keepdim)
+    return jnp.mean(_in(x, dtype), axis=_axes(x, dim), keepdims=keepdim)
 
 
 def _spread(measure: Operator) -> Operator:
@@ -150,7 +155,7 @@ def _norm(x: Array, p: float | None = 2, dim: Axes = None, keepdim: bool = False
 
 
 def _cumsum(x: Array, dim: int, *, dtype: torch.dtype | None = None) -> Array:
-    return jnp.cumsum(x if dtype is None else x.astype(dtype_of(dtype)), axis=dim) if x.ndim else x
+    return jnp.cumsum(_in(x, dtype), axis=dim) if x.ndim else x
 
 
 def _lerp(a: Array, b: Array, weight: Array | float) -> Array:
@@ -260,7 +265,7 @@ ELEMENTWISE: Mapping[str, Operator] = {
     "any": _along(jnp.any),
     "all": _along(jnp.all),
     "prod": lambda x, dim=None, keepdim=False, *, dtype=None: jnp.prod(
-        x if dtype is None else x.astype(dtype_of(dtype)), axis=_axes(x, dim), keepdims=keepdim
+        _in(x, dtype), axis=_axes(x, dim), keepdims=keepdim
     ),
     "linalg_vector_norm": lambda x, ord=2, dim=None, keepdim=False, *, dtype=None: _norm(x, ord, dim, keepdim),
     "logsumexp": lambda x, dim, keepdim=False: special.logsumexp(x, axis=_axes(x, dim), keepdims=keepdim),

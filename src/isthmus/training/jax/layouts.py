@@ -140,14 +140,14 @@ def _made(value: float) -> Operator:
 
 def _like(value: float) -> Operator:
     def make(x: Array, *, dtype: torch.dtype | None = None, **_: object) -> Array:
-        return jnp.full(x.shape, value, x.dtype if dtype is None else dtype_of(dtype))
+        return _new_full(x, x.shape, value, dtype=dtype)
 
     return make
 
 
 def _new(value: float) -> Operator:
     def make(x: Array, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: object) -> Array:
-        return jnp.full(tuple(size), value, x.dtype if dtype is None else dtype_of(dtype))
+        return _new_full(x, size, value, dtype=dtype)
 
     return make
 
@@ -157,7 +157,7 @@ def _full(size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, 
 
 
 def _full_like(x: Array, value: Any, *, dtype: torch.dtype | None = None, **_: object) -> Array:
-    return jnp.full(x.shape, value, x.dtype if dtype is None else dtype_of(dtype))
+    return _new_full(x, x.shape, value, dtype=dtype)
 
 
 def _new_full(x: Array, size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, **_: object) -> Array:
