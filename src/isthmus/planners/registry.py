@@ -188,7 +188,7 @@ def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
     nothing is proven.
     """
     if problem.schedule in ("zero-bubble", "auto"):
-        return split_backward(problem, plan(name, replace(problem, schedule="1f1b"), score))
+        return _priced_apart(problem, plan(name, replace(problem, schedule="1f1b"), score))
     planner = _planner(name)
     if name == "auto":
         planner = partial(cast("Callable[..., Plan]", planner), score=score)
@@ -253,7 +253,7 @@ def _nearest(problem: Problem, made: Plan, planner: Planner) -> Plan:
     raise FleetTooSmall(f"plan.max_price: got {constraints.max_price:g}, {where}: {least}")
 
 
-def split_backward(problem: Problem, made: Plan) -> Plan:
+def _priced_apart(problem: Problem, made: Plan) -> Plan:
     """The stages of a `1f1b` plan with weight gradients apart, where the problem asks for it or, under `auto`, where a
     step gets shorter."""
     apart = replace(problem, schedule="zero-bubble")
