@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from isthmus.federated.algorithms import algorithm_names
+from isthmus.federated.algorithms.algorithm import ClientUpdate, LocalTrainer, Values
+from isthmus.federated.algorithms.fedavg import FedAvg
 from isthmus.federated.resident import Resident
 from isthmus.federated.stacked import HOT, Stacked, best_clients_per_vmap
 from isthmus.protocol.federated_messages import ClientTask, PhaseId, PhaseSetup
@@ -81,6 +83,33 @@ def test_clients_trained_together_agree_with_one_by_one(name: str, tmp_path: Pat
     assert alone.run().outcome == clients_per_vmap.run().outcome == "done"
     assert any(len(timed) > 1 for r in clients_per_vmap.records for timed in r.trained.values())
     assert torch.allclose(clients_per_vmap.model, alone.model, rtol=1e-5, atol=1e-9)
+
+
+class GradientsAtTheModel(FedAvg, frozen=True):
+    """FedSGD (McMahan et al. 2017, section 2): all gradients are taken at what was broadcast."""
+
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        x = broadcast["model"]
+        delta = local.start(x).mul_(0)
+        for batch in local.batches():
+            delta.sub_(local.gradient(x, batch), alpha=local.learning_rate / local.steps)
+        return ClientUpdate(values={"delta": delta.sub_(local.full_gradient(x), alpha=0.01)})
+
+
+def test_clients_trained_together_take_gradients_at_what_was_broadcast(tmp_path: Path) -> None:
+    models = []
+    for together in (1, 4):
+        run = Run(
+            f"{__name__}:{GradientsAtTheModel.__name__}",
+            {},
+            tmp_path / f"{together}",
+            rounds=2,
+            clients_per_vmap=together,
+            clients_per_size=3,
+        )
+        assert run.run().outcome == "done"
+        models.append(run.model)
+    assert torch.allclose(models[1], models[0], rtol=1e-5, atol=1e-9)
 
 
 def test_operators_written_down_give_the_bits_of_the_module() -> None:

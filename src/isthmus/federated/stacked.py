@@ -179,7 +179,7 @@ class StackedLocal:
             yield {name: column[:, start : min(start + size, used)] for name, column in columns.items()}
 
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
-        return self._stacked.gradient(weights, batch)
+        return self._stacked.gradient(self._of_each(weights), batch)
 
     def descend(self, model: Tensor) -> Tensor:
         weights = self.start(model)
@@ -187,11 +187,16 @@ class StackedLocal:
         return weights.sub_(model)
 
     def full_gradient(self, weights: Tensor) -> Tensor:
+        weights = self._of_each(weights)
         total = torch.zeros_like(weights)
         for batch in self._slices(self._rows):
             share = next(iter(batch.values())).shape[1] / self._used
             total.add_(self._stacked.gradient(weights, batch), alpha=share)
         return total
+
+    def _of_each(self, weights: Tensor) -> Tensor:
+        """Of what was broadcast, a row for each client."""
+        return weights.expand(self._clients, -1)
 
 
 def check_alike(alone: ClientUpdate, several: ClientUpdate) -> None:
