@@ -2,11 +2,16 @@
 
 A fresh interpreter imports torch for two seconds of a core; a copy of one that has done so takes milliseconds, and
 shares its memory. Nothing is computed here, as torch would start threads.
+
+`symbolic_shapes` is what torch imports at the first backward from given gradients: sympy, for a third of a second of
+every copy.
 """
 
 from __future__ import annotations
 
 import os
+
+import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 from isthmus.runtime.device import process
 from isthmus.runtime.processes.fork_server import SpawnRequest
