@@ -63,10 +63,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _what_is_dear_is_kept() -> Iterator[None]:
-    """Fork servers, and captured models."""
+def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork servers, and captured models: in a cache folder of both workers, not the user's."""
+    folder = tmp_path_factory.getbasetemp()
+    session = folder.parent if hasattr(request.config, "workerinput") else folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "_captured", kept(prepared._captured))  # pyright: ignore[reportPrivateUsage]
+        patch.setenv("XDG_CACHE_HOME", str(session / "cache"))
+        patch.setattr(prepared, "cached_capture", kept(prepared.cached_capture))
         patch.setattr(device_processes, "ForkServer", kept_fork_server)
         patch.setattr(gc, "unfreeze", lambda: None)  # as it ends a fork of executors, which would undo the freeze
         yield
