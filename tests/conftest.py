@@ -71,6 +71,7 @@ def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pyte
         patch.setenv("XDG_CACHE_HOME", str(session / "cache"))
         patch.setattr(prepared, "cached_capture", kept(prepared.cached_capture))
         patch.setattr(device_processes, "ForkServer", kept_fork_server)
+        patch.setattr(device_processes, "fork_early", lambda *_: None)  # commands that are called in this process
         patch.setattr(gc, "unfreeze", lambda: None)  # as it ends a fork of executors, which would undo the freeze
         yield
     end_all()

@@ -30,7 +30,7 @@ class KeptForkServer(ForkServer):
         self._key = key
 
     def end(self) -> None:
-        if self.gone or any(self.code(number) is None for number in range(1, self._spawned + 1)):
+        if self.gone or not self.all_ended:
             super().end()
             return
         with _lock:
