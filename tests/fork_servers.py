@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from isthmus.runtime.processes.fork_server import ForkServer
 
-KEPT = 2
+KEPT = 4
 """At most so many that nobody uses: each takes some 200 MB."""
 
 _Key = tuple[tuple[str, ...], str, frozenset[tuple[str, str]]]

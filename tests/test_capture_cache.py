@@ -69,19 +69,32 @@ def test_what_is_read_again_is_what_was_captured(cache: Path, job: Job) -> None:
     assert all(torch.equal(value, again.constants[name]) for name, value in first.constants.items())
 
 
-def test_another_model_precision_size_or_version_is_captured_anew(
+def test_another_model_precision_or_version_is_captured_anew(
     cache: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted, replace = Counted(), msgspec.structs.replace
     wider = replace(job, model=replace(job.model, options={"width": 32}))
     narrow = replace(job, training=replace(job.training, precision="bf16"))
-    larger = replace(job, training=replace(job.training, batch_size=16))
-    for number, other in enumerate((job, wider, narrow, larger), start=1):
+    for number, other in enumerate((job, wider, narrow), start=1):
         counted(other)
         assert counted.times == number
     monkeypatch.setattr(capture_cache, "_made_by", lambda: ("another version",))
     counted(job)
-    assert counted.times == 5 and len(list(cache.iterdir())) == 5
+    assert counted.times == 4 and len(list(cache.iterdir())) == 4
+
+
+def test_a_capture_at_every_batch_size_is_one_and_others_are_of_their_size(cache: Path, job: Job) -> None:
+    larger = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, batch_size=16))
+    counted = Counted()
+    assert counted(larger).train == counted(job).train and counted.times == 1
+
+    made = counted(job)
+    of_eight = msgspec.structs.replace(made, train=msgspec.structs.replace(made.train, batch=8))
+    wider = msgspec.structs.replace(job.model, options={"width": 32})
+    job, larger = (msgspec.structs.replace(each, model=wider) for each in (job, larger))
+    assert cached_capture(larger, COLUMNS, lambda: of_eight).train.batch == 8
+    assert cached_capture(larger, COLUMNS, lambda: made).train.batch == 8
+    assert cached_capture(job, COLUMNS, lambda: made).train.batch is None
 
 
 def test_models_of_the_users_code_and_weights_that_are_read_are_captured_every_time(cache: Path, job: Job) -> None:

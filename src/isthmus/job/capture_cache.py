@@ -30,11 +30,12 @@ def cached_capture(job: Job, columns: Mapping[str, Column], capture: Callable[[]
     """What was kept, or else what `capture` gives. Who may not write there captures again."""
     if not is_built_in(job.model):
         return capture()
-    path = _path(job, columns)
-    found = read_captured(path)
-    if found is not None:
-        return found[0]
+    for batch in (None, job.micro_batch_size):
+        found = read_captured(_path(job, columns, batch))
+        if found is not None:
+            return found[0]
     captured = capture()
+    path = _path(job, columns, only_batch(captured))
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_captured(path, captured, job.model.name)
@@ -42,8 +43,13 @@ def cached_capture(job: Job, columns: Mapping[str, Column], capture: Callable[[]
     return captured
 
 
-def _path(job: Job, columns: Mapping[str, Column]) -> Path:
-    asked = (job.model, dict(columns), job.micro_batch_size, job.training.precision, _made_by())
+def only_batch(captured: Captured) -> int | None:
+    """The only micro-batch size at which it is valid; None where every size is."""
+    return captured.train.batch or captured.eval.batch
+
+
+def _path(job: Job, columns: Mapping[str, Column], batch: int | None) -> Path:
+    asked = (job.model, dict(columns), batch, job.training.precision, _made_by())
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
     return Path(base) / "isthmus" / "captures" / f"{name}.safetensors"
