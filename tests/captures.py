@@ -1,6 +1,6 @@
 """Models that are captured once in a worker of the suite: hundreds of tests plan or train the same few.
 
-A capture is a frozen value, and follows from the model's options and the columns alone, mostly for every batch size; `tests/graph` captures anew.
+A capture is a frozen value, and follows from the model's options and the columns alone; `tests/graph` captures anew.
 Commands in processes of their own, and the other worker, find those of built-in models in the session's cache folder.
 """
 

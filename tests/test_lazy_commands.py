@@ -98,7 +98,8 @@ def test_a_device_does_not_import_torchs_compiler() -> None:
 
 def test_a_device_imports_nothing_of_torch_in_its_first_backward() -> None:
     """Every process of a run would import it anew, and its first step would wait for that."""
-    done = subprocess.run([sys.executable, "-c", DIFFERENTIATED], capture_output=True, text=True, check=True, timeout=120)
+    code = [sys.executable, "-c", DIFFERENTIATED]
+    done = subprocess.run(code, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == []
 
 

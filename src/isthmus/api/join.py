@@ -132,7 +132,7 @@ def join_as(joining: JoinOptions, log: Callable[[str], None], ask: Ask) -> int:
     folder = joining.state or state_folder("device")
     timeout_s = read_timeout(joining.timeout)
     if joining.site is None and "WORLD_SIZE" not in os.environ:
-        fork_before_threads(ProcessPlace(identity=folder))
+        fork_before_threads(fleet=True)
     island = island_here(folder)
     if joining.per_rank:
         joining, folder = _of_this_rank(joining, folder, island)

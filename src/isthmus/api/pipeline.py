@@ -40,7 +40,6 @@ from isthmus.trace import Trace
 from isthmus.training.checkpoint import newest_whole_checkpoint, read_manifest
 from isthmus.units import format_duration
 
-
 __all__ = ["Choices", "fork_before_threads", "places_of", "run_job"]
 
 

@@ -76,11 +76,11 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
         return ["-P"] if self.identity is not None else []
 
 
-def fork_before_threads(place: ProcessPlace = ProcessPlace()) -> None:
-    """For a command that will start devices there, with a thread each: their fork server is a copy of this process.
-    Before the command has threads, files or an accelerator open."""
-    if not place.prefix:
-        fork_early((sys.executable, *place.safety()), _environment(1))
+def fork_before_threads(*, fleet: bool = False) -> None:
+    """For a command that will start devices, those of a run here or of a `fleet`, with a thread each: their fork server
+    is a copy of this process. Before the command has threads, files or an accelerator open."""
+    place = ProcessPlace(identity=Path() if fleet else None)
+    fork_early((sys.executable, *place.safety()), _environment(1))
 
 
 class DeviceProcesses:
