@@ -14,6 +14,7 @@ import pytest
 
 from isthmus.runtime.processes import device_processes, fork_server
 from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace
+from isthmus.runtime.processes.early_fork import safe_path
 from isthmus.runtime.transport.listener import Listener
 
 from .commands import devices_of, is_running, wait_until
@@ -140,3 +141,10 @@ def test_they_end_with_a_launcher_that_is_killed(address: str, tmp_path: Path, f
         pid = devices_of(parent.pid)["oslo"]
         parent.kill()
     wait_until(lambda: not is_running(pid))
+
+
+def test_a_copy_for_a_fleet_imports_nothing_from_the_folder_where_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert safe_path([str(tmp_path), "", "/lib", ".", str(tmp_path / "lib")]) == ["/lib", str(tmp_path / "lib")]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 
-import torch.fx.experimental.symbolic_shapes  # noqa: F401
+import torch
+import torch.fx.experimental.symbolic_shapes
 
 from isthmus.runtime.device import process
 from isthmus.runtime.processes.fork_server import SpawnRequest
@@ -20,6 +21,8 @@ from isthmus.runtime.processes.fork_service import serve_forks
 
 def main() -> None:
     """Until the launcher at the other end of standard input is gone."""
+    # A copy of a command has imported torch with the command's environment.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     serve_forks(_work, "isthmus fork server")
 
 

@@ -15,8 +15,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-
-import setproctitle
+from importlib.util import find_spec
 
 from isthmus.runtime.processes.fork_server import DEVICES, ForkServer
 from isthmus.runtime.processes.forked import forked_copy, handle_signals
@@ -62,7 +61,8 @@ def fork_early(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """For device processes that will be wanted from an interpreter with this command line and environment. Nothing
     happens where this process already has threads."""
     global _standing
-    if _standing is None and threading.active_count() == 1 and hasattr(os, "pidfd_open"):
+    able = hasattr(os, "pidfd_open") and find_spec("setproctitle") is not None
+    if able and _standing is None and threading.active_count() == 1:
         _standing = EarlyForkServer(command, environment)
 
 
@@ -81,7 +81,8 @@ def _serve(line: socket.socket, theirs: socket.socket, environment: Mapping[str,
     """In the copy: as a new interpreter would. What devices need beyond torch is imported when the first is wanted."""
     os.setpgid(0, 0)
     handle_signals(signal.SIG_IGN)
-    setproctitle.setproctitle("isthmus fork server")  # which works no more once the environment was changed
+    # Once the environment was changed a title cannot be set any more.
+    importlib.import_module("setproctitle").setproctitle("isthmus fork server")
     line.close()
     os.dup2(theirs.fileno(), 0)
     theirs.close()
@@ -89,6 +90,12 @@ def _serve(line: socket.socket, theirs: socket.socket, environment: Mapping[str,
     os.dup2(nothing, 1)  # stdout is the parent's data
     os.close(nothing)
     os.environ.update(environment)
-    sys.path[:1] = [] if safe else [os.getcwd()]
+    if safe:
+        sys.path[:] = safe_path(sys.path)
     select.select([0], [], [])
     importlib.import_module(DEVICES).main()
+
+
+def safe_path(path: Sequence[str]) -> list[str]:
+    """Where modules are looked for but in the current folder, as by `python -P`."""
+    return [entry for entry in path if os.path.abspath(entry) != os.getcwd()]
