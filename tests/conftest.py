@@ -17,6 +17,7 @@ import torch
 
 import isthmus
 from isthmus.job import prepared
+from isthmus.runtime.launchers import forked_agents
 from isthmus.runtime.processes import device_processes
 from tests.captures import kept
 from tests.fork_servers import end_all, kept_fork_server
@@ -71,7 +72,8 @@ def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pyte
         patch.setenv("XDG_CACHE_HOME", str(session / "cache"))
         patch.setattr(prepared, "cached_capture", kept(prepared.cached_capture))
         patch.setattr(device_processes, "ForkServer", kept_fork_server)
-        patch.setattr(device_processes, "fork_early", lambda *_: None)  # commands that are called in this process
+        for module in (device_processes, forked_agents):  # for commands that are called in this process
+            patch.setattr(module, "fork_early", lambda *_: None)
         patch.setattr(gc, "unfreeze", lambda: None)  # as it ends a fork of executors, which would undo the freeze
         yield
     end_all()

@@ -34,13 +34,12 @@ from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, read_rec
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.coordinator.stages import readers
-from isthmus.runtime.processes.device_processes import ProcessPlace, fork_before_threads
+from isthmus.runtime.processes.device_processes import ProcessPlace
+from isthmus.runtime.processes.device_processes import fork_before_threads as fork_before_threads
 from isthmus.runtime.processes.signals import Stop
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import newest_whole_checkpoint, read_manifest
 from isthmus.units import format_duration
-
-__all__ = ["Choices", "fork_before_threads", "places_of", "run_job"]
 
 
 class Choices(RunChoices, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from isthmus.runtime.processes.fork_server import DEVICES, ForkServer
 from isthmus.runtime.processes.forked import forked_copy, handle_signals
@@ -23,17 +24,23 @@ from isthmus.runtime.processes.forked import forked_copy, handle_signals
 _standing: EarlyForkServer | None = None
 
 
+class _Like(NamedTuple):
+    """The interpreter that it is in place of."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    module: str
+
+
 class EarlyForkServer(ForkServer):
     """Does not end with a run whose processes have all ended."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:  # no super: nothing is started
-        self.command = tuple(command)
-        self.environment = dict(environment)
+    def __init__(self, like: _Like) -> None:  # no super: no interpreter is started
+        self.like = like
         self.in_use = False
         line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            safe = "-P" in command
-            process = _Copy(forked_copy(partial(_serve, line, theirs, self.environment, safe=safe)))
+            process = _Copy(forked_copy(partial(_serve, line, theirs, like)))
         self._serves(line, process)
 
     def end(self) -> None:
@@ -57,28 +64,26 @@ class _Copy:
         return self._code
 
 
-def fork_early(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """For device processes that will be wanted from an interpreter with this command line and environment. Nothing
-    happens where this process already has threads."""
+def fork_early(command: Sequence[str], environment: Mapping[str, str], module: str = DEVICES) -> None:
+    """In place of a fork server that will be wanted, with this command line, environment and module. Nothing happens
+    where this process already has threads."""
     global _standing
     able = hasattr(os, "pidfd_open") and find_spec("setproctitle") is not None
     if able and _standing is None and threading.active_count() == 1:
-        _standing = EarlyForkServer(command, environment)
+        _standing = EarlyForkServer(_Like(tuple(command), dict(environment), module))
 
 
-def standing_for(command: Sequence[str], environment: Mapping[str, str]) -> ForkServer | None:
+def standing_for(command: Sequence[str], environment: Mapping[str, str], module: str = DEVICES) -> ForkServer | None:
     """The early one, if it is idle and like a fork server that would be started so."""
     found = _standing
-    if found is None or found.in_use or found.gone:
-        return None
-    if (found.command, found.environment) != (tuple(command), dict(environment)):
+    if found is None or found.in_use or found.gone or found.like != (tuple(command), dict(environment), module):
         return None
     found.in_use = True
     return found
 
 
-def _serve(line: socket.socket, theirs: socket.socket, environment: Mapping[str, str], *, safe: bool) -> None:
-    """In the copy: as a new interpreter would. What devices need beyond torch is imported when the first is wanted."""
+def _serve(line: socket.socket, theirs: socket.socket, like: _Like) -> None:
+    """In the copy: as a new interpreter would. What is needed beyond torch is imported with the first request."""
     os.setpgid(0, 0)
     handle_signals(signal.SIG_IGN)
     # Once the environment was changed a title cannot be set any more.
@@ -89,11 +94,11 @@ def _serve(line: socket.socket, theirs: socket.socket, environment: Mapping[str,
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)  # stdout is the parent's data
     os.close(nothing)
-    os.environ.update(environment)
-    if safe:
+    os.environ.update(like.environment)
+    if "-P" in like.command:
         sys.path[:] = safe_path(sys.path)
     select.select([0], [], [])
-    importlib.import_module(DEVICES).main()
+    importlib.import_module(like.module).main()
 
 
 def safe_path(path: Sequence[str]) -> list[str]:
