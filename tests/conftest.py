@@ -25,7 +25,7 @@ from tests.fork_servers import end_all, kept_fork_server
 from . import examples
 
 torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: two workers of the suite have two cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: the workers of the suite have two cores
 # A suite that was started in the background may have inherited that Ctrl-C is ignored, and would pass that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 logging.getLogger("torch").setLevel(logging.WARNING)
