@@ -19,7 +19,7 @@ import msgspec
 from isthmus import graph, models
 from isthmus.graph.captured import Captured, Column, read_captured, write_captured
 from isthmus.job.settings import Job
-from isthmus.models import is_built_in
+from isthmus.models.registry import is_built_in
 
 MOST_KEPT = 64
 """Files; the one that was written first goes first."""

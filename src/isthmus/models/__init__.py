@@ -5,14 +5,7 @@ from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.hugging_face import as_eager, is_hugging_face, save_hugging_face
 from isthmus.models.lora import LoraOptions, base_of, is_peft, merged, save_adapter
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
-from isthmus.models.registry import (
-    ModelSpec,
-    build_model,
-    describe_model,
-    is_built_in,
-    model_names,
-    summarize_model,
-)
+from isthmus.models.registry import ModelSpec, build_model, describe_model, model_names, summarize_model
 from isthmus.models.subspace import has_subspace, widened
 from isthmus.models.unet import UNet, UNetConfig
 
@@ -34,7 +27,6 @@ __all__ = [
     "describe_model",
     "has_bottlenecks",
     "has_subspace",
-    "is_built_in",
     "is_hugging_face",
     "is_peft",
     "merged",
