@@ -2,21 +2,23 @@
 
 A fresh interpreter imports torch for two seconds of a core; a copy of one that has done so takes milliseconds, and
 shares its memory. Nothing is computed here, as torch would start threads.
-
-`symbolic_shapes` is what torch imports at the first backward from given gradients: sympy, for a third of a second of
-every copy.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import torch
-import torch.fx.experimental.symbolic_shapes
 
 from isthmus.runtime.device import process
 from isthmus.runtime.processes.fork_server import SpawnRequest
 from isthmus.runtime.processes.fork_service import serve_forks
+
+FIRST_BACKWARD = "torch.fx.experimental.symbolic_shapes"
+"""What torch imports at the first backward from given gradients: sympy, for a third of a second of every copy."""
+
+importlib.import_module(FIRST_BACKWARD)
 
 
 def main() -> None:
