@@ -17,7 +17,7 @@ train: $(READY)
 	$(BIN)/isthmus train examples/gpt-stdlib.toml
 
 test: $(READY)
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # Property tests with fresh seeds; what fails is kept in tests/kept_examples, and `make test` tries it first.
 fuzz: $(READY)

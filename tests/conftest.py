@@ -17,6 +17,7 @@ import torch
 
 import isthmus
 from isthmus.job import prepared
+from isthmus.runtime.launchers import forked_agents
 from isthmus.runtime.processes import device_processes
 from tests.captures import kept
 from tests.fork_servers import end_all, kept_fork_server
@@ -24,7 +25,7 @@ from tests.fork_servers import end_all, kept_fork_server
 from . import examples
 
 torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: two workers of the suite have two cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: the workers of the suite have two cores
 # A suite that was started in the background may have inherited that Ctrl-C is ignored, and would pass that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 logging.getLogger("torch").setLevel(logging.WARNING)
@@ -63,11 +64,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _what_is_dear_is_kept() -> Iterator[None]:
-    """Fork servers, and captured models."""
+def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fork servers, and captured models: in a cache folder of both workers, not the user's."""
+    folder = tmp_path_factory.getbasetemp()
+    session = folder.parent if hasattr(request.config, "workerinput") else folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "_captured", kept(prepared._captured))  # pyright: ignore[reportPrivateUsage]
+        patch.setenv("XDG_CACHE_HOME", str(session / "cache"))
+        patch.setattr(prepared, "cached_capture", kept(prepared.cached_capture))
         patch.setattr(device_processes, "ForkServer", kept_fork_server)
+        for module in (device_processes, forked_agents):  # for commands that are called in this process
+            patch.setattr(module, "fork_early", lambda *_: None)
         patch.setattr(gc, "unfreeze", lambda: None)  # as it ends a fork of executors, which would undo the freeze
         yield
     end_all()

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from isthmus.runtime.processes.fork_server import ForkServer
 
-KEPT = 2
+KEPT = 4
 """At most so many that nobody uses: each takes some 200 MB."""
 
 _Key = tuple[tuple[str, ...], str, frozenset[tuple[str, str]]]
@@ -30,7 +30,7 @@ class KeptForkServer(ForkServer):
         self._key = key
 
     def end(self) -> None:
-        if self.gone or any(self.code(number) is None for number in range(1, self._spawned + 1)):
+        if self.gone or not self.all_ended:
             super().end()
             return
         with _lock:

@@ -53,9 +53,17 @@ for name in ("sgd", "adamw"):
     parameter.sum().backward()
     optimizers.step()
 OuterStep([torch.ones(3)], OuterOptimizer()).step([torch.ones(3)])
-print(*[name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
+print(*[name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
 """
 """What a device imports before its first step, and with its optimizers in it."""
+DIFFERENTIATED = """
+import sys, torch
+import isthmus.runtime.device.fork_server
+before = set(sys.modules)
+value = torch.ones(3, requires_grad=True)
+torch.autograd.grad([value * 2], [value], [torch.ones(3)], allow_unused=True)
+print(*sorted(set(sys.modules) - before))
+"""
 
 
 def test_what_commands_do_not_import(tmp_path: Path) -> None:
@@ -85,6 +93,13 @@ def test_a_coordinator_listens_before_it_can_plan_capture_and_draw() -> None:
 def test_a_device_does_not_import_torchs_compiler() -> None:
     """Which takes longer than torch itself."""
     done = subprocess.run([sys.executable, "-c", WORKED], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == []
+
+
+def test_a_device_imports_nothing_of_torch_in_its_first_backward() -> None:
+    """Every process of a run would import it anew, and its first step would wait for that."""
+    code = [sys.executable, "-c", DIFFERENTIATED]
+    done = subprocess.run(code, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == []
 
 

@@ -29,8 +29,10 @@ SOON_DEAD = {
 class RayCluster:
     """A context manager."""
 
-    def __init__(self, nodes: int = 3) -> None:
+    def __init__(self, nodes: int = 3, **resources: float) -> None:
+        """`resources` are those that each node says it has."""
         self._nodes = nodes
+        self._node = {**NODE, **resources}
         self._cluster = Cluster(shutdown_at_exit=True)
         self.folder = Path(tempfile.mkdtemp(prefix="ray-"))
         """Its path is short: sockets are in it."""
@@ -40,7 +42,7 @@ class RayCluster:
         # There Ray notes which cluster this machine has, and agents have their folders.
         os.environ.update(dict.fromkeys(VARIABLES, str(self.folder)))
         self._cluster.add_node(
-            **NODE,
+            **self._node,
             include_dashboard=False,
             no_monitor=True,
             _system_config=SOON_DEAD,
@@ -59,8 +61,8 @@ class RayCluster:
     def address(self) -> str:
         return self._cluster.address
 
-    def add_node(self, **resources: float) -> None:
-        self._workers.append(self._cluster.add_node(**{**NODE, **resources}))
+    def add_node(self) -> None:
+        self._workers.append(self._cluster.add_node(**self._node))
 
     def kill_node(self, number: int = 0) -> None:
         """One that is not the head, with all its processes, as when its machine loses power."""

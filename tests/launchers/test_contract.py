@@ -65,8 +65,8 @@ def test_agents_start_are_watched_start_again_and_end(
     check_engine(engine, ENGINES[engine], tmp_path)
 
 
-def check_engine(engine: str, case: Case, tmp_path: Path) -> None:
-    """Of an engine that is there."""
+def check_engine(engine: str, case: Case, tmp_path: Path) -> list[str]:
+    """Of an engine that is there: what its agents printed."""
     token = secrets.token_hex(4)
     first, second = f"{token}-0", f"{token}-1"
     folder, said = tmp_path / "private", list[tuple[str, str]]()
@@ -103,6 +103,7 @@ def check_engine(engine: str, case: Case, tmp_path: Path) -> None:
         assert left == [], "agents leave no key"
         launcher.stop()  # again is no error
         soon(lambda: fleet.service.present == frozenset(), WITHIN_S)
+    return [line for _, line in said]
 
 
 def _check_secret(specs: list[AgentSpec], folder: Path, said: list[tuple[str, str]]) -> None:

@@ -20,10 +20,10 @@ from isthmus.errors import PeerError, UserError
 from isthmus.runtime.launchers.launcher import AgentSpec
 from isthmus.runtime.launchers.ray import RayLauncher, RayOptions
 from isthmus.runtime.launchers.registry import open_launcher
-from tests.fleet_service.parties import serving, soon
+from tests.fleet_service.parties import soon
 from tests.runtime.commands import COMMAND, edited, write_job
 
-from .agents import processes_with
+from .agents import kill_agent, processes_with
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "isthmus[ray]"')
 
@@ -49,8 +49,8 @@ default = { latency = "0.1 ms", bandwidth = "1 Gbit/s" }
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    """Each test leaves three nodes."""
-    with RayCluster() as made:
+    """Each test leaves three nodes, with GPUs as Ray counts them: there need be none."""
+    with RayCluster(num_gpus=2) as made:
         yield made
 
 
@@ -104,9 +104,18 @@ def check_nothing_is_left(cluster: RayCluster, token: str) -> None:
     soon(lambda: not cluster.folders() and not processes_with(f"{cluster.folder}/isthmus-agent-"), 60.0)
 
 
+def _kill_one_with_the_gpus_of_its_node(name: str) -> None:
+    environments = [Path(f"/proc/{pid}/environ").read_bytes() for pid in processes_with(name)]
+    assert environments and all(b"\0CUDA_VISIBLE_DEVICES=0,1\0" in found for found in environments)
+    kill_agent(name)
+
+
 def test_agents_start_are_watched_start_again_and_end(cluster: RayCluster, tmp_path: Path) -> None:
-    check_engine("ray", Case(), tmp_path)
+    said = check_engine("ray", Case(kill=_kill_one_with_the_gpus_of_its_node), tmp_path)
+    assert "on node 127.0.0.1" in said
     assert not cluster.groups()
+    written = (path.read_bytes() for path in cluster.folder.rglob("*") if path.is_file())
+    assert not any(b"isthmus1-" in text for text in written), "Ray wrote a ticket down"
 
 
 @long
@@ -148,29 +157,14 @@ def test_agents_end_where_the_command_is_killed(cluster: RayCluster, tmp_path: P
     check_nothing_is_left(cluster, up.token)
 
 
-def test_an_agent_has_the_gpus_of_its_node(cluster: RayCluster, tmp_path: Path) -> None:
-    """As Ray counts them: there need be none."""
-    token, said = secrets.token_hex(4), list[str]()
-    cluster.add_node(num_gpus=2)
-    with serving(tmp_path / "fleet", 30.0) as fleet:
-        launcher = RayLauncher(RayOptions())
-        launcher.check()
-        ticket = fleet.state.ticket()
-        agent = AgentSpec(name=token, arguments=("--device", "cpu", "--timeout", "30 s"), ticket=ticket)
-        try:
-            with pytest.raises(PeerError, match="Ray has 4 nodes with 1 or more CPUs, expected 5"):
-                launcher.start([agent] * 5, tmp_path, lambda name, line: None)
-            launcher.start([agent], tmp_path, lambda name, line: said.append(line))
-            soon(lambda: token in fleet.service.present, WITHIN_S)
-            environments = [Path(f"/proc/{pid}/environ").read_bytes() for pid in processes_with(token)]
-            assert environments and all(b"\0CUDA_VISIBLE_DEVICES=0,1\0" in found for found in environments)
-        finally:
-            launcher.stop()
-    written = (path.read_bytes() for path in cluster.folder.rglob("*") if path.is_file())
-    assert not any(ticket.encode() in text for text in written), "Ray wrote a secret down"
-    cluster.kill_node(-1)
-    assert "on node 127.0.0.1" in said
-    check_nothing_is_left(cluster, token)
+def test_more_agents_than_nodes_are_refused(cluster: RayCluster, tmp_path: Path) -> None:
+    launcher = RayLauncher(RayOptions())
+    launcher.check()
+    agent = AgentSpec(name=secrets.token_hex(4), arguments=("--device", "cpu"), ticket="isthmus1-none")
+    with pytest.raises(PeerError, match="Ray has 3 nodes with 1 or more CPUs, expected 4"):
+        launcher.start([agent] * 4, tmp_path, lambda name, line: None)
+    launcher.stop()
+    check_nothing_is_left(cluster, agent.name)
 
 
 @pytest.mark.parametrize(

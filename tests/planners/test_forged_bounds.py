@@ -18,6 +18,9 @@ from isthmus.plans import Certificate, Plan
 from isthmus.verification import verify
 
 SLOW = {"sky-optimal", "dtfm-genetic", "dtfm-kl"}
+PLANNERS = ("auto", "chain", "even")
+LONG_TO_CHECK = 2
+"""Of the instances: a second for each claim."""
 
 
 def planned(name: str, problem: Problem) -> Plan | None:
@@ -57,7 +60,7 @@ def test_every_planner_states_the_same_bound_on_the_same_question(number: int) -
 
 
 @pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("name", ["auto", "chain", "even"])
+@pytest.mark.parametrize("name", PLANNERS)
 def test_no_figure_of_a_certificate_can_be_edited(number: int, name: str) -> None:
     problem = instances()[number]
     plan = planned(name, problem)
@@ -75,6 +78,8 @@ def test_no_figure_of_a_certificate_can_be_edited(number: int, name: str) -> Non
         msgspec.structs.replace(stated, objective="cost" if stated.objective == "step" else "step"),
         msgspec.structs.replace(stated, lower_bound=reached, gap=0.0, exact=True),
     ]
+    if number == LONG_TO_CHECK:  # all planners state the same bound there: each edit is made to one of them
+        forged = forged[PLANNERS.index(name) :: len(PLANNERS)]
     for claim in forged:
         if claim == stated:
             continue

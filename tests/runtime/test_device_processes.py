@@ -14,6 +14,7 @@ import pytest
 
 from isthmus.runtime.processes import device_processes, fork_server
 from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace
+from isthmus.runtime.processes.early_fork import safe_path
 from isthmus.runtime.transport.listener import Listener
 
 from .commands import devices_of, is_running, wait_until
@@ -94,14 +95,56 @@ def test_when_the_forking_process_is_killed_its_devices_end(
     launcher.end(halted=False)
 
 
-def test_they_end_with_a_launcher_that_is_killed(address: str, tmp_path: Path) -> None:
-    code = (
-        "import sys, time\nfrom pathlib import Path\n"
-        "from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace\n"
-        f"DeviceProcesses({address!r}, 'run', logs=Path(sys.argv[1])).start('oslo', ProcessPlace()); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as parent:
-        wait_until(lambda: devices_of(parent.pid))
+LAUNCHED = """
+import os, sys, threading, time
+from pathlib import Path
+from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace, fork_before_threads
+
+def children():
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+def run(*devices):
+    launcher = DeviceProcesses(sys.argv[1], "run", logs=Path(sys.argv[2]))
+    for device in devices:
+        launcher.start(device, ProcessPlace())
+    while not all(child.lives() for child in launcher._children.values()):
+        time.sleep(0.01)
+    return launcher
+
+if sys.argv[3] == "early":
+    with_thread = threading.Thread(target=time.sleep, args=(0.2,))
+    with_thread.start()
+    fork_before_threads()
+    assert not children(), "a lock of the thread could stay locked in the copy"
+    with_thread.join()
+    fork_before_threads()
+    (early,) = children()
+    run("rome").end(halted=False)
+    first, second = run("bern"), run("paris")
+    assert len(children()) == 2, "one run at a time is served by the copy"
+    first.end(halted=False)
+    second.end(halted=False)
+    os.environ["OTHER"] = "environment"
+    run("kyiv").end(halted=False)
+    assert children() == [early], "it stays, and those of the others have ended"
+    del os.environ["OTHER"]
+run("oslo")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("fork_server_is", ["early", "its own interpreter"])
+def test_they_end_with_a_launcher_that_is_killed(address: str, tmp_path: Path, fork_server_is: str) -> None:
+    arguments = [address, str(tmp_path), fork_server_is]
+    with subprocess.Popen([sys.executable, "-c", LAUNCHED, *arguments]) as parent:
+        wait_until(lambda: parent.poll() is not None or "oslo" in devices_of(parent.pid))
         pid = devices_of(parent.pid)["oslo"]
         parent.kill()
     wait_until(lambda: not is_running(pid))
+
+
+def test_a_copy_for_a_fleet_imports_nothing_from_the_folder_where_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert safe_path([str(tmp_path), "", "/lib", ".", str(tmp_path / "lib")]) == ["/lib", str(tmp_path / "lib")]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import isthmus.sync
 from isthmus.sync import Options
 
-STEPS = 25
+STEPS = 13
 """Of several periods."""
 BATCH = 4
 

@@ -24,7 +24,7 @@ from isthmus.runtime.device.island_ranks import Island, attend, island_here
 from isthmus.runtime.federated.site_runner import RETRIES_S, SiteRunner
 from isthmus.runtime.identity import Identity, Ticket, decode_ticket, read_ticket, read_ticket_of
 from isthmus.runtime.processes.children import end_with_input
-from isthmus.runtime.processes.device_processes import ProcessPlace
+from isthmus.runtime.processes.device_processes import ProcessPlace, fork_before_threads
 from isthmus.runtime.processes.memory import limit_memory, machine_memory_bytes
 from isthmus.runtime.service.agent import Agent, Membership, join_fleet, membership_in
 from isthmus.runtime.service.device_group import run_group
@@ -131,6 +131,8 @@ def join_as(joining: JoinOptions, log: Callable[[str], None], ask: Ask) -> int:
     """Until Ctrl-C or dismissal; the exit code. `ask` is called where a ticket is needed and no file has it."""
     folder = joining.state or state_folder("device")
     timeout_s = read_timeout(joining.timeout)
+    if joining.site is None and "WORLD_SIZE" not in os.environ:
+        fork_before_threads(fleet=True)
     island = island_here(folder)
     if joining.per_rank:
         joining, folder = _of_this_rank(joining, folder, island)

@@ -35,6 +35,7 @@ from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, 
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.coordinator.stages import readers
 from isthmus.runtime.processes.device_processes import ProcessPlace
+from isthmus.runtime.processes.device_processes import fork_before_threads as fork_before_threads
 from isthmus.runtime.processes.signals import Stop
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import newest_whole_checkpoint, read_manifest

@@ -79,5 +79,7 @@ def up(
     if dry_run:
         typer.echo(api.up.rendered(asked.pipeline_job(job_file), how), nl=False)
         return
+    if on == "local":
+        api.up.fork_agents_early()
     job, stop = asked.pipeline_job(job_file), isthmus.Stop()
     raise typer.Exit(show_run(lambda terminal: api.up.run_on_engine(job, how, terminal, stop), json=json))

@@ -185,6 +185,7 @@ def train(
     if dry_run:
         api.pipeline.places_of(job)
         return _plan(job, explain=False, picture=None, json=json, prove=None)
+    api.pipeline.fork_before_threads()
     choices = api.pipeline.Choices(resume=resume, run=run, plan=plan_file, dashboard=dashboard)
     raise typer.Exit(show_run(lambda terminal: api.pipeline.run_job(job, choices, terminal, stop), json=json))
 

@@ -24,6 +24,8 @@ from isthmus.graph.opgraph import DTYPE_BYTES, Affine, Arg, Op, OpGraph, Ref, Te
 from isthmus.graph.schema import base_name, storage_of
 
 PROBE_BATCHES = (2, 3)
+MOST_KNOWN = 50_000
+"""Calls whose costs this process remembers, of all graphs: both modes of a model share most of them."""
 
 
 class _Cost(NamedTuple):
@@ -90,6 +92,9 @@ def _fit(values: list[int], batches: tuple[int, ...]) -> Affine:
     return Affine(slope, values[0] - slope * batches[0])
 
 
+_known: dict[object, _Cost] = {}
+
+
 class _Ledger:
     """Costs at one batch size."""
 
@@ -101,7 +106,6 @@ class _Ledger:
         self.roots: dict[Ref, Ref] = {}
         self.variables: set[str] = set()
         self.saved: set[Ref] = set()
-        self.known: dict[object, _Cost] = {}
 
     def hold(self, op: Op) -> None:
         self.flags[op.name] = op.requires_grad
@@ -113,10 +117,14 @@ class _Ledger:
     def charge(self, op: Op) -> tuple[int, int, int]:
         """(forward FLOPs, backward FLOPs, saved bytes) of an operator."""
         refs = list(dict.fromkeys(op.refs()))
-        signature = self._signature(op, refs)
-        if signature not in self.known:
-            self.known[signature] = self._run(op, refs)
-        cost = self.known[signature]
+        quiet = no_gradient(op, [self.flags[ref.op][ref.index] for ref in refs], self.graph.mode)
+        signature = self._signature(op, refs, quiet=quiet)
+        cost = _known.get(signature)
+        if cost is None:
+            cost = self._run(op, refs, quiet=quiet)
+            if len(_known) >= MOST_KNOWN:
+                _known.clear()
+            _known[signature] = cost
         self.flags[op.name] = cost.requires_grad
         self.specs |= {Ref(op.name, i): spec for i, spec in enumerate(cost.outputs)}
         saved = cost.fresh_bytes
@@ -136,17 +144,16 @@ class _Ledger:
             ref = self.roots[ref]
         return ref
 
-    def _signature(self, op: Op, refs: list[Ref]) -> object:
+    def _signature(self, op: Op, refs: list[Ref], *, quiet: bool) -> object:
         number = {ref: i for i, ref in enumerate(refs)}
         kinds = tuple((self.specs[r], self.flags[r.op][r.index]) for r in refs)
 
         def plain(arg: Arg) -> object:
             return number[arg] if isinstance(arg, Ref) else (type(arg).__name__, repr(arg))
 
-        # Before its measurement, flags tell whether the op ran under no_grad.
-        return op.target, kinds, repr([plain(a) for a in op.args]), repr(op.kwargs), op.requires_grad
+        return self.batch, quiet, op.target, kinds, repr([plain(a) for a in op.args]), repr(op.kwargs)
 
-    def _run(self, op: Op, refs: list[Ref]) -> _Cost:
+    def _run(self, op: Op, refs: list[Ref], *, quiet: bool) -> _Cost:
         inputs = {ref: self._leaf(ref) for ref in refs}
         saved: list[Tensor] = []
 
@@ -156,7 +163,6 @@ class _Ledger:
 
         call = cast("Callable[..., Any]", overload_of(op.target))
         args, kwargs = bind(op, inputs.__getitem__, self.batch, torch.device("cpu"))
-        quiet = no_gradient(op, [t.requires_grad for t in inputs.values()], self.graph.mode)
         with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(not quiet):
             with saved_tensors_hooks(keep, lambda t: t):
                 result = call(*args, **kwargs)

@@ -22,6 +22,7 @@ from isthmus.extensions import import_object
 from isthmus.fleet import Device, Fleet, Links
 from isthmus.graph import Flow
 from isthmus.graph.captured import Capture, Captured, Column, read_captured, write_captured
+from isthmus.job.capture_cache import cached_capture
 from isthmus.job.loading import constraints_of
 from isthmus.job.settings import Job
 from isthmus.models import as_eager, build_model
@@ -107,7 +108,7 @@ def prepare(job: Job, samples: DataDescription | None = None) -> Prepared:
             elsewhere = "; of data that are elsewhere, data.description names what `isthmus describe-data` wrote there"
             raise type(e)(f"{e}{elsewhere if job.plan.holders else ''}") from e
     columns = {name: Column(c.dtype, c.shape) for name, c in samples.columns.items()}
-    captured = _captured(job, columns)
+    captured = cached_capture(job, columns, lambda: _captured(job, columns))
     return _checked(Prepared(job=job, captured=captured, samples=samples, origin=_origin(job)))
 
 

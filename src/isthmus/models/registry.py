@@ -77,6 +77,11 @@ def model_names() -> list[str]:
     return sorted({*_OURS, *hugging_face.BY_NAME, *third_party(ENTRY_POINTS)})
 
 
+def is_built_in(spec: ModelSpec) -> bool:
+    """Whether the module follows from the spec and installed packages alone: from no file and no code of the user's."""
+    return (spec.name in _OURS and spec.name != "hf") or spec.name in hugging_face.BY_NAME
+
+
 def build_model(spec: ModelSpec) -> nn.Module:
     """The module of `spec` with fresh weights, on torch's default device, in train mode.
 

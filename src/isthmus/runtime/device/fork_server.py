@@ -6,15 +6,25 @@ shares its memory. Nothing is computed here, as torch would start threads.
 
 from __future__ import annotations
 
+import importlib
 import os
+
+import torch
 
 from isthmus.runtime.device import process
 from isthmus.runtime.processes.fork_server import SpawnRequest
 from isthmus.runtime.processes.fork_service import serve_forks
 
+FIRST_BACKWARD = "torch.fx.experimental.symbolic_shapes"
+"""What torch imports at the first backward from given gradients: sympy, for a third of a second of every copy."""
+
+importlib.import_module(FIRST_BACKWARD)
+
 
 def main() -> None:
     """Until the launcher at the other end of standard input is gone."""
+    # A copy of a command has imported torch with the command's environment.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     serve_forks(_work, "isthmus fork server")
 
 

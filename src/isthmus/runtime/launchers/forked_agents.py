@@ -11,9 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from isthmus.runtime.launchers.child_agents import GRACE_S, SIGNAL_S, state_of
 from isthmus.runtime.launchers.launcher import AgentSpec, AgentState
 from isthmus.runtime.processes.children import wait_for_children
+from isthmus.runtime.processes.early_fork import fork_early, standing_for
 from isthmus.runtime.processes.fork_server import ForkedProcess, ForkServer
 
 SERVER = "isthmus.runtime.launchers.agent_fork_server"
+
+
+def fork_agents_early() -> None:
+    """For a command that will start agents here: see `early_fork`."""
+    fork_early([sys.executable], os.environ, SERVER)
 
 
 class ForkedAgents:
@@ -65,7 +71,8 @@ class ForkedAgents:
 
     def _server_for(self, log: int) -> ForkServer:
         if self._server is None or self._server.gone:
-            self._server = ForkServer([sys.executable], os.environ, log, SERVER)
+            how = [sys.executable], os.environ
+            self._server = standing_for(*how, SERVER) or ForkServer(*how, log, SERVER)
         return self._server
 
     def _read(self, name: str, output: int) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from isthmus.engines import EngineName
 from isthmus.runtime.processes.children import SIGNAL_S, end_children, how_it_ended, wait_for_children
+from isthmus.runtime.processes.early_fork import fork_early, standing_for
 from isthmus.runtime.processes.fork_server import ForkedProcess, ForkServer
 
 
@@ -75,6 +76,13 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
         return ["-P"] if self.identity is not None else []
 
 
+def fork_before_threads(*, fleet: bool = False) -> None:
+    """For a command that will start devices, those of a run here or of a `fleet`, with a thread each: their fork server
+    is a copy of this process. Before the command has threads, files or an accelerator open."""
+    place = ProcessPlace(identity=Path() if fleet else None)
+    fork_early((sys.executable, *place.safety()), _environment(1))
+
+
 class DeviceProcesses:
     """Device processes, by device name. A context manager: on leaving, whatever still runs is ended.
 
@@ -93,7 +101,7 @@ class DeviceProcesses:
         self._logs = logs
         self._fork_servers: dict[tuple[str, ...], ForkServer] = {}
         self._children: dict[str, ForkedProcess] = {}
-        self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        self._environment = _environment(threads)
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
 
@@ -127,7 +135,8 @@ class DeviceProcesses:
 
     def _fork_server(self, command: tuple[str, ...], log: int | None) -> ForkServer:
         if command not in self._fork_servers or self._fork_servers[command].gone:
-            self._fork_servers[command] = ForkServer(command, self._environment, log)
+            standing = standing_for(command, self._environment)
+            self._fork_servers[command] = standing or ForkServer(command, self._environment, log)
         return self._fork_servers[command]
 
     def running(self, device: str) -> bool:
@@ -162,3 +171,7 @@ class DeviceProcesses:
         end_children(self._children.values(), halted=halted)
         for fork_server in self._fork_servers.values():
             fork_server.end()
+
+
+def _environment(threads: int) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}

@@ -14,6 +14,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -21,6 +22,8 @@ from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 
 MESSAGE_BYTES = 1 << 16
+DEVICES = "isthmus.runtime.device.fork_server"
+"""The module that forks device processes."""
 
 
 class SpawnRequest(msgspec.Struct, frozen=True, tag=True):
@@ -47,6 +50,13 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     """Exit code as in `subprocess`: negative for a signal."""
 
 
+class _Process(Protocol):
+    """As `subprocess.Popen`."""
+
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
 class ForkServer:
     """The launcher's handle of a fork server process (`fork_service`)."""
 
@@ -55,7 +65,7 @@ class ForkServer:
         command: Sequence[str],
         environment: Mapping[str, str],
         log: int | None,
-        module: str = "isthmus.runtime.device.fork_server",
+        module: str = DEVICES,
     ) -> None:
         """`command` starts a Python interpreter, on the host or in a container or namespace; `module` calls
         `serve_forks`. `log` is a descriptor for the fork server's own standard error. UserError on systems other than
@@ -63,9 +73,9 @@ class ForkServer:
         import_extra("setproctitle", "a device process")
         if not hasattr(os, "pidfd_open"):
             raise UserError("device processes: got a system without pidfd_open, expected Linux")
-        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [*command, "-m", module],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
@@ -73,6 +83,11 @@ class ForkServer:
                 env=dict(environment),
                 process_group=0,
             )
+        self._serves(line, process)
+
+    def _serves(self, line: socket.socket, process: _Process) -> None:
+        self._line = line
+        self._process = process
         self._spawned = 0
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
@@ -81,6 +96,10 @@ class ForkServer:
     def gone(self) -> bool:
         self._receive()
         return self._line.fileno() < 0
+
+    @property
+    def all_ended(self) -> bool:
+        return all(self.code(number) is not None for number in range(1, self._spawned + 1))
 
     def spawn(
         self, arguments: Sequence[str], title: str, run: str, folder: Path | None, log: int | None

@@ -62,7 +62,7 @@ class Forked:
             end, parent_pipe = os.pipe()
             # A copy that held other ends of pipes would keep its siblings alive.
             unused = [parent_pipe, *(other.parent_pipe for other in self._copies.values())]
-            pid = _fork(partial(_live, act, end, self._logs[name], unused))
+            pid = forked_copy(partial(_live, act, end, self._logs[name], unused))
             os.close(end)
             self._copies[name] = _Copy(pid, parent_pipe)
         gc.unfreeze()
@@ -105,7 +105,7 @@ def asked_at_once(questions: Sequence[Callable[[], int]]) -> list[int]:
     copies: list[tuple[int, int]] = []
     for question in questions:
         end, back = os.pipe()
-        pid = _fork(partial(_answer, question, back))
+        pid = forked_copy(partial(_answer, question, back))
         os.close(back)
         copies.append((pid, end))
     answers: list[bytes] = []
@@ -117,7 +117,7 @@ def asked_at_once(questions: Sequence[Callable[[], int]]) -> list[int]:
 
 
 def _answer(question: Callable[[], int], back: int) -> None:
-    _handle(signal.SIG_DFL)
+    handle_signals(signal.SIG_DFL)
     try:
         os.write(back, str(question()).encode())
     except UserError as e:
@@ -140,7 +140,7 @@ def _live(act: Callable[[str], None], parent_pipe: int, log: Path, unused: Seque
     for descriptor in unused:
         os.close(descriptor)
     os.setpgid(0, 0)  # Ctrl-C is the parent's to handle
-    _handle(signal.SIG_IGN)
+    handle_signals(signal.SIG_IGN)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 2)
     os.dup2(output, 1)  # stdout is the parent's data
@@ -154,8 +154,8 @@ def _live(act: Callable[[str], None], parent_pipe: int, log: Path, unused: Seque
     act(address.decode().strip())
 
 
-def _fork(live: Callable[[], None]) -> int:
-    """The process id of a copy that calls `live`, which first calls `_handle`, and then ends.
+def forked_copy(live: Callable[[], None]) -> int:
+    """The process id of a copy that calls `live`, which first calls `handle_signals`, and then ends.
 
     Until then signals wait: a handler of this process that raised in the copy would take it on where it was forked, as
     a second coordinator.
@@ -170,7 +170,7 @@ def _fork(live: Callable[[], None]) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _handle(interrupt: signal.Handlers) -> None:
+def handle_signals(interrupt: signal.Handlers) -> None:
     """How a copy takes Ctrl-C; SIGTERM ends it."""
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

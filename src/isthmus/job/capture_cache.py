@@ -1,0 +1,78 @@
+"""Captures of built-in models, kept in the user's cache folder: torch's exporter takes seconds, to import and to run.
+
+A capture follows from the model's options, the columns and the code of the packages that made it. Models of the user's
+own code are captured every time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from isthmus import graph, models
+from isthmus.graph.captured import Captured, Column, read_captured, write_captured
+from isthmus.job.settings import Job
+from isthmus.models.registry import is_built_in
+
+MOST_KEPT = 64
+"""Files; the one that was written first goes first."""
+_PACKAGES = ("torch", "transformers", "peft")
+
+
+def cached_capture(job: Job, columns: Mapping[str, Column], capture: Callable[[], Captured]) -> Captured:
+    """What was kept, or else what `capture` gives. Who may not write there captures again."""
+    if not is_built_in(job.model):
+        return capture()
+    for batch in (None, job.micro_batch_size):
+        found = read_captured(_path(job, columns, batch))
+        if found is not None:
+            return found[0]
+    captured = capture()
+    path = _path(job, columns, only_batch(captured))
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_captured(path, captured, job.model.name)
+        _drop_surplus(path.parent)
+    return captured
+
+
+def only_batch(captured: Captured) -> int | None:
+    """The only micro-batch size at which it is valid; None where every size is."""
+    return captured.train.batch or captured.eval.batch
+
+
+def _path(job: Job, columns: Mapping[str, Column], batch: int | None) -> Path:
+    asked = (job.model, dict(columns), batch, job.training.precision, _made_by())
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    name = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
+    return Path(base) / "isthmus" / "captures" / f"{name}.safetensors"
+
+
+@functools.cache
+def _made_by() -> tuple[str, ...]:
+    """Versions of the packages that a capture depends on; a digest of our own code, which changes between versions."""
+    digest = hashlib.sha256()
+    for package in (graph, models):
+        for file in sorted(Path(path) for root in package.__path__ for path in Path(root).glob("*.py")):
+            digest.update(file.read_bytes())
+    return (digest.hexdigest(), *map(_version, _PACKAGES))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _drop_surplus(folder: Path) -> None:
+    kept = sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+    for file in kept[:-MOST_KEPT]:
+        file.unlink(missing_ok=True)

@@ -1,0 +1,139 @@
+"""Captures of built-in models are made once per user, and are the same when they are read again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from isthmus.graph.capture import capture
+from isthmus.graph.captured import Captured, Column
+from isthmus.job import Job, capture_cache
+from isthmus.job.capture_cache import cached_capture
+from isthmus.job.loading import load_job
+from isthmus.models import build_model
+
+COLUMNS = {"pixel_values": Column("float32", (1, 8, 8)), "labels": Column("int64", ())}
+JOB = """
+name = "one"
+fleet = "three-sites"
+[model]
+name = "mlp"
+[data]
+kind = "digits"
+[training]
+steps = 1
+batch_size = 8
+micro_batches = 2
+[[optimizer]]
+name = "sgd"
+lr = 0.1
+"""
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "isthmus" / "captures"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    (tmp_path / "job.toml").write_text(JOB)
+    return load_job(tmp_path / "job.toml")
+
+
+class Counted:
+    """Captures the job's model, and counts how often."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, job: Job) -> Captured:
+        def captured() -> Captured:
+            self.times += 1
+            return capture(lambda: build_model(job.model), COLUMNS, name=job.model.name, batch=job.micro_batch_size)
+
+        return cached_capture(job, COLUMNS, captured)
+
+
+def test_what_is_read_again_is_what_was_captured(cache: Path, job: Job) -> None:
+    counted = Counted()
+    first, again = counted(job), counted(job)
+    assert counted.times == 1 and len(list(cache.iterdir())) == 1
+    assert (first.train, first.eval) == (again.train, again.eval)
+    assert first.constants.keys() == again.constants.keys()
+    assert all(torch.equal(value, again.constants[name]) for name, value in first.constants.items())
+
+
+def test_another_model_precision_or_version_is_captured_anew(
+    cache: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, replace = Counted(), msgspec.structs.replace
+    wider = replace(job, model=replace(job.model, options={"width": 32}))
+    narrow = replace(job, training=replace(job.training, precision="bf16"))
+    for number, other in enumerate((job, wider, narrow), start=1):
+        counted(other)
+        assert counted.times == number
+    monkeypatch.setattr(capture_cache, "_made_by", lambda: ("another version",))
+    counted(job)
+    assert counted.times == 4 and len(list(cache.iterdir())) == 4
+
+
+def test_a_capture_at_every_batch_size_is_one_and_others_are_of_their_size(cache: Path, job: Job) -> None:
+    larger = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, batch_size=16))
+    counted = Counted()
+    assert counted(larger).train == counted(job).train and counted.times == 1
+
+    made = counted(job)
+    of_eight = msgspec.structs.replace(made, train=msgspec.structs.replace(made.train, batch=8))
+    wider = msgspec.structs.replace(job.model, options={"width": 32})
+    job, larger = (msgspec.structs.replace(each, model=wider) for each in (job, larger))
+    assert cached_capture(larger, COLUMNS, lambda: of_eight).train.batch == 8
+    assert cached_capture(larger, COLUMNS, lambda: made).train.batch == 8
+    assert cached_capture(job, COLUMNS, lambda: made).train.batch is None
+
+
+def test_models_of_the_users_code_and_weights_that_are_read_are_captured_every_time(cache: Path, job: Job) -> None:
+    replace = msgspec.structs.replace
+    for name in ("isthmus.models.mlp:MLP", "hf", "hf:BertModel", "given:Module-0"):
+        times: list[str] = []
+        other = replace(job, model=replace(job.model, name=name))
+        for _ in range(2):
+            cached_capture(other, COLUMNS, lambda times=times, name=name: times.append(name))  # type: ignore[arg-type, return-value]
+        assert len(times) == 2
+    assert not cache.exists()
+
+
+def test_a_damaged_file_is_written_again_and_a_folder_that_cannot_be_written_is_left_alone(
+    cache: Path, job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counted = Counted()
+    counted(job)
+    (file,) = cache.iterdir()
+    file.write_bytes(file.read_bytes()[:50])
+    counted(job)
+    counted(job)
+    assert counted.times == 2
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    counted(job)
+    assert counted.times == 3
+
+
+def test_the_oldest_goes_first(cache: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_cache, "MOST_KEPT", 2)
+    counted, replace = Counted(), msgspec.structs.replace
+    jobs = [replace(job, model=replace(job.model, options={"width": width})) for width in (8, 16, 24)]
+    for number, each in enumerate(jobs):
+        counted(each)
+        newest = max(cache.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        os.utime(newest, (number, number))
+    assert len(list(cache.iterdir())) == 2
+    counted(jobs[2])
+    assert counted.times == 3
+    counted(jobs[0])
+    assert counted.times == 4
