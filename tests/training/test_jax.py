@@ -16,7 +16,7 @@ from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.optim import OptimizerConfig
 
 pytest.importorskip("jax", reason="the extra jax")
-from isthmus.training.jax.program import jax_program, left_to_torch
+from isthmus.training.jax.program import jax_program, without_entry
 from isthmus.training.jax.start import compute_by_jax
 
 CONFIG = EngineConfig(micro_batches=2, micro_batch_size=2)
@@ -38,7 +38,7 @@ def test_losses_gradients_and_buffers_are_torchs(name: str) -> None:
     plain, other = (Pipeline(captured, cut, weights_of(build, captured), CONFIG) for _ in range(2))
     for engine in other.engines:
         engine.program = jax_program(engine.eager)
-        assert set(left_to_torch(engine.eager)) <= RECURRENT
+        assert set(without_entry(engine.eager)) <= RECURRENT
     for step in range(2):
         data = batches(columns, CONFIG.micro_batches, CONFIG.micro_batch_size, step)
         (expected_loss, expected), (loss, found) = plain.step(step, copies(data)), other.step(step, copies(data))

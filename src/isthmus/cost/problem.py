@@ -149,6 +149,19 @@ class Problem:
         """What plans may use of the device's memory."""
         return self.constraints.offered_bytes(self.fleet.device(device).memory_bytes)
 
+    def lacked(self, device: str, first: int, end: int) -> list[str]:
+        """Operators of a stage that the device does not have. Those that are no part of `flow.operators`, as of masks
+        and of the evaluation alone, may be needed in any stage."""
+        lacked = self.constraints.lacked_by(device)
+        if not lacked:
+            return []
+        targets = [op.target for op in self.flow.operators]
+        return sorted(lacked - set(targets) or lacked & set(targets[first:end]))
+
+    def everywhere(self) -> Problem:
+        """The same where every device has every operator."""
+        return replace(self, constraints=msgspec.structs.replace(self.constraints, lacking=()))
+
     def tightest(self, device: str) -> str:
         """The device with the least memory of those that run what this one does: a stage, or copies of it."""
         feeders = self.constraints.feeders

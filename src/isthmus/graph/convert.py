@@ -36,6 +36,7 @@ from isthmus.graph.schema import (
     without_out,
     written,
 )
+from isthmus.graph.schemas import schemas_of
 from isthmus.graph.sizes import NotAffine, UnknownSize, affine, affine_or_unknown, spec_of
 from isthmus.graph.tidy import count_beside_loss, reachable
 from isthmus.graph.writes import CannotWrite, Writes
@@ -95,6 +96,7 @@ class _Converter:
             count=count,
             outputs=outputs if self.mode == "eval" else {},
             batch=self.batch,
+            schemas=schemas_of(self.ops.values()),
         )
 
     def _inputs(self) -> None:

@@ -25,6 +25,8 @@ from isthmus.graph.captured import Capture, Captured, Column, read_captured, wri
 from isthmus.job.loading import constraints_of
 from isthmus.job.settings import Job
 from isthmus.models import as_eager, build_model
+from isthmus.plans import LackingOperators
+from isthmus.training.engine_operators import EngineOperators, engine_operators
 from isthmus.training.preflight import check_limits, check_optimizers, check_types
 
 
@@ -37,6 +39,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of the data; nobody need have read them here."""
     origin: str
     """A digest of all that it was captured from."""
+    computes: Mapping[str, EngineOperators] = {}
+    """What devices said of their engines; of others it is known from the fleet and this installation."""
 
     def build(self) -> nn.Module:
         with contextlib.redirect_stdout(sys.stderr):
@@ -48,6 +52,20 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     def cut_into(self, micro_batches: int) -> Prepared:
         return msgspec.structs.replace(self, job=self.job.cut_into(micro_batches))
+
+    @property
+    def schemas(self) -> dict[str, str]:
+        """Of the operators of both graphs."""
+        return self.captured.eval.schemas | self.captured.train.schemas
+
+    def engine_of(self, device: Device) -> EngineOperators:
+        return self.computes.get(device.name) or engine_operators(device.engine)
+
+    def lacking(self, fleet: Fleet) -> tuple[LackingOperators, ...]:
+        """Devices that have not all operators of the model, with those."""
+        schemas = self.schemas
+        found = {device.name: self.engine_of(device).lacks(schemas) for device in fleet.devices}
+        return tuple(LackingOperators(device=name, operators=lacked) for name, lacked in found.items() if lacked)
 
     def alone(self) -> Problem:
         """What stages are made of, whatever devices there are: on one that nothing is known of, and without terms."""
@@ -71,7 +89,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             schedule=self.job.schedule,
             sync=self.job.sync,
             state=_state(self.job),
-            constraints=constraints_of(self.job, fleet, self.samples.holders),
+            constraints=constraints_of(self.job, fleet, self.samples.holders, self.lacking(fleet)),
             recompute=self.job.plan.recompute,
         )
 
