@@ -1,22 +1,25 @@
 """Plans on a fleet where not every device has every operator of the model.
 
 The planner is asked as if they had. A device that got an operator which it lacks is left out, and the planner asked
-again; where nothing is left, each device takes the operators in a row that it has, as many as it can. Of one pipeline
-devices that were left out then get stages that they have all operators of, as long as that helps. A bound that the
-planner proved of the whole fleet holds: it ranges over more plans.
+again; where nothing is left, each device takes the operators in a row that it has, as many as it can. Our own searches
+then improve one pipeline, in which devices that were left out get stages that they have all operators of. A bound that
+the planner proved of the whole fleet holds: it ranges over more plans.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 
 from isthmus.cost import Problem, broken_constraint, build_plan, build_replicas, layouts_of, preference
-from isthmus.cost.blocks import legal_places
+from isthmus.cost.blocks import Blocks, legal_places
+from isthmus.cost.network import network_of
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.planners.search.cuts import TOLERANCE
+from isthmus.planners.search.exhaustive import exhaustive_pipeline
 from isthmus.planners.search.local_search import first_improvement
 from isthmus.plans import Plan
 
@@ -25,23 +28,36 @@ MOST_PLACES = 8
 MOST_MOVES = 400
 
 
-def with_operators(problem: Problem, planner: Callable[[Problem], Plan]) -> Plan:
-    """The planner's plan, and better ones near it. UserError with the operators that no device of the fleet has."""
+def with_operators(problem: Problem, planner: Callable[[Problem], Plan], *, improves: bool) -> Plan:
+    """The planner's plan; where it `improves`, one pipeline is improved: on small fleets every one is tried. UserError
+    with the operators that no device of the fleet has."""
     check_some_device_has(problem)
-    free = problem.everywhere()
-    first = planner(free)
+    first = planner(problem.everywhere())
     if not _offending(problem, first):
         return msgspec.structs.replace(first, constraints=problem.constraints)
-    plan = _without_offending(problem, first, planner) or _in_rows(problem, first.planner)
-    if len(plan.replicas) == 1:
-        plan = first_improvement(
-            plan,
-            lambda now: _near(problem, now),
-            lambda p: preference(problem, p)[0],
-            most=MOST_MOVES,
-            tolerance=TOLERANCE,
+    plan = _without_offending(problem, first, planner)
+    if not improves:
+        return plan or _in_rows(problem, first.planner)
+    plans = [plan] if plan is not None else []
+    with contextlib.suppress(UserError) if plans else contextlib.nullcontext():
+        plans.append(
+            _improved(
+                problem, plan if plan is not None and len(plan.replicas) == 1 else _in_rows(problem, first.planner)
+            )
         )
-    return plan
+    return min(plans, key=lambda found: preference(problem, found))
+
+
+def _improved(problem: Problem, plan: Plan) -> Plan:
+    """One pipeline: the best of all where they are few, and then by moves."""
+    proven = exhaustive_pipeline(problem, network_of(problem), Blocks(problem), preference(problem, plan)[0])
+    if proven is not None and proven.plan is not None:
+        plan = msgspec.structs.replace(proven.plan, planner=plan.planner)
+
+    def judged(now: Plan) -> float:
+        return preference(problem, now)[0]
+
+    return first_improvement(plan, partial(_near, problem), judged, most=MOST_MOVES, tolerance=TOLERANCE)
 
 
 def check_some_device_has(problem: Problem) -> None:
@@ -100,17 +116,29 @@ def _stuck(problem: Problem, start: int) -> str:
 
 
 def _near(problem: Problem, plan: Plan) -> Iterator[Plan]:
-    """With another device in place of a stage's, or with a part of its operators."""
+    """With another cut, with two stages' devices exchanged, without a stage, and with another device in place of a
+    stage's or for a part of its operators."""
     order, boundaries = [stage.device for stage in plan.stages], plan.boundaries()
     ends, places = [0, *boundaries, len(problem.flow.operators)], legal_places(problem)
+    found: list[tuple[list[str], list[int]]] = []
+    for k in range(len(boundaries)):
+        inner = _some([place for place in places if ends[k] < place < ends[k + 2]])
+        found += [(order, [*boundaries[:k], place, *boundaries[k + 1 :]]) for place in inner]
+        found += [([*order[:k], *order[k + 1 :]], [*boundaries[:k], *boundaries[k + 1 :]])]
+        for j in range(k + 1, len(order)):
+            found += [([order[{k: j, j: k}.get(i, i)] for i in range(len(order))], boundaries)]
     for name in problem.fleet.names:
         for k in range(len(order)) if name not in order else ():
-            yield from _built(problem, [*order[:k], name, *order[k + 1 :]], boundaries, plan.planner)
-            inner = [place for place in places if ends[k] < place < ends[k + 1]]
-            for place in inner[:: max(1, len(inner) // MOST_PLACES)]:
+            found += [([*order[:k], name, *order[k + 1 :]], boundaries)]
+            for place in _some([place for place in places if ends[k] < place < ends[k + 1]]):
                 cut = [*boundaries[:k], place, *boundaries[k:]]
-                yield from _built(problem, [*order[:k], name, *order[k:]], cut, plan.planner)
-                yield from _built(problem, [*order[: k + 1], name, *order[k + 1 :]], cut, plan.planner)
+                found += [([*order[:k], name, *order[k:]], cut), ([*order[: k + 1], name, *order[k + 1 :]], cut)]
+    for devices, cut in found:
+        yield from _built(problem, devices, cut, plan.planner)
+
+
+def _some(places: Sequence[int]) -> Sequence[int]:
+    return places[:: max(1, len(places) // MOST_PLACES)]
 
 
 def _built(problem: Problem, order: Sequence[str], boundaries: Sequence[int], planner: str) -> Iterator[Plan]:

@@ -189,7 +189,7 @@ def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
     nothing is proven.
     """
     if problem.constraints.lacking:
-        return with_operators(problem, lambda free: plan(name, free, score))
+        return with_operators(problem, lambda free: plan(name, free, score), improves=name in ("auto", "chain"))
     if problem.schedule in ("zero-bubble", "auto"):
         return _priced_apart(problem, plan(name, replace(problem, schedule="1f1b"), score))
     planner = _planner(name)
