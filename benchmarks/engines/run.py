@@ -28,13 +28,14 @@ from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.jax import compute_by_jax
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests" / "training")]
-from harness import machine, options_of, write_figures
 from in_process import (  # pyright: ignore[reportMissingImports]  # the stages of a cut model in one process
     Pipeline,
     batches,
     capture_of,
     weights_of,
 )
+
+from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 PASSES = 9

@@ -64,7 +64,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     def lacking(self, fleet: Fleet) -> tuple[LackingOperators, ...]:
         """Devices that have not all operators of the model, with those."""
         schemas = self.schemas
-        found = {device.name: self.engine_of(device).lacks(schemas) for device in fleet.devices}
+        others = (d for d in fleet.devices if d.name in self.computes or d.engine != "torch")  # torch here has them all
+        found = {device.name: self.engine_of(device).lacks(schemas) for device in others}
         return tuple(LackingOperators(device=name, operators=lacked) for name, lacked in found.items() if lacked)
 
     def alone(self) -> Problem:
