@@ -87,13 +87,12 @@ def places_of(job: Job) -> dict[str, ProcessPlace]:
 def _other_engines(prepared: Prepared, fleet: Fleet) -> Iterator[str]:
     """A line for each device of another version of torch than this machine's, or that has not all operators."""
     here = engine_operators("torch").torch
-    for device in fleet.devices:
-        found = prepared.engine_of(device)
+    for name, found in prepared.other_engines(fleet).items():
         lacked = ", ".join(found.lacks(prepared.schemas))
         if lacked or found.torch != here:
             has = f"lacks {lacked}, which its stages will not hold" if lacked else "has all operators of the model"
             version = f"torch {sanitize(found.torch)}" + (f" (here {here})" if found.torch != here else "")
-            yield f"{device.name}: engine {found.engine}, {version}: it {has}"
+            yield f"{name}: engine {found.engine}, {version}: it {has}"
 
 
 class _Start(NamedTuple):

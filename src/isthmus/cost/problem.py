@@ -155,8 +155,12 @@ class Problem:
         lacked = self.constraints.lacked_by(device)
         if not lacked:
             return []
-        targets = [op.target for op in self.flow.operators]
-        return sorted(lacked - set(targets) or lacked & set(targets[first:end]))
+        return sorted(lacked.difference(self.targets) or lacked.intersection(self.targets[first:end]))
+
+    @cached_property
+    def targets(self) -> tuple[str, ...]:
+        """Of `flow.operators`."""
+        return tuple(op.target for op in self.flow.operators)
 
     def everywhere(self) -> Problem:
         """The same where every device has every operator."""

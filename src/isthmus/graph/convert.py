@@ -7,6 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import Literal, cast
 
+import msgspec
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -64,6 +65,7 @@ def convert(
     """
     converter = _Converter(program, mode, batch, held)
     graph = count_beside_loss(reachable(converter.run(name)))
+    graph = msgspec.structs.replace(graph, schemas=schemas_of(graph.ops))
     used = {op.target for op in graph.ops}
     return graph, {k: v for k, v in converter.constants.items() if k in used}
 
@@ -96,7 +98,6 @@ class _Converter:
             count=count,
             outputs=outputs if self.mode == "eval" else {},
             batch=self.batch,
-            schemas=schemas_of(self.ops.values()),
         )
 
     def _inputs(self) -> None:

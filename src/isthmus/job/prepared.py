@@ -58,15 +58,15 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         """Of the operators of both graphs."""
         return self.captured.eval.schemas | self.captured.train.schemas
 
-    def engine_of(self, device: Device) -> EngineOperators:
-        return self.computes.get(device.name) or engine_operators(device.engine)
-
     def lacking(self, fleet: Fleet) -> tuple[LackingOperators, ...]:
         """Devices that have not all operators of the model, with those."""
-        schemas = self.schemas
-        others = (d for d in fleet.devices if d.name in self.computes or d.engine != "torch")  # torch here has them all
-        found = {device.name: self.engine_of(device).lacks(schemas) for device in others}
+        found = {name: engine.lacks(self.schemas) for name, engine in self.other_engines(fleet).items()}
         return tuple(LackingOperators(device=name, operators=lacked) for name, lacked in found.items() if lacked)
+
+    def other_engines(self, fleet: Fleet) -> dict[str, EngineOperators]:
+        """Of devices that may not have all operators: torch has them here."""
+        others = (d for d in fleet.devices if d.name in self.computes or d.engine != "torch")
+        return {d.name: self.computes.get(d.name) or engine_operators(d.engine) for d in others}
 
     def alone(self) -> Problem:
         """What stages are made of, whatever devices there are: on one that nothing is known of, and without terms."""

@@ -38,13 +38,11 @@ def with_operators(problem: Problem, planner: Callable[[Problem], Plan], *, impr
     plan = _without_offending(problem, first, planner)
     if not improves:
         return plan or _in_rows(problem, first.planner)
+    if plan is not None and len(plan.replicas) == 1:
+        return _improved(problem, plan)
     plans = [plan] if plan is not None else []
     with contextlib.suppress(UserError) if plans else contextlib.nullcontext():
-        plans.append(
-            _improved(
-                problem, plan if plan is not None and len(plan.replicas) == 1 else _in_rows(problem, first.planner)
-            )
-        )
+        plans.append(_improved(problem, _in_rows(problem, first.planner)))
     return min(plans, key=lambda found: preference(problem, found))
 
 
@@ -92,9 +90,10 @@ def _in_rows(problem: Problem, planner: str) -> Plan:
     places, order, start = [*legal_places(problem), len(problem.flow.operators)], list[str](), 0
     boundaries: list[int] = []
     while start < places[-1]:
+        free = problem.fleet.names if order else problem.constraints.data_holders or problem.fleet.names
         reach = {
             name: max((end for end in places if end > start and not problem.lacked(name, start, end)), default=start)
-            for name in problem.fleet.names
+            for name in free
             if name not in order
         }
         furthest = max(reach, key=reach.__getitem__, default="")
