@@ -78,7 +78,8 @@ def test_no_device_has_it() -> None:
 
 def test_one_that_masks_need_is_needed_anywhere() -> None:
     asked = problem(("d1", "aten.arange.default"))
-    assert "d1" not in plan("auto", asked).used
+    made = plan("auto", asked)
+    assert "d1" not in made.used and "d1 is left out: it lacks aten.arange.default" in made.notes
 
 
 def test_a_document_that_breaks_it() -> None:
