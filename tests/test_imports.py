@@ -35,6 +35,7 @@ COMPONENTS = {
     "delayed": ("isthmus.protocol",),  # a run's length on the virtual clock
     "dream": ("isthmus.planners.sync",),
     "dtfm": ("isthmus.cost.blocks", "isthmus.planners"),
+    "engines": ("isthmus.training",),  # a stage alone
     "families": ("isthmus.training",),  # each cut of a model, in one process
     "federated": ("isthmus.data.femnist", "isthmus.protocol.federated_participation", "isthmus.rng"),  # peers' clients
     "federated_deployment": ("isthmus.runtime.service.fleet_state",),  # tickets for thousands of sites

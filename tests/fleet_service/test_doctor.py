@@ -153,10 +153,10 @@ def _printed(folder: Path) -> tuple[int, list[list[str]]]:
 
 def test_another_version_is_named(fleet: Fleet, tmp_path: Path) -> None:
     join_fleet(fleet.ticket(), {"desk": tmp_path / "desk"}, 5.0)
-    old = msgspec.structs.replace(versions_here(), torch="1.9.1")
+    old = msgspec.structs.replace(versions_here(), protocol=1)
     with mock.patch.object(doctor, "versions_here", return_value=old):
         last = examine_device(tmp_path / "desk")[-1]
-    assert last.hop == "version" and "'1.9'" in last.detail and "same isthmus and torch" in last.remedy
+    assert last.hop == "version" and "'1'" in last.detail and "same isthmus" in last.remedy
 
 
 def test_nothing_is_wrong(fleet: Fleet, tmp_path: Path) -> None:

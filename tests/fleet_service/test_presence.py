@@ -13,13 +13,17 @@ from isthmus.protocol.membership_events import DeviceConnected, PeerIdentified
 from isthmus.runtime.coordinator.backend import RunRequest
 from isthmus.runtime.identity.roster import Roster
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.fleet import StartRun, StopRun, Welcome
+from isthmus.runtime.messages.fleet import DevicePresent, StartRun, StopRun, Welcome
+from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.presence import Presence
 from isthmus.runtime.transport.channel import Channel
 from isthmus.runtime.transport.lanes import SendLane
 
 PATIENCE_S = 60.0
+
+
+PRESENT = DevicePresent(run="", versions=versions_here())
 
 
 class Lane:
@@ -45,7 +49,7 @@ def roster(tmp_path: Path) -> Generator[Roster]:
 
 def connect(presence: Presence, lane: Lane) -> int:
     presence.handle(PeerIdentified(id="key", name="oslo"))
-    number = presence.connected(cast("SendLane", lane), cast("Channel", lane), "oslo", "")
+    number = presence.connected(cast("SendLane", lane), cast("Channel", lane), "oslo", PRESENT)
     presence.handle(DeviceConnected(device="oslo", id="key", connection=number))
     return number
 

@@ -6,13 +6,16 @@ import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import msgspec
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from isthmus.accelerators import HOST, DeviceEvent, open_accelerator
 from isthmus.accelerators.checked import open_checked
+from isthmus.engines import ENGINES, EngineName
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.fleet.changes import in_half
 from isthmus.job import fleet_of, prepare
@@ -60,6 +63,36 @@ def test_the_fastest_pass_counts_and_the_first_does_not() -> None:
 
     with mock.patch.object(HOST, "record", lambda timed: _Moment(clock[0])):
         assert speed.seconds(HOST, act) == pytest.approx(2.0)
+
+
+class _Called(TorchDispatchMode):
+    """Names of the operators that torch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_device_is_measured_by_its_engine(engine: EngineName) -> None:
+    """Products are torch's on a device of torch, and none of torch's on one of JAX."""
+    if engine == "jax":
+        pytest.importorskip("jax", reason="the extra jax")
+    asked = speed_question(prepare(job_of("mlp", {}, DIGITS)))
+
+    def timed(_: object, act: Callable[[], object]) -> float:
+        act()
+        return 0.5
+
+    sides = mock.patch.object(speed, "MATRIX_SIDES", (8,))
+    with _Called() as called, mock.patch.object(speed, "seconds", timed), sides:
+        found = speed.measure(HOST, asked, engine=engine)
+    assert {figure.what for figure in found.figures} == {"layers", "products"}
+    assert called.names.isdisjoint({"mm", "bmm", "addmm"}) == (engine == "jax")
 
 
 def test_each_operator_counts_as_often_as_the_model_has_it() -> None:

@@ -10,31 +10,73 @@ import pytest
 from isthmus.api.observer import Observer
 from isthmus.api.pipeline import Choices, run_job
 from isthmus.errors import UserError
-from isthmus.fleet import dump_fleet
+from isthmus.fleet import Fleet, dump_fleet, parse_fleet
+from isthmus.graph.schemas import schema_of
+from isthmus.job import Job, prepare
+from isthmus.job import fleet_of as of_job
+from isthmus.plans import LackingOperators
 from isthmus.runtime.coordinator.backend import local_places
 from isthmus.runtime.processes.signals import Stop
 
 from .jobs import DIGITS, fleet_of, job_of
 
 
+def with_engine(fleet: Fleet, device: str) -> Fleet:
+    devices = (msgspec.structs.replace(d, engine="jax" if d.name == device else "torch") for d in fleet.devices)
+    return msgspec.structs.replace(fleet, devices=tuple(devices))
+
+
+def job_with(engine: str | dict[str, str], folder: Path) -> Job:
+    job = job_of("mlp", {}, DIGITS)
+    runtime = msgspec.structs.replace(job.runtime, engine=engine)
+    return msgspec.structs.replace(job, fleet=str(folder / "fleet.toml"), runtime=runtime)
+
+
 def test_each_device_has_an_engine() -> None:
     found = local_places("cpu", ("a", "b"), {"b": "jax"})
     assert found["a"].engine == "torch" and found["b"].engine == "jax"
     assert "--engine" in found["b"].options() and "jax" in found["b"].options()
-    assert {place.engine for place in local_places("cpu", ("a", "b"), "jax").values()} == {"jax"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"), [({}, ["torch", "jax"]), ("torch", ["torch", "torch"]), ({"d0": "jax"}, ["jax", "jax"])]
+)
+def test_a_job_chooses_over_its_fleet_file(tmp_path: Path, engine: str | dict[str, str], expected: list[str]) -> None:
+    (tmp_path / "fleet.toml").write_text(dump_fleet(with_engine(fleet_of(2), "d1")))
+    assert [device.engine for device in of_job(job_with(engine, tmp_path)).devices] == expected
 
 
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
         ("tensorflow", "runtime.engine: unknown engine 'tensorflow'"),
-        ({"a": "tf"}, "runtime.engine.a: unknown engine 'tf'"),
+        ({"d0": "tf"}, "runtime.engine.d0: unknown engine 'tf'"),
         ({"z": "jax"}, "runtime.engine: unknown device 'z'"),
     ],
 )
-def test_refusals(engine: str | dict[str, str], words: str) -> None:
+def test_refusals(tmp_path: Path, engine: str | dict[str, str], words: str) -> None:
+    """Whatever is done with the job."""
+    (tmp_path / "fleet.toml").write_text(dump_fleet(fleet_of(2)))
     with pytest.raises(UserError, match=words):
-        local_places("cpu", ("a", "b"), engine)
+        of_job(job_with(engine, tmp_path))
+
+
+def test_a_fleet_file_with_an_engine_that_is_none() -> None:
+    text = dump_fleet(with_engine(fleet_of(2), "d1")).replace('"jax"', '"tf"')
+    with pytest.raises(UserError, match=r"\[\[device\]\] 2 'd1': engine: unknown engine 'tf'"):
+        parse_fleet(text, "fleet.toml")
+
+
+def test_operators_without_an_entry_stay_with_torch(tmp_path: Path) -> None:
+    """JAX has none for a recurrent layer."""
+    (tmp_path / "fleet.toml").write_text(dump_fleet(fleet_of(2)))
+    lstm = "aten.lstm.input"
+    lacking = LackingOperators(device="d1", operators=(lstm,))
+    prepared = prepare(job_with({"d1": "jax"}, tmp_path))
+    train = msgspec.structs.replace(prepared.captured.train, schemas={lstm: schema_of(lstm)})
+    captured = msgspec.structs.replace(prepared.captured, train=train)
+    assert msgspec.structs.replace(prepared, captured=captured).lacking(of_job(prepared.job)) == (lacking,)
+    assert prepared.lacking(of_job(prepared.job)) == ()
 
 
 class _Notes(Observer):

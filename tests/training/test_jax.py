@@ -11,12 +11,13 @@ import torch
 from in_process import Pipeline, batches, capture_of, copies, random_cut, weights_of
 from zoo import CASES, MODELS, Dropouts, X, model
 
+from isthmus.errors import UserError
 from isthmus.graph import Flow, Ref, cuts
 from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.optim import OptimizerConfig
 
 pytest.importorskip("jax", reason="the extra jax")
-from isthmus.training.jax.program import jax_program, left_to_torch
+from isthmus.training.jax.program import jax_program, without_entry
 from isthmus.training.jax.start import compute_by_jax
 
 CONFIG = EngineConfig(micro_batches=2, micro_batch_size=2)
@@ -37,8 +38,8 @@ def test_losses_gradients_and_buffers_are_torchs(name: str) -> None:
     cut = random_cut(captured, random.Random(0), most=2)
     plain, other = (Pipeline(captured, cut, weights_of(build, captured), CONFIG) for _ in range(2))
     for engine in other.engines:
-        engine.program = jax_program(engine.eager)
-        assert set(left_to_torch(engine.eager)) <= RECURRENT
+        engine.program, engine.evaluation_program = jax_program(engine.eager), jax_program(engine.eager_evaluation)
+        assert set(without_entry(engine.eager)) <= RECURRENT
     for step in range(2):
         data = batches(columns, CONFIG.micro_batches, CONFIG.micro_batch_size, step)
         (expected_loss, expected), (loss, found) = plain.step(step, copies(data)), other.step(step, copies(data))
@@ -48,6 +49,9 @@ def test_losses_gradients_and_buffers_are_torchs(name: str) -> None:
             assert (found[key] - value).norm() <= CLOSE * value.norm() + CLOSE, key
     for key, value in plain.state().items():
         assert torch.allclose(other.state()[key], value, rtol=CLOSE, atol=CLOSE), key
+    if ALL or name in ("gpt", "cnn"):
+        data = batches(columns, 1, CONFIG.micro_batch_size, 2)
+        assert other.evaluate(copies(data)) == pytest.approx(plain.evaluate(copies(data)), rel=CLOSE)
 
 
 def test_a_gpt_over_stages_of_both_in_every_order() -> None:
@@ -88,8 +92,13 @@ def engine_of(name: str) -> tuple[TorchEngine, dict[Ref, torch.Tensor]]:
 
 
 def test_what_is_said_of_it() -> None:
+    engine, batch = engine_of("mlp")
+    before = engine.program, engine.evaluation_program
+    assert compute_by_jax(engine, batch).startswith("computed by JAX")
+    assert engine.program is not before[0] and engine.evaluation_program is not before[1]
+
+
+def test_operators_without_an_entry_are_refused() -> None:
     engine, batch = engine_of("Recurrent")
-    before = engine.program
-    note = compute_by_jax(engine, batch)
-    assert engine.program is not before
-    assert note.startswith("computed by JAX") and note.endswith("torch computes aten.gru.input, aten.lstm.input")
+    with pytest.raises(UserError, match=r"JAX has no entry for aten\.gru\.input, aten\.lstm\.input"):
+        compute_by_jax(engine, batch)

@@ -140,7 +140,7 @@ def verify_plan(job: Job, plan: Plan | Path) -> Verdict:
         schedule=schedule_of(job.schedule, plan.replicas[0].schedule.name) if plan.replicas else job.schedule,
         period=job.sync.period,
         state=_state(job),
-        constraints=constraints_of(job, fleet, prepared.samples.holders),
+        constraints=constraints_of(job, fleet, prepared.samples.holders, prepared.lacking(fleet)),
         recompute=job.plan.recompute,
         counts=job.counts,
         gradients=job.sync.mode == "every-step",

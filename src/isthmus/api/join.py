@@ -19,6 +19,7 @@ from isthmus.data.allowed import check_kind
 from isthmus.data.callables import is_callable_name
 from isthmus.engines import check_engine
 from isthmus.errors import IsthmusError, UserError, unknown_name
+from isthmus.extensions import import_extra
 from isthmus.federated.task_spec import SiteConfig, load_site
 from isthmus.runtime.device.island_ranks import Island, attend, island_here
 from isthmus.runtime.federated.site_runner import RETRIES_S, SiteRunner
@@ -129,6 +130,8 @@ def part_of(accelerator: str) -> str:
 
 def join_as(joining: JoinOptions, log: Callable[[str], None], ask: Ask) -> int:
     """Until Ctrl-C or dismissal; the exit code. `ask` is called where a ticket is needed and no file has it."""
+    if joining.place.engine == "jax":
+        import_extra("jax", "--engine jax")
     folder = joining.state or state_folder("device")
     timeout_s = read_timeout(joining.timeout)
     if joining.site is None and "WORLD_SIZE" not in os.environ:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -37,8 +37,10 @@ from isthmus.runtime.coordinator.stages import readers
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.device_processes import fork_before_threads as fork_before_threads
 from isthmus.runtime.processes.signals import Stop
+from isthmus.sanitize import sanitize
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import newest_whole_checkpoint, read_manifest
+from isthmus.training.engine_operators import engine_operators
 from isthmus.units import format_duration
 
 
@@ -79,7 +81,19 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
 
 def places_of(job: Job) -> dict[str, ProcessPlace]:
     """Of device processes on this machine. UserError for a device, an accelerator or an engine that does not exist."""
-    return local_places(job.runtime.device, fleet_for(job).names, job.runtime.engine)
+    fleet = fleet_for(job)
+    return local_places(job.runtime.device, fleet.names, {d.name: d.engine for d in fleet.devices})
+
+
+def _other_engines(prepared: Prepared, fleet: Fleet) -> Iterator[str]:
+    """A line for each device of another version of torch than this machine's, or that has not all operators."""
+    here = engine_operators("torch").torch
+    for name, found in prepared.other_engines(fleet).items():
+        lacked = ", ".join(found.lacks(prepared.schemas))
+        if lacked or found.torch != here:
+            has = f"lacks {lacked}, which its stages will not hold" if lacked else "has all operators of the model"
+            version = f"torch {sanitize(found.torch)}" + (f" (here {here})" if found.torch != here else "")
+            yield f"{name}: engine {found.engine}, {version}: it {has}"
 
 
 class _Start(NamedTuple):
@@ -125,6 +139,9 @@ def _planned(job: Job, choices: Choices, folder: RunFolder, start: _Start, obser
         note=observer.note,
     )
     prepared = _prepared(job, folder, holders, observer, in_its_middle=start.record is not None)
+    prepared = msgspec.structs.replace(prepared, computes=backend.computes)
+    for line in _other_engines(prepared, fleet):
+        observer.note(line)
     kept = choices.plan or folder.plan_to_keep(job, fleet)
     believed = folder.fitted(fleet) if choices.resume else None
     if believed is not None:
@@ -265,14 +282,15 @@ def _options(planned: _Planned, start: _Start) -> RunOptions:
         resume_from=start.checkpoint,
         backend=backend,
         record=start.record,
-        replan=partial(_plan_again, again, holders),
+        replan=partial(_plan_again, again, backend, holders),
         believed=planned.believed,
         holders=holders,
     )
 
 
-def _plan_again(prepared: Prepared, holders: DataHolders, fleet: Fleet) -> Plan:
+def _plan_again(prepared: Prepared, backend: Backend, holders: DataHolders, fleet: Fleet) -> Plan:
     """In which those alone read data whose data are known to be the run's. UserError where that cannot be."""
+    prepared = msgspec.structs.replace(prepared, computes=backend.computes)
     while True:
         plan = plan_for(prepared, fleet)
         reading = readers(plan, prepared.cut_into(plan.micro_batches).captured, evaluates=prepared.job.evaluates)

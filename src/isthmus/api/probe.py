@@ -12,6 +12,7 @@ import msgspec
 from isthmus.accelerators import accelerator_names, resolve_accelerator
 from isthmus.api.join import accelerators_of, memory_of, part_of
 from isthmus.api.serve import Serving, Where, serving_fleet
+from isthmus.engines import check_engine
 from isthmus.errors import UserError
 from isthmus.federated.job import is_federated
 from isthmus.fleet import Fleet
@@ -34,12 +35,15 @@ class Probing(msgspec.Struct, frozen=True, kw_only=True):
     """Of this machine; without either the CPU and all accelerators."""
     memory: str = ""
     """What may be taken of each of this machine's."""
+    engine: str = "torch"
+    """What computes on this machine's."""
 
 
 def probe_devices(asked: Probing, serving: Serving, log: Callable[[str], None]) -> Fleet:
     """Measured, with the links between them."""
-    if asked.names and (asked.device or asked.devices or asked.memory):
-        option = "--device" if asked.device else "--devices" if asked.devices else "--memory"
+    ours = {"--device": asked.device, "--devices": asked.devices, "--memory": asked.memory}
+    ours["--engine"] = asked.engine if asked.engine != "torch" else ""
+    for option in (name for name, given in ours.items() if given and asked.names):
         raise UserError(f"{option}: it is for this machine, expected it without names of devices that joined")
     places = {} if asked.names else _places(asked)
     job = None if asked.job is None else _job(asked.job)
@@ -79,11 +83,13 @@ def _places(asked: Probing) -> dict[str, ProcessPlace]:
         chosen = accelerators_of(asked.devices)
     else:
         chosen = {part_of(name): name for name in ("cpu", *accelerator_names())}
+    engine = check_engine("--engine", asked.engine)
     found = hardware_of(list(chosen.values()), "--device" if asked.device else "--devices")
     return {
         f"{platform.node()}/{part}": ProcessPlace(
             accelerator=hardware.accelerator,
             hardware=hardware.label,
+            engine=engine,
             memory_bytes=memory_of(asked.memory, hardware.accelerator),
         )
         for part, hardware in zip(chosen, found, strict=True)
@@ -95,18 +101,19 @@ def probe(
     job: str | Path | None = None,
     device: str = "",
     memory: str = "",
+    engine: str = "torch",
     note: Callable[[str], None] = lambda _: None,
     **where: Unpack[Where],
 ) -> Fleet:
     """Measure this machine's devices; or, by their names, those of a fleet and the links between them.
 
     With a `job` speeds (FLOP/s) are those of its model's first layers. `device` is one of this machine's, as "cpu";
-    `memory` what may be taken of each. `isthmus.fleet.dump_fleet` writes the fleet as TOML. Devices of a fleet are
-    waited for. UserError for a device that is not here.
+    `memory` what may be taken of each, `engine` what computes there, torch or jax. `isthmus.fleet.dump_fleet` writes
+    the fleet as TOML. Devices of a fleet are waited for. UserError for a device that is not here.
 
     >>> fleet = isthmus.probe(device="cpu")  # doctest: +SKIP
     """
     if where and not names:
         raise UserError(f"probe: got {', '.join(where)} without names of devices, expected them for a fleet")
-    asked = Probing(names=names, job=None if job is None else Path(job), device=device, memory=memory)
+    asked = Probing(names=names, job=None if job is None else Path(job), device=device, memory=memory, engine=engine)
     return probe_devices(asked, Serving(**where), note)

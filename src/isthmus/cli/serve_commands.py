@@ -96,11 +96,14 @@ def probe(
     memory: Annotated[
         str, typer.Option("--memory", help="What may be taken of each of this machine's devices: 4GiB; default: all.")
     ] = "",
+    engine: Annotated[str, typer.Option("--engine", help="What computes on this machine's: torch or jax.")] = "torch",
     tickets: TicketsOption = 0,
 ) -> None:
     """Measure this machine's devices, or those of a fleet and the links between them; write a fleet TOML."""
     chosen = api.join.single_device(device, "")
-    asked = api.probe.Probing(names=tuple(names or ()), job=job, device=chosen, devices=devices, memory=memory)
+    asked = api.probe.Probing(
+        names=tuple(names or ()), job=job, device=chosen, devices=devices, memory=memory, engine=engine
+    )
     terminal = api.terminal.Terminal(out(), notes())
     fleet = api.probe.probe_devices(asked, where.serving(tickets), terminal.note)
     for one in fleet.devices:

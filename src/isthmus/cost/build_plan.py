@@ -198,7 +198,8 @@ def _stages(placed: Placement, in_flight: Sequence[int]) -> tuple[Stage, ...]:
 
 
 def _note(replicas: Sequence[Placement], name: str, why: str) -> str:
-    reason = f": {why}" if why else ""
+    lacked = ", ".join(sorted(replicas[0].problem.constraints.lacked_by(name)))
+    reason = f": {why or f'it lacks {lacked}'}" if why or lacked else ""
     placed = next((p for p in replicas if name in p.times.device_s), None)
     if placed is None:
         return f"{name} is left out{reason}"

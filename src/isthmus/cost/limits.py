@@ -3,6 +3,7 @@ hold."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from isthmus.plans import classic_in_flight
 
 def broken_constraint(problem: Problem, order: Sequence[str], boundaries: Sequence[int]) -> str | None:
     """The first constraint that a replica violates, in words; None if it violates none."""
+    if problem.constraints.lacking and (broken := _lacked(problem, order, boundaries)) is not None:
+        return broken
     holders = problem.constraints.data_holders
     if not holders:
         return None
@@ -28,6 +31,14 @@ def broken_constraint(problem: Problem, order: Sequence[str], boundaries: Sequen
         return f"labels_stay: the last stage takes the labels and is on {order[-1]}, expected {_one_of(holders)}"
     if boundaries[-1] > last_start:
         return f"labels_stay: the last stage starts at operator {boundaries[-1]}, but labels are taken at {last_start}"
+    return None
+
+
+def _lacked(problem: Problem, order: Sequence[str], boundaries: Sequence[int]) -> str | None:
+    ends = (0, *boundaries, len(problem.flow.operators))
+    for device, (first, end) in zip(order, itertools.pairwise(ends), strict=True):
+        if targets := problem.lacked(device, first, end):
+            return f"operators: device {device} lacks {', '.join(targets)}, which its stage computes"
     return None
 
 

@@ -149,6 +149,23 @@ class Problem:
         """What plans may use of the device's memory."""
         return self.constraints.offered_bytes(self.fleet.device(device).memory_bytes)
 
+    def lacked(self, device: str, first: int, end: int) -> list[str]:
+        """Operators of a stage that the device does not have. Those that are no part of `flow.operators`, as of masks
+        and of the evaluation alone, may be needed in any stage."""
+        lacked = self.constraints.lacked_by(device)
+        if not lacked:
+            return []
+        return sorted(lacked.difference(self.targets) or lacked.intersection(self.targets[first:end]))
+
+    @cached_property
+    def targets(self) -> tuple[str, ...]:
+        """Of `flow.operators`."""
+        return tuple(op.target for op in self.flow.operators)
+
+    def everywhere(self) -> Problem:
+        """The same where every device has every operator."""
+        return replace(self, constraints=msgspec.structs.replace(self.constraints, lacking=()))
+
     def tightest(self, device: str) -> str:
         """The device with the least memory of those that run what this one does: a stage, or copies of it."""
         feeders = self.constraints.feeders

@@ -14,6 +14,7 @@ from itertools import chain, zip_longest
 
 import msgspec
 
+from isthmus.engines import EngineName, check_engine
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet.links import Link, Links, Region, Route, check_label, check_number
 
@@ -53,6 +54,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     people: copies run in the background."""
     measured: tuple[Measurement, ...] = ()
     """What the speeds above come from, and what was measured beside it."""
+    engine: EngineName = "torch"
+    """What computes its stages."""
 
     def __post_init__(self) -> None:
         check_label("device name", self.name)
@@ -66,6 +69,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_number(f"device {self.name!r}: price_per_hour", self.price_per_hour)
         check_number(f"device {self.name!r}: half_flops_per_s", self.half_flops_per_s)
         check_number(f"device {self.name!r}: host_bytes_per_s", self.host_bytes_per_s)
+        check_engine(f"device {self.name!r}: engine", self.engine)
         for measurement in self.measured:
             check_label(f"device {self.name!r}: measured", measurement.what)
             check_number(f"device {self.name!r}: measured {measurement.what}", measurement.flops_per_s, above_zero=True)

@@ -14,6 +14,7 @@
     hardware = "NVIDIA A40"                 # for people
     half_compute = "30 GFLOPS"              # sustained in bf16 and fp16, where that differs
     host_bandwidth = "200 Gbit/s"           # between the accelerator and the host's memory, for people
+    engine = "jax"                          # what computes its stages; else torch
 
     [links]
     default = { latency = "50 ms", bandwidth = "100 Mbit/s" }
@@ -49,6 +50,7 @@ from typing import Annotated, TypeVar, cast
 import msgspec
 
 from isthmus.documents import convert, parse_toml
+from isthmus.engines import check_engine
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet.fleet import Device, Fleet, Measurement
 from isthmus.fleet.links import Link, Links, Region, Route, read_link_trace
@@ -92,6 +94,8 @@ class _DeviceTable(msgspec.Struct, frozen=True, kw_only=True):
     """Between an accelerator and the host's memory, for people."""
     measured: dict[str, object] = {}
     """What `isthmus probe` measured, for people: "products in fp32" = "8 TFLOPS", ..."""
+    engine: str = "torch"
+    """What computes its stages: `torch` or `jax`."""
 
 
 class _LinkTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,6 +233,7 @@ def _devices(tables: list[object], source: str) -> Iterator[Device]:
         host_bytes_per_s = 0.0
         if table.host_bandwidth:
             host_bytes_per_s = parse_bandwidth(table.host_bandwidth, f"{where}: host_bandwidth")
+        engine = check_engine(f"{where}: engine", table.engine)
         measured = tuple(
             Measurement(what, parse_compute(speed, f"{where}: measured.{what}"))
             for what, speed in table.measured.items()
@@ -247,6 +252,7 @@ def _devices(tables: list[object], source: str) -> Iterator[Device]:
                     half_flops_per_s=half_flops_per_s,
                     host_bytes_per_s=host_bytes_per_s,
                     measured=measured,
+                    engine=engine,
                 )
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
@@ -333,6 +339,8 @@ def _dump_device(device: Device) -> str:
     if device.measured:
         entries = (f"{_quoted(m.what)} = {_quoted(format_compute(m.flops_per_s, exact=True))}" for m in device.measured)
         lines.append(f"measured = {{ {', '.join(entries)} }}")
+    if device.engine != "torch":
+        lines.append(f"engine = {_quoted(device.engine)}")
     if device.scale != 1:
         lines.append(f"scale = {float(device.scale)!r}")
     if device.price_per_hour:

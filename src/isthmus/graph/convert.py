@@ -7,6 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import Literal, cast
 
+import msgspec
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -36,6 +37,7 @@ from isthmus.graph.schema import (
     without_out,
     written,
 )
+from isthmus.graph.schemas import schemas_of
 from isthmus.graph.sizes import NotAffine, UnknownSize, affine, affine_or_unknown, spec_of
 from isthmus.graph.tidy import count_beside_loss, reachable
 from isthmus.graph.writes import CannotWrite, Writes
@@ -63,6 +65,7 @@ def convert(
     """
     converter = _Converter(program, mode, batch, held)
     graph = count_beside_loss(reachable(converter.run(name)))
+    graph = msgspec.structs.replace(graph, schemas=schemas_of(graph.ops))
     used = {op.target for op in graph.ops}
     return graph, {k: v for k, v in converter.constants.items() if k in used}
 

@@ -50,6 +50,8 @@ class StageGraph(msgspec.Struct, frozen=True, kw_only=True):
     loss: Ref | None = None
     count: Ref | None = None
     outputs: dict[str, Ref] = {}
+    schemas: dict[str, str] = {}
+    """Of its operators, as the graph has them."""
 
     def received_from(self, source: int) -> tuple[Crossing, ...]:
         """What arrives from another stage in the forward pass, in the order in which it travels."""
@@ -165,6 +167,7 @@ def _stage(
         loss=graph.loss if home[graph.loss.op] == index else None,
         count=graph.count if home[graph.loss.op] == index else None,
         outputs={k: r for k, r in graph.outputs.items() if home[r.op] == index},
+        schemas={op.target: graph.schemas[op.target] for op in held if op.target in graph.schemas},
     )
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import msgspec
 
 from isthmus.cost.compression import ratio_planner_names
 from isthmus.documents import check_is_local, convert, read_toml
+from isthmus.engines import check_engine
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet, changed, in_half, resolve_fleet
 from isthmus.job.settings import Job
 from isthmus.overrides import overridden
-from isthmus.plans import CHOICES, Constraints, OwnSamples
+from isthmus.plans import CHOICES, Constraints, LackingOperators, OwnSamples
 from isthmus.trackers import check_trackers
 from isthmus.training.optim import settings_of
 from isthmus.units import parse_duration
@@ -119,6 +122,7 @@ def fleet_of(job: Job) -> Fleet:
     fleet = resolve_fleet(job.fleet)
     fleet = fleet.thin(job.devices) if job.devices is not None else fleet
     fleet = in_half(fleet) if job.training.precision != "fp32" else fleet
+    fleet = _with_engines(fleet, job.runtime.engine)
     for number, change in enumerate(job.runtime.changes):
         try:
             changed(fleet, [change], change.step)
@@ -133,7 +137,24 @@ def fleet_of(job: Job) -> Fleet:
     return fleet
 
 
-def constraints_of(job: Job, fleet: Fleet, own_samples: Mapping[str, OwnSamples] = {}) -> Constraints:
+def _with_engines(fleet: Fleet, chosen: str | Mapping[str, str]) -> Fleet:
+    """As `[runtime] engine` chooses them. UserError for a device or an engine that does not exist."""
+    field = "runtime.engine" if isinstance(chosen, str) else "runtime.engine.{}"
+    by_device = dict.fromkeys(fleet.names, chosen) if isinstance(chosen, str) else chosen
+    for device in by_device:
+        if device not in fleet.names:
+            raise UserError(f"runtime.engine: {unknown_name('device', device, fleet.names)}")
+    engines = {device: check_engine(field.format(device), name) for device, name in by_device.items()}
+    devices = (msgspec.structs.replace(d, engine=engines.get(d.name, d.engine)) for d in fleet.devices)
+    return msgspec.structs.replace(fleet, devices=tuple(devices)) if engines else fleet
+
+
+def constraints_of(
+    job: Job,
+    fleet: Fleet,
+    own_samples: Mapping[str, OwnSamples] = {},
+    lacking: Sequence[LackingOperators] = (),
+) -> Constraints:
     """The constraints that the job sets on a plan for this fleet, which may have lost devices. `own_samples` are the
     samples of holders with data of their own, once known. Raises UserError if no data holder is left, or if a holder
     with data of its own is missing."""
@@ -159,4 +180,5 @@ def constraints_of(job: Job, fleet: Fleet, own_samples: Mapping[str, OwnSamples]
         max_price=job.plan.max_price,
         compression=job.compression,
         memory_headroom=job.plan.memory_headroom,
+        lacking=tuple(lacking),
     )

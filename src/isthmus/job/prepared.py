@@ -26,6 +26,8 @@ from isthmus.job.capture_cache import cached_capture
 from isthmus.job.loading import constraints_of
 from isthmus.job.settings import Job
 from isthmus.models import as_eager, build_model
+from isthmus.plans import LackingOperators
+from isthmus.training.engine_operators import EngineOperators, engine_operators
 from isthmus.training.preflight import check_limits, check_optimizers, check_types
 
 
@@ -38,6 +40,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of the data; nobody need have read them here."""
     origin: str
     """A digest of all that it was captured from."""
+    computes: Mapping[str, EngineOperators] = {}
+    """What devices said of their engines; of others it is known from the fleet and this installation."""
 
     def build(self) -> nn.Module:
         with contextlib.redirect_stdout(sys.stderr):
@@ -49,6 +53,21 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     def cut_into(self, micro_batches: int) -> Prepared:
         return msgspec.structs.replace(self, job=self.job.cut_into(micro_batches))
+
+    @property
+    def schemas(self) -> dict[str, str]:
+        """Of the operators of both graphs."""
+        return self.captured.eval.schemas | self.captured.train.schemas
+
+    def lacking(self, fleet: Fleet) -> tuple[LackingOperators, ...]:
+        """Devices that have not all operators of the model, with those."""
+        found = {name: engine.lacks(self.schemas) for name, engine in self.other_engines(fleet).items()}
+        return tuple(LackingOperators(device=name, operators=lacked) for name, lacked in found.items() if lacked)
+
+    def other_engines(self, fleet: Fleet) -> dict[str, EngineOperators]:
+        """Of devices that may not have all operators: torch has them here."""
+        others = (d for d in fleet.devices if d.name in self.computes or d.engine != "torch")
+        return {d.name: self.computes.get(d.name) or engine_operators(d.engine) for d in others}
 
     def alone(self) -> Problem:
         """What stages are made of, whatever devices there are: on one that nothing is known of, and without terms."""
@@ -72,7 +91,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
             schedule=self.job.schedule,
             sync=self.job.sync,
             state=_state(self.job),
-            constraints=constraints_of(self.job, fleet, self.samples.holders),
+            constraints=constraints_of(self.job, fleet, self.samples.holders, self.lacking(fleet)),
             recompute=self.job.plan.recompute,
         )
 

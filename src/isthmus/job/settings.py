@@ -140,9 +140,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device: str | dict[str, str] = "cpu"
     """Where device processes compute: `cpu`, `cuda:0`, ..., or `auto`, which deals this machine's accelerators out in
     turn. A table has a name per device; those that it leaves out take the CPU. Machines that join say it themselves."""
-    engine: str | dict[str, str] = "torch"
+    engine: str | dict[str, str] = {}
     """What computes the stages of device processes: `torch` or `jax`. A table has a name per device; those that it
-    leaves out have torch. Machines that join say it themselves."""
+    leaves out have what the fleet file says, which is torch by default. Machines that join say it themselves."""
     tf32: bool | None = None
     """Whether float32 products and convolutions may use TF32, where the hardware has it; by default as torch does: in
     convolutions alone."""

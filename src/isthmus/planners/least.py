@@ -43,6 +43,8 @@ def least(problem: Problem) -> LeastBound:
     of the relaxation."""
     if problem.schedule not in ("1f1b", "gpipe"):  # the relaxations count each backward whole, in steps that drain
         return LeastBound(0.0, exact=False)
+    if problem.constraints.lacking:
+        return least(problem.everywhere())._replace(exact=False)
     problem = _as_minimised(problem)
     part("lower bound")
     if problem.constraints.copied:

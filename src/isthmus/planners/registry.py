@@ -20,6 +20,7 @@ from isthmus.errors import FleetTooSmall, IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
 from isthmus.planners.least import stated, with_certificate
 from isthmus.planners.observer import SearchStopped, keeping, looked_at
+from isthmus.planners.operators import with_operators
 from isthmus.planners.surrogates import over_surrogates
 from isthmus.planners.sync.dream import dream
 from isthmus.planners.sync.dream_dfs import dream_dfs
@@ -187,6 +188,8 @@ def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
     no plan yet. Planners lay out `1f1b`: where weight gradients are computed apart, the same stages are timed anew, and
     nothing is proven.
     """
+    if problem.constraints.lacking:
+        return with_operators(problem, lambda free: plan(name, free, score), improves=name in ("auto", "chain"))
     if problem.schedule in ("zero-bubble", "auto"):
         return _priced_apart(problem, plan(name, replace(problem, schedule="1f1b"), score))
     planner = _planner(name)

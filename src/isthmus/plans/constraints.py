@@ -37,6 +37,13 @@ class OwnSamples(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     heldout: Annotated[int, Meta(ge=0)] = 0
 
 
+class LackingOperators(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Operators of the model that a device cannot compute: its engine or its version does not have them."""
+
+    device: str
+    operators: tuple[str, ...]
+
+
 class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Raises UserError for labels that must stay where nobody holds the data, or own samples of some holders only."""
 
@@ -58,6 +65,8 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How messages between stages are packed. None sends them as they are."""
     memory_headroom: float = 0.0
     """Share of each device's memory, 0 or more and less than 1, that a plan leaves free."""
+    lacking: tuple[LackingOperators, ...] = ()
+    """Devices that have not all operators of the model: their stages hold none of those that they lack."""
 
     def __post_init__(self) -> None:
         if self.max_step_s is not None and self.objective != "cost":
@@ -90,6 +99,9 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """The part of all micro-batches that each of the feeders brings."""
         total = sum(own.train for own in self.own_samples)
         return tuple(own.train / total for own in self.own_samples)
+
+    def lacked_by(self, device: str) -> frozenset[str]:
+        return frozenset(target for one in self.lacking if one.device == device for target in one.operators)
 
     @property
     def limited(self) -> bool:

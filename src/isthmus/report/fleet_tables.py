@@ -159,7 +159,9 @@ def device_text(device: Device) -> str:
     """What it is, for people."""
     copies = f", {format_bandwidth(device.host_bytes_per_s)} to and from the host" if device.host_bytes_per_s else ""
     speeds = "".join(f", {m.what} {format_compute(m.flops_per_s)}" for m in device.measured)
-    return f"{device.hardware or 'hardware unknown'}, {format_size(device.memory_bytes)} of memory{copies}{speeds}"
+    engine = "" if device.engine == "torch" else f" by {device.engine}"
+    memory = f"{format_size(device.memory_bytes)} of memory"
+    return f"{device.hardware or 'hardware unknown'}{engine}, {memory}{copies}{speeds}"
 
 
 def _link_text(link: Link) -> str:

@@ -235,7 +235,8 @@ class TorchEngine:
         self.eager = Program(train, "train", batch=size, accelerator=accelerator, seed=config.seed, replaced=replaced)
         self.program: RunsOperators = self.eager
         """What training runs."""
-        self._eval_program = Program(evaluation, "eval", batch=size, accelerator=accelerator, seed=config.seed)
+        self.eager_evaluation = Program(evaluation, "eval", batch=size, accelerator=accelerator, seed=config.seed)
+        self.evaluation_program: RunsOperators = self.eager_evaluation
         seed = 1.0 if train.count is not None else 1.0 / config.micro_batches
         self._seed_gradient = torch.full((), seed, device=self.device)
 
@@ -389,7 +390,7 @@ class TorchEngine:
         values |= {Ref(name): values[Ref(name)].clone() for op in self.evaluation.ops for name in op.mutates}
         values |= inputs
         with torch.no_grad():
-            self._eval_program.run(values, 0, micro_batch)
+            self.evaluation_program.run(values, 0, micro_batch)
         self._tally(self._tallies["eval"], values, self.evaluation)
         return {c.value: values[c.value] for c in self.evaluation.sends}
 

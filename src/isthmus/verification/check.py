@@ -98,6 +98,7 @@ def _structure(ledger: DifferenceList, plan: Plan, reading: GraphReading) -> boo
     ledger.same("fleet", plan.fleet, question.fleet.name)
     ledger.same("terms.objective", plan.constraints.objective, question.constraints.objective)
     ledger.same("terms.compression", str(plan.constraints.compression), str(question.constraints.compression))
+    ledger.same("terms.lacking", str(plan.constraints.lacking), str(question.constraints.lacking))
     ledger.same("terms.memory_headroom", plan.constraints.memory_headroom, question.constraints.memory_headroom)
     held = [
         ledger.same(
@@ -151,8 +152,14 @@ def _replica(ledger: DifferenceList, where: str, replica: Replica, reading: Grap
 
 
 def _placed(ledger: DifferenceList, where: str, replica: Replica, reading: GraphReading) -> Iterator[bool]:
-    """No two neighbours on one device; data and labels where they may be read."""
+    """No two neighbours on one device; data and labels where they may be read; operators where they are known."""
     names = [stage.device for stage in replica.stages]
+    known = {op.target for op in reading.operators}
+    for stage in replica.workers if reading.question.constraints.lacking else ():
+        lacked = reading.question.constraints.lacked_by(stage.device)
+        held = {op.target for op in reading.operators[stage.first : stage.last + 1]}
+        missing = ", ".join(sorted(lacked - known or lacked & held))
+        yield ledger.judge(f"{where}: device {stage.device!r}", not missing, stage.device, f"one that has {missing}")
     for index, (a, b) in enumerate(itertools.pairwise(names), 1):
         yield ledger.judge(f"{where}.stages[{index}].device", a != b, b, "another than that of the stage before")
     holders = reading.question.constraints.data_holders

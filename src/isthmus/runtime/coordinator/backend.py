@@ -14,7 +14,7 @@ import msgspec
 from isthmus.accelerators import AUTO, accelerator_names, resolve_accelerator
 from isthmus.data import DataSpec
 from isthmus.data.description import DataDescription, check_description
-from isthmus.engines import check_engine
+from isthmus.engines import EngineName
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.plans.worker_ids import device_of
 from isthmus.protocol.run_messages import PeerPath
@@ -24,6 +24,7 @@ from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessP
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.listener import Listener
+from isthmus.training.engine_operators import EngineOperators
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +137,11 @@ class Backend(Protocol):
         """About data, until that is to stop."""
         ...
 
+    @property
+    def computes(self) -> Mapping[str, EngineOperators]:
+        """What devices said of their engines; those that are not named have this installation's."""
+        ...
+
     def at_work(self, call: RunRequest, acceptor: Acceptor) -> AbstractContextManager[Session]:
         """While inside, the devices of the call connect to the acceptor, each on a connection of its own."""
         ...
@@ -165,6 +171,10 @@ class LocalBackend(msgspec.Struct, frozen=True, kw_only=True):
 
     def asks(self, stop: Stop) -> DataQueries:
         return _LocalDataQueries(self.places)
+
+    @property
+    def computes(self) -> Mapping[str, EngineOperators]:
+        return {}
 
     @contextlib.contextmanager
     def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[Session]:
@@ -273,19 +283,13 @@ FIELD = "runtime.device"
 
 
 def local_places(
-    chosen: str | dict[str, str], devices: Sequence[str], engine: str | dict[str, str] = "torch"
+    chosen: str | dict[str, str], devices: Sequence[str], engines: Mapping[str, EngineName] = {}
 ) -> dict[str, ProcessPlace]:
-    """The place of each device of the fleet, by `[runtime] device` and `[runtime] engine`. Raises UserError for a
-    device, an accelerator or an engine that does not exist."""
-    engines = dict.fromkeys(devices, engine) if isinstance(engine, str) else engine
-    for device in engines:
-        if device not in devices:
-            raise UserError(f"runtime.engine: {unknown_name('device', device, devices)}")
-    field = "runtime.engine" if isinstance(engine, str) else "runtime.engine.{}"
+    """The place of each device of the fleet, by `[runtime] device`, and its engine; torch for those that `engines`
+    leaves out. Raises UserError for a device or an accelerator that does not exist."""
     places = _places(chosen, devices)
     for device, name in engines.items():
-        place = places.get(device, ProcessPlace())
-        places[device] = msgspec.structs.replace(place, engine=check_engine(field.format(device), name))
+        places[device] = msgspec.structs.replace(places.get(device, ProcessPlace()), engine=name)
     return places
 
 

@@ -63,7 +63,7 @@ from isthmus.runtime.device.parcel_checks import expected_parcels, expected_part
 from isthmus.runtime.device.peer_connections import Endpoint, PeerConnections
 from isthmus.runtime.device.snapshots import SnapshotReceiver
 from isthmus.runtime.device.stage_data import Batches, stage_data
-from isthmus.runtime.device.stage_preparation import check_samples_apart, compile_stage
+from isthmus.runtime.device.stage_preparation import check_operators, check_samples_apart, compile_stage
 from isthmus.runtime.device.stage_runner import StageRunner
 from isthmus.runtime.device.state_transfer import StateDonor, StateJoiner
 from isthmus.runtime.messages.assignment import Assignment
@@ -321,6 +321,7 @@ class DeviceWorker:
         assert self._pending is not None, "links are there before weights are used"
         _, channels = self._pending
         self._check_room(assignment.memory_bytes)
+        check_operators(assignment, self._site.engine)
         if assignment.frozen or not assignment.discloses:
             check_samples_apart(assignment, values, Batches(assignment, self._data))
         released, private = assignment.released, None

@@ -8,7 +8,6 @@ for another: nothing but its own values may change.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import queue
 import threading
@@ -21,7 +20,6 @@ from torch import Tensor
 from isthmus.accelerators.copies import to_device
 from isthmus.engines import EngineName
 from isthmus.errors import PeerError, UserError
-from isthmus.extensions import import_extra
 from isthmus.graph import Ref, StageGraph
 from isthmus.graph.mixing import sample_axis
 from isthmus.protocol import Item
@@ -30,7 +28,8 @@ from isthmus.runtime.device.stage_data import Batches
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.training.compiled import compile_where_it_pays
 from isthmus.training.engine import Engine, TorchEngine
-from isthmus.training.jax import prepare_process
+from isthmus.training.engine_operators import engine_operators
+from isthmus.training.jax import compute_by_jax
 from isthmus.training.program import Program
 from isthmus.training.split_backward import SplitEngine
 
@@ -59,11 +58,17 @@ def _by_jax(engine: Engine, assignment: Assignment, batches: Batches) -> str:
         raise UserError("engine: got 'jax' for a device of several ranks, expected 'torch'")
     if isinstance(engine, SplitEngine):
         return "computed by torch, not JAX: the schedule computes weight gradients apart"
-    prepare_process(engine.accelerator)
-    import_extra("jax", "a device with engine 'jax'")
-    loaded = importlib.import_module("isthmus.training.jax.start")
-    start: Callable[[TorchEngine, Mapping[Ref, Tensor]], str] = loaded.compute_by_jax
-    return start(engine, _columns(engine, assignment, batches))
+    return compute_by_jax(engine, _columns(engine, assignment, batches))
+
+
+def check_operators(assignment: Assignment, name: EngineName) -> None:
+    """UserError for operators of the stage that this device's engine lacks, or has at another schema."""
+    here = engine_operators(name)
+    if lacked := here.lacks(assignment.evaluation.schemas | assignment.train.schemas):
+        raise UserError(
+            f"operators: device {assignment.device!r} (engine {name}, torch {here.torch}) lacks {', '.join(lacked)} at "
+            "the schema of the coordinator's torch: expected a plan in which its stage has none of them"
+        )
 
 
 def unless_outdated(act: Callable[[], str], outdated: Callable[[], bool]) -> str:

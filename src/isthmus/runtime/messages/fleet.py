@@ -12,6 +12,7 @@ from isthmus.data import DataSpec
 from isthmus.data.description import DataDescription
 from isthmus.runtime.messages.message import Message
 from isthmus.runtime.messages.versions import Versions
+from isthmus.training.engine_operators import EngineOperators
 
 MOST_HARDWARE = 100
 """Characters of what a device's hardware is called."""
@@ -21,6 +22,8 @@ class DevicePresent(Message, frozen=True, kw_only=True):
     """Device to coordinator, first on the connection: here, and this is what runs here."""
 
     versions: Versions
+    computes: EngineOperators | None = None
+    """What its engine is, and has. None of a site, which computes its own model."""
     hardware: str = ""
     """Where it computes, as people call it; only shown."""
     working: str = ""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from isthmus.engines import EngineName
 from isthmus.graph import Affine, StageGraph
 from isthmus.graph.opgraph import TensorSpec
 from isthmus.job.settings import Precision
@@ -162,6 +163,8 @@ class MeasuredSpeed(Message, frozen=True, kw_only=True):
     memory_bytes: int = 0
     """Of an accelerator, what one process can have now."""
     hardware: str = ""
+    engine: EngineName = "torch"
+    """What computed all that, and computes its stages."""
     failure: str = ""
 
 

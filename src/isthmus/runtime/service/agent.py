@@ -46,6 +46,7 @@ from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.message_sender import start_heartbeats
 from isthmus.runtime.transport.rendezvous import PeerDialer
 from isthmus.sanitize import MOST_SHOWN, sanitize
+from isthmus.training.engine_operators import engine_operators
 
 RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 """Waits between attempts to reach the coordinator; the last one again and again."""
@@ -184,7 +185,11 @@ class Agent:
         lane = SendLane(channel, timeout_s=self._timeout_s, on_error=lambda _: channel.close())
         lane.put(
             DevicePresent(
-                run="", versions=versions_here(), hardware=self._place.hardware[:MOST_HARDWARE], working=self._working
+                run="",
+                versions=versions_here(),
+                computes=engine_operators(self._place.engine) if self._run_starter is None else None,
+                hardware=self._place.hardware[:MOST_HARDWARE],
+                working=self._working,
             )
         )
         gone = threading.Event()

@@ -172,6 +172,7 @@ def compute_speed(asked: MeasureSpeed, place: ProcessPlace) -> MeasuredSpeed:
         peak_flops_per_s=machines * sum(one.peak_flops_per_s for one in found),
         host_bytes_per_s=min(one.host_bytes_per_s for one in found),
         hardware=place.hardware[:MOST_HARDWARE],
+        engine=place.engine,
         memory_bytes=own_bytes * (place.ranks if place.sharded else 1),
     )
 
@@ -188,7 +189,7 @@ def _speed(asked: MeasureSpeed, accelerator: str, place: ProcessPlace) -> Speed:
     """In a process of its own, so that the agent stays small, and what a graph does there ends with it."""
     offered = [] if place.memory_bytes is None else [str(place.memory_bytes // place.local_ranks)]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "isthmus.runtime.service.speed", accelerator, *offered],
+        [sys.executable, "-P", "-m", "isthmus.runtime.service.speed", accelerator, place.engine, *offered],
         capture_output=True,
         text=True,
         timeout=COMPUTE_LIMIT_S,

@@ -143,7 +143,7 @@ def _welcome(channel: SocketChannel) -> Finding:
     answer = received[0] if received is not None else None
     if isinstance(answer, Rejected):
         remedies = {
-            "version": "install the same isthmus and torch on both machines",
+            "version": "install the same isthmus on both machines",
             "membership": "join again: a new ticket and another --state folder",
         }
         raise _Trouble(answer.about, answer.reason, remedies[answer.about])

@@ -63,6 +63,7 @@ from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.rate_limit import RateLimit
 from isthmus.runtime.transport.relay import Relay
 from isthmus.runtime.transport.secure import Connection
+from isthmus.training.engine_operators import EngineOperators
 
 Answer = TypeVar("Answer", bound=Message)
 ANSWERS = ExpectingDial | LinkTimes | MeasuredSpeed | DataDescribed | DataCompared
@@ -184,6 +185,11 @@ class FleetCoordinator:
         """As `Backend`."""
         return FleetDataQueries(self, stop or Stop())
 
+    @property
+    def computes(self) -> Mapping[str, EngineOperators]:
+        """As `Backend`."""
+        return self._presence.computes
+
     @contextlib.contextmanager
     def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[Session]:
         """As `Backend`: waits until all devices of the call are here."""
@@ -276,7 +282,7 @@ class FleetCoordinator:
     def _stay(self, channel: SocketChannel, present: DevicePresent, name: str, party: Party) -> None:
         """For as long as the device stays connected."""
         lane = SendLane(channel, timeout_s=self._timeout_s, on_error=lambda _: channel.close())
-        number = self._presence.connected(lane, channel, name, present.hardware)
+        number = self._presence.connected(lane, channel, name, present)
         connected = DeviceConnected(
             device=name,
             id=party.id,

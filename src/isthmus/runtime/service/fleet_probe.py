@@ -95,6 +95,7 @@ def measured_device(
             hardware=sanitize(found.hardware)[:MOST_HARDWARE].strip(),
             half_flops_per_s=significant(planned_speed(found.figures, "half")),
             host_bytes_per_s=significant(8 * found.host_bytes_per_s) / 8,
+            engine=found.engine,
             measured=measurements_of(found.figures, trial.operators if trial is not None else 0),
         )
     except (UserError, ArithmeticError, ValueError) as e:  # what it said is no number that a fleet can have

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from isthmus.accelerators import Accelerator
 from isthmus.accelerators.copies import to_device
+from isthmus.engines import EngineName
 from isthmus.errors import IsthmusError
 from isthmus.graph import Op, Ref, StageGraph
 from isthmus.runtime.messages.probe import LayerTrial, SpeedSample, SyntheticColumn
 from isthmus.runtime.service.probe_results import extent
 from isthmus.training.engine import TorchEngine
 from isthmus.training.faults import is_drivers, is_short_of_memory
+from isthmus.training.jax import compute_by_jax
 from isthmus.units import format_size
 
 ENOUGH_S = 0.5
@@ -32,7 +34,11 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 def measure_layers(
-    accelerator: Accelerator, trial: LayerTrial, seconds: Timer, offered_bytes: int | None = None
+    accelerator: Accelerator,
+    trial: LayerTrial,
+    seconds: Timer,
+    offered_bytes: int | None = None,
+    engine: EngineName = "torch",
 ) -> tuple[SpeedSample | None, str]:
     """Of the longest stage that fits and comes soon enough; and why there is no longer one, where that is no matter of
     time. `offered_bytes` is what the owner gives of the memory."""
@@ -43,7 +49,7 @@ def measure_layers(
         if needed > free:
             return found, f"{these} take {format_size(needed)}, {format_size(free)} are free"
         try:
-            taken_s = _taken_s(accelerator, trial, layers.stage, seconds)
+            taken_s = _taken_s(accelerator, trial, layers.stage, seconds, engine)
         except Exception as e:
             if is_drivers(e):
                 raise
@@ -71,11 +77,13 @@ def _free_bytes(accelerator: Accelerator, offered_bytes: int | None) -> int:
     return free if offered_bytes is None else min(free, offered_bytes)
 
 
-def _taken_s(accelerator: Accelerator, trial: LayerTrial, stage: StageGraph, seconds: Timer) -> float:
+def _taken_s(accelerator: Accelerator, trial: LayerTrial, stage: StageGraph, seconds: Timer, name: EngineName) -> float:
     """Of a micro-batch's forward and backward."""
     engine = TorchEngine(stage, _NOTHING, trial.engine, _MadeUp(accelerator, stage), accelerator=accelerator)
     columns = (trial.columns[name] for name in stage.columns)
     batch = {Ref(c.op): to_device(accelerator, _made_up(c, trial.engine.micro_batch_size)) for c in columns}
+    if name == "jax":
+        compute_by_jax(engine, batch)
     due = {c.value for c in stage.sends if c.gradient}
 
     def act() -> None:

@@ -38,7 +38,7 @@ from isthmus.runtime.coordinator.backend import RunRequest
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.identity.roster import Roster
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.fleet import MOST_HARDWARE, StartRun, StopRun, Welcome
+from isthmus.runtime.messages.fleet import MOST_HARDWARE, DevicePresent, StartRun, StopRun, Welcome
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.status_file import DeviceStatus, LinkStatus
 from isthmus.runtime.transport.channel import Channel
@@ -46,6 +46,7 @@ from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.rate_limit import LogLimiter
 from isthmus.runtime.transport.relay_status import RelayedLink
 from isthmus.sanitize import sanitize
+from isthmus.training.engine_operators import EngineOperators, engine_operators
 
 LOOK_S = 1.0
 """How often a wait checks whether it is to stop."""
@@ -76,6 +77,7 @@ class Presence:
         self._questions: dict[str, tuple[AnyMessage, queue.SimpleQueue[AnyMessage | str]]] = {}
         self._hardware: dict[str, str] = {}
         """As the devices call it."""
+        self._computes: dict[str, EngineOperators] = {}
         self._paths: dict[str, tuple[str, tuple[PeerPath, ...]]] = {}
         """The run that the device works for, and how it got to others."""
 
@@ -152,12 +154,15 @@ class Presence:
 
     # Connections
 
-    def connected(self, lane: SendLane, channel: Channel, device: str, hardware: str) -> int:
+    def connected(self, lane: SendLane, channel: Channel, device: str, present: DevicePresent) -> int:
         """The number of a new connection that stays."""
         with self._changed:
             number = next(self._numbers)
             self._lanes[number] = (lane, channel)
-            self._hardware[device] = sanitize(hardware)[:MOST_HARDWARE].strip()
+            self._hardware[device] = sanitize(present.hardware)[:MOST_HARDWARE].strip()
+            if present.computes is not None:
+                alike = engine_operators(present.computes.engine)  # most are: kept once
+                self._computes[device] = alike if alike == present.computes else present.computes
         return number
 
     def disconnected(self, device: str, number: int) -> None:
@@ -255,6 +260,12 @@ class Presence:
         """Of the devices that are connected."""
         with self._changed:
             return self._machine.connected
+
+    @property
+    def computes(self) -> dict[str, EngineOperators]:
+        """What the engines of devices that were here have."""
+        with self._changed:
+            return dict(self._computes)
 
     @property
     def awaited(self) -> tuple[str, ...]:

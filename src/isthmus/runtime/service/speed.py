@@ -4,8 +4,8 @@ kernel 3, forward and backward; the batch and the images are smaller where their
 what it could do at best, in a product of two large matrices: what training reaches and that are FusionLLM's S and S*,
 and their ratio is lambda.
 
-`python -m isthmus.runtime.service.speed ACCELERATOR [BYTES]`, with how much memory its owner gives, reads a
-`MeasureSpeed` from standard input and prints JSON.
+`python -m isthmus.runtime.service.speed ACCELERATOR ENGINE [BYTES]`, with how much memory its owner gives, reads a
+`MeasureSpeed` from standard input and prints JSON. All of it is computed by the engine that would compute a stage.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 
 import msgspec
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from isthmus.accelerators import Accelerator, open_accelerator
+from isthmus.engines import EngineName, check_engine
 from isthmus.job.settings import DTYPES, Precision
 from isthmus.runtime.messages.probe import AttentionShape, Kind, MatrixProduct, MeasureSpeed, SpeedSample
 from isthmus.runtime.processes.memory import limit_memory, machine_memory_bytes
 from isthmus.runtime.service.layer_speed import measure_layers
 from isthmus.training.faults import is_short_of_memory
+from isthmus.training.jax import Function, jax_functions
 
+ATEN = torch.ops.aten
 LAYERS, CHANNELS, KERNEL = 10, 256, 3
 SIDES = (8, 16, 32, 64)
 LEAST_S = 0.5
@@ -68,24 +71,38 @@ def _pass_s(accelerator: Accelerator, act: Callable[[], object]) -> float:
     return begun.seconds_to(ended)
 
 
-def measure(accelerator: Accelerator, asked: MeasureSpeed, offered_bytes: int | None = None) -> TimedWork:
+ByEngine = Callable[[Function], Function]
+"""Makes an engine's function of one of torch's operators."""
+
+
+def by_torch(function: Function) -> Function:
+    return function
+
+
+def measure(
+    accelerator: Accelerator, asked: MeasureSpeed, offered_bytes: int | None = None, engine: EngineName = "torch"
+) -> TimedWork:
     """`offered_bytes` is what its owner gives of the memory."""
+    by_engine = jax_functions(accelerator) if engine == "jax" else by_torch
     figures: list[SpeedSample] = []
     shorter = ""
     memory = accelerator.memory()
     if asked.trial is not None:
         asked.trial.engine.kernels.use(accelerator)
-        found, shorter = measure_layers(accelerator, asked.trial, lambda act: seconds(accelerator, act), offered_bytes)
+        found, shorter = measure_layers(
+            accelerator, asked.trial, lambda act: seconds(accelerator, act), offered_bytes, engine
+        )
         figures += [found] if found is not None else []
     precisions: tuple[Precision, ...] = ("fp32",)
     if accelerator.asynchronous:  # a CPU's bf16 is computed by other kernels from one to the next machine: layers tell
         precisions = "fp32", "bf16"
     for precision in precisions:
         with contextlib.suppress(RuntimeError) if precision == "bf16" else contextlib.nullcontext():
-            figures += measure_operators(accelerator, asked, precision)
+            figures += measure_operators(accelerator, asked, precision, by_engine)
             if not any(figure.precision == precision for figure in figures):
-                figures += measure_convolutions(accelerator, precision)
-    peak_flops_per_s = max([measure_peak(accelerator), *(f.flops_per_s for f in figures if f.precision == "fp32")])
+                figures += measure_convolutions(accelerator, precision, by_engine)
+    peak_flops_per_s = measure_peak(accelerator, by_engine)
+    peak_flops_per_s = max([peak_flops_per_s, *(f.flops_per_s for f in figures if f.precision == "fp32")])
     return TimedWork(
         figures=tuple(figures),
         shorter=shorter,
@@ -101,22 +118,33 @@ def conv_flops(side: int, batch: int = 1) -> int:
     return forward * (3 * LAYERS - 1)
 
 
-def measure_convolutions(accelerator: Accelerator, precision: Precision) -> list[SpeedSample]:
+def measure_convolutions(
+    accelerator: Accelerator, precision: Precision, by_engine: ByEngine = by_torch
+) -> list[SpeedSample]:
     """Passes of the largest size that is needed and fits, the best of all sizes; none where no size fits."""
     found: list[SpeedSample] = []
     with _where_it_fits():
         layers = [nn.Conv2d(CHANNELS, CHANNELS, KERNEL, padding=1) for _ in range(LAYERS)]
-        stack = nn.Sequential(*layers).to(accelerator.device, DTYPES[precision])
+        variables = [tuple(layer.to(accelerator.device, DTYPES[precision]).parameters()) for layer in layers]
+        convolution = by_engine(lambda x, weight, bias: (ATEN.conv2d.default(x, weight, bias, [1, 1], [1, 1]),))
+
+        def act(images: torch.Tensor) -> None:
+            for weight, bias in variables:
+                (images,) = convolution(images, weight, bias)
+            images.square().mean().backward()
+
         for side in SIDES:
             images = torch.randn(1, CHANNELS, side, side).to(accelerator.device, DTYPES[precision])
-            taken_s = seconds(accelerator, lambda images=images: stack(images).square().mean().backward())
+            taken_s = seconds(accelerator, partial(act, images))
             found.append(SpeedSample(what="convolutions", precision=precision, flops=conv_flops(side), seconds=taken_s))
             if taken_s >= LEAST_S:
                 break
     return sorted(found, key=lambda figure: figure.flops_per_s)[-1:]
 
 
-def measure_operators(accelerator: Accelerator, asked: MeasureSpeed, precision: Precision) -> Iterator[SpeedSample]:
+def measure_operators(
+    accelerator: Accelerator, asked: MeasureSpeed, precision: Precision, by_engine: ByEngine = by_torch
+) -> Iterator[SpeedSample]:
     """A model's products, and its attention, each as often as the model has it; forward. What does not fit into memory
     is left out."""
     kinds: tuple[Kind, ...] = ("products", "attention")
@@ -124,28 +152,31 @@ def measure_operators(accelerator: Accelerator, asked: MeasureSpeed, precision: 
         flops, taken_s = 0, 0.0
         for operator in (o for o in asked.operators if isinstance(o, MatrixProduct) == (what == "products")):
             with _where_it_fits():
-                one_s = seconds(accelerator, _act(accelerator, operator, DTYPES[precision]))
+                one_s = seconds(accelerator, _act(accelerator, operator, DTYPES[precision], by_engine))
                 flops, taken_s = flops + operator.flops, taken_s + operator.count * one_s
         if flops:
             yield SpeedSample(what=what, precision=precision, flops=flops, seconds=taken_s)
 
 
 def _act(
-    accelerator: Accelerator, operator: MatrixProduct | AttentionShape, dtype: torch.dtype
+    accelerator: Accelerator, operator: MatrixProduct | AttentionShape, dtype: torch.dtype, by_engine: ByEngine
 ) -> Callable[[], object]:
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=accelerator.device).to(dtype)
 
     if isinstance(operator, MatrixProduct):
         a, b = made(operator.batch, operator.m, operator.k), made(operator.batch, operator.k, operator.n)
-        return lambda: torch.bmm(a, b)
+        return partial(by_engine(lambda a, b: (ATEN.bmm.default(a, b),)), a, b)
     o = operator
     queries, keys = made(o.batch, o.heads, o.queries, o.size), made(o.batch, o.key_heads, o.keys, o.size)
     values = made(o.batch, o.key_heads, o.keys, o.value_size)
-    mask = made(o.queries, o.keys) if o.masked else None
-    return lambda: scaled_dot_product_attention(
-        queries, keys, values, mask, is_causal=o.causal and mask is None, enable_gqa=o.heads != o.key_heads
-    )
+    how = {"enable_gqa": o.heads != o.key_heads}
+    if o.masked:
+        masked = by_engine(lambda q, k, v, mask: (ATEN.scaled_dot_product_attention.default(q, k, v, mask, **how),))
+        return partial(masked, queries, keys, values, made(o.queries, o.keys))
+    how["is_causal"] = o.causal
+    plain = by_engine(lambda q, k, v: (ATEN.scaled_dot_product_attention.default(q, k, v, **how),))
+    return partial(plain, queries, keys, values)
 
 
 @contextlib.contextmanager
@@ -158,14 +189,14 @@ def _where_it_fits() -> Generator[None]:
             raise
 
 
-def measure_peak(accelerator: Accelerator) -> float:
+def measure_peak(accelerator: Accelerator, by_engine: ByEngine = by_torch) -> float:
     """FLOP/s of products of square matrices, up to the first that is long enough."""
-    best = 0.0
+    best, product = 0.0, by_engine(lambda a, b: (ATEN.mm.default(a, b),))
     for side in MATRIX_SIDES:
         taken_s = LEAST_PRODUCT_S
         with _where_it_fits():
             a, b = (torch.randn(side, side).to(accelerator.device) for _ in range(2))
-            taken_s = seconds(accelerator, lambda a=a, b=b: torch.mm(a, b))
+            taken_s = seconds(accelerator, partial(product, a, b))
             best = max(best, 2 * side**3 / taken_s)
         if taken_s >= LEAST_PRODUCT_S:
             break
@@ -186,8 +217,9 @@ def measure_copies(accelerator: Accelerator) -> float:
 
 if __name__ == "__main__":
     wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=MeasureSpeed)
-    name, offered = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None
+    name, engine, offered = sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else None
     if offered is not None and name == "cpu":  # a driver maps more than it uses
         limit_memory(offered)
     torch.set_num_threads(wanted.threads)
-    sys.stdout.buffer.write(msgspec.json.encode(measure(open_accelerator(name), wanted, offered)))
+    found = measure(open_accelerator(name), wanted, offered, check_engine("engine", engine))
+    sys.stdout.buffer.write(msgspec.json.encode(found))

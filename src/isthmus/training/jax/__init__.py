@@ -1,22 +1,50 @@
 """Stages computed by JAX: a table of operators, and a program that runs stretches of them as one compiled function.
 
-Parameters, sums of gradients, optimizers, random numbers and evaluation stay torch's, so checkpoints, recovery and
-dropout do not depend on who computes. JAX is imported by `start` alone.
+Parameters, sums of gradients, optimizers and random numbers stay torch's, so checkpoints, recovery and dropout do not
+depend on who computes. JAX is imported when it is needed.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from isthmus.accelerators import Accelerator
+from isthmus.extensions import import_extra
+from isthmus.graph.opgraph import Ref
+from isthmus.training.engine import TorchEngine
 
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 
 
-def prepare_process(accelerator: Accelerator) -> None:
+Function = Callable[..., Sequence[Tensor]]
+"""Of tensors, in operators of `torch.ops.aten`."""
+
+
+def compute_by_jax(engine: TorchEngine, columns: Mapping[Ref, Tensor]) -> str:
+    """As `start.compute_by_jax`. UserError where JAX is not installed."""
+    start: Callable[[TorchEngine, Mapping[Ref, Tensor]], str] = _module("start", engine.accelerator).compute_by_jax
+    return start(engine, columns)
+
+
+def jax_functions(accelerator: Accelerator) -> Callable[[Function], Function]:
+    """What makes JAX's of a function. UserError where JAX is not installed."""
+    return _module("program", accelerator).traced
+
+
+def _module(name: str, accelerator: Accelerator) -> Any:
+    _prepare_process(accelerator)
+    import_extra("jax", "a device with engine 'jax'")
+    return importlib.import_module(f"isthmus.training.jax.{name}")
+
+
+def _prepare_process(accelerator: Accelerator) -> None:
     """What JAX reads from the environment when it is imported: it shares cores and memory with torch."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if accelerator.device.type == "cpu":

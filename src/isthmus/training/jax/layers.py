@@ -186,7 +186,7 @@ class _Window(NamedTuple):
     """Whether a last window may reach beyond the end."""
 
     def ends(self, x: Array) -> list[tuple[int, int]]:
-        """Padding before and after."""
+        """Padding before and after; what no window reaches at the end is a negative one."""
         found: list[tuple[int, int]] = []
         lengths = x.shape[x.ndim - len(self.sizes) :]
         for length, size, step, pad, wide in zip(lengths, *self[:4], strict=True):
@@ -201,14 +201,17 @@ class _Window(NamedTuple):
 
 def _pooled(x: Array, window: _Window, start: float, combine: Operator) -> Array:
     outer = x.ndim - len(window.sizes)
-    kept = (1,) * outer
+    kept, ends = (1,) * outer, window.ends(x)
+    # cut off first: JAX has no derivative of windows with a negative padding
+    for axis, (_, after) in enumerate(ends, start=outer):
+        x = lax.slice_in_dim(x, 0, x.shape[axis] + min(0, after), axis=axis)
     return lax.reduce_window(
         x,
         np.asarray(start, x.dtype)[()],  # a constant: JAX knows the derivative of these windows alone
         combine,
         (*kept, *window.sizes),
         (*kept, *window.steps),
-        [(0, 0)] * outer + window.ends(x),
+        [(0, 0)] * outer + [(before, max(0, after)) for before, after in ends],
         window_dilation=(*kept, *window.dilation),
     )
 

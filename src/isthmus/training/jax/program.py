@@ -19,7 +19,8 @@ from torch.fx.node import map_arg
 
 from isthmus.training.compiled import CompiledProgram
 from isthmus.training.jax.elementwise import dtype_of
-from isthmus.training.jax.table import OPERATORS, base_name, in_place, is_computed
+from isthmus.training.jax.names import base_name, is_computed
+from isthmus.training.jax.table import OPERATORS, in_place
 from isthmus.training.program import Program, Step
 
 jax.config.update("jax_enable_x64", True)  # else whole numbers of 64 bits are cut
@@ -32,15 +33,20 @@ def joins(step: Step) -> bool:
 
 
 def jax_program(program: Program) -> CompiledProgram:
-    """The program, computed by JAX. Operators without an entry in the table, and those that draw, are torch's."""
+    """The program, computed by JAX. Operators that draw, and those without an entry in the table, are torch's."""
     return CompiledProgram(program, JaxFunction, joins)
 
 
-def left_to_torch(program: Program) -> tuple[str, ...]:
-    """Operators without an entry, sorted; those that draw are no news."""
+def without_entry(program: Program) -> tuple[str, ...]:
+    """Operators that JAX does not compute, sorted; those that draw are no news."""
     return tuple(
         sorted({step.described.partition(" ")[0] for step in program.steps if not (step.random or joins(step))})
     )
+
+
+def traced(function: Callable[..., Sequence[Tensor]]) -> JaxFunction:
+    """A function of operators of `torch.ops.aten`, by JAX."""
+    return JaxFunction(fx.Tracer().trace(function))
 
 
 class JaxFunction:

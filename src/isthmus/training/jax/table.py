@@ -1,4 +1,4 @@
-"""Which operators JAX computes: by name, without the overload."""
+"""The operators that JAX computes, by name without the overload: torch's meaning in `jax.numpy`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,7 @@ from isthmus.training.jax.layers import LAYERS
 from isthmus.training.jax.layouts import LAYOUTS
 
 OPERATORS: Mapping[str, Operator] = {**ELEMENTWISE, **LAYOUTS, **LAYERS}
-
-
-LEFT_OUT = frozenset({"aten.narrow.Tensor", "aten.view.dtype", "aten.where.default"})
-"""Overloads whose sizes depend on values, or that read memory as another type."""
-
-
-def is_computed(target: str) -> bool:
-    """Whether JAX computes the operator."""
-    return base_name(target) in OPERATORS and target not in LEFT_OUT
-
-
-def base_name(target: str) -> str:
-    """`add` of `aten.add_.Tensor`."""
-    name = target.split(".")[1]
-    return name if name.startswith("__") else name.rstrip("_")
+"""Their names are those of `operators.txt`."""
 
 
 def in_place(operator: OpOverload) -> bool:

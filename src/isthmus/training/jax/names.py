@@ -1,0 +1,21 @@
+"""Which operators JAX computes, by name: known without JAX, to planners and to devices."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+NAMES = frozenset(resources.files("isthmus.training.jax").joinpath("operators.txt").read_text().split())
+"""Of the table (`table.OPERATORS`), without overloads."""
+LEFT_OUT = frozenset({"aten.narrow.Tensor", "aten.view.dtype", "aten.where.default"})
+"""Overloads whose sizes depend on values, or that read memory as another type."""
+
+
+def is_computed(target: str) -> bool:
+    """Whether JAX computes the operator."""
+    return base_name(target) in NAMES and target not in LEFT_OUT
+
+
+def base_name(target: str) -> str:
+    """`add` of `aten.add_.Tensor`."""
+    name = target.split(".")[1]
+    return name if name.startswith("__") else name.rstrip("_")
