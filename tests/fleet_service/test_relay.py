@@ -1,4 +1,5 @@
-"""Two devices that cannot reach each other: the coordinator copies bytes that it can neither read nor alter."""
+"""Two devices of which one cannot dial the other: both connect at the same time, or the coordinator copies bytes that
+it can neither read nor alter."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
@@ -37,10 +39,12 @@ WORDS = "in the open this could be read"
 class Parked:
     """A device that listens, and is parked at the coordinator."""
 
-    def __init__(self, fleet: Fleet, folder: Path, name: str) -> None:
+    def __init__(self, fleet: Fleet, folder: Path, name: str, *, direct: bool) -> None:
         join_fleet(fleet.ticket(), {name: folder / name}, 5.0)
         self.identity = Identity(folder / name)
-        self.dialer = PeerDialer(coordinator=("127.0.0.1", fleet.service.port), identity=self.identity, timeout_s=5.0)
+        self.dialer = PeerDialer(
+            coordinator=("127.0.0.1", fleet.service.port), identity=self.identity, timeout_s=5.0, direct=direct
+        )
         self.came: queue.SimpleQueue[SocketChannel] = queue.SimpleQueue()
         self.listener = Listener("127.0.0.1", identity=self.identity, timeout_s=5.0)
         self.listener.start(self.came.put)
@@ -60,8 +64,8 @@ class Parked:
 
 
 @contextlib.contextmanager
-def _devices(fleet: Fleet, folder: Path) -> Generator[tuple[Parked, Parked]]:
-    near, far = (Parked(fleet, folder, name) for name in ("near", "far"))
+def _devices(fleet: Fleet, folder: Path, *, direct: bool = False) -> Generator[tuple[Parked, Parked]]:
+    near, far = (Parked(fleet, folder, name, direct=direct) for name in ("near", "far"))
     try:
         yield near, far
     finally:
@@ -139,13 +143,13 @@ def test_a_relay_that_alters_a_byte_is_noticed(fleet: Fleet, tmp_path: Path) -> 
 
 
 def test_a_relay_that_leads_to_somebody_else_is_noticed(fleet: Fleet, tmp_path: Path) -> None:
-    honest = relay.Relay._fetched  # pyright: ignore[reportPrivateUsage]
+    honest = relay.Relay._requested  # pyright: ignore[reportPrivateUsage]
 
-    def false(self: relay.Relay, asked: relay.RelayConnect, id: str) -> socket.socket | None:
-        return honest(self, relay.RelayConnect(run=asked.run, id=id), id)  # back to the one who asked
+    def false(self: relay.Relay, asked: relay.RelayConnect, id: str, near: object) -> object:
+        return honest(self, relay.RelayConnect(run=asked.run, id=id), id, near)  # pyright: ignore  # back to who asked
 
     with (
-        mock.patch.object(relay.Relay, "_fetched", false),
+        mock.patch.object(relay.Relay, "_requested", false),
         _devices(fleet, tmp_path) as (near, far),
         pytest.raises(PeerError, match=f"identifies itself as device {near.identity.id}"),
     ):
@@ -158,6 +162,36 @@ def test_the_direct_way_is_taken_where_there_is_one(fleet: Fleet, tmp_path: Path
         assert not relayed
         channel.close()
         far.came.get(timeout=20).close()
+
+
+def test_devices_that_connect_at_the_same_time_need_no_relay(fleet: Fleet, tmp_path: Path) -> None:
+    with _devices(fleet, tmp_path, direct=True) as (near, far):
+        for _ in range(3):
+            ours, relayed = near.dialer.dial(far.route())
+            theirs = far.came.get(timeout=20)
+            assert not relayed and theirs.party is not None and theirs.party.id == near.identity.id
+            ours.send(parcel(7, torch.ones(3)), [pack(torch.ones(3))])
+            assert theirs.receive(idle_s=5) is not None
+            ours.close()
+            assert theirs.receive(idle_s=5) is None
+
+
+def test_one_device_that_takes_no_part_is_relayed(fleet: Fleet, tmp_path: Path) -> None:
+    with _devices(fleet, tmp_path, direct=True) as (near, far):
+        for dialer, route in ((Parked(fleet, tmp_path, "shy", direct=False).dialer, far.route()),):
+            channel, relayed = dialer.dial(route)
+            assert relayed
+            channel.close()
+        near.dialer.dial(far.route())[0].close()
+
+
+def test_a_device_at_the_same_address_that_is_another_is_not_taken(fleet: Fleet, tmp_path: Path) -> None:
+    """Networks of two homes often have the same addresses."""
+    with _devices(fleet, tmp_path, direct=True) as (near, far):
+        wrong = msgspec.structs.replace(far.route(), port=near.listener.port)
+        channel, relayed = near.dialer.dial(wrong)
+        assert not relayed and channel.party is not None and channel.party.id == far.identity.id
+        channel.close()
 
 
 @pytest.mark.parametrize("direct", [False, True])

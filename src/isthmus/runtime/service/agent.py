@@ -283,7 +283,12 @@ class Agent:
                 pass
 
     def _dialer(self, coordinator: tuple[str, int]) -> PeerDialer:
-        return PeerDialer(coordinator=coordinator, identity=self._identity, timeout_s=self._timeout_s)
+        return PeerDialer(
+            coordinator=coordinator,
+            identity=self._identity,
+            timeout_s=self._timeout_s,
+            direct=not self._place.relayed,
+        )
 
     def _beside(self, act: Callable[[], None]) -> None:
         """Not in the thread that listens to the coordinator."""
