@@ -4,7 +4,6 @@ it can neither read nor alter."""
 from __future__ import annotations
 
 import contextlib
-import queue
 import socket
 import time
 from collections.abc import Generator
@@ -16,56 +15,24 @@ import pytest
 import torch
 
 from isthmus.errors import PeerError
-from isthmus.runtime.identity import Identity
 from isthmus.runtime.messages.run import StreamHello, ToPeer
-from isthmus.runtime.service.agent import join_fleet
 from isthmus.runtime.service.status_file import read_status
 from isthmus.runtime.transport import relay
 from isthmus.runtime.transport.acceptor import first_message
 from isthmus.runtime.transport.channel import SocketChannel
-from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.multi_stream import StreamAssembler
 from isthmus.runtime.transport.relay import RelayedLink
-from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute, RelayStandby
 from isthmus.training.layout import pack
 from tests.runtime.channel_cases import parcel
 
-from .parties import Fleet, soon
+from .parties import RUN, Fleet, ReachableDevice, soon
 
-RUN = "secret"
 WORDS = "in the open this could be read"
 
 
-class Parked:
-    """A device that listens, and is parked at the coordinator."""
-
-    def __init__(self, fleet: Fleet, folder: Path, name: str, *, direct: bool) -> None:
-        join_fleet(fleet.ticket(), {name: folder / name}, 5.0)
-        self.identity = Identity(folder / name)
-        self.dialer = PeerDialer(
-            coordinator=("127.0.0.1", fleet.service.port), identity=self.identity, timeout_s=5.0, direct=direct
-        )
-        self.came: queue.SimpleQueue[SocketChannel] = queue.SimpleQueue()
-        self.listener = Listener("127.0.0.1", identity=self.identity, timeout_s=5.0)
-        self.listener.start(self.came.put)
-        self.standby = RelayStandby(
-            self.dialer, RUN, lambda found: self.listener.adopt(found, "relayed", self.came.put)
-        )
-
-    def route(self, *, direct: bool = False, streams: int = 1) -> PeerRoute:
-        port = self.listener.port if direct else 0
-        return PeerRoute(
-            run=RUN, other="device 'far'", host="127.0.0.1", port=port, id=self.identity.id, streams=streams
-        )
-
-    def close(self) -> None:
-        self.standby.close()
-        self.listener.close()
-
-
 @contextlib.contextmanager
-def _devices(fleet: Fleet, folder: Path, *, direct: bool = False) -> Generator[tuple[Parked, Parked]]:
-    near, far = (Parked(fleet, folder, name, direct=direct) for name in ("near", "far"))
+def _devices(fleet: Fleet, folder: Path, *, direct: bool = False) -> Generator[tuple[ReachableDevice, ReachableDevice]]:
+    near, far = (ReachableDevice(fleet, folder, name, direct=direct) for name in ("near", "far"))
     try:
         yield near, far
     finally:
@@ -178,11 +145,10 @@ def test_devices_that_connect_at_the_same_time_need_no_relay(fleet: Fleet, tmp_p
 
 def test_one_device_that_takes_no_part_is_relayed(fleet: Fleet, tmp_path: Path) -> None:
     with _devices(fleet, tmp_path, direct=True) as (near, far):
-        for dialer, route in ((Parked(fleet, tmp_path, "shy", direct=False).dialer, far.route()),):
-            channel, relayed = dialer.dial(route)
-            assert relayed
-            channel.close()
-        near.dialer.dial(far.route())[0].close()
+        relay_only = msgspec.structs.replace(near.dialer, direct=False)
+        channel, relayed = relay_only.dial(far.route())
+        assert relayed
+        channel.close()
 
 
 def test_a_device_at_the_same_address_that_is_another_is_not_taken(fleet: Fleet, tmp_path: Path) -> None:

@@ -28,21 +28,21 @@ from types import TracebackType
 from typing import Literal, TypeVar, get_args
 
 from isthmus.errors import UserError
-from isthmus.runtime.lab.hub import CLONE_NEWNET, system_call
+from isthmus.runtime.lab.hub import CLONE_NEWNET, mac_address, system_call
 from isthmus.runtime.lab.lab import COORDINATOR, Lab
 
 Kind = Literal["open", "full-cone", "restricted", "port-restricted", "refusing", "symmetric"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Result = TypeVar("Result")
-_INSIDE = "192.168.1"
+_INSIDE = "192.168"
 _PRIVATE = "192.168.0.0/16"
 _SIX = "fd99"
 """Of the IPv6 addresses: the wide-area network is `fd99::/64`, home N `fd99:N::/64`."""
 
 
 class Home:
-    """A router at a place of a lab, and the devices behind it, each in a network of its own that cannot reach the others
-    but by the router's public address, if that is a `hairpin`."""
+    """A router at a place of a lab, and the devices behind it. Each is in a network of its own, from which it reaches
+    the others by the router's public address only, if the router has a `hairpin`."""
 
     def __init__(
         self, lab: Lab, place: str, kind: Kind, *, devices: int = 1, hairpin: bool = False, ipv6: bool = False
@@ -52,6 +52,7 @@ class Home:
             raise UserError(f"home at {place}: got {devices} devices behind a {kind} NAT, expected one")
         self._lab, self._place, self._kind = lab, place, kind
         self._devices, self._hairpin, self._ipv6 = devices, hairpin, ipv6
+        self._public = lab.addresses[place]
         self._number = list(lab.addresses).index(place) + 1
         self._holders: list[subprocess.Popen[bytes]] = []
 
@@ -80,10 +81,16 @@ class Home:
     def move(self, address: str) -> None:
         """Give the router another public address: what it has mapped ends without a word, as when a provider reconnects
         a line."""
-        gone = self._lab.addresses[self._place]
-        self._run(self._place, f"ip address del {gone}/24 dev eth0", f"ip address add {address}/24 dev eth0")
+        home = self._lab.addresses[self._place]
+        self._run(
+            self._place,
+            "sysctl -qw net.ipv4.conf.eth0.promote_secondaries=1",  # without an address neighbours are forgotten too
+            f"ip address add {address}/24 dev eth0",
+            f"ip address del {self._public}/24 dev eth0",
+        )
+        self._public = address
         # Of the whole network: neighbours are static in a lab.
-        mac = self._output(self._place, "cat /sys/class/net/eth0/address")
+        mac = mac_address(home).hex(":")
         for place in self._lab.addresses:
             if place != self._place:
                 self._run(place, f"ip neighbour replace {address} lladdr {mac} dev eth0 nud permanent")
@@ -102,7 +109,7 @@ class Home:
         words = [*self._lab.command(self._place), "unshare", "--net", "cat"]
         holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         self._holders.append(holder)
-        inside = f"{_INSIDE[:-1]}{number + 1}"
+        inside = f"{_INSIDE}.{number + 1}"
         while self._output(self._place, f"readlink /proc/{holder.pid}/ns/net") == self._output(
             self._place, "readlink /proc/self/ns/net"
         ):
@@ -124,13 +131,13 @@ class Home:
     def _nft(self) -> None:
         masquerade = "masquerade fully-random" if self._kind == "symmetric" else "masquerade"
         admitted = {
-            "full-cone": f'iifname "eth0" tcp dport 1024-65535 dnat to {_INSIDE}.2',
-            "restricted": f'iifname "eth0" ip saddr @asked tcp dport 1024-65535 dnat to {_INSIDE}.2',
+            "full-cone": f'iifname "eth0" tcp dport 1024-65535 dnat to {_INSIDE}.1.2',
+            "restricted": f'iifname "eth0" ip saddr @asked tcp dport 1024-65535 dnat to {_INSIDE}.1.2',
         }.get(self._kind, "")
         refused = "reject with tcp reset" if self._kind == "refusing" else "drop"
         public = self._lab.addresses[self._place]
         # Within the home, the public address leads to whichever device has the port; both see each other by it.
-        hairpin = f'iifname "lan*" oifname "lan*" ct status dnat masquerade' if self._hairpin else ""
+        hairpin = f'iifname "lan*" oifname "lan*" ct status dnat snat to {public}' if self._hairpin else ""
         turned = f'iifname "lan*" ip daddr {public} dnat to tcp dport map @ports' if self._hairpin else ""
         rules = f"""
         table ip home {{
@@ -169,9 +176,9 @@ class Home:
             f"ip address add {_SIX}::{self._number}/64 dev eth0 nodad",
             f"ip address add {inside}:1/64 dev lan0 nodad",
         )
-        for other, (place, _) in enumerate(self._lab.addresses.items(), 1):
+        for other, (place, address) in enumerate(self._lab.addresses.items(), 1):
             if place not in (self._place, COORDINATOR):
-                mac = self._output(place, "cat /sys/class/net/eth0/address")
+                mac = mac_address(address).hex(":")
                 self._run(
                     self._place,
                     f"ip neighbour add {_SIX}::{other} lladdr {mac} dev eth0 nud permanent",
@@ -201,6 +208,8 @@ class Home:
         ).stdout.strip()
 
     def _end(self) -> None:
+        if self._public != self._lab.addresses[self._place]:
+            self.move(self._lab.addresses[self._place])
         if self._holders:
             links = range(len(self._holders))
             self._run(self._place, "nft flush ruleset", *(f"ip link del lan{n} 2>&- || true" for n in links))

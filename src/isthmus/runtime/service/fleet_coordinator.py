@@ -80,9 +80,19 @@ class FleetCoordinator:
     """Listens from `start` on. `log` gets one line for whatever a person may want to know; any thread."""
 
     def __init__(
-        self, state: FleetState, host: str, port: int, *, timeout_s: float, log: Callable[[str], None]
+        self,
+        state: FleetState,
+        host: str,
+        port: int,
+        *,
+        timeout_s: float,
+        log: Callable[[str], None],
+        renew_after_absence_s: float = 0.0,
     ) -> None:
+        """A device that was away for less than `renew_after_absence_s` needs no ticket when its certificate has
+        ended."""
         self._state = state
+        self._renew_after_absence_s = renew_after_absence_s
         self._timeout_s = timeout_s
         self._log = log
         self._presence = Presence(state.roster, log, timeout_s=timeout_s, cut=self._cut)
@@ -215,7 +225,7 @@ class FleetCoordinator:
 
     def _unknown_peer(self, connection: Connection) -> None:
         with contextlib.suppress(OSError, PeerError, StoreError):
-            name = admit(connection, self._state.authority, self._state.roster)
+            name = admit(connection, self._state.authority, self._state.roster, self._renew_after_absence_s)
             if name is not None:
                 self._log(f"certificate for {name}")
 
@@ -315,6 +325,7 @@ class FleetCoordinator:
     def _renewed(self, request: bytes, party: Party) -> bytes:
         if len(request) > MOST_REQUEST_BYTES or id_of(requested_key(request)) != party.id:
             raise PeerError(f"device {party.id}: asked for a certificate of another key")
+        self._state.roster.seen(party.id, time.time())
         return self._state.authority.certify(request, "device")[1]
 
     def _watch(self) -> None:

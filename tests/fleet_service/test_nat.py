@@ -1,0 +1,150 @@
+"""Devices behind the kernel's own NATs reach each other: directly wherever a NAT of the kind can be passed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from isthmus.errors import PeerError
+from isthmus.fleet import Device, Link, Links
+from isthmus.fleet import Fleet as DeviceFleet
+from isthmus.runtime.lab.lab import COORDINATOR, Lab, lab_unavailable
+from isthmus.runtime.lab.nat import Home, Kind, inside, nat_unavailable
+from isthmus.runtime.transport import relay, rendezvous
+from isthmus.runtime.transport.channel import SocketChannel
+
+from .parties import Fleet, ReachableDevice, soon
+
+LINK = Link(0.005, 12.5e6)
+PRIVATE = "192.168.1.2"
+"""Of every home's device: who dials it reaches a device of the own home."""
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    if reason := lab_unavailable():
+        pytest.skip(reason)
+    names = ("oslo", "porto")
+    devices = tuple(Device(name=n, region=f"at-{n}", flops_per_s=1e9, memory_bytes=1 << 30) for n in names)
+    with Lab(DeviceFleet(name="homes", devices=devices, links=Links(default=LINK)), coordinator_link=LINK) as lab:
+        if reason := nat_unavailable(lab):
+            pytest.skip(reason)
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def remote(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """The coordinator, at an address of its own."""
+    folder = tmp_path_factory.mktemp("remote")
+    fleet = inside(lab.network(COORDINATOR), lambda: Fleet(folder / "fleet", host=lab.addresses[COORDINATOR]))
+    yield fleet
+    fleet.service.close()
+    fleet.state.close()
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "DIRECT_S", 1.2)
+
+
+@contextlib.contextmanager
+def _devices(
+    fleet: Fleet, folder: Path, near: str, far: str, timeout_s: float = 5.0
+) -> Generator[tuple[ReachableDevice, ReachableDevice]]:
+    """In these two networks."""
+    with contextlib.ExitStack() as stack:
+        found: list[ReachableDevice] = []
+        for name, network in (("near", near), ("far", far)):
+            name = f"{name}-{folder.name}"
+            device = inside(
+                network, lambda name=name: ReachableDevice(fleet, folder, name, host="0.0.0.0", timeout_s=timeout_s)
+            )
+            stack.callback(device.close)
+            device.host = PRIVATE
+            found.append(device)
+        yield found[0], found[1]
+
+
+def _relayed(near: ReachableDevice, network: str, far: ReachableDevice) -> tuple[bool, SocketChannel]:
+    """Whether the connection is, which then is used."""
+    channel, relayed = inside(network, lambda: near.dialer.dial(far.route(direct=True)))
+    theirs = far.came.get(timeout=20)
+    assert channel.party is not None and channel.party.id == far.identity.id
+    assert theirs.party is not None and theirs.party.id == near.identity.id
+    return relayed, channel
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "relayed"),
+    [
+        ("open", "symmetric", False),
+        ("full-cone", "symmetric", False),
+        ("symmetric", "restricted", False),
+        ("port-restricted", "port-restricted", False),
+        ("refusing", "restricted", False),
+        ("port-restricted", "symmetric", True),
+    ],
+)
+def test_the_way_between_two_homes(
+    lab: Lab, remote: Fleet, tmp_path: Path, near: Kind, far: Kind, relayed: bool
+) -> None:
+    with (
+        Home(lab, "oslo", near) as oslo,
+        Home(lab, "porto", far) as porto,
+        _devices(remote, tmp_path, oslo.network(), porto.network()) as (ours, theirs),
+    ):
+        found, channel = _relayed(ours, oslo.network(), theirs)
+        channel.close()
+        assert found is relayed
+
+
+def test_ipv6_needs_no_relay(lab: Lab, remote: Fleet, tmp_path: Path) -> None:
+    with (
+        Home(lab, "oslo", "symmetric", ipv6=True) as oslo,
+        Home(lab, "porto", "symmetric", ipv6=True) as porto,
+        _devices(remote, tmp_path, oslo.network(), porto.network()) as (ours, theirs),
+    ):
+        relayed, channel = _relayed(ours, oslo.network(), theirs)
+        channel.close()
+        assert not relayed
+
+
+@pytest.mark.parametrize("hairpin", [True, False])
+def test_two_devices_of_one_home_that_sees_them_apart(lab: Lab, remote: Fleet, tmp_path: Path, hairpin: bool) -> None:
+    with (
+        Home(lab, "oslo", "port-restricted", devices=2, hairpin=hairpin) as home,
+        _devices(remote, tmp_path, home.network(0), home.network(1)) as (ours, theirs),
+    ):
+        relayed, channel = _relayed(ours, home.network(0), theirs)
+        channel.close()
+        assert relayed is not hairpin
+
+
+def test_a_home_that_gets_another_address_is_found_again(
+    lab: Lab, remote: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its device notices that its connection to the coordinator is dead; until then it cannot be reached."""
+    monkeypatch.setattr(relay, "WAIT_S", 0.5)
+    with (
+        Home(lab, "oslo", "port-restricted") as oslo,
+        Home(lab, "porto", "port-restricted") as porto,
+        _devices(remote, tmp_path, oslo.network(), porto.network(), timeout_s=1.5) as (ours, theirs),
+    ):
+        relayed, channel = _relayed(ours, oslo.network(), theirs)
+        channel.close()
+        assert not relayed
+        porto.move("10.99.0.77")
+        found: list[bool] = []
+
+        def reached() -> bool:
+            with contextlib.suppress(PeerError):
+                relayed, channel = _relayed(ours, oslo.network(), theirs)
+                channel.close()
+                found.append(relayed)
+            return bool(found)
+
+        soon(reached)
+        assert found == [False]
