@@ -83,8 +83,9 @@ def test_nobody_gets_a_certificate_in_the_name_of_another(lenient: Fleet, tmp_pa
     identity = _away(lenient, tmp_path / "desk", days=1.0)
     stranger = Identity.made(tmp_path / "stranger")
     stranger.keep(lenient.state.authority.certify(stranger.request(), "device")[1], lenient.state.authority.der())
+    victim = identity.id
     with (
-        mock.patch.object(Identity, "id", property(lambda self: identity.id)),
+        mock.patch.object(Identity, "id", victim),
         pytest.raises(Dismissal, match="of another key"),
     ):
         renew_late(stranger, [lenient.address], 5.0)

@@ -17,11 +17,12 @@ import torch
 from isthmus.errors import PeerError
 from isthmus.runtime.messages.run import StreamHello, ToPeer
 from isthmus.runtime.service.status_file import read_status
-from isthmus.runtime.transport import relay
+from isthmus.runtime.transport import relay, rendezvous, simultaneous_open
 from isthmus.runtime.transport.acceptor import first_message
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.multi_stream import StreamAssembler
 from isthmus.runtime.transport.relay import RelayedLink
+from isthmus.runtime.transport.simultaneous_open import worth_dialling
 from isthmus.training.layout import pack
 from tests.runtime.channel_cases import parcel
 
@@ -135,10 +136,11 @@ def test_devices_that_connect_at_the_same_time_need_no_relay(fleet: Fleet, tmp_p
     with _devices(fleet, tmp_path, direct=True) as (near, far):
         for _ in range(3):
             ours, relayed = near.dialer.dial(far.route())
-            theirs = far.came.get(timeout=20)
-            assert not relayed and theirs.party is not None and theirs.party.id == near.identity.id
             ours.send(parcel(7, torch.ones(3)), [pack(torch.ones(3))])
-            assert theirs.receive(idle_s=5) is not None
+            theirs = far.came.get(timeout=20)
+            while theirs.receive(idle_s=5) is None:  # one that `near` has not taken
+                theirs = far.came.get(timeout=20)
+            assert not relayed and theirs.party is not None and theirs.party.id == near.identity.id
             ours.close()
             assert theirs.receive(idle_s=5) is None
 
@@ -149,6 +151,32 @@ def test_one_device_that_takes_no_part_is_relayed(fleet: Fleet, tmp_path: Path) 
         channel, relayed = relay_only.dial(far.route())
         assert relayed
         channel.close()
+
+
+def test_addresses_that_cannot_be_anothers_are_not_dialled() -> None:
+    here = ("192.168.1.2", 5000)
+    foreign = ["127.0.0.1", "::1", "0.0.0.0", "169.254.1.1", "fe80::1", "224.0.0.1", "ff02::1", "a name"]
+    assert worth_dialling([(host, 80) for host in foreign], here) == []
+    assert worth_dialling([("192.0.2.1", 0), ("192.0.2.1", 1 << 16)], here) == []
+    assert worth_dialling([("192.0.2.1", 80), ("fd99::1", 80)], here) == [("192.0.2.1", 80), ("fd99::1", 80)]
+    assert worth_dialling([("127.0.0.1", 80)], ("127.0.0.1", 5000)) == [("127.0.0.1", 80)]
+
+
+def test_a_rendezvous_that_leads_to_somebody_else_is_not_taken(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "DIRECT_S", 0.5)
+    with _devices(fleet, tmp_path, direct=True) as (near, far):
+        other = ReachableDevice(fleet, tmp_path, "other")
+        honest = simultaneous_open.worth_dialling
+        monkeypatch.setattr(
+            rendezvous, "worth_dialling", lambda found, here: honest([("127.0.0.1", other.listener.port)], here)
+        )
+        monkeypatch.setattr(simultaneous_open, "_listen", lambda *_: None)
+        channel, relayed = near.dialer.dial(far.route())
+        assert relayed and channel.party is not None and channel.party.id == far.identity.id
+        channel.close()
+        other.close()
 
 
 def test_a_device_at_the_same_address_that_is_another_is_not_taken(fleet: Fleet, tmp_path: Path) -> None:
