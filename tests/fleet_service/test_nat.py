@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+from isthmus.api.folder import RunFolder
 from isthmus.errors import PeerError
 from isthmus.fleet import Device, Link, Links
 from isthmus.fleet import Fleet as DeviceFleet
+from isthmus.job import load_job, prepare
 from isthmus.runtime.lab.lab import COORDINATOR, Lab, lab_unavailable
 from isthmus.runtime.lab.nat import Home, Kind, inside, nat_unavailable
+from isthmus.runtime.service.status_file import read_status
 from isthmus.runtime.transport import relay, rendezvous
 from isthmus.runtime.transport.channel import SocketChannel
+from tests.runtime.commands import edited, write_job
+from tests.runtime.jobs import plain_run
 
 from .parties import Fleet, ReachableDevice, soon
+from .test_fleet_faults import FLEET, RUNTIME
+from .test_two_machines import Machines, Place
 
 LINK = Link(0.005, 12.5e6)
 PRIVATE = "192.168.1.2"
@@ -148,3 +156,42 @@ def test_a_home_that_gets_another_address_is_found_again(
 
         soon(reached)
         assert found == [False]
+
+
+@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
+def test_training_goes_on_where_a_home_gets_another_address(lab: Lab, tmp_path: Path) -> None:
+    """Both devices are behind NATs. Their link is direct before and after, and the losses are those of a plain loop."""
+    (tmp_path / "fleet.toml").write_text(FLEET.replace('"d0"', '"oslo"').replace('"d1"', '"porto"'))
+    job = edited(
+        write_job(tmp_path, steps=80, fleet=str(tmp_path / "fleet.toml")),
+        ("save_every = 3\n", "save_every = 0\n"),
+        ("[learning_rate]", RUNTIME),
+    )
+    with Home(lab, "oslo", "port-restricted") as oslo, Home(lab, "porto", "port-restricted") as porto:
+        commands = {"oslo": oslo.command(), "porto": porto.command(), COORDINATOR: lab.command(COORDINATOR)}
+        machines = Machines(Place(commands.__getitem__, str), tmp_path)
+        run = RunFolder(tmp_path / "run")
+        where = f"--host {lab.addresses[COORDINATOR]} --state {tmp_path}/fleet --run {run.path}"
+        serve = machines.start(COORDINATOR, f"isthmus serve {job} {where} --tickets 2")
+        try:
+            assert serve.stdout is not None
+            for site in ("oslo", "porto"):
+                machines.start(site, f"isthmus join --name {site} --timeout '5 s'", serve.stdout.readline())
+            soon(lambda: len(run.losses()) >= 10, 120.0)
+            assert _ways(tmp_path / "fleet") == [False]
+            porto.move("10.99.0.77")
+            soon(lambda: len(run.losses()) >= 60 or serve.poll() is not None, 120.0)
+            assert serve.poll() is not None or _ways(tmp_path / "fleet") == [False]
+            assert serve.wait(120) == 0, machines.description()
+        finally:
+            machines.end()
+    assert any("porto" in line for line in machines.description().splitlines() if "lost" in line)
+    _, expected = plain_run(load_job(job), prepare(load_job(job)))
+    assert [point.loss for point in run.losses()] == pytest.approx(expected, rel=1e-6)
+
+
+def _ways(folder: Path) -> list[bool]:
+    """Whether each link between devices at work is relayed."""
+    status = read_status(folder)
+    assert status is not None
+    return [link.relayed for link in status.links]

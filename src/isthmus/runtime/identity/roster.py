@@ -98,6 +98,11 @@ class Roster:
             ).fetchone()
         return None if found is None else str(found[0])
 
+    def here(self) -> frozenset[str]:
+        """Ids of all devices that may take part."""
+        with self._database.reading() as database:
+            return frozenset(id for (id,) in database.execute("SELECT id FROM devices WHERE revoked_s IS NULL"))
+
     def is_revoked(self, name: str) -> bool:
         """Whether the last device of this name was revoked, and no other has taken it."""
         with self._database.reading() as database:

@@ -75,7 +75,7 @@ class Home:
             return self._lab.network(self._place)
         return f"/proc/{self._holders[device].pid}/ns/net"
 
-    def _inside(self, device: int = 0) -> list[str]:
+    def command(self, device: int = 0) -> list[str]:
         return [*self._lab.command(self._place), "nsenter", f"--net={self.network(device)}", "--"]
 
     def move(self, address: str) -> None:
@@ -121,7 +121,7 @@ class Home:
             f"ip link set lan{number} up",
         )
         _shell(
-            self._inside(number),
+            self.command(number),
             "ip link set lo up",
             f"ip address add {inside}.2/24 dev eth0",
             "ip link set eth0 up",
@@ -193,7 +193,7 @@ class Home:
         }"""
         _piped([*self._lab.command(self._place), "nft", "-f", "-"], rules)
         _shell(
-            self._inside(),
+            self.command(),
             "sysctl -qw net.ipv6.conf.all.disable_ipv6=0",
             f"ip address add {inside}:2/64 dev eth0 nodad",
             f"ip route add default via {inside}:1",

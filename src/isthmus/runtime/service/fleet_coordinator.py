@@ -59,7 +59,7 @@ from isthmus.runtime.service.status_file import CoordinatorStatus, remove_status
 from isthmus.runtime.transport.acceptor import Acceptor, first_message
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
-from isthmus.runtime.transport.listener import Listener
+from isthmus.runtime.transport.listener import Listener, allow_many_connections
 from isthmus.runtime.transport.rate_limit import RateLimit
 from isthmus.runtime.transport.relay import Relay
 from isthmus.runtime.transport.secure import Connection
@@ -113,6 +113,7 @@ class FleetCoordinator:
 
     def start(self) -> None:
         """UserError if the fleet's status cannot be written to the state folder."""
+        allow_many_connections()
         write_status(self._state.folder, self.current_status())
         self._listener.start(self._on_connection)
         self._watching.start()
@@ -338,8 +339,10 @@ class FleetCoordinator:
 
     def _look(self) -> None:
         self._presence.tick()
+        here = self._state.roster.here()  # one query, however many devices there are
         for id, name in dict(self._presence.names_by_id).items():
-            self._check_member(name, id)
+            if id not in here:
+                self._check_member(name, id)
         self._state.renew()
         write_status(self._state.folder, self.current_status())
 
