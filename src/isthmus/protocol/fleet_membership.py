@@ -9,6 +9,7 @@ Pure: the host says what time it is with each event, and what the roster says. `
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable
 
 import msgspec
@@ -325,7 +326,9 @@ class FleetMembership:
                 self._out.append(FleetNote(self._reminder(wait, wait.missing, now_s - wait.began_s)))
 
     def _reminder(self, wait: _Wait, missing: Collection[str], waited_s: float) -> str:
-        names = ", ".join(map(self._shown, missing))
+        few = list(itertools.islice(missing, MOST_NAMES))
+        more = f" and {len(missing) - len(few)} more" if len(missing) > len(few) else ""
+        names = ", ".join(map(self._shown, few)) + more
         if not wait.every:
             return f"waiting for one of {names} to join"
         since = f", for {format_duration(waited_s)}" if waited_s >= REMIND_S else ""
