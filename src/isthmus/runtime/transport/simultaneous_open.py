@@ -28,6 +28,8 @@ AGAIN_S = 0.1
 """Between attempts that a router refuses."""
 LOOK_S = 0.05
 """How often to look whether it is over."""
+ALIVE_S = 30
+"""Silence after which the kernel says that a connection lives."""
 MOST_AFTER_S = 2.0
 """The longest that the coordinator may let a device wait before it connects."""
 _ANY = ("2001:db8::", 9)
@@ -58,6 +60,9 @@ def _shared_port(family: int, kind: int = socket.SOCK_STREAM) -> socket.socket:
     found = socket.socket(family, kind)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a NAT forgets a connection that is silent for minutes
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ALIVE_S)
     return found
 
 
@@ -102,9 +107,7 @@ def open_simultaneously(
     begin_s = time.monotonic() + min(max(0.0, after_s), MOST_AFTER_S)
     end_s = begin_s + within_s
     due_s = dict.fromkeys(targets, begin_s)
-    own = {
-        socket.AF_INET6 if ":" in host else socket.AF_INET: (host, port) for host, port in (*own_addresses(here), here)
-    }
+    own = {_family(address): address for address in (*own_addresses(here), here)}
     with selectors.DefaultSelector() as selector:
         try:
             for family, address in own.items():
