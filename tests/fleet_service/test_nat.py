@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,9 +53,10 @@ def remote(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet
     fleet.state.close()
 
 
-@pytest.fixture(autouse=True)
-def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "DIRECT_S", 0.8)
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """For so long direct ways are tried: not where there are none, and on a busy machine for as long as it takes."""
+    return lambda relayed: monkeypatch.setattr(rendezvous, "DIRECT_S", 0.5 if relayed else 20.0)
 
 
 @contextlib.contextmanager
@@ -95,8 +96,9 @@ def _relayed(near: ReachableDevice, network: str, far: ReachableDevice) -> tuple
     ],
 )
 def test_the_way_between_two_homes(
-    lab: Lab, remote: Fleet, tmp_path: Path, near: Kind, far: Kind, relayed: bool
+    lab: Lab, remote: Fleet, tmp_path: Path, limit: Callable[[bool], None], near: Kind, far: Kind, relayed: bool
 ) -> None:
+    limit(relayed)
     with (
         Home(lab, "oslo", near) as oslo,
         Home(lab, "porto", far) as porto,
@@ -107,7 +109,8 @@ def test_the_way_between_two_homes(
         assert found is relayed
 
 
-def test_ipv6_needs_no_relay(lab: Lab, remote: Fleet, tmp_path: Path) -> None:
+def test_ipv6_needs_no_relay(lab: Lab, remote: Fleet, tmp_path: Path, limit: Callable[[bool], None]) -> None:
+    limit(False)
     with (
         Home(lab, "oslo", "symmetric", ipv6=True) as oslo,
         Home(lab, "porto", "symmetric", ipv6=True) as porto,
@@ -119,7 +122,10 @@ def test_ipv6_needs_no_relay(lab: Lab, remote: Fleet, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hairpin", [True, False])
-def test_two_devices_of_one_home_that_sees_them_apart(lab: Lab, remote: Fleet, tmp_path: Path, hairpin: bool) -> None:
+def test_two_devices_of_one_home_that_sees_them_apart(
+    lab: Lab, remote: Fleet, tmp_path: Path, limit: Callable[[bool], None], hairpin: bool
+) -> None:
+    limit(not hairpin)
     with (
         Home(lab, "oslo", "port-restricted", devices=2, hairpin=hairpin) as home,
         _devices(remote, tmp_path, home.network(0), home.network(1)) as (ours, theirs),
@@ -134,6 +140,7 @@ def test_a_home_that_gets_another_address_is_found_again(
 ) -> None:
     """Its device notices that its connection to the coordinator is dead; until then it cannot be reached."""
     monkeypatch.setattr(relay, "WAIT_S", 0.5)
+    monkeypatch.setattr(rendezvous, "DIRECT_S", 1.5)
     with (
         Home(lab, "oslo", "port-restricted") as oslo,
         Home(lab, "porto", "port-restricted") as porto,

@@ -31,7 +31,7 @@ from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.run import MOST_ADDRESSES, Heartbeat, RelayConnect, RelayReady, RelayWait, Rendezvous
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.relay_status import RelayedLink
-from isthmus.runtime.transport.tcp import round_trip_s
+from isthmus.runtime.transport.tcp import least_round_trip_s, round_trip_s
 
 COPY_BYTES = 1 << 18
 MOST_WAITING = 8
@@ -283,7 +283,7 @@ class Relay:
 
 def _end(channel: SocketChannel, asked: RelayWait | RelayConnect) -> _End:
     """OSError when the device is gone."""
-    trip_s = round_trip_s(channel.connection)
+    trip_s = least_round_trip_s(channel.connection)
     addresses = (channel.peer_address, *asked.addresses)[:MOST_ADDRESSES] if asked.direct else ()
     return _End(addresses, 0.0 if trip_s is None else trip_s / 2)
 
