@@ -28,7 +28,7 @@ from isthmus.protocol.run_messages import Arrived
 from isthmus.runtime.identity import Identity, decode_ticket
 from isthmus.runtime.lab.lab import COORDINATOR, Lab
 from isthmus.runtime.lab.nat import KINDS, Home, inside, nat_unavailable
-from isthmus.runtime.messages.run import ToPeer
+from isthmus.runtime.messages.run import Heartbeat, ToPeer
 from isthmus.runtime.service.agent import join_fleet
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.fleet_state import FleetState
@@ -45,6 +45,7 @@ LINK = Link(0.02, 12.5e6)
 PLACES = ("oslo", "porto")
 SENT_BYTES = 4_000_000
 REPEATS = 3
+TRIPS = 5
 TIMEOUT_S = 20.0
 RUN = "nat"
 
@@ -58,6 +59,8 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     relayed: bool
     connect_s: float
     """From the wish to an authenticated connection."""
+    round_trip_s: float
+    """Of a small message."""
     bytes_per_s: float
 
 
@@ -175,12 +178,13 @@ def measured(
         note=note,
         relayed=trials[0][0],
         connect_s=round(statistics.median(t[1] for t in trials), 3),
-        bytes_per_s=round(statistics.median(t[2] for t in trials)),
+        round_trip_s=round(statistics.median(t[2] for t in trials), 4),
+        bytes_per_s=round(statistics.median(t[3] for t in trials)),
     )
 
 
-def once(near: Peer, far: Peer, route: PeerRoute, network: str) -> tuple[bool, float, float]:
-    """Whether it is relayed; seconds to connect; bytes per second, once the connection is warm."""
+def once(near: Peer, far: Peer, route: PeerRoute, network: str) -> tuple[bool, float, float, float]:
+    """Whether it is relayed; seconds to connect; of a round trip; bytes per second, once the connection is warm."""
     began_s = time.monotonic()
     ours, relayed = inside(network, lambda: near.dialer.dial(route))
     connect_s = time.monotonic() - began_s
@@ -195,9 +199,16 @@ def once(near: Peer, far: Peer, route: PeerRoute, network: str) -> tuple[bool, f
         ours.send(message, [pack(values)])
         assert again.result() is not None
         sent_s = time.monotonic() - began_s
+    trips: list[float] = []
+    for _ in range(TRIPS):
+        began_s = time.monotonic()
+        for sender, receiver in ((ours, theirs), (theirs, ours)):
+            sender.send(Heartbeat(run=RUN))
+            receiver.receive(idle_s=TIMEOUT_S)
+        trips.append(time.monotonic() - began_s)
     ours.close()
     theirs.close()
-    return relayed, connect_s, SENT_BYTES / sent_s
+    return relayed, connect_s, statistics.median(trips), SENT_BYTES / sent_s
 
 
 def first_used(far: Peer) -> SocketChannel:
@@ -210,13 +221,12 @@ def first_used(far: Peer) -> SocketChannel:
 
 def table(found: Figures) -> Table:
     shown = Table(title=f"{found.latency_s * 1e3:.0f} ms and {found.bandwidth_bytes_per_s * 8e-6:.0f} Mbit/s each way")
-    for heading in ("near", "far", "", "way", "connected after", "Mbit/s"):
+    for heading in ("near", "far", "", "way", "connected after", "round trip", "Mbit/s"):
         shown.add_column(heading)
     for way in found.ways:
         kind = "relayed" if way.relayed else "direct"
-        shown.add_row(
-            way.near, way.far, way.note, kind, f"{way.connect_s * 1e3:.0f} ms", f"{way.bytes_per_s * 8e-6:.0f}"
-        )
+        times = (f"{seconds * 1e3:.0f} ms" for seconds in (way.connect_s, way.round_trip_s))
+        shown.add_row(way.near, way.far, way.note, kind, *times, f"{way.bytes_per_s * 8e-6:.0f}")
     return shown
 
 

@@ -46,7 +46,7 @@ MOST_STREAMS = 64
 
 
 class _End(msgspec.Struct, frozen=True):
-    """What a device is told of the other one."""
+    """What one device has to know of the other one."""
 
     addresses: tuple[tuple[str, int], ...]
     """Empty where no direct connection may be tried."""
@@ -64,7 +64,7 @@ class _RelayRequest:
     def __init__(self, near: _End) -> None:
         self.near = near
         self.far: queue.SimpleQueue[_End | None] = queue.SimpleQueue()
-        """Of the waiting device, once it was told; None if it is gone."""
+        """Of the waiting device, once it has been notified; None if it is gone."""
         self.relay: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """Whether to relay; False when there is nothing left to do."""
         self.answers: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()

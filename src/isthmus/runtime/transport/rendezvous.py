@@ -227,7 +227,7 @@ def _connecting(here: Address, asked: Rendezvous, taken: Callable[[socket.socket
 
 
 class RelayStandby:
-    """Keeps this device reachable by way of the coordinator, until `close`: directly, by simultaneous connects, or
+    """Keeps this device reachable through the coordinator, until `close`: directly, by simultaneous connects, or
     relayed."""
 
     def __init__(self, dialer: PeerDialer, run: str, taken: Callable[[socket.socket], None]) -> None:

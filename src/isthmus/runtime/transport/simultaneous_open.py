@@ -7,7 +7,7 @@ Both devices connect to each other at the same time, from the port of their conn
 coordinator has seen which public address the NAT gives that port. Both also listen at it, for a NAT that gives the
 other device another port but on the side where anybody is admitted.
 
-Nothing here is trusted: whoever takes a connection authenticates it.
+Nothing here is trusted: the caller authenticates each connection.
 """
 
 from __future__ import annotations
