@@ -1,13 +1,11 @@
-"""Many light devices in one process: real agents, whose work for runs is done by threads in place of processes.
-
-python light_devices.py FOLDER NAME...       # tickets on standard input, one a line; ends when that closes
-"""
+"""Many light devices in one process: real agents, whose work for runs is done by threads in place of processes."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -70,10 +68,19 @@ def _nothing(_: str) -> None:
     pass
 
 
-def main() -> None:
-    root, names = Path(sys.argv[1]), sys.argv[2:]
+def forked(root: Path, names: Sequence[str], tickets: Sequence[str]) -> int:
+    """The process with these devices, which runs until it is killed. To be called before threads are started."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _run(root, names, tickets)
+    finally:
+        os._exit(1)
+
+
+def _run(root: Path, names: Sequence[str], tickets: Sequence[str]) -> None:
     torch.set_num_threads(1)
-    tickets = [sys.stdin.readline().strip() for _ in names]
     threading.stack_size(1 << 18)
 
     def join(name: str, ticket: str) -> None:
@@ -83,9 +90,7 @@ def main() -> None:
 
     with ThreadPoolExecutor(JOINING_AT_ONCE) as pool:
         list(pool.map(join, names, tickets))
-    print("joined", flush=True)
-    sys.stdin.read()
-    os._exit(0)
+    threading.Event().wait()
 
 
 def _stay(name: str, folder: Path, membership: Membership) -> None:
@@ -94,7 +99,3 @@ def _stay(name: str, folder: Path, membership: Membership) -> None:
         Agent(folder, membership, place, timeout_s=TIMEOUT_S, log=_nothing, run_starter=starter).run()
     except IsthmusError as e:
         _failed(e)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """One coordinator and a thousand devices: to join, to stay, to work for a job and a federated round, to be lost.
 
-python benchmarks/thousand/run.py [--quick] [--devices 250 500 1000] [--json PATH]
+python benchmarks/thousand/run.py [--quick] [--devices 1000] [--json PATH]
 
 The coordinator is this process. The devices are light ones, in a few processes: they speak the protocol over TLS, each
 with a key and connections of its own, and threads of their process do what others start a process for.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,8 +19,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from isthmus.cost import PlanLayout, build_replicas
 from isthmus.experiments import RunOptions, Watcher, check_outcome, run_plan
@@ -34,11 +31,11 @@ from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.fleet_state import FleetState
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from light_devices import SITE, TIMEOUT_S
+from light_devices import SITE, TIMEOUT_S, forked
 
 from harness import machine, options_of, write_figures
 
-FIGURES = Path(__file__).parent / "results" / "latest.json"
+FIGURES = Path(__file__).parent / "results" / "thousand.json"
 IDLE_S = 20.0
 LOST = 100
 """Devices that are lost at one moment; a tenth of fewer than a thousand."""
@@ -94,9 +91,10 @@ options = {{ path = "{path}", holdout = 0 }}
 """
 
 
-class Scale(msgspec.Struct, frozen=True, kw_only=True):
+class Thousand(msgspec.Struct, frozen=True, kw_only=True):
     """With so many devices. CPU is the coordinator's."""
 
+    machine: str
     devices: int
     load: float
     """Of the machine before, over a minute: what else ran."""
@@ -122,51 +120,45 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     """The same for devices that say nothing any more; the timeout is 20 s."""
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    machine: str
-    scales: tuple[Scale, ...]
-
-
 def main() -> None:
     parser = options_of(__doc__, FIGURES, "100 devices")
-    parser.add_argument("--devices", type=int, nargs="+", default=[250, 500, 1000])
+    parser.add_argument("--devices", type=int, default=1000)
     options = parser.parse_args()
-    scales: list[Scale] = []
-    for count in [100] if options.quick else options.devices:
-        scales.append(measured(count))
-        Console(width=150).print(table(scales))
-        write_figures(options.json, Figures(machine=machine(), scales=tuple(scales)))
+    found = measured(100 if options.quick else options.devices)
+    print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    write_figures(options.json, found)
 
 
-def measured(count: int) -> Scale:
+def measured(count: int) -> Thousand:
     lost = min(LOST, count // 10)
     load, without_mib = os.getloadavg()[0], memory_mib()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         state = FleetState(folder / "fleet")
         names = [f"d{number}" for number in range(count)]
-        with FleetCoordinator(state, "127.0.0.1", 0, timeout_s=TIMEOUT_S, log=lambda _: None) as service:
-            state.listens_at((("127.0.0.1", service.port),))
+        service = FleetCoordinator(state, "127.0.0.1", 0, timeout_s=TIMEOUT_S, log=lambda _: None)
+        state.listens_at((("127.0.0.1", service.port),))
+        with devices_in(folder, state, split(names, lost)) as processes, service:
+            began_s, cpu_s = time.monotonic(), time.process_time()
             service.start()
-            with devices_in(folder, state, split(names, lost)) as processes:
-                began_s, cpu_s = time.monotonic(), time.process_time()
-                reached(lambda: len(service.present) == count, processes)
-                join_s, join_cpu_s = time.monotonic() - began_s, time.process_time() - cpu_s
-                say(f"{count} joined after {join_s:.1f} s")
-                time.sleep(5.0)  # what joining has begun ends
-                cpu_s = time.process_time()
-                time.sleep(IDLE_S)
-                idle = (time.process_time() - cpu_s) / IDLE_S
-                idle_mib, threads = memory_mib(), thread_count()
-                say(f"idle: {idle:.3f} cores, {idle_mib:.0f} MiB")
-                job_start_s, job_step_s = pipeline(service, folder, names[: STAGES * REPLICAS])
-                say(f"job: {job_start_s:.1f} s, {job_step_s:.2f} s a step")
-                first_round_s, round_s, round_cpu_s = federated(service, folder, names)
-                say(f"rounds: {first_round_s:.1f} s, {round_s:.2f} s, {round_cpu_s:.2f} s CPU")
-                ended_s = losing(service, processes[-1], signal.SIGKILL, count - lost)
-                silent_s = losing(service, processes[-2], signal.SIGSTOP, count - 2 * lost)
-                say(f"lost: {ended_s:.2f} s, {silent_s:.2f} s")
-    return Scale(
+            reached(lambda: len(service.present) == count)
+            join_s, join_cpu_s = time.monotonic() - began_s, time.process_time() - cpu_s
+            say(f"{count} joined after {join_s:.1f} s")
+            time.sleep(5.0)  # what joining has begun ends
+            cpu_s = time.process_time()
+            time.sleep(IDLE_S)
+            idle = (time.process_time() - cpu_s) / IDLE_S
+            idle_mib, threads = memory_mib(), thread_count()
+            say(f"idle: {idle:.3f} cores, {idle_mib:.0f} MiB")
+            job_start_s, job_step_s = pipeline(service, folder, names[: STAGES * REPLICAS])
+            say(f"job: {job_start_s:.1f} s, {job_step_s:.2f} s a step")
+            first_round_s, round_s, round_cpu_s = federated(service, folder, names)
+            say(f"rounds: {first_round_s:.1f} s, {round_s:.2f} s, {round_cpu_s:.2f} s CPU")
+            ended_s = losing(service, processes[-1], signal.SIGKILL, count - lost)
+            silent_s = losing(service, processes[-2], signal.SIGSTOP, count - 2 * lost)
+            say(f"lost: {ended_s:.2f} s, {silent_s:.2f} s")
+    return Thousand(
+        machine=machine(),
         devices=count,
         load=round(load, 1),
         join_s=round(join_s, 1),
@@ -196,29 +188,19 @@ def split(names: list[str], lost: int) -> list[list[str]]:
 
 
 @contextlib.contextmanager
-def devices_in(folder: Path, state: FleetState, groups: list[list[str]]) -> Generator[list[subprocess.Popen[str]]]:
+def devices_in(folder: Path, state: FleetState, groups: list[list[str]]) -> Generator[list[int]]:
+    """Processes with these devices, which begin to join."""
     private = folder / "devices"
     private.mkdir(mode=0o700)
-    program = str(Path(__file__).with_name("light_devices.py"))
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[int] = []
     try:
         for names in groups:
-            process = subprocess.Popen(
-                [sys.executable, program, str(private), *names],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-            processes.append(process)
-            assert process.stdin is not None
-            process.stdin.writelines(f"{state.ticket()}\n" for _ in names)
-            process.stdin.flush()
+            processes.append(forked(private, names, [state.ticket() for _ in names]))
         yield processes
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
 
 
 def pipeline(service: FleetCoordinator, folder: Path, names: list[str]) -> tuple[float, float]:
@@ -270,17 +252,17 @@ def federated(service: FleetCoordinator, folder: Path, names: list[str]) -> tupl
     return first_s - began_s, (last_s - first_s) / later, (last_cpu_s - first_cpu_s) / later
 
 
-def losing(service: FleetCoordinator, process: subprocess.Popen[str], how: signal.Signals, left: int) -> float:
+def losing(service: FleetCoordinator, process: int, how: signal.Signals, left: int) -> float:
     began_s = time.monotonic()
-    process.send_signal(how)
-    reached(lambda: len(service.present) == left, [])
+    os.kill(process, how)
+    reached(lambda: len(service.present) == left)
     return time.monotonic() - began_s
 
 
-def reached(condition: Callable[[], bool], processes: list[subprocess.Popen[str]]) -> None:
+def reached(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + LIMIT_S
     while not condition():
-        if time.monotonic() > deadline_s or any(process.poll() is not None for process in processes):
+        if time.monotonic() > deadline_s:
             sys.exit("it did not come to it")
         time.sleep(0.02)
 
@@ -300,16 +282,6 @@ def _status(field: str) -> str:
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def table(scales: list[Scale]) -> Table:
-    shown = Table(title="One coordinator")
-    shown.add_column("")
-    for scale in scales:
-        shown.add_column(str(scale.devices), justify="right")
-    for field in Scale.__struct_fields__[1:]:
-        shown.add_row(field, *(f"{getattr(scale, field):g}" for scale in scales))
-    return shown
 
 
 if __name__ == "__main__":
