@@ -36,7 +36,7 @@ from light_devices import SITE, TIMEOUT_S, forked
 from harness import machine, options_of, write_figures
 
 FIGURES = Path(__file__).parent / "results" / "thousand.json"
-IDLE_S = 20.0
+IDLE_S = 10.0
 LOST = 100
 """Devices that are lost at one moment; a tenth of fewer than a thousand."""
 STAGES, REPLICAS = 8, 8
