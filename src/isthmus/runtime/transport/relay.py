@@ -284,7 +284,8 @@ class Relay:
 def _end(channel: SocketChannel, asked: RelayWait | RelayConnect) -> _End:
     """OSError when the device is gone."""
     trip_s = least_round_trip_s(channel.connection)
-    addresses = (channel.peer_address, *asked.addresses)[:MOST_ADDRESSES] if asked.direct else ()
+    stated = [(host, port) for host, port in asked.addresses if ":" in host]  # of IPv4 only what is seen from here
+    addresses = (channel.peer_address, *stated)[:MOST_ADDRESSES] if asked.direct else ()
     return _End(addresses, 0.0 if trip_s is None else trip_s / 2)
 
 

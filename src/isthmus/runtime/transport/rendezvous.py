@@ -97,7 +97,7 @@ class PeerDialer(msgspec.Struct, frozen=True, kw_only=True):
         try:
             if route.port and not relay_only:
                 ways.attempt(lambda: self._listening(route))
-                if (found := ways.first(HEAD_START_S)) is not None:
+                if (found := ways.first(HEAD_START_S if self.direct else DIRECT_S)) is not None:
                     return found, False
             try:
                 return self._by_coordinator(route, ways, direct=self.direct and not relay_only)
