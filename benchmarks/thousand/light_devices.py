@@ -23,7 +23,7 @@ from isthmus.runtime.service.agent import Agent, Membership, join_fleet
 
 JOINING_AT_ONCE = 4
 """Devices of one process: the coordinator cuts connections of an address that opens more than 16 at a time."""
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 SITE = "site.toml"
 """In the folder: what devices do for federated runs. Without it they work as stages."""
 

@@ -117,7 +117,7 @@ class Thousand(msgspec.Struct, frozen=True, kw_only=True):
     ended_noticed_s: float
     """Until all of a tenth of the devices are known to be lost, whose process was killed."""
     silent_noticed_s: float
-    """The same for devices that say nothing any more; the timeout is 20 s."""
+    """The same for devices that say nothing any more; the timeout is 60 s."""
 
 
 def main() -> None:

@@ -234,15 +234,16 @@ class Agent:
 
     def _watch(self, channel: SocketChannel, lane: SendLane, gone: threading.Event) -> None:
         """Renew the certificate, and report a process that ended."""
-        asked_s = 0.0
+        looked_s = float("-inf")
         reported: tuple[DeviceProcesses | None, dict[str, str]] = (None, {})
         while not gone.wait(TICK_S):
             now_s = time.monotonic()
             if self._over.is_set():
                 channel.close()
-            if now_s - asked_s >= self._timeout_s and self._identity.is_due(time.time()):
-                asked_s = now_s
-                lane.put(Renew(run="", request=self._identity.request()))
+            if now_s - looked_s >= self._timeout_s:  # reading a certificate takes as long as all else in a tick
+                looked_s = now_s
+                if self._identity.is_due(time.time()):
+                    lane.put(Renew(run="", request=self._identity.request()))
             with self._lock:
                 work = self._work
                 how = work[1].ended() if work is not None else {}
