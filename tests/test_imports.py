@@ -45,6 +45,7 @@ COMPONENTS = {
     "gpu": ("isthmus.cost.stage_costs", "isthmus.runtime.coordinator.stage_assignments"),  # bytes of states
     "joiner": ("isthmus.protocol", "isthmus.runtime"),  # a device that is held back, frame by frame
     "launchers": ("isthmus.runtime.launchers", "isthmus.runtime.service"),  # agents without a run
+    "nat": ("isthmus.protocol", "isthmus.runtime", "isthmus.training.layout"),  # a connection without a run
     "parrot_figures": ("isthmus.api.federated_simulation", "isthmus.data", "isthmus.federated", "isthmus.protocol"),
     "placement_runs": ("isthmus.training",),  # the plain module beside the runs
     "proven_gaps": ("isthmus.api.proof", "isthmus.verification"),  # bounds of problems without a job
@@ -57,6 +58,7 @@ COMPONENTS = {
     "sky": ("isthmus.cost.network",),
     "snapshots": ("isthmus.runtime.coordinator.stage_assignments",),  # bytes of states
     "sync": ("isthmus.sync",),
+    "thousand": ("isthmus.federated", "isthmus.runtime"),  # devices without processes of their own
     "transport": ("isthmus.protocol.run_messages", "isthmus.runtime", "isthmus.training.layout"),  # a channel alone
     "wan_loss": ("isthmus.protocol",),  # a run's length on the virtual clock, without a job
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import threading
 import time
@@ -12,8 +13,12 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from isthmus.runtime.identity import Authority, Identity, Party, Role, Ticket, decode_ticket
+from isthmus.runtime.service.agent import join_fleet
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.fleet_state import FleetState
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.listener import Listener
+from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute, RelayStandby
 from isthmus.runtime.transport.secure import TlsConnection, secure_accepted, secure_dialled
 
 Result = TypeVar("Result")
@@ -65,15 +70,67 @@ class Inviting(Protocol):
 class Fleet:
     """A service in this process."""
 
-    def __init__(self, folder: Path, timeout_s: float = 5.0, port: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        timeout_s: float = 5.0,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        renew_after_absence_s: float = 0.0,
+    ) -> None:
         self.state = FleetState(folder)
         self.said: list[str] = []
-        self.service = FleetCoordinator(self.state, "127.0.0.1", port, timeout_s=timeout_s, log=self.said.append)
-        self.state.listens_at((("127.0.0.1", self.service.port),))
+        self.service = FleetCoordinator(
+            self.state,
+            host,
+            port,
+            timeout_s=timeout_s,
+            log=self.said.append,
+            renew_after_absence_s=renew_after_absence_s,
+        )
+        self.address = (host, self.service.port)
+        self.state.listens_at((self.address,))
         self.service.start()
 
     def ticket(self) -> Ticket:
         return decode_ticket(self.state.ticket())
+
+
+RUN = "secret"
+
+
+class ReachableDevice:
+    """A device that joined, listens for others, and waits for them at the coordinator."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        folder: Path,
+        name: str,
+        *,
+        direct: bool = True,
+        host: str = "127.0.0.1",
+        timeout_s: float = 5.0,
+    ) -> None:
+        """`direct`: with simultaneous connects."""
+        join_fleet(fleet.ticket(), {name: folder / name}, 5.0)
+        self.identity = Identity(folder / name)
+        self.dialer = PeerDialer(coordinator=fleet.address, identity=self.identity, timeout_s=timeout_s, direct=direct)
+        self.came: queue.SimpleQueue[SocketChannel] = queue.SimpleQueue()
+        self.host = host
+        self.listener = Listener(host, identity=self.identity, timeout_s=timeout_s)
+        self.listener.start(self.came.put)
+        self.standby = RelayStandby(
+            self.dialer, RUN, lambda found: self.listener.adopt(found, "relayed", self.came.put)
+        )
+
+    def route(self, *, direct: bool = False, streams: int = 1) -> PeerRoute:
+        port = self.listener.port if direct else 0
+        return PeerRoute(run=RUN, other="device 'far'", host=self.host, port=port, id=self.identity.id, streams=streams)
+
+    def close(self) -> None:
+        self.standby.close()
+        self.listener.close()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from isthmus.runtime.lab.lab import COORDINATOR, Lab, lab_unavailable
 from tests.runtime.commands import edited, write_job
 from tests.runtime.jobs import plain_run
 
-from .test_two_machines import Machines
+from .test_two_machines import Machines, Place
 
 SITES = ("oslo", "porto", "lima")
 LINK = Link(0.01, 2.5e6)
@@ -48,7 +48,7 @@ def _awaited(process: subprocess.Popen[str], machines: Machines) -> None:
 
 @pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
 def test_sites_that_cannot_reach_each_other_train_as_the_plain_loop_does(lab: Lab, tmp_path: Path) -> None:
-    machines = Machines(lab, tmp_path)
+    machines = Machines(Place(lab.command, str), tmp_path)
     serve = f"--host {lab.addresses[COORDINATOR]} --port 7433 --state {tmp_path}/fleet"
     names = " ".join(SITES)
     try:
@@ -82,7 +82,7 @@ def test_sites_that_cannot_reach_each_other_train_as_the_plain_loop_does(lab: La
 def test_a_probe_measures_what_was_shaped(lab: Lab, tmp_path: Path) -> None:
     """Latency and bandwidth of all six links, two of them relayed, within a tenth. What else a machine does makes a
     probe worse, never better: one of three probes has to be right."""
-    machines = Machines(lab, tmp_path)
+    machines = Machines(Place(lab.command, str), tmp_path)
     serve = f"--host {lab.addresses[COORDINATOR]} --port 7433 --state {tmp_path}/fleet"
     wrong: list[str] = []
     try:

@@ -1,67 +1,39 @@
-"""Two devices that cannot reach each other: the coordinator copies bytes that it can neither read nor alter."""
+"""Two devices of which one cannot dial the other: both connect at the same time, or the coordinator copies bytes that
+it can neither read nor alter."""
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import socket
 import time
 from collections.abc import Generator
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
 from isthmus.errors import PeerError
-from isthmus.runtime.identity import Identity
 from isthmus.runtime.messages.run import StreamHello, ToPeer
-from isthmus.runtime.service.agent import join_fleet
 from isthmus.runtime.service.status_file import read_status
-from isthmus.runtime.transport import relay
+from isthmus.runtime.transport import relay, rendezvous, simultaneous_open
 from isthmus.runtime.transport.acceptor import first_message
 from isthmus.runtime.transport.channel import SocketChannel
-from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.multi_stream import StreamAssembler
 from isthmus.runtime.transport.relay import RelayedLink
-from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute, RelayStandby
+from isthmus.runtime.transport.simultaneous_open import worth_dialling
 from isthmus.training.layout import pack
 from tests.runtime.channel_cases import parcel
 
-from .parties import Fleet, soon
+from .parties import RUN, Fleet, ReachableDevice, soon
 
-RUN = "secret"
 WORDS = "in the open this could be read"
 
 
-class Parked:
-    """A device that listens, and is parked at the coordinator."""
-
-    def __init__(self, fleet: Fleet, folder: Path, name: str) -> None:
-        join_fleet(fleet.ticket(), {name: folder / name}, 5.0)
-        self.identity = Identity(folder / name)
-        self.dialer = PeerDialer(coordinator=("127.0.0.1", fleet.service.port), identity=self.identity, timeout_s=5.0)
-        self.came: queue.SimpleQueue[SocketChannel] = queue.SimpleQueue()
-        self.listener = Listener("127.0.0.1", identity=self.identity, timeout_s=5.0)
-        self.listener.start(self.came.put)
-        self.standby = RelayStandby(
-            self.dialer, RUN, lambda found: self.listener.adopt(found, "relayed", self.came.put)
-        )
-
-    def route(self, *, direct: bool = False, streams: int = 1) -> PeerRoute:
-        port = self.listener.port if direct else 0
-        return PeerRoute(
-            run=RUN, other="device 'far'", host="127.0.0.1", port=port, id=self.identity.id, streams=streams
-        )
-
-    def close(self) -> None:
-        self.standby.close()
-        self.listener.close()
-
-
 @contextlib.contextmanager
-def _devices(fleet: Fleet, folder: Path) -> Generator[tuple[Parked, Parked]]:
-    near, far = (Parked(fleet, folder, name) for name in ("near", "far"))
+def _devices(fleet: Fleet, folder: Path, *, direct: bool = False) -> Generator[tuple[ReachableDevice, ReachableDevice]]:
+    near, far = (ReachableDevice(fleet, folder, name, direct=direct) for name in ("near", "far"))
     try:
         yield near, far
     finally:
@@ -139,13 +111,13 @@ def test_a_relay_that_alters_a_byte_is_noticed(fleet: Fleet, tmp_path: Path) -> 
 
 
 def test_a_relay_that_leads_to_somebody_else_is_noticed(fleet: Fleet, tmp_path: Path) -> None:
-    honest = relay.Relay._fetched  # pyright: ignore[reportPrivateUsage]
+    honest = relay.Relay._requested  # pyright: ignore[reportPrivateUsage]
 
-    def false(self: relay.Relay, asked: relay.RelayConnect, id: str) -> socket.socket | None:
-        return honest(self, relay.RelayConnect(run=asked.run, id=id), id)  # back to the one who asked
+    def false(self: relay.Relay, asked: relay.RelayConnect, id: str, near: object) -> object:
+        return honest(self, relay.RelayConnect(run=asked.run, id=id), id, near)  # pyright: ignore  # back to who asked
 
     with (
-        mock.patch.object(relay.Relay, "_fetched", false),
+        mock.patch.object(relay.Relay, "_requested", false),
         _devices(fleet, tmp_path) as (near, far),
         pytest.raises(PeerError, match=f"identifies itself as device {near.identity.id}"),
     ):
@@ -158,6 +130,62 @@ def test_the_direct_way_is_taken_where_there_is_one(fleet: Fleet, tmp_path: Path
         assert not relayed
         channel.close()
         far.came.get(timeout=20).close()
+
+
+def test_devices_that_connect_at_the_same_time_need_no_relay(fleet: Fleet, tmp_path: Path) -> None:
+    with _devices(fleet, tmp_path, direct=True) as (near, far):
+        for _ in range(3):
+            ours, relayed = near.dialer.dial(far.route())
+            ours.send(parcel(7, torch.ones(3)), [pack(torch.ones(3))])
+            theirs = far.came.get(timeout=20)
+            while theirs.receive(idle_s=5) is None:  # one that `near` has not taken
+                theirs = far.came.get(timeout=20)
+            assert not relayed and theirs.party is not None and theirs.party.id == near.identity.id
+            ours.close()
+            assert theirs.receive(idle_s=5) is None
+
+
+def test_one_device_that_takes_no_part_is_relayed(fleet: Fleet, tmp_path: Path) -> None:
+    with _devices(fleet, tmp_path, direct=True) as (near, far):
+        relay_only = msgspec.structs.replace(near.dialer, direct=False)
+        channel, relayed = relay_only.dial(far.route())
+        assert relayed
+        channel.close()
+
+
+def test_addresses_that_cannot_be_anothers_are_not_dialled() -> None:
+    here = ("192.168.1.2", 5000)
+    foreign = ["127.0.0.1", "::1", "0.0.0.0", "169.254.1.1", "fe80::1", "224.0.0.1", "ff02::1", "a name"]
+    assert worth_dialling([(host, 80) for host in foreign], here) == []
+    assert worth_dialling([("192.0.2.1", 0), ("192.0.2.1", 1 << 16)], here) == []
+    assert worth_dialling([("192.0.2.1", 80), ("fd99::1", 80)], here) == [("192.0.2.1", 80), ("fd99::1", 80)]
+    assert worth_dialling([("127.0.0.1", 80)], ("127.0.0.1", 5000)) == [("127.0.0.1", 80)]
+
+
+def test_a_rendezvous_that_leads_to_somebody_else_is_not_taken(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "DIRECT_S", 0.5)
+    with _devices(fleet, tmp_path, direct=True) as (near, far):
+        other = ReachableDevice(fleet, tmp_path, "other")
+        honest = simultaneous_open.worth_dialling
+        monkeypatch.setattr(
+            rendezvous, "worth_dialling", lambda found, here: honest([("127.0.0.1", other.listener.port)], here)
+        )
+        monkeypatch.setattr(simultaneous_open, "_listen", lambda *_: None)
+        channel, relayed = near.dialer.dial(far.route())
+        assert relayed and channel.party is not None and channel.party.id == far.identity.id
+        channel.close()
+        other.close()
+
+
+def test_a_device_at_the_same_address_that_is_another_is_not_taken(fleet: Fleet, tmp_path: Path) -> None:
+    """Networks of two homes often have the same addresses."""
+    with _devices(fleet, tmp_path, direct=True) as (near, far):
+        wrong = msgspec.structs.replace(far.route(), port=near.listener.port)
+        channel, relayed = near.dialer.dial(wrong)
+        assert not relayed and channel.party is not None and channel.party.id == far.identity.id
+        channel.close()
 
 
 @pytest.mark.parametrize("direct", [False, True])

@@ -30,6 +30,7 @@ from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
 from isthmus.runtime.service.fleet_state import Addresses, FleetState
 from isthmus.runtime.service.job_queue import JobQueue
+from isthmus.units import parse_duration
 
 
 def serve_job(job: Job, choices: Choices, serving: Serving, observer: Observer, stop: Stop) -> Run:
@@ -72,6 +73,8 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     """So many are made at the start."""
     timeout: str = "60 s"
     """Silence after which a device is lost."""
+    renew_after_absence: str = "0 s"
+    """For so long a device may be away and needs no ticket when it comes back, though certificates end after a day."""
     state: Path | None = None
     """Folder with the fleet's keys; none: ~/.local/state/isthmus/fleet."""
     ticket: Callable[[str], None] = lambda _: None
@@ -81,10 +84,18 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 @contextlib.contextmanager
 def serving_fleet(serving: Serving, log: Callable[[str], None]) -> Generator[FleetCoordinator]:
     """A service that listens."""
+    renewed_s = parse_duration(serving.renew_after_absence, "--renew-after-absence")
     fleet = FleetState(serving.state or state_folder("fleet"))
     with (
         fleet.served(),
-        FleetCoordinator(fleet, serving.host, serving.port, timeout_s=timeout_s(serving.timeout), log=log) as service,
+        FleetCoordinator(
+            fleet,
+            serving.host,
+            serving.port,
+            timeout_s=timeout_s(serving.timeout),
+            log=log,
+            renew_after_absence_s=renewed_s,
+        ) as service,
     ):
         fleet.listens_at(_addresses(serving, service.port))
         service.start()

@@ -118,6 +118,12 @@ class ServeOptions:
         list[str] | None, typer.Option("--address", help="HOST[:PORT] by which devices reach it; may be repeated.")
     ] = None
     timeout: TimeoutOption = "60 s"
+    renew_after_absence: Annotated[
+        str,
+        typer.Option(
+            "--renew-after-absence", help="So long a device may be away and needs no new ticket: 30 d; default: a day."
+        ),
+    ] = "0 s"
     state: StateOption = None
 
     def serving(self, tickets: int) -> Serving:
@@ -128,6 +134,7 @@ class ServeOptions:
             addresses=tuple(self.address or ()),
             tickets=tickets,
             timeout=self.timeout,
+            renew_after_absence=self.renew_after_absence,
             state=self.state,
             ticket=typer.echo,
         )

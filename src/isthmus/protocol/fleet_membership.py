@@ -9,6 +9,7 @@ Pure: the host says what time it is with each event, and what the roster says. `
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable
 
 import msgspec
@@ -64,10 +65,21 @@ class _Run(msgspec.Struct):
 
 
 class _Wait(msgspec.Struct):
-    devices: tuple[str, ...]
+    devices: dict[str, None]
     every: bool
     began_s: float
+    away: set[str]
+    """Those of the devices that are not here: kept as they come and go, for there may be a thousand."""
     noted_s: float | None = None
+
+    @property
+    def missing(self) -> list[str]:
+        """Devices without which the wait goes on."""
+        return [d for d in self.devices if d in self.away] if self.goes_on else []
+
+    @property
+    def goes_on(self) -> bool:
+        return bool(self.away) if self.every else len(self.away) == len(self.devices)
 
 
 class _Question(msgspec.Struct, frozen=True):
@@ -99,12 +111,12 @@ class FleetMembership:
     @property
     def missing(self) -> frozenset[str]:
         """Devices that somebody waits for."""
-        return frozenset(d for wait in self._waits.values() for d in self._missing(wait))
+        return frozenset(d for wait in self._waits.values() for d in wait.missing)
 
     @property
     def awaited(self) -> tuple[str, ...]:
         """Devices without which a run does not begin, as is shown of them."""
-        return tuple(dict.fromkeys(self._shown(d) for wait in self._waits.values() for d in self._missing(wait)))
+        return tuple(dict.fromkeys(self._shown(d) for wait in self._waits.values() for d in wait.missing))
 
     def member(self, device: str) -> FleetMember | None:
         """To be read only."""
@@ -151,7 +163,8 @@ class FleetMembership:
                 self._expected, self._expected_until_s = run, now_s + within_s
             case WaitBegan():
                 self._revoked |= event.revoked
-                self._waits[event.wait] = _Wait(event.devices, event.every, now_s)
+                away = {d for d in event.devices if not self._is_here(d)}
+                self._waits[event.wait] = _Wait(dict.fromkeys(event.devices), event.every, now_s, away)
             case WaitStopped(wait=wait):
                 self._waits.pop(wait, None)
             case DeviceAsked():
@@ -164,6 +177,8 @@ class FleetMembership:
                 self._revoked = revoked
                 late = [q for q, asked in self._questions.items() if now_s >= asked.until_s]
                 self._fail(late, "did not answer for {within_s:g} s")
+        if isinstance(event, PeerIdentified | DeviceConnected | DeviceDisconnected | DeviceRevoked):
+            self._count(event.name if isinstance(event, PeerIdentified) else event.device)
         self._look_at_waits(now_s)
         out, self._out = self._out, []
         return out
@@ -293,27 +308,31 @@ class FleetMembership:
 
     # Waits and questions
 
+    def _count(self, device: str | None) -> None:
+        """For those who wait for this device, which has come or gone."""
+        for wait in self._waits.values():
+            if device in wait.away and self._is_here(device):
+                wait.away.discard(device)
+            elif device in wait.devices and not self._is_here(device):
+                wait.away.add(device)
+
     def _look_at_waits(self, now_s: float) -> None:
         for number, wait in list(self._waits.items()):
-            missing = self._missing(wait)
-            if not missing:
+            if not wait.goes_on:
                 del self._waits[number]
                 self._out.append(EndWait(number, tuple(filter(self._is_here, wait.devices))))
             elif wait.noted_s is None or (wait.every and now_s - wait.noted_s >= REMIND_S):
                 wait.noted_s = now_s
-                self._out.append(FleetNote(self._reminder(wait, missing, now_s - wait.began_s)))
+                self._out.append(FleetNote(self._reminder(wait, wait.missing, now_s - wait.began_s)))
 
     def _reminder(self, wait: _Wait, missing: Collection[str], waited_s: float) -> str:
-        names = ", ".join(map(self._shown, missing))
+        few = list(itertools.islice(missing, MOST_NAMES))
+        more = f" and {len(missing) - len(few)} more" if len(missing) > len(few) else ""
+        names = ", ".join(map(self._shown, few)) + more
         if not wait.every:
             return f"waiting for one of {names} to join"
         since = f", for {format_duration(waited_s)}" if waited_s >= REMIND_S else ""
         return f"waiting for {names} to join ({len(wait.devices) - len(missing)} here){since}"
-
-    def _missing(self, wait: _Wait) -> list[str]:
-        """Devices without which the wait goes on."""
-        missing = [d for d in wait.devices if not self._is_here(d)]
-        return missing if wait.every or len(missing) == len(wait.devices) else []
 
     def _shown(self, device: str) -> str:
         """A device that is missing. Of one that was revoked, waiting alone does not help."""

@@ -118,7 +118,9 @@ class DeviceWorker:
         listener = Listener(
             site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, timeout_s=timeout_s
         )
-        dialer = PeerDialer(coordinator=coordinator, identity=site.identity, timeout_s=timeout_s)
+        dialer = PeerDialer(
+            coordinator=coordinator, identity=site.identity, timeout_s=timeout_s, direct=not site.relayed
+        )
         near = site.sharing.doors if site.sharing is not None else {}
         if site.sharing is not None:
             site.sharing.doors[site.device] = (site.host, listener.port)

@@ -36,7 +36,7 @@ class Member(msgspec.Struct, frozen=True):
     name: str
     joined_s: float
     seen_s: float
-    """When it last connected."""
+    """When it last connected, or got a certificate."""
     revoked_s: float | None = None
 
 
@@ -98,11 +98,29 @@ class Roster:
             ).fetchone()
         return None if found is None else str(found[0])
 
+    def here(self) -> frozenset[str]:
+        """Ids of all devices that may take part."""
+        with self._database.reading() as database:
+            return frozenset(id for (id,) in database.execute("SELECT id FROM devices WHERE revoked_s IS NULL"))
+
     def is_revoked(self, name: str) -> bool:
         """Whether the last device of this name was revoked, and no other has taken it."""
         with self._database.reading() as database:
             found = database.execute("SELECT min(revoked_s NOT NULL) FROM devices WHERE name = ?", (name,)).fetchone()
         return found[0] == 1
+
+    def returning(self, device: str, now_s: float, within_s: float) -> str:
+        """The name of a device that was here within so many seconds. PeerError for any other."""
+        with self._database.reading() as database:
+            found = database.execute("SELECT name, seen_s, revoked_s FROM devices WHERE id = ?", (device,)).fetchone()
+        name, seen_s, revoked_s = found or (None, 0.0, None)
+        if name is None or revoked_s is not None:
+            raise PeerError("this device is not in the fleet, or was revoked")
+        if now_s - seen_s > within_s:
+            away = f"it was away for {(now_s - seen_s) / 86400:.1f} days"
+            limit = f"renews certificates after at most {within_s / 86400:g} days" if within_s else "renews none then"
+            raise PeerError(f"{away}, and the coordinator {limit} (--renew-after-absence)")
+        return str(name)
 
     def seen(self, device: str, now_s: float) -> None:
         with self._database.changing() as database:

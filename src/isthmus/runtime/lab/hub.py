@@ -36,7 +36,7 @@ from pathlib import Path
 
 import msgspec
 
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 _SOL_PACKET, _PACKET_STATISTICS, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 6, 15, 23
 _ETH_P_ALL = 3
 _SO_RCVBUFFORCE = 33
@@ -265,7 +265,7 @@ def _port_name(index: int) -> str:
     return f"port{index + 1}"
 
 
-def _system_call(name: str, *arguments: int) -> None:
+def system_call(name: str, *arguments: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)  # os.unshare and os.setns arrive in Python 3.12
     if libc[name](*arguments) != 0:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
@@ -274,12 +274,12 @@ def _system_call(name: str, *arguments: int) -> None:
 def _enter_user_namespace() -> bool:
     """Become root of a new user namespace unless this process may make network namespaces already."""
     try:
-        _system_call("unshare", _CLONE_NEWNET)
+        system_call("unshare", CLONE_NEWNET)
         return False
     except PermissionError:
         user, group = os.geteuid(), os.getegid()
     try:
-        _system_call("unshare", _CLONE_NEWUSER)
+        system_call("unshare", _CLONE_NEWUSER)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
@@ -290,7 +290,7 @@ def _enter_user_namespace() -> bool:
 
 def _new_namespace() -> int:
     """Move this process into a new network namespace and return a descriptor that keeps it alive."""
-    _system_call("unshare", _CLONE_NEWNET)
+    system_call("unshare", CLONE_NEWNET)
     for name, value in _SYSCTLS.items():
         with suppress(FileNotFoundError):  # a kernel built without IPv6
             Path("/proc/sys/net", name).write_text(value)
@@ -316,7 +316,7 @@ def _connect(addresses: list[str]) -> list[int]:
         port = _port_name(index)
         _ip([f"link add {port} type veth {peer}", f"link set {port} up"])
     for index, namespace in enumerate(namespaces):
-        _system_call("setns", namespace, _CLONE_NEWNET)
+        system_call("setns", namespace, CLONE_NEWNET)
         # No default route: a packet for any other address has nowhere to go.
         commands = ["link set lo up", f"address add {addresses[index]}/24 dev eth0", "link set eth0 up"]
         commands += [
@@ -325,7 +325,7 @@ def _connect(addresses: list[str]) -> list[int]:
             if other != index
         ]
         _ip(commands)
-    _system_call("setns", here, _CLONE_NEWNET)
+    system_call("setns", here, CLONE_NEWNET)
     return namespaces
 
 

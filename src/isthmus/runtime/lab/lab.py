@@ -121,6 +121,10 @@ class Lab:
             raise unknown_name("place", place, self.addresses)
         return self._running().enter(self._places.index(place))
 
+    def network(self, place: str) -> str:
+        """The file of this place's network namespace."""
+        return self._running().network(self._places.index(place))
+
     def payload_bandwidth_bytes_per_s(self, source: str, target: str) -> float:
         """What TCP can carry of the application's bytes on a link, at best; infinite where nothing limits it."""
         link = self._links[source, target]
@@ -199,11 +203,13 @@ class _HubProcess:
         self._ready = answer
 
     def enter(self, index: int) -> list[str]:
-        process = f"/proc/{self._ready.pid}"
-        words = [self._nsenter, f"--net={process}/fd/{self._ready.namespaces[index]}"]
+        words = [self._nsenter, f"--net={self.network(index)}"]
         if self._ready.owns_user_namespace:
-            words += [f"--user={process}/ns/user", "--preserve-credentials"]
+            words += [f"--user=/proc/{self._ready.pid}/ns/user", "--preserve-credentials"]
         return [*words, "--"]
+
+    def network(self, index: int) -> str:
+        return f"/proc/{self._ready.pid}/fd/{self._ready.namespaces[index]}"
 
     def count(self) -> HubCount:
         with self._lock:

@@ -96,8 +96,11 @@ class JoinRequest(msgspec.Struct, frozen=True):
     """The join frame: all that a machine without a certificate can say."""
 
     secret: bytes
+    """Of a ticket; empty for a device that returns."""
     devices: Annotated[tuple[NewDevice, ...], Meta(min_length=1, max_length=MOST_NEW_DEVICES)]
     versions: Versions
+    returning: str = ""
+    """The id of a device of the fleet whose certificate ended while it was away."""
 
 
 class JoinAnswer(msgspec.Struct, frozen=True):

@@ -71,9 +71,19 @@ class AssignMessage(Message, frozen=True, kw_only=True):
 RunMessage = Hello | ToPeer | Credit | JoinRun | ToCoordinator | Heartbeat | AssignMessage | ToDevice
 
 
+MOST_ADDRESSES = 4
+PublicAddresses = Annotated[tuple[tuple[str, int], ...], msgspec.Meta(max_length=MOST_ADDRESSES)]
+"""Host and port, at which a device may be reached from beyond its own network."""
+
+
 class RelayWait(Message, frozen=True, kw_only=True):
-    """Device to coordinator, the first message on the connection: the relay may give this connection to another device
-    that wants to reach this one, for `run`."""
+    """Device to coordinator, the first message on the connection: another device may reach this one by it, for
+    `run`."""
+
+    addresses: PublicAddresses = ()
+    """That no NAT changes, as those of IPv6. The coordinator adds the one that it sees."""
+    direct: bool = True
+    """Whether a direct connection may be tried; else the relay alone."""
 
 
 class RelayConnect(Message, frozen=True, kw_only=True):
@@ -81,11 +91,23 @@ class RelayConnect(Message, frozen=True, kw_only=True):
     `run`."""
 
     id: str
+    addresses: PublicAddresses = ()
+    direct: bool = True
+
+
+class Rendezvous(Message, frozen=True, kw_only=True):
+    """Coordinator to both devices: connect to the other one, both at the same time. If that fails, the device that
+    asked sends `RelayReady`; else it closes this connection."""
+
+    addresses: PublicAddresses
+    after_s: float
+    """To wait before the first attempt: whose message takes longer waits less."""
 
 
 class RelayReady(Message, frozen=True, kw_only=True):
     """Coordinator to both devices, and back from the one that was waiting: from the next byte on, the connection leads
-    to the other device. `failure` is the reason if it does not."""
+    to the other device. `failure` is the reason if it does not. From the device that asked: relay, there is no direct
+    way."""
 
     failure: str = ""
 
@@ -99,4 +121,4 @@ class StreamHello(Message, frozen=True, kw_only=True):
     of: int
 
 
-RelayMessage = RelayWait | RelayConnect | RelayReady | StreamHello
+RelayMessage = RelayWait | RelayConnect | Rendezvous | RelayReady | StreamHello

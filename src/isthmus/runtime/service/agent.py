@@ -40,7 +40,7 @@ from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace
 from isthmus.runtime.service.data_queries import DataAnswers
 from isthmus.runtime.service.device_probe import compute_speed, expect_probe, measure_link
-from isthmus.runtime.service.enrollment import Dismissal, join
+from isthmus.runtime.service.enrollment import Dismissal, join, renew_late
 from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.message_sender import start_heartbeats
@@ -143,9 +143,12 @@ class Agent:
                 except Dismissal:
                     raise
                 except PeerError as e:
+                    hint = self._renewed_late()
+                    if hint is None:
+                        continue
                     wait_s = self._retries_s[min(self._failed, len(self._retries_s) - 1)]
                     self._failed += 1
-                    self._complain(f"{e}{self._outdated()}; trying again in {wait_s:g} s")
+                    self._complain(f"{e}{hint}; trying again in {wait_s:g} s")
                     self._over.wait(wait_s)
         finally:
             self._end_work(halted=False)
@@ -161,15 +164,25 @@ class Agent:
             self._complaint, self._complained_s = text, now_s
             self._log(text)
 
-    def _outdated(self) -> str:
-        """A hint that this device's certificate has expired. The coordinator gives no reason: it closes connections
-        without a valid certificate."""
+    def _renewed_late(self) -> str | None:
+        """None where the certificate had ended, and is renewed. Else a hint that it has ended, if it has: the
+        coordinator gives no reason, it closes connections without a valid certificate."""
         over_s = time.time() - self._identity.expires_s()
         if over_s <= 0:
             return ""
+        refused = ""
+        try:
+            renew_late(self._identity, self._membership.coordinators, self._timeout_s)
+            if self._identity.expires_s() > time.time():
+                self._log("the certificate had ended, and is renewed")
+                return None
+        except Dismissal as e:
+            refused = f"; {e}"
+        except PeerError:  # as the connection before
+            pass
         return (
-            f" (by this machine's clock the device's certificate ended {over_s / 3600:.1f} hours ago: set the clock, "
-            "or join again with a new ticket in --ticket-file)"
+            f" (by this machine's clock the device's certificate ended {over_s / 3600:.1f} hours ago{refused}: set the "
+            "clock, or join again with a new ticket in --ticket-file)"
         )
 
     @property
@@ -226,15 +239,16 @@ class Agent:
 
     def _watch(self, channel: SocketChannel, lane: SendLane, gone: threading.Event) -> None:
         """Renew the certificate, and report a process that ended."""
-        asked_s = 0.0
+        looked_s = float("-inf")
         reported: tuple[DeviceProcesses | None, dict[str, str]] = (None, {})
         while not gone.wait(TICK_S):
             now_s = time.monotonic()
             if self._over.is_set():
                 channel.close()
-            if now_s - asked_s >= self._timeout_s and self._identity.is_due(time.time()):
-                asked_s = now_s
-                lane.put(Renew(run="", request=self._identity.request()))
+            if now_s - looked_s >= self._timeout_s:  # reading a certificate takes as long as all else in a tick
+                looked_s = now_s
+                if self._identity.is_due(time.time()):
+                    lane.put(Renew(run="", request=self._identity.request()))
             with self._lock:
                 work = self._work
                 how = work[1].ended() if work is not None else {}
@@ -288,7 +302,12 @@ class Agent:
                 pass
 
     def _dialer(self, coordinator: tuple[str, int]) -> PeerDialer:
-        return PeerDialer(coordinator=coordinator, identity=self._identity, timeout_s=self._timeout_s)
+        return PeerDialer(
+            coordinator=coordinator,
+            identity=self._identity,
+            timeout_s=self._timeout_s,
+            direct=not self._place.relayed,
+        )
 
     def _beside(self, act: Callable[[], None]) -> None:
         """Not in the thread that listens to the coordinator."""

@@ -6,6 +6,9 @@
              ── join frame: secret, request ─────►                 the only frame that an unknown peer may send
              ◄── certificate, or why not ────────
 
+A device of the fleet whose certificate ended while it was away sends the same frame: its id in place of the secret. It
+has the authority's certificate already. Only who holds its key can use what is issued.
+
 A frame here is its length (u32) and one msgpack struct, at most `MOST_FRAME_BYTES`.
 """
 
@@ -18,7 +21,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
 import msgspec
@@ -27,7 +30,7 @@ from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity import Authority, Identity, Roster, Ticket
 from isthmus.runtime.identity.authority import requested_key
 from isthmus.runtime.identity.keys import id_of
-from isthmus.runtime.messages.fleet import JoinAnswer, JoinRequest, NewDevice
+from isthmus.runtime.messages.fleet import MOST_REQUEST_BYTES, JoinAnswer, JoinRequest, NewDevice
 from isthmus.runtime.messages.versions import mismatch, versions_here
 from isthmus.runtime.transport.channel import connected
 from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_unknown
@@ -56,8 +59,9 @@ class Dismissal(PeerError):
     exit_code = UserError.exit_code
 
 
-def admit(connection: Connection, authority: Authority, roster: Roster) -> str | None:
-    """The coordinator's part; returns the names of the devices that joined, None if nobody did.
+def admit(connection: Connection, authority: Authority, roster: Roster, renew_within_s: float = 0.0) -> str | None:
+    """The coordinator's part; returns the names of the devices that joined, None if nobody did. A device that was away
+    for less than `renew_within_s` needs no ticket.
 
     Whatever an unknown peer sends ends in a refusal at the cost of one small frame. OSError and PeerError when it left
     or sent no join frame.
@@ -65,12 +69,29 @@ def admit(connection: Connection, authority: Authority, roster: Roster) -> str |
     send_frame(connection, authority.der())
     asked = _decoded(receive_frame(connection), JoinRequest)
     try:
-        certificates = _certificates(asked, authority, roster)
+        if asked.returning:
+            names, certificates = _renewed(asked, authority, roster, renew_within_s)
+        else:
+            names, certificates = ", ".join(d.name for d in asked.devices), _certificates(asked, authority, roster)
     except PeerError as e:
         send_frame(connection, msgspec.msgpack.encode(JoinAnswer(refused=str(e))))
         return None
     send_frame(connection, msgspec.msgpack.encode(JoinAnswer(certificates)))
-    return ", ".join(device.name for device in asked.devices)
+    return names
+
+
+def _renewed(
+    asked: JoinRequest, authority: Authority, roster: Roster, within_s: float
+) -> tuple[str, tuple[bytes, ...]]:
+    """PeerError says why there is none. A request is read of one who knows a device's id only."""
+    now_s = time.time()
+    name = roster.returning(asked.returning, now_s, within_s)
+    request = asked.devices[0].request
+    if len(request) > MOST_REQUEST_BYTES or id_of(requested_key(request)) != asked.returning:
+        raise PeerError("asked for a certificate of another key")
+    certificate = authority.certify(request, "device")[1]
+    roster.seen(asked.returning, now_s)
+    return f"{name}, which was away", (certificate,)
 
 
 def _certificates(asked: JoinRequest, authority: Authority, roster: Roster) -> tuple[bytes, ...]:
@@ -137,18 +158,47 @@ def _join_at(
             raise HungUp(f"{where}: {e}") from None
         except (OSError, PeerError) as e:
             raise Unreached(f"{where}: {e}") from None
-        try:
-            new_devices = tuple(NewDevice(name, identity.request()) for name, identity in identities.items())
-            asked = JoinRequest(secret=ticket.secret, devices=new_devices, versions=versions_here())
-            send_frame(connection, msgspec.msgpack.encode(asked))
-            answer = _decoded(receive_frame(connection), JoinAnswer)
-        except OSError as e:
-            raise Unreached(f"{where}: {e.strerror or e}") from None
-    if answer.refused or len(answer.certificates) != len(identities):
-        raise Dismissal(f"{where} refused: {sanitize(answer.refused)[:MOST_SHOWN]}")
+        new_devices = tuple(NewDevice(name, identity.request()) for name, identity in identities.items())
+        asked = JoinRequest(secret=ticket.secret, devices=new_devices, versions=versions_here())
+        answer = _answered(connection, asked, where)
     for identity, certificate in zip(identities.values(), answer.certificates, strict=True):
         identity.keep(certificate, authority)
     return host, port
+
+
+def renew_late(identity: Identity, coordinators: Sequence[tuple[str, int]], timeout_s: float) -> None:
+    """Another certificate for one that has ended, at the first of the addresses that answers. Dismissal when the
+    coordinator refuses, PeerError when none answers."""
+    failures: list[str] = []
+    for host, port in coordinators:
+        where = f"coordinator at {host}:{port}"
+        authority = identity.authority_der()
+        try:
+            connection = secure_unknown(_dialled(host, port, timeout_s), ssl.DER_cert_to_PEM_cert(authority))
+            with contextlib.closing(connection):
+                connection.settimeout(timeout_s)
+                receive_frame(connection)  # the authority's certificate
+                device = NewDevice("", identity.request())
+                asked = JoinRequest(b"", (device,), versions_here(), returning=identity.id)
+                identity.keep(_answered(connection, asked, where).certificates[0], authority)
+                return
+        except Dismissal:
+            raise
+        except (OSError, PeerError) as e:
+            failures.append(f"{where}: {e}")
+    raise PeerError("; ".join(failures))
+
+
+def _answered(connection: Connection, asked: JoinRequest, where: str) -> JoinAnswer:
+    """With a certificate for each device. Dismissal when it is refused, Unreached when nothing comes."""
+    try:
+        send_frame(connection, msgspec.msgpack.encode(asked))
+        answer = _decoded(receive_frame(connection), JoinAnswer)
+    except OSError as e:
+        raise Unreached(f"{where}: {e.strerror or e}") from None
+    if answer.refused or len(answer.certificates) != len(asked.devices):
+        raise Dismissal(f"{where} refused: {sanitize(answer.refused)[:MOST_SHOWN]}")
+    return answer
 
 
 def _dialled(host: str, port: int, timeout_s: float) -> socket.socket:

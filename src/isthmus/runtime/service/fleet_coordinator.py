@@ -59,7 +59,7 @@ from isthmus.runtime.service.status_file import CoordinatorStatus, remove_status
 from isthmus.runtime.transport.acceptor import Acceptor, first_message
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
-from isthmus.runtime.transport.listener import Listener
+from isthmus.runtime.transport.listener import Listener, allow_many_connections
 from isthmus.runtime.transport.rate_limit import RateLimit
 from isthmus.runtime.transport.relay import Relay
 from isthmus.runtime.transport.secure import Connection
@@ -81,9 +81,19 @@ class FleetCoordinator:
     """Listens from `start` on. `log` gets one line for whatever a person may want to know; any thread."""
 
     def __init__(
-        self, state: FleetState, host: str, port: int, *, timeout_s: float, log: Callable[[str], None]
+        self,
+        state: FleetState,
+        host: str,
+        port: int,
+        *,
+        timeout_s: float,
+        log: Callable[[str], None],
+        renew_after_absence_s: float = 0.0,
     ) -> None:
+        """A device that was away for less than `renew_after_absence_s` needs no ticket when its certificate has
+        ended."""
         self._state = state
+        self._renew_after_absence_s = renew_after_absence_s
         self._timeout_s = timeout_s
         self._log = log
         self._presence = Presence(state.roster, log, timeout_s=timeout_s, cut=self._cut)
@@ -104,6 +114,7 @@ class FleetCoordinator:
 
     def start(self) -> None:
         """UserError if the fleet's status cannot be written to the state folder."""
+        allow_many_connections()
         write_status(self._state.folder, self.current_status())
         self._listener.start(self._on_connection)
         self._watching.start()
@@ -221,7 +232,7 @@ class FleetCoordinator:
 
     def _unknown_peer(self, connection: Connection) -> None:
         with contextlib.suppress(OSError, PeerError, StoreError):
-            name = admit(connection, self._state.authority, self._state.roster)
+            name = admit(connection, self._state.authority, self._state.roster, self._renew_after_absence_s)
             if name is not None:
                 self._log(f"certificate for {name}")
 
@@ -321,6 +332,7 @@ class FleetCoordinator:
     def _renewed(self, request: bytes, party: Party) -> bytes:
         if len(request) > MOST_REQUEST_BYTES or id_of(requested_key(request)) != party.id:
             raise PeerError(f"device {party.id}: asked for a certificate of another key")
+        self._state.roster.seen(party.id, time.time())
         return self._state.authority.certify(request, "device")[1]
 
     def _watch(self) -> None:
@@ -333,8 +345,10 @@ class FleetCoordinator:
 
     def _look(self) -> None:
         self._presence.tick()
+        here = self._state.roster.here()  # one query, however many devices there are
         for id, name in dict(self._presence.names_by_id).items():
-            self._check_member(name, id)
+            if id not in here:
+                self._check_member(name, id)
         self._state.renew()
         write_status(self._state.folder, self.current_status())
 

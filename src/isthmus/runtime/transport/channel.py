@@ -297,6 +297,12 @@ class SocketChannel:
         """What it runs over."""
         return self._socket
 
+    @property
+    def peer_address(self) -> tuple[str, int]:
+        """Of the other end of a TLS connection, as it is seen from here. OSError."""
+        assert isinstance(self._socket, TlsConnection), "only parties that are known have one"
+        return self._socket.peer_address()
+
     def bare(self) -> socket.socket:
         """The stream under TLS, for other bytes than frames; the other side does the same. OSError when it does not."""
         assert isinstance(self._socket, TlsConnection), "only TLS can be ended"

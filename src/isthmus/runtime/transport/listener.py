@@ -4,6 +4,7 @@ number of those that are not yet is bounded: a new one replaces the oldest."""
 from __future__ import annotations
 
 import contextlib
+import resource
 import socket
 import threading
 from collections import Counter
@@ -23,6 +24,7 @@ MOST_OF_ONE = 128
 """Connections at once from one authenticated peer, at 100 KB each. A working device needs a few, and up to 64 relayed
 ones."""
 ACCEPT_AGAIN_S = 0.1
+MOST_FILES = 65_536
 
 Greet = Callable[[SocketChannel], None]
 """Handles a connection, in the connection's own thread."""
@@ -152,6 +154,16 @@ class Listener:
         finally:
             secured.close()
         return None
+
+
+def allow_many_connections() -> None:
+    """Open as many files as this process may: a shell's limit is often 1,024, and a device at work has several
+    connections."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if most == resource.RLIM_INFINITY else min(MOST_FILES, most)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a system with a lower limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def refuse_exposure(host: str) -> None:

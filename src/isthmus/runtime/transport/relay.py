@@ -1,6 +1,13 @@
-"""The coordinator's part where two devices cannot reach each other: it copies bytes between two connections of theirs.
+"""The coordinator's part where one device cannot dial another: it tells both where they are and when to connect to each
+other at the same time; if that fails, it copies bytes between two connections of theirs.
 
-    A ── TLS ──► coordinator ◄── TLS ── B       both dial out: B waits at the relay, A asks for B
+    A ── asks for B ──► coordinator ◄── waits ── B      B waits before anybody asks
+    A ◄── address of B, when ─┴─ address of A, when ──► B      as the coordinator sees them, beyond the devices' NATs
+    A ◄──────────────── TLS ────────────────► B      if a direct connection comes about: A hangs up here
+
+Else A asks to be relayed, on the same two connections:
+
+    A ── TLS ──► coordinator ◄── TLS ── B
     A ◄─────────── bytes ─────────────► B       TLS with the coordinator ends on both connections; what it copies from
                                                 then on is TLS between A and B, who verify each other
 
@@ -17,12 +24,14 @@ import threading
 import time
 from collections import defaultdict, deque
 
+import msgspec
+
 from isthmus.errors import PeerError
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.run import Heartbeat, RelayConnect, RelayReady, RelayWait
+from isthmus.runtime.messages.run import MOST_ADDRESSES, Heartbeat, RelayConnect, RelayReady, RelayWait, Rendezvous
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.relay_status import RelayedLink
-from isthmus.runtime.transport.tcp import round_trip_s
+from isthmus.runtime.transport.tcp import least_round_trip_s, round_trip_s
 
 COPY_BYTES = 1 << 18
 MOST_WAITING = 8
@@ -30,15 +39,40 @@ MOST_WAITING = 8
 WAIT_S = 3.0
 """How long a request waits for the other device. A device starts to wait before others learn of it, so it is there
 unless it is gone."""
+MEET_S = 15.0
+"""How long devices may take to find out whether there is a direct way."""
 MOST_STREAMS = 64
 """Relayed connections at once, of one device."""
 
 
-class _RelayRequest:
-    """A request for a waiting device."""
+class _End(msgspec.Struct, frozen=True):
+    """What one device has to know of the other one."""
 
-    def __init__(self) -> None:
+    addresses: tuple[tuple[str, int], ...]
+    """Empty where no direct connection may be tried."""
+    latency_s: float
+    """From the coordinator, one way."""
+
+    def rendezvous(self, run: str, other: _End) -> Rendezvous:
+        """For this device, with the `other` one."""
+        return Rendezvous(run=run, addresses=other.addresses, after_s=max(0.0, other.latency_s - self.latency_s))
+
+
+class _RelayRequest:
+    """A request for a waiting device, by the thread of the device that asked."""
+
+    def __init__(self, near: _End) -> None:
+        self.near = near
+        self.far: queue.SimpleQueue[_End | None] = queue.SimpleQueue()
+        """Of the waiting device, once it has been notified; None if it is gone."""
+        self.relay: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """Whether to relay; False when there is nothing left to do."""
         self.answers: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+        """The connection to relay to."""
+
+    def cancel(self) -> None:
+        self.far.put(None)
+        self.answers.put(None)
 
 
 class _WaitingDevice:
@@ -104,7 +138,7 @@ class Relay:
         """Until the connection ends. `names` are those of devices by id. OSError, PeerError."""
         assert channel.party is not None, "the listener admits no unknown peer"
         if isinstance(first, RelayWait):
-            self._wait_for_relay(channel, first.run, channel.party.id)
+            self._wait_for_relay(channel, first, channel.party.id)
         else:
             self._reach(channel, first, channel.party.id, names)
 
@@ -126,7 +160,8 @@ class Relay:
         for stream in streams:
             stream.close()
 
-    def _wait_for_relay(self, channel: SocketChannel, run: str, id: str) -> None:
+    def _wait_for_relay(self, channel: SocketChannel, asked: RelayWait, id: str) -> None:
+        run = asked.run
         waiting_device = _WaitingDevice()
         with self._changed:
             places = self._waiting_devices[run, id]
@@ -137,7 +172,7 @@ class Relay:
         request: _RelayRequest | None = None
         try:
             request = self._awaited(channel, waiting_device)
-            if request is None:
+            if request is None or not self._meets(channel, asked, request):
                 return
             channel.send(RelayReady(run=run))
             while not isinstance(said := _said(channel, self._timeout_s), RelayReady):
@@ -146,10 +181,20 @@ class Relay:
             request.answers.put(channel.bare())
         except (OSError, PeerError):
             if request is not None:
-                request.answers.put(None)
+                request.cancel()
             raise
         finally:
             self._leave(run, id, waiting_device)
+
+    def _meets(self, channel: SocketChannel, asked: RelayWait, request: _RelayRequest) -> bool:
+        """Whether to relay, after both devices had the time to connect directly."""
+        far = _end(channel, asked)
+        if far.addresses and request.near.addresses:
+            channel.send(far.rendezvous(asked.run, request.near))
+        request.far.put(far)
+        with contextlib.suppress(queue.Empty):
+            return request.relay.get(timeout=max(self._timeout_s, MEET_S))
+        return False
 
     def _awaited(self, channel: SocketChannel, waiting_device: _WaitingDevice) -> _RelayRequest | None:
         """Until somebody wants it; meanwhile both sides see that the other is there. None when it leaves."""
@@ -170,10 +215,21 @@ class Relay:
                 del self._waiting_devices[run, id]
         with contextlib.suppress(queue.Empty):  # somebody who came at the last moment
             while True:
-                waiting_device.requests.get_nowait().answers.put(None)
+                waiting_device.requests.get_nowait().cancel()
 
     def _reach(self, channel: SocketChannel, asked: RelayConnect, id: str, names: dict[str, str]) -> None:
-        far = self._fetched(asked, id)
+        far = None
+        if (found := self._requested(asked, id, _end(channel, asked))) is not None:
+            request, end = found
+            relays = False
+            try:
+                relays = self._asks_for_relay(channel, asked.run, request, end)
+            finally:
+                request.relay.put(relays)
+            if not relays:
+                return
+            with contextlib.suppress(queue.Empty):
+                far = request.answers.get(timeout=WAIT_S)
         if far is None:
             failure = f"device {names.get(asked.id, asked.id)!r} has no connection here that could be relayed"
             channel.send(RelayReady(run=asked.run, failure=failure))
@@ -198,12 +254,18 @@ class Relay:
             with self._changed:
                 self._streams.discard(stream)
 
-    def _fetched(self, asked: RelayConnect, id: str) -> socket.socket | None:
-        """A connection to the device that is wanted, which may be about to wait for a relay; None if it does not
-        come."""
+    def _asks_for_relay(self, channel: SocketChannel, run: str, request: _RelayRequest, far: _End) -> bool:
+        """False for a device that has found a direct way, or has left."""
+        if not (far.addresses and request.near.addresses):
+            return True
+        channel.send(request.near.rendezvous(run, far))
+        return _said(channel, max(self._timeout_s, MEET_S)) is not None
+
+    def _requested(self, asked: RelayConnect, id: str, near: _End) -> tuple[_RelayRequest, _End] | None:
+        """A request that the wanted device has taken, which may be about to wait; None if it does not come."""
         deadline_s = time.monotonic() + WAIT_S
         while (left_s := deadline_s - time.monotonic()) > 0:
-            request = _RelayRequest()
+            request = _RelayRequest(near)
             with self._changed:
                 if sum(id in stream.ids for stream in self._streams) >= MOST_STREAMS:
                     return None
@@ -213,9 +275,18 @@ class Relay:
                     continue
                 places.popleft().requests.put(request)
             with contextlib.suppress(queue.Empty):
-                if (found := request.answers.get(timeout=WAIT_S)) is not None:
-                    return found
+                if (far := request.far.get(timeout=WAIT_S)) is not None:
+                    return request, far
+            request.relay.put(False)
         return None
+
+
+def _end(channel: SocketChannel, asked: RelayWait | RelayConnect) -> _End:
+    """OSError when the device is gone."""
+    trip_s = least_round_trip_s(channel.connection)
+    stated = [(host, port) for host, port in asked.addresses if ":" in host]  # of IPv4 only what is seen from here
+    addresses = (channel.peer_address, *stated)[:MOST_ADDRESSES] if asked.direct else ()
+    return _End(addresses, 0.0 if trip_s is None else trip_s / 2)
 
 
 def _said(channel: SocketChannel, timeout_s: float) -> AnyMessage | None:

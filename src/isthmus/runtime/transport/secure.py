@@ -128,6 +128,11 @@ class TlsConnection:
         if (left_s is not None and left_s <= 0) or not poll.poll(None if left_s is None else left_s * 1000):
             raise TimeoutError
 
+    def peer_address(self) -> tuple[str, int]:
+        """Of the other end, as it is seen from here. OSError."""
+        host, port, *_ = self._shared.session.getpeername()
+        return host, port
+
     def bare(self) -> socket.socket:
         """The stream without TLS from here on; the other side does the same at the same time. Nobody else may use the
         connection meanwhile, nor later. OSError."""

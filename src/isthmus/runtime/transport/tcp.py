@@ -45,10 +45,14 @@ def until_reached(attempt: Callable[[], Reached], within_s: float, passing: type
 
 
 _BBR = b"bbr"
+MOST_TRIP_S = 60.0
+"""A longer one stands for none that was measured."""
 LONG_S = 0.01
 """Round trips of long links."""
 _RTT = struct.Struct("=68xI")
 """Where `struct tcp_info` of Linux has the smoothed round trip, in microseconds."""
+_LEAST_RTT = struct.Struct("=148xI")
+"""And the least one."""
 
 
 class HasSocketOptions(Protocol):
@@ -59,8 +63,18 @@ class HasSocketOptions(Protocol):
 
 def round_trip_s(connection: HasSocketOptions) -> float | None:
     """As the kernel sees it; None where it does not say."""
+    return _seconds(connection, _RTT)
+
+
+def least_round_trip_s(connection: HasSocketOptions) -> float | None:
+    """Without what the other side waited before it acknowledged."""
+    found = _seconds(connection, _LEAST_RTT)
+    return None if found is None or found > MOST_TRIP_S else found
+
+
+def _seconds(connection: HasSocketOptions, field: struct.Struct) -> float | None:
     with contextlib.suppress(OSError, AttributeError, struct.error):
-        return int(_RTT.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256))[0]) / 1e6
+        return int(field.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256))[0]) / 1e6
     return None
 
 

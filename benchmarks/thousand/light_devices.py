@@ -1,0 +1,101 @@
+"""Many light devices in one process: real agents, whose work for runs is done by threads in place of processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from isthmus.errors import IsthmusError
+from isthmus.federated.task_spec import load_site
+from isthmus.runtime.device.device import DeviceWorker
+from isthmus.runtime.device.peer_connections import Endpoint
+from isthmus.runtime.federated.site_runner import SiteRunner
+from isthmus.runtime.identity import Identity, decode_ticket
+from isthmus.runtime.messages.fleet import StartRun
+from isthmus.runtime.processes.device_processes import ProcessPlace
+from isthmus.runtime.service.agent import Agent, Membership, join_fleet
+
+JOINING_AT_ONCE = 4
+"""Devices of one process: the coordinator cuts connections of an address that opens more than 16 at a time."""
+TIMEOUT_S = 60.0
+SITE = "site.toml"
+"""In the folder: what devices do for federated runs. Without it they work as stages."""
+
+
+class LightDevice:
+    """A device's `RunStarter`."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self._name, self._folder = name, folder
+        self._site: SiteRunner | None = None
+
+    def start_run(self, call: StartRun, coordinator: tuple[str, int]) -> None:
+        site = self._folder.parent / SITE
+        if site.exists():
+            if self._site is None:
+                self._site = SiteRunner(load_site(site), self._name, self._folder, log=_nothing, fail=_failed)
+            self._site.start_run(call, coordinator)
+        else:
+            threading.Thread(target=self._work, args=(call, coordinator), daemon=True).start()
+
+    def stop_run(self, run: str) -> None:
+        if self._site is not None:
+            self._site.stop_run(run)
+
+    def end(self) -> None:
+        if self._site is not None:
+            self._site.end()
+
+    def _work(self, call: StartRun, coordinator: tuple[str, int]) -> None:
+        endpoint = Endpoint(device=self._name, identity=Identity(self._folder))
+        try:
+            DeviceWorker(coordinator, endpoint, call.run, call.timeout_s).work()
+        except IsthmusError as e:
+            _failed(e)
+
+
+def _failed(error: IsthmusError) -> None:
+    print(error, file=sys.stderr, flush=True)
+
+
+def _nothing(_: str) -> None:
+    pass
+
+
+def forked(root: Path, names: Sequence[str], tickets: Sequence[str]) -> int:
+    """The process with these devices, which runs until it is killed. To be called before threads are started."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _run(root, names, tickets)
+    finally:
+        os._exit(1)
+
+
+def _run(root: Path, names: Sequence[str], tickets: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    threading.stack_size(1 << 18)
+
+    def join(name: str, ticket: str) -> None:
+        folder = root / name
+        membership = join_fleet(decode_ticket(ticket), {name: folder}, TIMEOUT_S)[name]
+        threading.Thread(target=_stay, args=(name, folder, membership), daemon=True).start()
+
+    with ThreadPoolExecutor(JOINING_AT_ONCE) as pool:
+        list(pool.map(join, names, tickets))
+    threading.Event().wait()
+
+
+def _stay(name: str, folder: Path, membership: Membership) -> None:
+    place, starter = ProcessPlace(hardware="light"), LightDevice(name, folder)
+    try:
+        Agent(folder, membership, place, timeout_s=TIMEOUT_S, log=_nothing, run_starter=starter).run()
+    except IsthmusError as e:
+        _failed(e)

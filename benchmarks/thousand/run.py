@@ -1,0 +1,288 @@
+"""One coordinator and a thousand devices: to join, to stay, to work for a job and a federated round, to be lost.
+
+python benchmarks/thousand/run.py [--quick] [--devices 1000] [--json PATH]
+
+The coordinator is this process. The devices are light ones, in a few processes: they speak the protocol over TLS, each
+with a key and connections of its own, and threads of their process do what others start a process for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from isthmus.cost import PlanLayout, build_replicas
+from isthmus.experiments import RunOptions, Watcher, check_outcome, run_plan
+from isthmus.federated.job import load_federated_job
+from isthmus.fleet import Device, Fleet, Link, Links
+from isthmus.graph import Flow, cuts
+from isthmus.job import load_job, prepare
+from isthmus.runtime.federated.site_run import SiteRun
+from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
+from isthmus.runtime.service.fleet_state import FleetState
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from light_devices import SITE, TIMEOUT_S, forked
+
+from harness import machine, options_of, write_figures
+
+FIGURES = Path(__file__).parent / "results" / "thousand.json"
+IDLE_S = 10.0
+LOST = 100
+"""Devices that are lost at one moment; a tenth of fewer than a thousand."""
+STAGES, REPLICAS = 8, 8
+ROUNDS = 3
+LIMIT_S = 900.0
+
+JOB = """
+name = "stages"
+run_dir = "{folder}"
+
+[model]
+name = "gpt"
+options = {{ vocab_size = 256, sequence_length = 16, width = 16, layers = 8, heads = 2 }}
+
+[data]
+kind = "text"
+options = {{ files = "stdlib", sequence_length = 16, max_bytes = 40000 }}
+
+[training]
+steps = 5
+batch_size = 16
+micro_batches = 16
+
+[runtime]
+emulate = false
+timeout = "60 s"
+"""
+MODEL = """
+[model]
+name = "mlp"
+options = { features = 64, width = 64, layers = 1, classes = 10 }
+"""
+FEDERATED = """
+name = "sites"
+{model}
+[federated]
+algorithm = "fedavg"
+rounds = {rounds}
+
+[deployment]
+sites = {sites}
+"""
+SITE_FILE = """
+job = "sites"
+{model}
+[algorithm]
+name = "fedavg"
+
+[data]
+kind = "npz"
+options = {{ path = "{path}", holdout = 0 }}
+"""
+
+
+class Thousand(msgspec.Struct, frozen=True, kw_only=True):
+    """With so many devices. CPU is the coordinator's."""
+
+    machine: str
+    devices: int
+    load: float
+    """Of the machine before, over a minute: what else ran."""
+    join_s: float
+    join_cpu_s: float
+    idle_cpu_share: float
+    """Of a core, while nothing happens but heartbeats."""
+    memory_mib: float
+    """Resident, of the coordinator with all devices idle; `without_mib` with none."""
+    without_mib: float
+    threads: int
+    job_start_s: float
+    """Of a job over 64 devices: until its first step is done."""
+    job_step_s: float
+    first_round_s: float
+    """With the sites' start."""
+    round_s: float
+    """Of a later federated round over all devices."""
+    round_cpu_s: float
+    ended_noticed_s: float
+    """Until all of a tenth of the devices are known to be lost, whose process was killed."""
+    silent_noticed_s: float
+    """The same for devices that say nothing any more; the timeout is 60 s."""
+
+
+def main() -> None:
+    parser = options_of(__doc__, FIGURES, "100 devices")
+    parser.add_argument("--devices", type=int, default=1000)
+    options = parser.parse_args()
+    found = measured(100 if options.quick else options.devices)
+    print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    write_figures(options.json, found)
+
+
+def measured(count: int) -> Thousand:
+    lost = min(LOST, count // 10)
+    load, without_mib = os.getloadavg()[0], memory_mib()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        state = FleetState(folder / "fleet")
+        names = [f"d{number}" for number in range(count)]
+        service = FleetCoordinator(state, "127.0.0.1", 0, timeout_s=TIMEOUT_S, log=lambda _: None)
+        state.listens_at((("127.0.0.1", service.port),))
+        with devices_in(folder, state, split(names, lost)) as processes, service:
+            began_s, cpu_s = time.monotonic(), time.process_time()
+            service.start()
+            reached(lambda: len(service.present) == count)
+            join_s, join_cpu_s = time.monotonic() - began_s, time.process_time() - cpu_s
+            say(f"{count} joined after {join_s:.1f} s")
+            time.sleep(5.0)  # what joining has begun ends
+            cpu_s = time.process_time()
+            time.sleep(IDLE_S)
+            idle = (time.process_time() - cpu_s) / IDLE_S
+            idle_mib, threads = memory_mib(), thread_count()
+            say(f"idle: {idle:.3f} cores, {idle_mib:.0f} MiB")
+            job_start_s, job_step_s = pipeline(service, folder, names[: STAGES * REPLICAS])
+            say(f"job: {job_start_s:.1f} s, {job_step_s:.2f} s a step")
+            first_round_s, round_s, round_cpu_s = federated(service, folder, names)
+            say(f"rounds: {first_round_s:.1f} s, {round_s:.2f} s, {round_cpu_s:.2f} s CPU")
+            ended_s = losing(service, processes[-1], signal.SIGKILL, count - lost)
+            silent_s = losing(service, processes[-2], signal.SIGSTOP, count - 2 * lost)
+            say(f"lost: {ended_s:.2f} s, {silent_s:.2f} s")
+    return Thousand(
+        machine=machine(),
+        devices=count,
+        load=round(load, 1),
+        join_s=round(join_s, 1),
+        join_cpu_s=round(join_cpu_s, 1),
+        idle_cpu_share=round(idle, 3),
+        memory_mib=round(idle_mib),
+        without_mib=round(without_mib),
+        threads=threads,
+        job_start_s=round(job_start_s, 1),
+        job_step_s=round(job_step_s, 2),
+        first_round_s=round(first_round_s, 1),
+        round_s=round(round_s, 2),
+        round_cpu_s=round(round_cpu_s, 2),
+        ended_noticed_s=round(ended_s, 2),
+        silent_noticed_s=round(silent_s, 2),
+    )
+
+
+def split(names: list[str], lost: int) -> list[list[str]]:
+    """By process: four, and two whose devices will be lost."""
+    stay = names[: len(names) - 2 * lost]
+    quarter = -(-len(stay) // 4)
+    return [stay[at : at + quarter] for at in range(0, len(stay), quarter)] + [
+        names[-2 * lost : -lost],
+        names[-lost:],
+    ]
+
+
+@contextlib.contextmanager
+def devices_in(folder: Path, state: FleetState, groups: list[list[str]]) -> Generator[list[int]]:
+    """Processes with these devices, which begin to join."""
+    private = folder / "devices"
+    private.mkdir(mode=0o700)
+    processes: list[int] = []
+    try:
+        for names in groups:
+            processes.append(forked(private, names, [state.ticket() for _ in names]))
+        yield processes
+    finally:
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+
+
+def pipeline(service: FleetCoordinator, folder: Path, names: list[str]) -> tuple[float, float]:
+    """Seconds to the first step of a job over these devices, and of a later step."""
+    path = folder / "job.toml"
+    path.write_text(JOB.format(folder=folder / "runs"))
+    prepared = prepare(load_job(path))
+    members = tuple(Device(name=n, region="here", flops_per_s=1e12, memory_bytes=1 << 34) for n in names)
+    fleet = Fleet(name="light", devices=members, links=Links(default=Link(1e-4, 1e9)))
+    legal = [cut.position for cut in cuts(Flow(prepared.captured.train))]
+    ends = tuple(legal[len(legal) * number // STAGES] for number in range(1, STAGES))
+    count = len(names) // STAGES
+    orders = [tuple(names[STAGES * number : STAGES * (number + 1)]) for number in range(count)]
+    share = prepared.job.training.micro_batches // count
+    plan = build_replicas(
+        prepared.problem(fleet), [PlanLayout(order, ends, share) for order in orders], planner="given"
+    )
+    done: list[float] = []
+
+    def advanced(item: object, loss: float | None, spans: object) -> None:
+        done.append(time.monotonic())
+
+    began_s = time.monotonic()
+    options = RunOptions(emulate=False, backend=service)
+    check_outcome(run_plan(prepared, plan, fleet, folder / "run", options, Watcher(advanced=advanced)))
+    return done[0] - began_s, (done[-1] - done[0]) / (len(done) - 1)
+
+
+def federated(service: FleetCoordinator, folder: Path, names: list[str]) -> tuple[float, float, float]:
+    """Seconds of the first round, of a later one, and the coordinator's CPU for that."""
+    draws = np.random.default_rng(0)
+    data = folder / "samples.npz"
+    np.savez(data, pixel_values=draws.standard_normal((40, 64)).astype(np.float32), labels=draws.integers(0, 10, 40))
+    (folder / "devices" / SITE).write_text(SITE_FILE.format(model=MODEL, path=data))
+    path = folder / "sites.toml"
+    sites = "[" + ", ".join(f'"{name}"' for name in names) + "]"
+    path.write_text(FEDERATED.format(model=MODEL, rounds=ROUNDS, sites=sites))
+    job = load_federated_job(path)
+    ends: list[tuple[float, float]] = []
+
+    def watch(line: object) -> None:
+        ends.append((time.monotonic(), time.process_time()))
+
+    (folder / "rounds").mkdir()
+    began_s = time.monotonic()
+    SiteRun(job, folder / "rounds", resume=False, began=lambda: None, watch=watch).run(service)
+    (first_s, first_cpu_s), (last_s, last_cpu_s) = ends[0], ends[-1]
+    later = len(ends) - 1
+    return first_s - began_s, (last_s - first_s) / later, (last_cpu_s - first_cpu_s) / later
+
+
+def losing(service: FleetCoordinator, process: int, how: signal.Signals, left: int) -> float:
+    began_s = time.monotonic()
+    os.kill(process, how)
+    reached(lambda: len(service.present) == left)
+    return time.monotonic() - began_s
+
+
+def reached(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            sys.exit("it did not come to it")
+        time.sleep(0.02)
+
+
+def memory_mib() -> float:
+    return int(_status("VmRSS").split()[0]) / 1024
+
+
+def thread_count() -> int:
+    return int(_status("Threads"))
+
+
+def _status(field: str) -> str:
+    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return rows[field].strip()
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
