@@ -20,12 +20,17 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import connected_components
 
 from isthmus.fleet import Fleet, Link
+from isthmus.verification.disjoint_sets import CutsNeeded
 from isthmus.verification.question import FLOAT32_BYTES
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+SLACK = 1 + 1e-9
+"""Factor on limits: rounding must not exclude what keeps to them."""
 SHORTEST_S, AGES_S = 1e-9, 1e30
 """Between them lies what anything takes."""
 MOST_REACHED = 32
@@ -43,6 +48,39 @@ class MostSummed(NamedTuple):
     """Of all groups of a device."""
     groups: int = 0
     """Of all devices, where the replicas are known."""
+
+
+class PairSummed(NamedTuple):
+    """Bytes that two devices of different replicas sum with each other at most."""
+
+    sharded: float
+    """Of all groups together: a link carries 2 / R of each."""
+    otherwise: float
+    """Of each group in a ring or a hierarchy, which may leave out the link between the two."""
+    uneven: float
+    """So much less of each group may cross the link, for rounding to elements."""
+
+    def cuts(self, blocks: Floats, replicas: int) -> CutsNeeded:
+        """Of blocks with so many bytes of gradients.
+
+        Take an interval of blocks with more bytes than `sharded + (R - 1) * otherwise`. If two replicas have no cut
+        inside, all its groups have the same two devices. What exceeds `sharded` needs R groups, so the others have
+        R - 1 cuts inside. Else R - 1 replicas have one. Blocks above `otherwise` are sharded: with more than `sharded`
+        of these, no two replicas are without a cut. Intervals may share a block, but no place to cut.
+        """
+        return CutsNeeded(
+            (replicas - 1) * self._intervals(blocks, (replicas - 1) * self.otherwise), self._intervals(blocks, math.inf)
+        )
+
+    def _intervals(self, blocks: Floats, more: float) -> int:
+        found, start, total, large = 0, 0, 0.0, 0.0
+        for block, size_bytes in enumerate(blocks.tolist()):
+            own = max(0.0, size_bytes - self.uneven)
+            of_large = own if size_bytes > self.otherwise * SLACK else 0.0
+            total, large = total + own, large + of_large
+            if block > start and (total > (self.sharded + more) * SLACK or large > self.sharded * SLACK):
+                found, start, total, large = found + 1, block, own, of_large
+        return found
 
 
 class SumLimits:
@@ -77,6 +115,25 @@ class SumLimits:
         groups = 1 + self._count - fewest
         carried = links.carried(seconds, fewest)
         return MostSummed(group[self._first], np.minimum(groups * group, carried)[self._first])
+
+    def homes(self, seconds: float, fewest: int, most: int, size_bytes: float) -> list[tuple[int, ...]]:
+        """Kinds of devices of which some may sum a group of so many bytes, of fewest..most replicas, in this time.
+
+        A collective joins its group by links over each of which an R-th part goes and an R-th part comes: a group lies
+        in one component of the links that carry these.
+        """
+        part = max(0.0, size_bytes / most - self._uneven)
+        byte_s = np.where(np.isfinite(self._byte_s), self._byte_s, 0.0)
+        usable = 2 * (self._latency + part * byte_s) <= seconds
+        _, label = connected_components(csr_matrix(usable | usable.T), directed=False)
+        large = np.flatnonzero(np.bincount(label) >= fewest)
+        return [tuple(np.unique(np.array(self._kind)[label == one]).tolist()) for one in large]
+
+    def pair(self, seconds: float, replicas: int) -> PairSummed:
+        """Of any two devices, in this time."""
+        seconds, links = min(seconds, AGES_S), self._links
+        alone = 0.0 if replicas == 2 else float(max(x.max() for x in links.otherwise(seconds, replicas)))
+        return PairSummed(links.carried_by_one(seconds) * replicas / 2, alone, self._uneven * replicas)
 
     def of(self, replicas: Sequence[Sequence[int]]) -> ReplicaSums | None:
         """Of given replicas: [replica, kind], how many devices. None where they have too many groups to look at."""
@@ -210,6 +267,16 @@ class GroupLinks:
             return np.minimum(each, each.swapaxes(-1, -2)).sum(axis=-1)
         times = 1.0 if self._inside.any() and self._across.any() else 2 * (replicas - 1) / replicas
         return np.minimum(each.sum(axis=-1), each.sum(axis=-2)) / times
+
+    def carried_by_one(self, seconds: float) -> float:
+        """By the best link, as many each way."""
+        each = self._there(seconds)
+        return max(0.0, float(np.minimum(each, each.swapaxes(-1, -2)).max()))
+
+    def otherwise(self, seconds: float, replicas: int) -> tuple[Floats, Floats]:
+        """[..., device]: bytes of one group of so many devices, in a ring and hierarchical."""
+        hop = self._ring(seconds / (2 * (replicas - 1)), replicas)
+        return np.where(hop >= 0, replicas * (hop + self._uneven), 0.0), self.led(seconds, replicas)
 
     def most(self, seconds: float, replicas: int) -> Floats:
         """[..., device]: bytes of one group of so many devices."""

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.verification.device_sets import INFINITE, DeviceKinds, Tracked
+from isthmus.verification.disjoint_sets import CutsNeeded
 from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.stage_arrays import Floats, StageArrays
@@ -64,6 +65,8 @@ class Terms:
     """Replicas that sum them."""
     devices: int = MOST_DEVICES
     """Tracked ones of one replica, at most."""
+    home: tuple[int, ...] | None = None
+    """Kinds of which a device has the largest block of gradients."""
     summed: MostSummed | None = None
     """What these devices sum at most, where it is known of whom the other replicas are."""
 
@@ -111,6 +114,9 @@ class Walks:
         blocks = np.minimum(np.arange(count)[:, None] + np.arange(count), count - 1)
         self._largest_gradients = np.maximum.accumulate(arrays.gradients[blocks, 0], axis=1)
         """[start, length - 1]: of one block."""
+        start, largest = np.arange(count)[:, None], int(arrays.gradients[:, 0].argmax())
+        self._has_largest = (start <= largest) & (largest <= start + np.arange(count))
+        """[start, length - 1]: whether a stage has the block with most gradients."""
         self._limits = SumLimits(question.fleet, [kind.names for kind in kinds.all], question.period)
         self._gradients = Gradients(arrays.gradients[0, -1] * (1 - NARROW), arrays.gradients[:, 0].max() * (1 - NARROW))
         free = np.full(len(kinds.all), INFINITE)
@@ -196,6 +202,9 @@ class Walks:
         if np.isfinite(summed.stage).any():
             allowed = arrays.gradients <= summed.stage[:, None, None] * SLACK
             allowed &= self._largest_gradients <= summed.group[:, None, None] * SLACK
+        if terms.home is not None:
+            away = np.isin(np.arange(len(self.kinds.all)), terms.home, invert=True)
+            allowed &= ~(self._has_largest & away[:, None, None])
         gpipe = self._question.schedule == "gpipe"
         least = terms.more_than + 1 if gpipe else 1
         options = [
@@ -214,6 +223,17 @@ class Walks:
         if not np.isfinite(sums_s):
             return self._unlimited
         return self._limits.most(sums_s * self._period * SLACK, fewest, most)
+
+    def homes(self, sums_s: float, fewest: int, most: int) -> list[tuple[int, ...]]:
+        """Kinds among which the largest block's gradients may be summed in this time, each a case for itself."""
+        return self._limits.homes(sums_s * self._period * SLACK, fewest, most, self._gradients.block)
+
+    def cuts_needed(self, sums_s: float, replicas: int) -> CutsNeeded:
+        """Of so many replicas that sum in this time."""
+        if not np.isfinite(sums_s):
+            return CutsNeeded()
+        pair = self._limits.pair(sums_s * self._period * SLACK, replicas)
+        return pair.cuts(self.arrays.gradients[:, 0], replicas)
 
     def least_sums_s(self, fewest: int, most: int) -> float:
         """What sums of so many replicas take at least: so many devices hold the largest block, and all together sum the
@@ -238,7 +258,7 @@ class Walks:
         summed = self._summed(terms)
         ranks = [np.searchsorted(self._gradient_sizes, x * SLACK, side="right").tobytes() for x in summed[:2]]
         prices = terms.prices_s.tobytes() if terms.prices_s is not None else b""
-        return terms.threshold_s, terms.more_than, terms.devices, *ranks, prices
+        return terms.threshold_s, terms.more_than, terms.devices, terms.home, *ranks, prices
 
     def _held_up(self, terms: Terms, options: Sequence[Floats]) -> Floats:
         """Without stages whose round trip over what they hold exceeds the threshold. From the last block on: `home_s`
@@ -330,12 +350,14 @@ class Walks:
     def _continued(self, here: Floats, cost: Floats) -> Floats:
         """[state, target, length - 1]: the least over the stage before, its class and kind."""
         classes, states, sources = here.shape
-        self.work += classes * sources * states * cost[0, 0].size + EACH
+        self.work += EACH
         if here.size * cost[0, 0].size <= MOST_AT_ONCE:
+            self.work += here.size * cost[0, 0].size
             return (here.transpose(0, 2, 1)[..., None, None] + cost[:, :, None]).min(axis=(0, 1))
         total = np.full((states, *cost.shape[2:]), INFINITE)  # one kind after another, to stay in the cache
         for known, source in itertools.product(range(classes), range(sources)):
             rows = np.flatnonzero(np.isfinite(here[known, :, source]))
+            self.work += len(rows) * cost[known, source].size
             if len(rows) == states:
                 np.minimum(total, here[known, :, source, None, None] + cost[known, source][None], out=total)
             elif len(rows):
