@@ -53,12 +53,13 @@ class BoundPart:
 
 
 class _One(BoundPart):
-    def __init__(self, search: OneReplica, simple: BoundPart) -> None:
+    def __init__(self, searches: Sequence[OneReplica], simple: BoundPart) -> None:
         super().__init__(simple.bound_s, simple.words)
-        self._search, self.stuck = search, False
+        self._searches, self.stuck = searches, False
 
     def advance(self, ended: Callable[[], bool]) -> None:
-        self.bound_s = max(self.bound_s, self._search.run(ended))
+        for search in self._searches:
+            self.bound_s = max(self.bound_s, search.run(ended))
         self.stuck = not ended()
 
 
@@ -100,9 +101,9 @@ class BoundParts:
             arrays = stage_arrays(reading)
             ample = ample_bytes(arrays, count)
             rough, kinds = DeviceKinds(question, ample, rooms=False), DeviceKinds(question, ample)
-            walks = Walks(arrays, kinds, question)
-            self._walks = [Walks(arrays, rough, question), walks] if len(rough.all) < len(kinds.all) else [walks]
-            self.single = _One(OneReplica(walks, count, goal_s, MOST_STATES), self.single)
+            several_kinds = [rough, kinds] if len(rough.all) < len(kinds.all) else [kinds]
+            self._walks = [Walks(arrays, each, question) for each in several_kinds]
+            self.single = _One([OneReplica(w, count, goal_s, MOST_STATES) for w in self._walks], self.single)
             if not alone and self.several.bound_s < goal_s:
                 searches = [SeveralReplicas(w, count, bounds.averaging_s(2), MOST_SETS) for w in self._walks]
                 self.several = _Several(searches, goal_s, self.several)

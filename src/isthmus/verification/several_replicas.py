@@ -118,19 +118,11 @@ class SeveralReplicas:
     """The question of one problem. `least_sums_s`: what sums of gradients take at least."""
 
     def __init__(self, walks: Walks, micro_batches: int, least_sums_s: float, most_states: int) -> None:
-        self._walks, self._micro_batches = walks, micro_batches
+        self._walks, self._micro_batches, self._most_states = walks, micro_batches, most_states
         kinds = walks.kinds
-        tracked = list(range(len(kinds.all)))
-        if set_count(kinds, tracked) > ALL_STATES:
-            tracked = list[int]()
-            for kind in np.argsort(-kinds.speed, kind="stable").tolist():
-                if set_count(kinds, (*tracked, kind)) <= most_states:
-                    tracked.append(kind)
-        free = np.array([k for k in range(len(kinds.all)) if k not in tracked], dtype=np.int64)
-        self._among = [Distinguished(Tracked(kinds, tracked), free)]
-        """How sets are distinguished, each a bound for itself."""
-        if len(free):
-            self._among.insert(0, Distinguished(Counted(kinds), np.arange(len(kinds.all))))
+        self._among: dict[tuple[int, ...] | None, list[Distinguished]] = {}
+        """How sets are distinguished, each a bound for itself, by where the largest block is summed."""
+        self._last = 0
         self._needed: dict[tuple[float, int], CutsNeeded] = {}
         """Cuts of so many replicas that sum in so many seconds."""
         self._work = walks.least_work_s()
@@ -180,16 +172,34 @@ class SeveralReplicas:
         every = len(self._walks.kinds.all)
         return [asked._replace(home=home if len(home) < every else None) for home in homes]
 
+    def _among_at(self, home: tuple[int, ...] | None) -> list[Distinguished]:
+        """All kinds tracked where there are few sets. Elsewhere devices are counted, or the fastest are tracked."""
+        if home not in self._among:
+            kinds, every = self._walks.kinds, range(len(self._walks.kinds.all))
+            tracked = list(every) if set_count(kinds, every) <= ALL_STATES else list[int]()
+            by_speed = np.argsort(-kinds.speed, kind="stable").tolist() if not tracked else []
+            for kind in by_speed:
+                if (home is None or kind in home) and set_count(kinds, (*tracked, kind)) <= self._most_states:
+                    tracked.append(kind)
+            free = np.array([k for k in every if k not in tracked], dtype=np.int64)
+            counted = [Distinguished(Counted(kinds), np.arange(len(kinds.all)))] if len(free) else []
+            found = [Distinguished(Tracked(kinds, tracked), free), *counted]
+            self._among[home] = found if home else found[::-1]
+        return self._among[home]
+
     def _too_few(self, asked: Asked, fine: float, ended: Callable[[], bool]) -> bool:
         """Whether all replicas end fewer micro-batches than there are.
 
         The intervals of periods by which the best sets do so well are divided, down to a relative width.
         """
-        return any(
-            self._few_at(asked, fine, Intervals([], prices, among), ended)
-            for among in self._among
-            for prices in self._prices(asked, among)
-        )
+        ways = [(among, prices) for among in self._among_at(asked.home) for prices in self._prices(asked, among)]
+        last = min(self._last, len(ways) - 1)  # what settled the last question may well settle this one
+        for number in dict.fromkeys((last, *range(len(ways)))):
+            among, prices = ways[number]
+            if self._few_at(asked, fine, Intervals([], prices, among), ended):
+                self._last = number
+                return True
+        return False
 
     def _prices(self, asked: Asked, among: Distinguished) -> Iterator[Floats]:
         """[kind]: devices that are not tracked have a part of the price of what they end alone, if nothing else took
@@ -197,7 +207,7 @@ class SeveralReplicas:
         yield np.zeros(len(self._work))
         # Prices that many limits share: walks are solved once for all of them.
         worth_s = self._shortest_s * SHARED ** math.floor(math.log(asked.time_s / self._shortest_s, SHARED))
-        for kinds in (among.free, *([np.intersect1d(among.free, asked.home)] if asked.home else [])):
+        for kinds in (*([np.intersect1d(among.free, asked.home)] if asked.home else []), among.free):
             for part in PRICES if len(kinds) else ():
                 prices = np.zeros(len(self._work))
                 prices[kinds] = part * worth_s / self._work[kinds]
@@ -362,7 +372,7 @@ class SeveralReplicas:
     def _fill(self, terms: Terms, tracked: Tracked) -> Floats:
         """[state]: the least fill."""
         self._walks.work += ASKED
-        key = self._walks.alike(terms), tracked.kinds
+        key = self._walks.alike(terms), tracked.kinds, tracked.size
         if key not in self._fills:
             found = self._walks.solve(tracked, terms, self._walks.stages(terms))
             self._fills[key] = found[..., -1].min(axis=(0, 2))

@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import connected_components
 
 from isthmus.verification.device_sets import INFINITE, DeviceKinds, Tracked
 from isthmus.verification.disjoint_sets import CutsNeeded
@@ -56,6 +58,8 @@ class Terms:
     """Per micro-batch, of every stage and link."""
     more_than: int
     """The replica has more micro-batches: a stage that holds no more is held up by its round trip, or does not fit."""
+    among: tuple[int, ...] | None = None
+    """Kinds that a pipeline may have; None: all."""
     prices_s: Floats | None = None
     """[kind]: added for each device of that kind."""
     sums_s: float = INFINITE
@@ -139,6 +143,18 @@ class Walks:
         together_s = 1 / float((self.kinds.counts / np.maximum(work_s, 1e-300)).sum())
         return max(together_s, float(self._compute_s[0][:, :, 0].min(axis=0).max()))
 
+    def components(self, among: Sequence[int], threshold_s: float, limit_s: float) -> list[tuple[int, ...]]:
+        """These kinds, apart where no pipeline joins them: the least message between two stages keeps a link busy for
+        longer than the threshold, or takes the limit there and back."""
+        there, back = (x[:, 1:, 0].min(initial=INFINITE) for x in (self.arrays.near_there, self.arrays.near_back))
+        there_s = there * self._byte_s + self._latency * (there > 0)
+        back_s = back * self._byte_s.T + self._latency.T * (back > 0)
+        usable = np.maximum(there * self._byte_s, back * self._byte_s.T) <= threshold_s * SLACK
+        usable &= (there_s + back_s <= limit_s) & (self._apart == 0)
+        own = np.ix_(among, among)
+        _, label = connected_components(csr_matrix((usable | usable.T)[own]), directed=False)
+        return [tuple(np.array(among)[label == one].tolist()) for one in range(int(label.max()) + 1)]
+
     def held_ranges(self, most: int) -> list[tuple[int, int]]:
         """Ranges (more than, up to) of a replica's micro-batches: one where memory holds up nothing."""
         if not any(bool((held < most).any()) for held in self._held):
@@ -205,6 +221,8 @@ class Walks:
         if terms.home is not None:
             away = np.isin(np.arange(len(self.kinds.all)), terms.home, invert=True)
             allowed &= ~(self._has_largest & away[:, None, None])
+        if terms.among is not None:
+            allowed &= np.isin(np.arange(len(self.kinds.all)), terms.among)[:, None, None]
         gpipe = self._question.schedule == "gpipe"
         least = terms.more_than + 1 if gpipe else 1
         options = [
