@@ -255,7 +255,7 @@ class ReplicaSearch:
             # Time leaves devices out where a group is cut; for money it matters already which are in a group.
             least = 2 if self.problem.constraints.objective == "cost" else devices
             every = (g for g in every_grouping(range(devices)) if 1 < len(g) <= most and sum(map(len, g)) >= least)
-            made = [scorer.grouping([tuple(sorted(devices)) for devices in g]) for g in every]
+            made = [scorer.grouping([tuple(sorted(members)) for members in g]) for g in every]
             return sorted(made, key=lambda g: g.step_s)
         worth_s = PROMISING * single_s
         free = [g for n in replica_counts(most) for g in groupings(scorer, self._regions, n, worth_s)]
