@@ -39,6 +39,8 @@ COARSE = 1.6
 """Ratio between the ends of an interval of periods at first."""
 PRICES = (1.0, 0.6, 0.3)
 """Of devices that are not tracked. Without a price a replica may have them all, and replicas alone are counted."""
+LATE = 4.0
+"""Times the time for micro-batches: a longer period leaves a replica one of them, and is not divided."""
 SHARED = 1.05
 """Ratio between times whose prices are the same."""
 ASKED = 20_000
@@ -47,6 +49,8 @@ FINE, FINEST = 0.004, 0.0002
 """Relative widths below which intervals are not divided, at first and at last: what is open then stays open."""
 WIDER = 1.15
 """Ratio between the ends of a range of numbers of replicas; the first numbers are ranges of their own."""
+FEW_STATES, WIDE = 128, 0.03
+"""More states are looked at only where the interval of the time for sums is at most so wide, of the limit."""
 ALL_STATES = 2048
 """Up to so many, all kinds are tracked."""
 MOST_CHOICES = 500
@@ -192,7 +196,10 @@ class SeveralReplicas:
 
         The intervals of periods by which the best sets do so well are divided, down to a relative width.
         """
-        ways = [(among, prices) for among in self._among_at(asked.home) for prices in self._prices(asked, among)]
+        every = self._among_at(asked.home)
+        if asked.high_s - asked.low_s > WIDE * asked.limit_s:  # to divide it is less work
+            every = [among for among in every if among.tracked.size <= FEW_STATES] or every
+        ways = [(among, prices) for among in every for prices in self._prices(asked, among)]
         last = min(self._last, len(ways) - 1)  # what settled the last question may well settle this one
         for number in dict.fromkeys((last, *range(len(ways)))):
             among, prices = ways[number]
@@ -232,7 +239,7 @@ class SeveralReplicas:
                 wide = replace(wide, summed=True)
                 fill_s = self._fill(self._terms(asked, wide.high, wide, prices), among.tracked)
                 looked.each.append(replace(wide, fill_s=fill_s))
-            elif wide.most == 1 or wide.high <= wide.low * (1 + fine):
+            elif wide.most == 1 or wide.high <= wide.low * (1 + fine) or wide.low > LATE * asked.time_s:
                 return False
             else:
                 middle = (wide.low * min(wide.high, max(4 * wide.low, asked.time_s))) ** 0.5

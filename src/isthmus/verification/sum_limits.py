@@ -37,6 +37,8 @@ MOST_REACHED = 32
 """Devices, of which it is known how well each reaches each."""
 MOST_GROUPS = 256
 """Of given replicas."""
+MOST_QUALITIES = 12
+"""Of links, above which it is looked at how many devices these join."""
 
 
 class MostSummed(NamedTuple):
@@ -51,7 +53,7 @@ class MostSummed(NamedTuple):
 
 
 class PairSummed(NamedTuple):
-    """Bytes that two devices of different replicas sum with each other at most."""
+    """Bytes that some two of more than `joined` devices of different replicas sum with each other at most."""
 
     sharded: float
     """Of all groups together: a link carries 2 / R of each."""
@@ -59,18 +61,21 @@ class PairSummed(NamedTuple):
     """Of each group in a ring or a hierarchy, which may leave out the link between the two."""
     uneven: float
     """So much less of each group may cross the link, for rounding to elements."""
+    joined: int = 1
+    """Devices that better links may join; 1: it is so of any two."""
 
     def cuts(self, blocks: Floats, replicas: int) -> CutsNeeded:
         """Of blocks with so many bytes of gradients.
 
-        Take an interval of blocks with more bytes than `sharded + (R - 1) * otherwise`. If two replicas have no cut
-        inside, all its groups have the same two devices. What exceeds `sharded` needs R groups, so the others have
-        R - 1 cuts inside. Else R - 1 replicas have one. Blocks above `otherwise` are sharded: with more than `sharded`
-        of these, no two replicas are without a cut. Intervals may share a block, but no place to cut.
+        Take an interval of blocks with more bytes than `sharded + (R - joined) * otherwise`. If more than `joined`
+        replicas have no cut inside, all its groups have the same two devices, which no better link joins. What exceeds
+        `sharded` needs one group more than R - joined, so the others have so many cuts inside. Else R - joined replicas
+        have one. Blocks above `otherwise` are sharded: with more than `sharded` of these, no more than `joined`
+        replicas are without a cut. Intervals may share a block, but no place to cut.
         """
-        return CutsNeeded(
-            (replicas - 1) * self._intervals(blocks, (replicas - 1) * self.otherwise), self._intervals(blocks, math.inf)
-        )
+        others = replicas - self.joined
+        pair = self._intervals(blocks, math.inf) if self.joined == 1 else 0
+        return CutsNeeded(others * self._intervals(blocks, others * self.otherwise), pair)
 
     def _intervals(self, blocks: Floats, more: float) -> int:
         found, start, total, large = 0, 0, 0.0, 0.0
@@ -129,11 +134,18 @@ class SumLimits:
         large = np.flatnonzero(np.bincount(label) >= fewest)
         return [tuple(np.unique(np.array(self._kind)[label == one]).tolist()) for one in large]
 
-    def pair(self, seconds: float, replicas: int) -> PairSummed:
-        """Of any two devices, in this time."""
+    def pairs(self, seconds: float, replicas: int) -> list[PairSummed]:
+        """Of two devices, in this time: of any two, and of some two among so many that no good links join all."""
         seconds, links = min(seconds, AGES_S), self._links
         alone = 0.0 if replicas == 2 else float(max(x.max() for x in links.otherwise(seconds, replicas)))
-        return PairSummed(links.carried_by_one(seconds) * replicas / 2, alone, self._uneven * replicas)
+        each, found = links.carried_by_each(seconds), list[PairSummed]()
+        known = np.unique(each)
+        for most in known[np.unique(np.linspace(0, len(known) - 1, MOST_QUALITIES).astype(np.int64))]:
+            _, label = connected_components(csr_matrix(each > most), directed=False)
+            joined = int(np.bincount(label).max())
+            if joined < replicas:
+                found.append(PairSummed(most * replicas / 2, alone, self._uneven * replicas, joined))
+        return found
 
     def of(self, replicas: Sequence[Sequence[int]]) -> ReplicaSums | None:
         """Of given replicas: [replica, kind], how many devices. None where they have too many groups to look at."""
@@ -268,10 +280,10 @@ class GroupLinks:
         times = 1.0 if self._inside.any() and self._across.any() else 2 * (replicas - 1) / replicas
         return np.minimum(each.sum(axis=-1), each.sum(axis=-2)) / times
 
-    def carried_by_one(self, seconds: float) -> float:
-        """By the best link, as many each way."""
+    def carried_by_each(self, seconds: float) -> Floats:
+        """[..., source, target]: by each link, as many each way."""
         each = self._there(seconds)
-        return max(0.0, float(np.minimum(each, each.swapaxes(-1, -2)).max()))
+        return np.maximum(np.minimum(each, each.swapaxes(-1, -2)), 0.0)
 
     def otherwise(self, seconds: float, replicas: int) -> tuple[Floats, Floats]:
         """[..., device]: bytes of one group of so many devices, in a ring and hierarchical."""

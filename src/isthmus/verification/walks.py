@@ -250,8 +250,9 @@ class Walks:
         """Of so many replicas that sum in this time."""
         if not np.isfinite(sums_s):
             return CutsNeeded()
-        pair = self._limits.pair(sums_s * self._period * SLACK, replicas)
-        return pair.cuts(self.arrays.gradients[:, 0], replicas)
+        pairs = self._limits.pairs(sums_s * self._period * SLACK, replicas)
+        found = [pair.cuts(self.arrays.gradients[:, 0], replicas) for pair in pairs]
+        return CutsNeeded(*(max(each, default=0) for each in zip(*found, strict=True))) if found else CutsNeeded()
 
     def least_sums_s(self, fewest: int, most: int) -> float:
         """What sums of so many replicas take at least: so many devices hold the largest block, and all together sum the
