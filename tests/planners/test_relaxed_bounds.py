@@ -139,17 +139,19 @@ def test_replicas_have_the_cuts_that_their_sums_need(seed: int) -> None:
         sites = tuple(msgspec.structs.replace(d, region="abcdefgh"[draw.randrange(8)]) for d in fleet.devices)
         fleet = Fleet(name="sites", devices=sites, links=regions)
     starts = [sum(sizes[:r]) for r in range(replicas)]
-    groups = dict[tuple[str, ...], int]()
+    period = draw.choice([1, 1, 3])
+    groups = dict[tuple[tuple[str, ...], int], int]()
     for block, size_bytes in enumerate(blocks):
         held = [starts[r] + bisect.bisect_right(cuts[r], block) for r in range(replicas)]
-        members = tuple(fleet.names[d] for d in held)
-        groups[members] = groups.get(members, 0) + size_bytes
+        for part in (size_bytes // 8 * 4, size_bytes - size_bytes // 8 * 4):
+            key = tuple(fleet.names[d] for d in held), draw.randrange(period)
+            groups[key] = groups.get(key, 0) + part
     summed = tuple(
-        fastest(fleet, SyncGroup(devices=members, parameters=(), iterations=(0,), size_bytes=size_bytes))
-        for members, size_bytes in groups.items()
+        fastest(fleet, SyncGroup(devices=members, parameters=(), iterations=(step,), size_bytes=size_bytes))
+        for (members, step), size_bytes in groups.items()
     )
-    seconds = sync_s(fleet, ReplicaSync(groups=summed)) * (1 + 1e-9)
-    limits = SumLimits(fleet, [[name] for name in fleet.names])
+    seconds = period * sync_s(fleet, ReplicaSync(groups=summed, period=period)) * (1 + 1e-9)
+    limits = SumLimits(fleet, [[name] for name in fleet.names], period)
     for pair in limits.pairs(seconds, replicas):
         assert pair.cuts(np.array(blocks, dtype=np.float64), replicas).allow(sizes)
     for group in summed:

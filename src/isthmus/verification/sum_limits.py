@@ -63,6 +63,8 @@ class PairSummed(NamedTuple):
     """So much less of each group may cross the link, for rounding to elements."""
     joined: int = 1
     """Devices that better links may join; 1: it is so of any two."""
+    mixed: float = 0.0
+    """So much of a group may be summed otherwise though it is sharded: in another step of a period."""
 
     def cuts(self, blocks: Floats, replicas: int) -> CutsNeeded:
         """Of blocks with so many bytes of gradients.
@@ -81,7 +83,7 @@ class PairSummed(NamedTuple):
         found, start, total, large = 0, 0, 0.0, 0.0
         for block, size_bytes in enumerate(blocks.tolist()):
             own = max(0.0, size_bytes - self.uneven)
-            of_large = own if size_bytes > self.otherwise * SLACK else 0.0
+            of_large = max(0.0, own - self.mixed) if size_bytes > self.otherwise * SLACK else 0.0
             total, large = total + own, large + of_large
             if block > start and (total > (self.sharded + more) * SLACK or large > self.sharded * SLACK):
                 found, start, total, large = found + 1, block, own, of_large
@@ -104,7 +106,7 @@ class SumLimits:
             self._latency[a, b], self._byte_s[a, b] = link.latency_s, 1 / link.bandwidth_bytes_per_s
         regions = [fleet.device(name).region for name in devices]
         self._region = np.array([sorted(set(regions)).index(region) for region in regions])
-        self._uneven = FLOAT32_BYTES * period
+        self._period, self._uneven = period, FLOAT32_BYTES * period
         """Bytes: parts of a buffer differ by an element, in each step."""
         self._links = GroupLinks(self._latency, self._byte_s, self._region, self._uneven)
 
@@ -125,9 +127,9 @@ class SumLimits:
         """Kinds of devices of which some may sum a group of so many bytes, of fewest..most replicas, in this time.
 
         A collective joins its group by links over each of which an R-th part goes and an R-th part comes: a group lies
-        in one component of the links that carry these.
+        in one component of the links that carry these. In one of a period's steps it sums its part of the bytes.
         """
-        part = max(0.0, size_bytes / most - self._uneven)
+        part = max(0.0, size_bytes / self._period / most - FLOAT32_BYTES)
         byte_s = np.where(np.isfinite(self._byte_s), self._byte_s, 0.0)
         usable = 2 * (self._latency + part * byte_s) <= seconds
         _, label = connected_components(csr_matrix(usable | usable.T), directed=False)
@@ -144,7 +146,8 @@ class SumLimits:
             _, label = connected_components(csr_matrix(each > most), directed=False)
             joined = int(np.bincount(label).max())
             if joined < replicas:
-                found.append(PairSummed(most * replicas / 2, alone, self._uneven * replicas, joined))
+                mixed = alone if self._period > 1 else 0.0
+                found.append(PairSummed(most * replicas / 2, alone, self._uneven * replicas, joined, mixed))
         return found
 
     def of(self, replicas: Sequence[Sequence[int]]) -> ReplicaSums | None:

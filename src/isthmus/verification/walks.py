@@ -244,6 +244,8 @@ class Walks:
 
     def homes(self, sums_s: float, fewest: int, most: int) -> list[tuple[int, ...]]:
         """Kinds among which the largest block's gradients may be summed in this time, each a case for itself."""
+        if not self._gradients.block:
+            return [tuple(range(len(self.kinds.all)))]
         return self._limits.homes(sums_s * self._period * SLACK, fewest, most, self._gradients.block)
 
     def cuts_needed(self, sums_s: float, replicas: int) -> CutsNeeded:
