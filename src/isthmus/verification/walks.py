@@ -47,7 +47,7 @@ EACH = 5_000
 MOST_AT_ONCE = 200_000
 """Entries of the cost of all continuations together."""
 MOST_KEPT = 4_000_000
-"""Seconds of messages, twice, that are kept."""
+"""Seconds of messages, three times, that are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class Walks:
         self._byte_s = np.where(joined, kinds.byte_s, 0.0)
         self._latency = np.where(joined, kinds.latency, 0.0)
         self._apart = np.where(joined, 0.0, INFINITE)
-        self._sent: dict[int, tuple[Floats, Floats]] = {}
+        self._sent: dict[int, tuple[Floats, Floats, Floats]] = {}
         """By start, what `_messages` gives, where there is little of it."""
         self._few = len(arrays.near_there) * arrays.blocks**2 * len(kinds.all) ** 2 <= MOST_KEPT
 
@@ -166,7 +166,7 @@ class Walks:
         """[class, kind, start, length - 1]: seconds of what comes from an unknown earlier stage, over the best link."""
         kinds, a = self.kinds, self.arrays
         found = np.zeros((len(a.far_there), len(kinds.all), a.blocks, a.blocks))
-        if not (a.far_there.any() or a.shared.any()):
+        if not (a.far_there.any() or a.far_shared.any()):
             return found
         there, back = kinds.byte_s.min(axis=0), kinds.byte_s.min(axis=1)
         both = (kinds.byte_s + kinds.byte_s.T).min(axis=0)
@@ -174,25 +174,26 @@ class Walks:
         for rate, size in (
             (there, a.far_there),
             (back, a.far_back),
-            (both, a.shared),
-            (latency, a.shared_count),
+            (both, a.far_shared),
+            (latency, a.far_count),
         ):
             with np.errstate(invalid="ignore"):
                 per = size[..., None, :, :]
                 found += np.where(per > 0, rate[:, None, None] * per, 0.0)
         return found
 
-    def _messages(self, start: int, width: int) -> tuple[Floats, Floats]:
-        """[class, source, target, length - 1]: seconds of what a stage that begins here receives and returns, and how
-        long that keeps the busier link from the stage before, or the uplink, busy."""
+    def _messages(self, start: int, width: int) -> tuple[Floats, Floats, Floats]:
+        """[class, source, target, length - 1]: seconds of what a stage that begins here receives and returns, shared
+        parameters too; how long a micro-batch keeps the busier link from the stage before, or the uplink, busy; and the
+        seconds of its messages with the stage before."""
         if not self._few:
             return self._messages_of(start, width)
         if start not in self._sent:
             self._sent[start] = self._messages_of(start, self.arrays.blocks - start)
-        sent_s, busy_s = self._sent[start]
-        return sent_s[..., :width], busy_s[..., :width]
+        sent_s, busy_s, near_s = self._sent[start]
+        return sent_s[..., :width], busy_s[..., :width], near_s[..., :width]
 
-    def _messages_of(self, start: int, width: int) -> tuple[Floats, Floats]:
+    def _messages_of(self, start: int, width: int) -> tuple[Floats, Floats, Floats]:
         there = self.arrays.near_there[:, None, None, start, :width]
         back = self.arrays.near_back[:, None, None, start, :width]
         there_s, back_s = self._byte_s[..., None] * there, self._byte_s.T[..., None] * back
@@ -200,8 +201,12 @@ class Walks:
         up = self.kinds.uplink_s
         if up.any():
             busy_s = np.maximum(busy_s, np.maximum(up[..., None] * there, up.T[..., None] * back))
-        sent_s = there_s + back_s + self._latency[..., None] * (there > 0) + self._latency.T[..., None] * (back > 0)
-        return sent_s + self._apart[..., None] + self._far_s[:, None, :, start, :width], busy_s
+        near_s = there_s + back_s + self._latency[..., None] * (there > 0) + self._latency.T[..., None] * (back > 0)
+        near_s = near_s + self._apart[..., None]
+        shared, count = (x[:, None, None, start, :width] for x in (self.arrays.near_shared, self.arrays.near_count))
+        byte_s, latency = self._byte_s + self._byte_s.T, self._latency + self._latency.T
+        once_s = byte_s[..., None] * shared + latency[..., None] * count
+        return near_s + once_s + self._far_s[:, None, :, start, :width], busy_s, near_s
 
     def _widths(self, threshold_s: float) -> Ints:
         """[start]: most blocks that any kind computes within the threshold."""
@@ -301,8 +306,8 @@ class Walks:
                     quick = last[None] | (most > terms.more_than) | ((compute_s + ahead) / most <= limit_s)
                 kept[:, start, :width] = np.minimum(kept[:, start, :width], np.where(quick, compute_s, INFINITE))
             if start:
-                sent_s, busy_s = (x[0] for x in self._messages(start, width))
-                through_s = sent_s - self._far_s[0, :, start, :width] + (kept[:, start, :width] + ahead)[None]
+                _, busy_s, near_s = (x[0] for x in self._messages(start, width))
+                through_s = near_s + (kept[:, start, :width] + ahead)[None]
                 through_s = np.where(busy_s <= limit_s, through_s, INFINITE)
                 returned = (self.arrays.near_there[0, start, :width] > 0) & (
                     self.arrays.near_back[0, start, :width] > 0
@@ -329,7 +334,7 @@ class Walks:
             width, here = int(widths[start]), found[..., start]
             if not width or not np.isfinite(here).any():
                 continue
-            sent_s, busy_s = self._messages(start, width)
+            sent_s, busy_s, _ = self._messages(start, width)
             cost = (
                 np.where(busy_s <= terms.threshold_s * SLACK, sent_s, INFINITE) + priced[None, None, :, start, :width]
             )
@@ -401,11 +406,10 @@ class Walks:
             cut.append(start)
             if source < 0:
                 return Walk(tuple(reversed(kinds)), tuple(reversed(cut)), period_s)
-            sent_s, busy_s = (x[known] for x in self._messages(start, end - start))
+            _, busy_s, near_s = (x[known] for x in self._messages(start, end - start))
             period_s = max(period_s, float(busy_s[source, kind, -1]))
             near = self.arrays.near_there[known], self.arrays.near_back[known]
-            sent = float(sent_s[source, kind, -1] - self._far_s[known, kind, start, end - start - 1])
-            through_s = sent + float(self._compute_s[0][cell]) + home_s
+            through_s = float(near_s[source, kind, -1]) + float(self._compute_s[0][cell]) + home_s
             home_s = through_s if near[0][cell[1:]] > 0 and near[1][cell[1:]] > 0 else 0.0
             kinds.append(source)
             state, kind, end = earlier, source, start
@@ -423,7 +427,7 @@ class Walks:
             if start == 0 and first:
                 offers.append((abs(float(stage_s) - reached), 0, -1, 0))
             if start and np.isfinite(before).any():
-                sent_s, busy_s = (x[:, :, kind, -1] for x in self._messages(start, end - start))
+                sent_s, busy_s, _ = (x[:, :, kind, -1] for x in self._messages(start, end - start))
                 total = np.where(busy_s <= terms.threshold_s * SLACK, before + sent_s + stage_s, INFINITE)
                 known, source = divmod(int(total.argmin()), total.shape[1])
                 offers.append((abs(float(total[known, source]) - reached), start, source, known))
