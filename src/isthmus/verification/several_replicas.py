@@ -50,7 +50,7 @@ FINE, FINEST = 0.004, 0.0002
 WIDER = 1.15
 """Ratio between the ends of a range of numbers of replicas; the first numbers are ranges of their own."""
 FEW_STATES, WIDE = 128, 0.03
-"""More states are looked at only where the interval of the time for sums is at most so wide, of the limit."""
+"""More states are looked at with prices only where the interval of the time for sums is so narrow, of the limit."""
 ALL_STATES = 2048
 """Up to so many, all kinds are tracked."""
 MOST_CHOICES = 500
@@ -177,7 +177,7 @@ class SeveralReplicas:
         return [asked._replace(home=home if len(home) < every else None) for home in homes]
 
     def _among_at(self, home: tuple[int, ...] | None) -> list[Distinguished]:
-        """All kinds tracked where there are few sets. Elsewhere devices are counted, or the fastest are tracked."""
+        """All kinds tracked where there are few sets. Elsewhere the fastest are tracked, or devices are counted."""
         if home not in self._among:
             kinds, every = self._walks.kinds, range(len(self._walks.kinds.all))
             tracked = list(every) if set_count(kinds, every) <= ALL_STATES else list[int]()
@@ -187,8 +187,7 @@ class SeveralReplicas:
                     tracked.append(kind)
             free = np.array([k for k in every if k not in tracked], dtype=np.int64)
             counted = [Distinguished(Counted(kinds), np.arange(len(kinds.all)))] if len(free) else []
-            found = [Distinguished(Tracked(kinds, tracked), free), *counted]
-            self._among[home] = found if home else found[::-1]
+            self._among[home] = [Distinguished(Tracked(kinds, tracked), free), *counted]
         return self._among[home]
 
     def _too_few(self, asked: Asked, fine: float, ended: Callable[[], bool]) -> bool:
@@ -196,10 +195,9 @@ class SeveralReplicas:
 
         The intervals of periods by which the best sets do so well are divided, down to a relative width.
         """
-        every = self._among_at(asked.home)
+        ways = [(among, prices) for among in self._among_at(asked.home) for prices in self._prices(asked, among)]
         if asked.high_s - asked.low_s > WIDE * asked.limit_s:  # to divide it is less work
-            every = [among for among in every if among.tracked.size <= FEW_STATES] or every
-        ways = [(among, prices) for among in every for prices in self._prices(asked, among)]
+            ways = [way for way in ways if way[0].tracked.size <= FEW_STATES or not way[1].any()]
         last = min(self._last, len(ways) - 1)  # what settled the last question may well settle this one
         for number in dict.fromkeys((last, *range(len(ways)))):
             among, prices = ways[number]
