@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from isthmus.cost import PlanLayout, Problem, build_plan, build_replicas
-from isthmus.cost.sync import fastest, group_s, sync_s
+from isthmus.cost.sync import fastest, sum_time, sync_s
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Region, Route
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec
@@ -95,8 +95,10 @@ def test_replicas_cut_differently_average_what_they_have_in_common() -> None:
 def test_a_group_takes_the_fastest_collective() -> None:
     fleet, group = problem().fleet, SyncGroup(devices=("p", "q", "r", "s"), size_bytes=400)
     ring = Collective(kind="ring", islands=((0, 1, 2, 3),))
-    assert group_s(fleet, group) == pytest.approx(2 * (0.5 + 1.0))
-    assert group_s(fleet, msgspec.structs.replace(group, collective=ring)) == pytest.approx(2 * 3 * (0.5 + 1.0))
+    assert sum_time(fleet, group).alone_s == pytest.approx(2 * (0.5 + 1.0))
+    assert sum_time(fleet, msgspec.structs.replace(group, collective=ring)).alone_s == pytest.approx(
+        2 * 3 * (0.5 + 1.0)
+    )
     assert fastest(fleet, group) == group
 
 
@@ -110,7 +112,7 @@ def test_islands_with_slow_links_between_them_sum_inside_first() -> None:
     fleet = Fleet(name="two", devices=devices, links=links, region_info=sites)
     group = fastest(fleet, SyncGroup(devices=("p", "q", "r", "s"), size_bytes=4000))
     assert group.collective == Collective(kind="hierarchical", islands=((0, 1), (2, 3)))
-    assert group_s(fleet, group) == pytest.approx(2 * (0.01 + 2.0), rel=1e-2)
+    assert sum_time(fleet, group).alone_s == pytest.approx(2 * (0.01 + 2.0), rel=1e-2)
 
 
 def test_a_slow_link_is_left_out_of_a_ring() -> None:
@@ -121,7 +123,7 @@ def test_a_slow_link_is_left_out_of_a_ring() -> None:
     assert group.collective.kind == "ring"
     (order,) = group.collective.islands
     assert (0, 1) not in zip(order, (*order[1:], order[0]), strict=True)
-    assert group_s(fleet, group) == pytest.approx(6.0)
+    assert sum_time(fleet, group).alone_s == pytest.approx(6.0)
 
 
 def test_a_link_carries_what_all_groups_send_over_it() -> None:

@@ -33,7 +33,7 @@ from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Device, Fleet, Link, Links, with_memory
 from isthmus.graph import OpGraph, Ref, assign, partition
 from isthmus.planners import plan
-from isthmus.planners.bounds import pooled_bound_s
+from isthmus.planners.bounds import pipeline_step_s
 from isthmus.planners.relaxation import Relaxation
 from isthmus.planners.search.cuts import ThresholdSearch
 from isthmus.planners.search.fixed_placement import fixed_placement_of
@@ -96,9 +96,9 @@ def test_every_order_and_subset_is_searched_as_by_brute_force(
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 6), st.integers(1, 4), st.booleans())
-def test_the_pooled_bound_is_below_every_pipeline(seed: int, operators: int, devices: int, memory: bool) -> None:
+def test_the_bound_is_below_every_pipeline(seed: int, operators: int, devices: int, memory: bool) -> None:
     problem = random_problem(seed, operators, devices, memory=memory)
-    bound = pooled_bound_s(network_of(problem), Blocks(problem), problem.micro_batches)
+    bound = pipeline_step_s(network_of(problem), Blocks(problem), problem.micro_batches)
     assert bound <= brute_force(problem, all_orders_of(problem.fleet)) * (1 + 1e-9)
 
 

@@ -18,8 +18,8 @@ from isthmus.cost.network import network_of
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, resolve_fleet
 from isthmus.planners import plan, planner_names
+from isthmus.planners.bounds import pipeline_price, replicas_price
 from isthmus.planners.least import LeastBound, with_certificate
-from isthmus.planners.price_bound import cheapest_pipeline_bound, cheapest_replicas_bound
 from isthmus.planners.registry import check_constraints
 from isthmus.plans import Constraints
 from isthmus.verification import verify
@@ -95,9 +95,8 @@ def test_bounds_are_below_every_plan(seed: int, operators: int, devices: int, ti
     memory = [300 + (seed * (k + 7)) % 1500 for k in range(devices)] if tight else None
     problem = asked(seed, operators, priced_fleet(seed, devices, memory=memory), objective="cost", micro_batches=3)
     network, blocks = network_of(problem), Blocks(problem)
-    gradient_bytes = float(sum(v.gradient_bytes for v in blocks.variables))
-    single = cheapest_pipeline_bound(problem, network, blocks)
-    several = cheapest_replicas_bound(problem, network, blocks, gradient_bytes)
+    single = pipeline_price(network, blocks, 3)
+    several = replicas_price(problem, network, blocks)
     bounds = Bounds(GraphReading(question_of(problem)))
     own = min(single_price(bounds), several_price(bounds))
     for made in every_plan(problem):

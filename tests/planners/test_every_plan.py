@@ -17,8 +17,7 @@ from isthmus.cost.network import network_of
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import resolve_fleet
 from isthmus.planners import plan
-from isthmus.planners.bounds import pooled_bound_s
-from isthmus.planners.replica_bound import replicas_bound_s
+from isthmus.planners.bounds import pipeline_step_s, replicas_step_s
 from isthmus.planners.search import prune_fleet
 from isthmus.planners.search.auto import auto
 from isthmus.planners.search.descent import Descent
@@ -73,8 +72,7 @@ def test_odd_graphs_are_settled_and_bounds_are_below(
     assert settled.plan is not None
     assert settled.step_s == pytest.approx(best_s, rel=1e-8)
     assert settled.plan.predicted.step_s == pytest.approx(best_s, rel=1e-8)
-    gradient_bytes = float(sum(v.gradient_bytes for v in blocks.variables))
-    bounds = pooled_bound_s(network, blocks, count), replicas_bound_s(network, blocks, count, gradient_bytes)
+    bounds = pipeline_step_s(network, blocks, count), replicas_step_s(network, blocks, count)
     assert 0 < min(bounds) <= best_s * (1 + 1e-9)
 
 

@@ -19,7 +19,7 @@ from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Device, Fleet, Link, Links, Route, built_in_fleet
 from isthmus.graph import OpGraph, Ref
 from isthmus.planners import plan
-from isthmus.planners.baselines.communities import communities, path, visiting_order
+from isthmus.planners.baselines.communities import communities, visiting_order
 from isthmus.planners.baselines.op_fence import balanced
 from isthmus.planners.search.orders import scorer_of
 from isthmus.plans import Plan
@@ -79,27 +79,6 @@ def test_each_community_is_visited_once_and_tears_no_machine_apart(name: str) ->
     assert made == plan("op-fence", problem)
     visited = [number for number, _ in itertools.groupby(home[s.device] for s in made.stages)]
     assert sorted(visited) == sorted(set(home.values()))
-
-
-@given(st.integers(0, 10_000), st.integers(1, 8))
-def test_the_path_visits_each_place_and_no_reversal_shortens_it(seed: int, count: int) -> None:
-    rng = np.random.default_rng(seed)
-    between = rng.uniform(1, 10, (count, count))
-    between = between + between.T
-
-    def length(tour: Sequence[int]) -> float:
-        return sum(between[a, b] for a, b in itertools.pairwise(tour))
-
-    found = path(between)
-    assert sorted(found) == list(range(count))
-    for i, j in itertools.combinations(range(count), 2):
-        assert length(found) <= length([*found[:i], *found[i : j + 1][::-1], *found[j + 1 :]]) + 1e-9
-    for start in range(count):
-        tour, left = [start], set(range(count)) - {start}
-        while left:
-            tour.append(min(left, key=lambda p: between[tour[-1], p]))
-            left.remove(tour[-1])
-        assert length(found) <= length(tour) + 1e-9
 
 
 @given(st.integers(0, 10_000), st.lists(st.integers(1, 4), min_size=1, max_size=4))

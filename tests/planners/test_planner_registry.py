@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 
+import msgspec
 import pytest
-from plan_cases import fleet_of, problem_of, random_graph
+from plan_cases import fleet_of, gpt_graph, problem_of, random_graph
 
-from isthmus.cost import Problem
+from isthmus.cost import Problem, build_replicas, layouts_of
 from isthmus.errors import FleetTooSmall, UserError
+from isthmus.fleet import Link, Links
 from isthmus.planners import describe, plan, planner_names
 from isthmus.planners.baselines.even import even
 from isthmus.plans import Plan
@@ -89,3 +92,15 @@ def test_a_faulty_planner_is_the_users_error(name: str, message: str) -> None:
 def test_a_planners_own_refusal_is_kept() -> None:
     with pytest.raises(FleetTooSmall, match="not here"):
         plan("refusing", some_problem())
+
+
+def test_auto_says_which_schedule_it_chose_and_cuts_are_moved_where_weight_gradients_are_apart() -> None:
+    slow = msgspec.structs.replace(fleet_of([2e5, 3e5, 4e5], 3), links=Links(default=Link(0.3, 1e5)))
+    problem = problem_of(gpt_graph(2, width=16), slow, micro_batches=2)
+    whole, apart = plan("chain", problem), replace(problem, schedule="zero-bubble")
+    again = build_replicas(apart, [layout._replace(recompute=None) for layout in layouts_of(whole)], planner="hand")
+    chosen = plan("chain", replace(problem, schedule="auto"))
+    assert chosen.predicted.step_s < again.predicted.step_s < whole.predicted.step_s
+    assert (chosen.planner, chosen.replica.schedule.name) == ("chain", "zero-bubble")
+    assert chosen.notes[-1].startswith("schedule auto: 1f1b takes ")
+    assert chosen.predicted == plan("chain", apart).predicted

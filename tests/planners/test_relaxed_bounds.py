@@ -5,26 +5,32 @@ Goals are above the best plan, so that a bound that is none would show. `make te
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import os
 import random
 from math import inf
 
+import msgspec
+import numpy as np
 import pytest
 from plan_cases import fleet_of, gpt_graph, problem_of, random_graph, saving
 from test_verify import question_of, two_sites
 
 from isthmus.cost import Problem
+from isthmus.cost.sync import fastest, sync_s
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.planners import LeastBound, plan
 from isthmus.planners.least import with_certificate
-from isthmus.verification import Prover, verify
+from isthmus.plans import ReplicaSync, SyncGroup
+from isthmus.verification import Prover, prover, several_replicas, verify
 from isthmus.verification.device_sets import DeviceKinds, Tracked
+from isthmus.verification.disjoint_sets import CutsNeeded, most_of_sizes
 from isthmus.verification.prover import BoundParts
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.search import OutOfWork, PlanSearch
-from isthmus.verification.sum_limits import SumLimits
+from isthmus.verification.sum_limits import PairSummed, SumLimits
 
 ALL = 500
 STEP = 1 if os.environ.get("ISTHMUS_FAULTS") else 25
@@ -49,7 +55,8 @@ def small_problem(seed: int) -> Problem:
 
 
 @pytest.mark.parametrize("seed", range(0, ALL, STEP))
-def test_no_bound_is_above_the_best_plan(seed: int) -> None:
+def test_no_bound_is_above_the_best_plan(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once as it is, and once as if there were too many sets of devices to look at each."""
     problem = small_problem(seed)
     reading = GraphReading(question_of(problem))
     search = PlanSearch(reading, priced=False)
@@ -60,11 +67,14 @@ def test_no_bound_is_above_the_best_plan(seed: int) -> None:
     best_s = min(single_s, several_s)
     if best_s == inf:
         return
-    parts = BoundParts(reading, 1.4 * best_s)
-    for part, least_s in ((parts.single, single_s), (parts.several, several_s)):
-        while not part.stuck and part.bound_s < 1.4 * best_s and parts.work < WORK:
-            part.advance(lambda: parts.work > WORK)
-        assert part.bound_s <= least_s * (1 + 1e-9)
+    for most_states in (several_replicas.ALL_STATES, 0):
+        monkeypatch.setattr(several_replicas, "ALL_STATES", most_states)
+        monkeypatch.setattr(prover, "MOST_SETS", 4)
+        parts = BoundParts(reading, 1.4 * best_s)
+        for part, least_s in ((parts.single, single_s), (parts.several, several_s)):
+            while not part.stuck and part.bound_s < 1.4 * best_s and parts.work < WORK:
+                part.advance(lambda parts=parts: parts.work > WORK)
+            assert part.bound_s <= least_s * (1 + 1e-9)
     assert Prover(question_of(problem), 1.4 * best_s).run(lambda work: work > WORK) <= best_s * (1 + 1e-9)
 
 
@@ -111,6 +121,62 @@ def test_replicas_sum_over_the_links_between_them() -> None:
     assert sums is not None and sums.possible(2.0, 3000, 0) and not sums.possible(1.9, 3000, 0)
     pair = limits.of([[1, 0, 0], [0, 1, 0]])
     assert pair is not None and pair.possible(1.0, 1e6, 0) and not pair.possible(0.9, 1e6, 0)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_replicas_have_the_cuts_that_their_sums_need(seed: int) -> None:
+    """Random cuts, whose sums take some time: then that time needs no more cuts than there are."""
+    draw = random.Random(seed)
+    replicas, count = draw.randint(2, 8), draw.randint(2, 9)
+    blocks = [4 * draw.choice([0, 5, 200, draw.randint(1, 400)]) for _ in range(count)]
+    often = draw.choice([0.1, 0.5, 0.9])
+    cuts = [[place for place in range(1, count) if draw.random() < often] for _ in range(replicas)]
+    sizes = [1 + len(own) for own in cuts]
+    fleet = fleet_of([1.0] * sum(sizes), seed)
+    if seed % 3:
+        far = Link(draw.choice([0.0, 0.1]), draw.uniform(5, 500))
+        regions = Links(intra=Link(0.0, 5000.0), default=far) if seed % 3 == 1 else Links(default=far)
+        sites = tuple(msgspec.structs.replace(d, region="abcdefgh"[draw.randrange(8)]) for d in fleet.devices)
+        fleet = Fleet(name="sites", devices=sites, links=regions)
+    starts = [sum(sizes[:r]) for r in range(replicas)]
+    period = draw.choice([1, 1, 3])
+    groups = dict[tuple[tuple[str, ...], int], int]()
+    for block, size_bytes in enumerate(blocks):
+        held = [starts[r] + bisect.bisect_right(cuts[r], block) for r in range(replicas)]
+        for part in (size_bytes // 8 * 4, size_bytes - size_bytes // 8 * 4):
+            key = tuple(fleet.names[d] for d in held), draw.randrange(period)
+            groups[key] = groups.get(key, 0) + part
+    summed = tuple(
+        fastest(fleet, SyncGroup(devices=members, parameters=(), iterations=(step,), size_bytes=size_bytes))
+        for (members, step), size_bytes in groups.items()
+    )
+    seconds = period * sync_s(fleet, ReplicaSync(groups=summed, period=period)) * (1 + 1e-9)
+    limits = SumLimits(fleet, [[name] for name in fleet.names], period)
+    for pair in limits.pairs(seconds, replicas):
+        assert pair.cuts(np.array(blocks, dtype=np.float64), replicas).allow(sizes)
+    for group in summed:
+        homes = limits.homes(seconds, replicas, replicas, group.size_bytes)
+        assert any({fleet.names.index(name) for name in group.devices} <= set(home) for home in homes)
+
+
+def test_alike_replicas_need_a_cut_in_each_interval() -> None:
+    """Three replicas of six blocks of 400 bytes: where a link carries 600 of them, two replicas have each cut."""
+    needed = PairSummed(600.0, 0.0, 0.0).cuts(np.full(6, 400.0), 3)
+    assert needed == CutsNeeded(all=10, pair=5)
+    assert needed.allow([6, 6, 1]) and not needed.allow([6, 5, 1]) and not needed.allow([10, 3, 3])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_most_that_replicas_of_some_sizes_end_is_that_of_all_choices(seed: int) -> None:
+    draw = random.Random(seed)
+    value = np.array([draw.choice([-inf, draw.randint(0, 9)]) for _ in range(draw.randint(3, 9))], dtype=np.float64)
+    replicas, needed = draw.randint(2, 4), CutsNeeded(all=draw.randint(0, 6), pair=draw.randint(0, 4))
+    worth = [
+        float(value[list(sizes)].sum())
+        for sizes in itertools.product(range(1, len(value)), repeat=replicas)
+        if sum(sizes) < len(value) and needed.allow(sizes)
+    ]
+    assert most_of_sizes(value, replicas, needed) == max(worth, default=-inf)
 
 
 def test_the_gap_is_told_as_it_falls_and_a_check_proves_the_bound_again() -> None:

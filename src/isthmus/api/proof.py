@@ -112,12 +112,14 @@ def _checked(problem: Problem, plan: Plan, counts: Sequence[int]) -> Plan:
 
 
 def proven(problem: Problem, least: LeastBound, counts: Sequence[int], *, reached: bool = False) -> LeastBound:
-    """The bound, or the highest below it that a check proves. `reached` by a plan that is known, it need not be
-    found to be exact."""
+    """The bound, or the highest below it that a check proves, or the check's own where that is above it. `reached` by a
+    plan that is known, it need not be found to be exact."""
     if not isfinite(least.bound) or least.bound <= 0:
         return least
     question = question_of(problem, counts)
     found = provable(question, least.bound, attained=least.exact and not reached, effort=EFFORT)
+    if found.bound > least.bound * ROUNDING:
+        return LeastBound(found.bound, exact=False)
     if found.bound * ROUNDING >= least.bound and (reached or not least.exact or found.known <= least.bound * ROUNDING):
         return least
     if least.exact and not reached:  # to find no plan below is less work than to find the one that attains it

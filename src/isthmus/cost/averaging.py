@@ -10,7 +10,6 @@ server or a ring:
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -19,7 +18,7 @@ from isthmus.cost.blocks import Blocks
 from isthmus.cost.kernel import Floats, Ints
 from isthmus.cost.network import FleetNetwork
 from isthmus.cost.problem import FLOAT32_BYTES
-from isthmus.cost.sync import fastest, group_s, messages
+from isthmus.cost.sync import SumTime, fastest, sum_time, together_s
 from isthmus.fleet import Fleet
 from isthmus.plans import SyncGroup
 
@@ -38,9 +37,7 @@ class Averaging:
             count[variable.uses[0]] += variable.gradient_bytes > 0
         self.parts = np.flatnonzero(size)
         self._size, self._count = size[self.parts], count[self.parts]
-        self._latency_s: dict[tuple[str, str], float] = {}
-        """Of the links that groups send over."""
-        self._groups: dict[Part, tuple[float, dict[tuple[str, str], float]]] = {}
+        self._times: dict[Part, SumTime] = {}
 
     def exact_s(self, holders: Ints, looked_at: Callable[[], None]) -> Floats:
         """[choices] seconds, as `cost.sync` has it. `holders` is [choices, replicas, parts] devices; `looked_at` is
@@ -56,37 +53,24 @@ class Averaging:
         return each[which.reshape(-1)]
 
     def _one_s(self, holders: Ints) -> float:
-        longest_s, loads = 0.0, defaultdict[tuple[str, str], float](float)
         begins = np.flatnonzero(np.append(True, (holders[:, 1:] != holders[:, :-1]).any(axis=0)))
-        for first, end in zip(begins, np.append(begins[1:], holders.shape[1]), strict=True):
-            seconds, sent = self._group((tuple(holders[:, first].tolist()), int(first), int(end)))
-            longest_s = max(longest_s, seconds)
-            for ends, busy_s in sent.items():
-                loads[ends] += busy_s
-        return max([longest_s, *(s + self._latency_s[ends] for ends, s in loads.items())])
+        return together_s(
+            self._sum_time((tuple(holders[:, first].tolist()), int(first), int(end)))
+            for first, end in zip(begins, np.append(begins[1:], holders.shape[1]), strict=True)
+        )
 
-    def _group(self, part: Part) -> tuple[float, dict[tuple[str, str], float]]:
-        """Seconds of the group alone, and how long it occupies each link."""
-        if part not in self._groups:
+    def _sum_time(self, part: Part) -> SumTime:
+        if part not in self._times:
             members, first, end = part
             numbers = int(self._count[first:end].sum()) + 1
-            group = fastest(
-                self._fleet,
-                SyncGroup(
-                    devices=tuple(self._network.names[d] for d in members),
-                    parameters=(),
-                    iterations=(0,),
-                    size_bytes=int(self._size[first:end].sum()) + FLOAT32_BYTES * numbers,
-                ),
+            group = SyncGroup(
+                devices=tuple(self._network.names[d] for d in members),
+                parameters=(),
+                iterations=(0,),
+                size_bytes=int(self._size[first:end].sum()) + FLOAT32_BYTES * numbers,
             )
-            sent = defaultdict[tuple[str, str], float](float)
-            for turn in messages(group):
-                for a, b, size in turn:
-                    link = self._fleet.link(a, b)
-                    sent[a, b] += size / link.bandwidth_bytes_per_s
-                    self._latency_s[a, b] = link.latency_s
-            self._groups[part] = group_s(self._fleet, group), dict(sent)
-        return self._groups[part]
+            self._times[part] = sum_time(self._fleet, fastest(self._fleet, group))
+        return self._times[part]
 
     def nearly_s(self, holders: Ints) -> Floats:
         """[choices] seconds if every group took a sharded server, or a ring in the order of the replicas."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -132,7 +132,7 @@ def buffer_bytes(flow: Flow, parameters: Sequence[str], averages: Averages) -> i
 def fastest(fleet: Fleet, group: SyncGroup) -> SyncGroup:
     """The same group with the collective that takes it least; of equally fast ones the simplest."""
     made = (msgspec.structs.replace(group, collective=collective) for collective in _collectives(fleet, group.devices))
-    return min(made, key=lambda g: group_s(fleet, g))
+    return min(made, key=lambda g: sum_time(fleet, g).alone_s)
 
 
 def _collectives(fleet: Fleet, devices: Sequence[str]) -> Iterator[Collective]:
@@ -178,36 +178,48 @@ def _ring(fleet: Fleet, devices: Sequence[str]) -> tuple[int, ...]:
     return tuple(order)
 
 
+class SumTime(NamedTuple):
+    """What the sum of one group takes."""
+
+    alone_s: float
+    links: Mapping[tuple[str, str], tuple[float, float]]
+    """Of each link: how long its bytes occupy it, and its latency."""
+
+
 def sync_s(fleet: Fleet, sync: ReplicaSync) -> float:
-    """Seconds of all sums, the mean over the steps of a period.
-
-    No group is faster than its own rounds, and no link than all that crosses it.
-    """
-    total = 0.0
-    for iteration in range(sync.period):
-        due = [group for group in sync.groups if iteration in group.iterations]
-        loads: defaultdict[tuple[str, str], float] = defaultdict(float)
-        for group in due:
-            for source, target, size_bytes in itertools.chain.from_iterable(messages(group)):
-                loads[source, target] += size_bytes / fleet.link(source, target).bandwidth_bytes_per_s
-        longest = max((group_s(fleet, group) for group in due), default=0.0)
-        total += max([longest, *(seconds + fleet.link(*ends).latency_s for ends, seconds in loads.items())])
-    return total / sync.period
+    """Seconds of all sums, the mean over the steps of a period."""
+    times = [sum_time(fleet, group) for group in sync.groups]
+    due = (
+        [time for group, time in zip(sync.groups, times, strict=True) if iteration in group.iterations]
+        for iteration in range(sync.period)
+    )
+    return sum(map(together_s, due)) / sync.period
 
 
-def group_s(fleet: Fleet, group: SyncGroup) -> float:
-    """One sum, alone: the slowest message of each round, one round after another; what leaves a site in a round shares
-    its uplink."""
-    total = 0.0
+def together_s(times: Iterable[SumTime]) -> float:
+    """Of sums in one step: no group is faster than its own rounds, and no link than all that crosses it."""
+    longest_s, loads = 0.0, defaultdict[tuple[str, str], float](float)
+    for time in times:
+        longest_s = max(longest_s, time.alone_s)
+        for ends, (busy_s, latency_s) in time.links.items():
+            loads[ends] = (loads[ends] or latency_s) + busy_s
+    return max(longest_s, *loads.values(), 0.0)
+
+
+def sum_time(fleet: Fleet, group: SyncGroup) -> SumTime:
+    """Alone: the slowest message of each round, one round after another; what leaves a site in a round shares its
+    uplink."""
+    total_s, links = 0.0, dict[tuple[str, str], tuple[float, float]]()
     for sent in messages(group):
-        slowest = max((fleet.link(a, b).transfer_s(size) for a, b, size in sent), default=0.0)
-        leaving: defaultdict[str, float] = defaultdict(float)
+        slowest_s, leaving = 0.0, defaultdict[str, float](float)
         for a, b, size in sent:
-            site = fleet.uplink(a, b)
+            link, site = fleet.link(a, b), fleet.uplink(a, b)
+            slowest_s = max(slowest_s, link.transfer_s(size))
+            links[a, b] = links.get((a, b), (0.0,))[0] + size / link.bandwidth_bytes_per_s, link.latency_s
             if site is not None and site.uplink_bytes_per_s is not None:
                 leaving[site.region] += size / site.uplink_bytes_per_s
-        total += max(slowest, *leaving.values(), 0.0)
-    return total
+        total_s += max(slowest_s, *leaving.values(), 0.0)
+    return SumTime(total_s, links)
 
 
 def messages(group: SyncGroup) -> Iterator[list[tuple[str, str, int]]]:

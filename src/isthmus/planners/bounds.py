@@ -1,113 +1,111 @@
-"""A lower bound on the step time of any pipeline on a fleet, whatever the order, the subset and the cuts.
+"""What no plan undercuts, as far as a planner can tell without a search. `verification` has the bound that documents
+state: it sees links, cuts and sums too, and shares no code with planners.
 
-For S stages: the S fastest devices pool their speed; stages that receive anything are joined by a forest, whose
-latencies are no less than `spanning` says; and every stage but the first receives at least what its first operators
-take, over a link of such a forest, one of which is the slowest and sets the period. A parameter used far apart is
-either sent, or keeps all operators between its uses on one device. S is no less than memory asks for.
+A micro-batch of w FLOPs, n of them in a step, R replicas, devices of v FLOPs per second that are paid p per second:
+
+    step of R replicas  >=  w / max v + (n - R) * max(w / sum of v, largest block / (R * max v)) + averaging
+    averaging           >=  two rounds; and 2 (R - 1) times the gradients, over all N (N - 1) links at best
+    price of a plan     >=  n * w * min over devices (p / v)
+    of one pipeline     >=  that, and the cheapest devices while its first micro-batch passes through others
+    of several          >=  p of each device of a set, for as long as replicas on it take
+
+Memory says how many stages there are at least. Egress is not counted: it can only add.
 """
 
 from __future__ import annotations
 
+import itertools
+
+import msgspec
 import numpy as np
 
+from isthmus.cost import Problem
 from isthmus.cost.blocks import Blocks
-from isthmus.cost.network import FleetNetwork, Floats
+from isthmus.cost.network import FleetNetwork, network_of
+from isthmus.errors import UserError
 from isthmus.planners.search.cuts import TOLERANCE
-from isthmus.planners.spanning import Spanning
 from isthmus.plans import Certificate
 
+MOST_SETS = 6
+"""Devices up to which the price of several replicas is bounded for every set."""
 
-def pooled_bound_s(network: FleetNetwork, blocks: Blocks, micro_batches: int) -> float:
-    """min over S of compute(S) + links(S) + shared, in seconds; 0 if nothing fits.
 
-    compute(S) = min over j <= S of (j + n - 1) * work / (j fastest speeds): with few micro-batches it is best to give
-    the slower devices next to nothing.
-    """
+def pipeline_step_s(network: FleetNetwork, blocks: Blocks, micro_batches: int) -> float:
+    """Of one replica, in seconds."""
     work, fastest = float(blocks.work[-1]), float(network.speed.max())
-    most = min(len(network.speed), blocks.count)
-    sizes = np.arange(1, most + 1)
-    balanced = work / np.cumsum(np.sort(network.speed)[::-1])[:most]
-    links = LinkBounds(network, blocks)
-    period = np.maximum(balanced, float(np.diff(blocks.work).max(initial=0.0)) / fastest)
-    period = np.maximum(period, links.busiest())
-    # With a period above the balanced one the fastest devices do more: only total work / speed bounds the fill.
-    later = micro_batches - 1
-    step = np.where(
-        period > balanced, work / fastest + later * period, np.minimum.accumulate((sizes + later) * balanced)
-    )
-    step = step + links.sums()
-    step[1:] = np.minimum(step[1:] + _sent_s(network, blocks), _kept_together_s(network, blocks, micro_batches))
-    step[: fewest_stages(network, blocks) - 1] = np.inf
-    return float(step.min(initial=np.inf)) if np.isfinite(step).any() else 0.0
+    period_s = max(work / float(network.speed.sum()), _largest_block(blocks) / fastest)
+    return work / fastest + (micro_batches - 1) * period_s
 
 
-def step_certificate(bound_s: float, step_s: float, question: str, *, exact: bool = False) -> Certificate | None:
-    """What a lower bound on the step proves of a plan; None for a bound of 0, which proves nothing."""
-    if bound_s <= 0:
+def replicas_step_s(network: FleetNetwork, blocks: Blocks, micro_batches: int, period: int = 1) -> float:
+    """The least over two replicas and more that average once in a period, in seconds; infinite where not even two
+    fit."""
+    devices, need = len(network.names), _need_bytes(blocks)
+    most = min(devices, micro_batches, int(network.memory.sum() // need) if need else devices)
+    if most < 2 or _fewest_stages(network, blocks) > blocks.count:
+        return float("inf")
+    count = np.arange(2, most + 1)
+    work, fastest = float(blocks.work[-1]), float(network.speed.max())
+    period_s = np.maximum(work / float(network.speed.sum()), _largest_block(blocks) / fastest / count)
+    gradient_bytes = float(sum(variable.gradient_bytes for variable in blocks.variables))
+    link_s = 2 * (count - 1) * gradient_bytes / (devices * (devices - 1)) * float(network.kind_byte_s.min())
+    rounds_s = 2 * float(network.kind_latency.min()) if gradient_bytes else 0.0
+    step_s = work / fastest + (micro_batches - count) * period_s + np.maximum(rounds_s, link_s) / period
+    return float(step_s.min())
+
+
+def pipeline_price(network: FleetNetwork, blocks: Blocks, micro_batches: int) -> float:
+    """Of one replica: the least over one device that holds the model, and over several."""
+    rate, work = network.rate, float(blocks.work[-1])
+    per_flop, alone = rate / network.speed, network.memory >= _need_bytes(blocks)
+    single = micro_batches * work * float(per_flop[alone].min()) if alone.any() else float("inf")
+    if len(rate) == 1 or blocks.count == 1:
+        return single if np.isfinite(single) else 0.0
+    others = max(1, _fewest_stages(network, blocks) - 1)
+    waiting = float(np.sort(rate)[:others].sum()) * work / float(network.speed.max())
+    return min(single, micro_batches * work * float(per_flop.min()) + waiting)
+
+
+def replicas_price(problem: Problem, network: FleetNetwork, blocks: Blocks) -> float:
+    """Of two replicas and more; infinite where they do not fit."""
+    names, rate, count, period = network.names, network.rate, problem.micro_batches, problem.sync.period
+    if len(names) > MOST_SETS:
+        step_s = replicas_step_s(network, blocks, count, period)
+        if not np.isfinite(step_s):
+            return step_s
+        work = count * float(blocks.work[-1])
+        return max(work * float((rate / network.speed).min()), float(np.sort(rate)[:2].sum()) * step_s)
+    found = [float("inf")]
+    for size in range(2, len(names) + 1):
+        for chosen in itertools.combinations(range(len(names)), size):
+            try:
+                part = network_of(problem.on(problem.fleet.subset(names[d] for d in chosen)))
+            except UserError:  # no data holder among them
+                continue
+            found.append(float(rate[list(chosen)].sum()) * replicas_step_s(part, blocks, count, period))
+    return min(found)
+
+
+def certificate_of(bound: float, reached: float, question: str, *, exact: bool, priced: bool) -> Certificate | None:
+    """What a lower bound on the step, or on its price, proves of a plan; None for 0, which proves nothing."""
+    if bound <= 0:
         return None
-    bound_s = min(bound_s, step_s)
-    gap = step_s / bound_s - 1
+    bound = min(bound, reached)
+    gap = reached / bound - 1
     none = gap <= 10 * TOLERANCE
-    return Certificate(lower_bound=bound_s, gap=0.0 if none else gap, question=question, exact=exact or none)
+    proven = Certificate(lower_bound=bound, gap=0.0 if none else gap, question=question, exact=exact or none)
+    return msgspec.structs.replace(proven, objective="cost") if priced else proven
 
 
-def fewest_stages(network: FleetNetwork, blocks: Blocks) -> int:
-    """So many of the largest devices hold the model's state and one micro-batch."""
-    need = sum(v.owned_bytes for v in blocks.variables) + float(blocks.saved[-1])
-    return 1 + int(np.searchsorted(np.cumsum(np.sort(network.memory)[::-1]), need))
+def _largest_block(blocks: Blocks) -> float:
+    return float(np.diff(blocks.work).max(initial=0.0))
 
 
-def _sent_s(network: FleetNetwork, blocks: Blocks) -> float:
-    """Every shared parameter there and back once, over the best link."""
-    if len(network.names) == 1:
-        return 0.0
-    latency = network.kind_latency + network.kind_latency.T
-    byte_s = network.kind_byte_s + network.kind_byte_s.T
-    return sum(float((latency + i.forward_bytes * byte_s).min()) for i in blocks.items if i.per_step)
+def _need_bytes(blocks: Blocks) -> float:
+    """Of the whole model with one micro-batch."""
+    return sum(variable.owned_bytes for variable in blocks.variables) + float(blocks.saved[-1])
 
 
-def _kept_together_s(network: FleetNetwork, blocks: Blocks, micro_batches: int) -> float:
-    """n times the least work between the first and last use of a shared parameter, on the fastest device."""
-    spans = [blocks.work[i.uses[-1] + 1] - blocks.work[i.made_in] for i in blocks.items if i.per_step]
-    return micro_batches * float(min(spans, default=np.inf)) / float(network.speed.max())
-
-
-class LinkBounds:
-    """What one micro-batch spends on links at least, by the number of stages."""
-
-    def __init__(self, network: FleetNetwork, blocks: Blocks) -> None:
-        self._most = min(len(network.names), blocks.count)
-        if self._most == 1:
-            return
-        self._taken = np.sort(
-            np.array([_taken(blocks, boundary) for boundary in range(1, blocks.count)], dtype=np.float64), axis=0
-        ).T
-        self._latency = Spanning(network, network.kind_latency)
-        self._byte_s = Spanning(network, network.kind_byte_s)
-        self._best_byte_s = float(network.kind_byte_s.min())
-
-    def sums(self) -> Floats:
-        """[stages - 1] seconds, both ways."""
-        links = np.zeros(self._most)
-        if self._most == 1:
-            return links
-        for sizes in self._taken:  # forward, backward: the fewest bytes first
-            silent = int((sizes == 0).sum())  # stages that may receive nothing
-            least = np.concatenate([[0.0], np.cumsum(sizes[: self._most - 1])]) * self._best_byte_s
-            heard = float(sizes[min(silent, len(sizes) - 1)])
-            links += self._latency.sums(1 + silent)[: self._most]
-            links += np.maximum(least, heard * self._byte_s.sums(1 + silent)[: self._most])
-        return links
-
-    def busiest(self) -> Floats:
-        """[stages - 1] seconds per micro-batch on the link that is longest occupied."""
-        if self._most == 1:
-            return np.zeros(1)
-        return float(self._taken[:, 0].max()) * self._byte_s.largest()[: self._most]
-
-
-def _taken(blocks: Blocks, boundary: int) -> tuple[int, int]:
-    """Bytes that a stage starting here receives and returns at least: what its first block takes."""
-    items = [blocks.items[number] for number, use in blocks.live[boundary] if use == boundary]
-    values = [item for item in items if not item.per_step]
-    return sum(i.forward_bytes for i in values), sum(i.backward_bytes for i in values)
+def _fewest_stages(network: FleetNetwork, blocks: Blocks) -> int:
+    """So many of the largest devices hold the model."""
+    return 1 + int(np.searchsorted(np.cumsum(np.sort(network.memory)[::-1]), _need_bytes(blocks)))

@@ -18,10 +18,14 @@ from isthmus.cost.blocks import Blocks
 from isthmus.cost.compression import packs_alike
 from isthmus.cost.network import FleetNetwork, network_of
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.bounds import pooled_bound_s, step_certificate
+from isthmus.planners.bounds import (
+    certificate_of,
+    pipeline_price,
+    pipeline_step_s,
+    replicas_price,
+    replicas_step_s,
+)
 from isthmus.planners.observer import SearchStopped, part
-from isthmus.planners.price_bound import cheapest_pipeline_bound, cheapest_replicas_bound, price_certificate
-from isthmus.planners.replica_bound import replicas_bound_s
 from isthmus.planners.search.chain import chain
 from isthmus.planners.search.exhaustive import exhaustive_plan
 from isthmus.planners.search.orders import MOST_EXHAUSTIVE
@@ -88,17 +92,15 @@ def settles(problem: Problem) -> bool:
 def relaxed(problem: Problem, network: FleetNetwork, blocks: Blocks, single: Plan | None) -> LeastBound:
     """The lesser of a bound on one replica, for which that of `chain`'s plan counts if given, and on several."""
     proven = single.certificate if single is not None else None
-    gradient_bytes = float(sum(variable.gradient_bytes for variable in blocks.variables))
-    several = problem.most_replicas > 1
-    count, period, replicated = problem.micro_batches, problem.sync.period, float("inf")
+    count, several, replicated = problem.micro_batches, problem.most_replicas > 1, float("inf")
     if problem.constraints.objective == "cost":
-        alone = cheapest_pipeline_bound(problem, network, blocks)
+        alone = pipeline_price(network, blocks, count)
         if several:
-            replicated = cheapest_replicas_bound(problem, network, blocks, gradient_bytes)
+            replicated = replicas_price(problem, network, blocks)
     else:
-        alone = pooled_bound_s(network, blocks, count)
+        alone = pipeline_step_s(network, blocks, count)
         if several:
-            replicated = replicas_bound_s(network, blocks, count, gradient_bytes, period)
+            replicated = replicas_step_s(network, blocks, count, problem.sync.period)
     if proven is not None:
         alone = proven.lower_bound if proven.exact else max(alone, proven.lower_bound)
     return LeastBound(min(alone, replicated), exact=proven is not None and proven.exact and alone <= replicated)
@@ -118,9 +120,9 @@ def question(problem: Problem, counts: Sequence[int] = ()) -> str:
 def with_certificate(problem: Problem, plan: Plan, found: LeastBound, counts: Sequence[int] = ()) -> Plan:
     """The plan with what the bound proves of it. `problem` has the plan's number of micro-batches; `counts` are those
     over which the bound ranges."""
-    certify, objective = (price_certificate, "cost") if _prices(problem) else (step_certificate, "time")
-    reached, _ = preference(problem.unlimited(objective), plan)  # of a plan beyond a limit too
-    certificate = certify(found.bound, reached, question(problem, counts), exact=found.exact)
+    priced = _prices(problem)
+    reached, _ = preference(problem.unlimited("cost" if priced else "time"), plan)  # of a plan beyond a limit too
+    certificate = certificate_of(found.bound, reached, question(problem, counts), exact=found.exact, priced=priced)
     return msgspec.structs.replace(plan, certificate=certificate)
 
 

@@ -21,6 +21,7 @@ from isthmus.extensions import import_object, load_third_party, third_party
 from isthmus.planners.least import stated, with_certificate
 from isthmus.planners.observer import SearchStopped, keeping, looked_at
 from isthmus.planners.operators import with_operators
+from isthmus.planners.search.chain import improved
 from isthmus.planners.surrogates import over_surrogates
 from isthmus.planners.sync.dream import dream
 from isthmus.planners.sync.dream_dfs import dream_dfs
@@ -91,6 +92,8 @@ _OURS: Mapping[str, PlannerEntry] = {
     "sky-heuristic": PlannerEntry(f"{_LAYERS}:sky_heuristic"),
     "sky-optimal": PlannerEntry(f"{_LAYERS}:sky_optimal"),
 }
+MOVED, MOST_MOVED = ("auto", "chain"), 6
+"""Whose pipelines are improved where weight gradients are computed apart, and up to how many devices."""
 _ANYTHING = Capabilities(replicas=True, holders=True, labels_stay=True, prices=True)
 """Of other packages' planners: their plans are judged when they are there."""
 
@@ -258,19 +261,29 @@ def _nearest(problem: Problem, made: Plan, planner: Planner) -> Plan:
 
 def _priced_apart(problem: Problem, made: Plan) -> Plan:
     """The stages of a `1f1b` plan with weight gradients apart, where the problem asks for it or, under `auto`, where a
-    step gets shorter."""
-    apart = replace(problem, schedule="zero-bubble")
+    step gets shorter. On a small fleet cuts and devices of one pipeline then move as long as that helps."""
+    apart, choice = replace(problem, schedule="zero-bubble"), problem.schedule == "auto"
     layouts = [layout._replace(recompute=None) for layout in layouts_of(made)]
+    whole = f"1f1b takes {format_duration(made.predicted.step_s)}"
     try:
-        split = scheduled(apart, build_replicas(apart, layouts, planner=made.planner))
+        split = build_replicas(apart, layouts, planner=made.planner)
+        if made.planner in MOVED and len(layouts) == 1 and len(problem.fleet.names) <= MOST_MOVED:
+            split = msgspec.structs.replace(improved(apart, split), planner=made.planner)
+        split = scheduled(apart, split)
     except FleetTooSmall:
-        if problem.schedule != "auto":
+        if not choice:
             raise
-        return made
-    if problem.schedule == "auto" and split.predicted.step_s >= made.predicted.step_s:
-        return made
+        return _noted(made, (f"schedule auto: {whole}, and weight gradients apart do not fit",))
+    words = f"schedule auto: {whole}, zero-bubble {format_duration(split.predicted.step_s)}"
+    if choice and split.predicted.step_s >= made.predicted.step_s:
+        return _noted(made, (words,))
     devices = len(problem.fleet.names)
-    return msgspec.structs.replace(split, notes=(*split.notes[:devices], *made.notes[devices:]))
+    split = msgspec.structs.replace(split, notes=(*split.notes[:devices], *made.notes[devices:]))
+    return _noted(split, (words,)) if choice else split
+
+
+def _noted(made: Plan, notes: tuple[str, ...]) -> Plan:
+    return msgspec.structs.replace(made, notes=(*made.notes, *notes))
 
 
 def scheduled(problem: Problem, made: Plan) -> Plan:

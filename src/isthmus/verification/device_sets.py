@@ -23,7 +23,7 @@ class DeviceKind(NamedTuple):
     names: Sequence[str]
     speed: float
     room: float
-    """Bytes; infinite where it holds the model with all micro-batches."""
+    """Bytes, of the largest; infinite where it holds the model with all micro-batches."""
 
 
 class DeviceKinds:
@@ -32,15 +32,17 @@ class DeviceKinds:
     The diagonal joins two devices of one kind; it is infinite for a kind of one device.
     """
 
-    def __init__(self, question: Question, ample_bytes: float) -> None:
+    def __init__(self, question: Question, ample_bytes: float, *, rooms: bool = True) -> None:
+        """Without `rooms` all devices of a kind have the largest room of any: fewer kinds, and no plan is lost."""
         fleet = question.fleet
-        found: dict[tuple[int, float, float], list[str]] = {}
+        found: dict[tuple[int, float, float], dict[str, float]] = {}
         for number, names in enumerate(kinds_of(fleet)):
             for name in names:
                 room = float(question.room_bytes(name))
-                key = number, question.flops_per_s(name), INFINITE if room >= ample_bytes else room
-                found.setdefault(key, []).append(name)
-        self.all = tuple(DeviceKind(tuple(names), speed, room) for (_, speed, room), names in found.items())
+                room = INFINITE if room >= ample_bytes else room
+                key = number, question.flops_per_s(name), room if rooms else 0.0
+                found.setdefault(key, {})[name] = room
+        self.all = tuple(DeviceKind(tuple(of), speed, max(of.values())) for (_, speed, _), of in found.items())
         self.counts = np.array([len(kind.names) for kind in self.all])
         self.speed = np.array([kind.speed for kind in self.all])
         self.room = np.array([kind.room for kind in self.all])
@@ -113,6 +115,19 @@ class Tracked:
         """Of a state that is not the first."""
         part, _, starts = self.parts
         return part[starts[state - 1] : starts[state] if state < self.size - 1 else None]
+
+
+class Counted(Tracked):
+    """The states count devices, whichever they are."""
+
+    def __init__(self, kinds: DeviceKinds) -> None:
+        super().__init__(kinds, ())
+        devices, every = int(kinds.counts.sum()), len(kinds.all)
+        self.size, self.devices = devices + 1, np.arange(devices + 1)
+        self.used = self.devices[:, None]
+        self.steps = dict.fromkeys(range(every), (self.devices[:-1], self.devices[1:]))
+        self.before, self.after = np.tile(self.devices[:-1], every), np.tile(self.devices[1:], every)
+        self.kind = np.repeat(np.arange(every), devices)
 
 
 def grown(tracked: Tracked, kinds: DeviceKinds, walk: Mapping[int, int]) -> list[int]:

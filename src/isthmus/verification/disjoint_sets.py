@@ -9,7 +9,7 @@ A choice is not continued once what it is worth, and the best of what it leaves,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,40 @@ class Together(NamedTuple):
 
     value: float
     states: tuple[int, ...]
+
+
+class CutsNeeded(NamedTuple):
+    """How many cuts replicas have at least, so that no two devices sum too much with each other."""
+
+    all: int = 0
+    """Of all replicas together."""
+    pair: int = 0
+    """Of any two."""
+
+    def allow(self, devices: Sequence[int]) -> bool:
+        """Whether replicas of so many devices may have so many cuts."""
+        fewest = sorted(devices)[:2]
+        return sum(devices) - len(devices) >= self.all and sum(fewest) - 2 >= self.pair
+
+
+def most_of_sizes(value: Floats, replicas: int, needed: CutsNeeded) -> float:
+    """The most that so many replicas are worth. `value`: [devices], of one with so many; the last entry is all devices
+    that there are.
+
+    One replica has the fewest devices, n, and the others `pair + 2 - n` or more.
+    """
+    sizes, devices = np.arange(len(value)), len(value) - 1
+    fewest = needed.all + replicas
+    rest = sizes[:, None] - sizes[None, :]
+    found, half = -INFINITE, (needed.pair + 3) // 2
+    for least in range(1, half + 1):
+        others = max(least, needed.pair + 2 - least) if least < half else half
+        allowed = np.where((sizes >= others) & (sizes > 0), value, -INFINITE)
+        total = np.where(sizes == least, value, -INFINITE) if least < half else allowed
+        for _ in range(replicas - 1):
+            total = np.where(rest >= 0, total[rest] + allowed[None, :], -INFINITE).max(axis=1)
+        found = max(found, float(total[min(fewest, devices + 1) :].max(initial=-INFINITE)))
+    return found
 
 
 class DisjointSets:

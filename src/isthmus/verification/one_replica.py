@@ -3,6 +3,9 @@
 A step takes `fill + (n - 1) * period`. Let F(B) be the least fill of a walk whose period is at most B. A pipeline with
 a period in (low, high] takes at least F(high) + (n - 1) low. The interval that bounds lowest is looked into first: its
 walk says where it may be divided. A walk that uses a device twice is no pipeline: then that device's kind is tracked.
+
+Devices that no link joins within a threshold are apart: a pipeline is among some of them. Each of these is a case for
+itself, with fewer devices to track.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ class PeriodInterval(NamedTuple):
     """Kinds of which that walk uses more devices than there are."""
     age: int = -1
     """How many kinds were tracked when it was looked into; -1: it was not."""
+    among: tuple[int, ...] = ()
+    """Kinds of devices that they have."""
 
 
 class OneReplica:
@@ -45,11 +50,18 @@ class OneReplica:
     def __init__(self, walks: Walks, micro_batches: int, goal_s: float, most_states: int) -> None:
         self._walks, self._later, self.goal_s = walks, micro_batches - 1, goal_s
         self._most_states = most_states
-        every = range(len(walks.kinds.all))
-        self._tracked = Tracked(walks.kinds, every if set_count(walks.kinds, every) <= FEW_STATES else ())
+        self._known: dict[tuple[int, ...], Tracked] = {}
+        """By kinds of which pipelines are."""
         low = walks.shortest_period_s() * (1 - NARROW)
         # A longer period alone takes the goal.
-        self._open = [PeriodInterval(0.0, low, goal_s / self._later if self._later else INFINITE)]
+        high = goal_s / self._later if self._later else INFINITE
+        self._open = [PeriodInterval(0.0, low, high, among=tuple(range(len(walks.kinds.all))))]
+
+    def _tracked(self, among: tuple[int, ...]) -> Tracked:
+        if among not in self._known:
+            few = set_count(self._walks.kinds, among) <= FEW_STATES
+            self._known[among] = Tracked(self._walks.kinds, among if few else ())
+        return self._known[among]
 
     @property
     def bound_s(self) -> float:
@@ -60,7 +72,7 @@ class OneReplica:
         """Until the goal is proven, nothing more can be, or it is ended; the bound in seconds."""
         while self._open and self._open[0].bound_s < self.goal_s and not ended():
             interval = heapq.heappop(self._open)
-            if interval.age < len(self._tracked.kinds):
+            if interval.age < len(self._tracked(interval.among).kinds):
                 self._look(interval)
             elif not self._divide(interval) and not self._track(interval):
                 heapq.heappush(self._open, interval)
@@ -68,23 +80,27 @@ class OneReplica:
         return self.bound_s
 
     def _look(self, interval: PeriodInterval) -> None:
-        terms = Terms(threshold_s=interval.high, more_than=self._later)
+        parts = self._walks.components(interval.among, interval.high, self.goal_s)
+        if len(parts) > 1:
+            for part in parts:
+                heapq.heappush(self._open, interval._replace(age=-1, among=part))
+            return
+        tracked = self._tracked(interval.among)
+        terms = Terms(threshold_s=interval.high, more_than=self._later, among=interval.among)
         stages = self._walks.stages(terms)
-        found = self._walks.solve(self._tracked, terms, stages)
+        found = self._walks.solve(tracked, terms, stages)
         fill_s = float(found[..., -1].min())
         if fill_s == INFINITE:
             return
-        walk = self._walks.follow(self._tracked, terms, found, stages)
-        repeats = tuple(grown(self._tracked, self._walks.kinds, Counter(walk.kinds)))
+        walk = self._walks.follow(tracked, terms, found, stages)
+        repeats = tuple(grown(tracked, self._walks.kinds, Counter(walk.kinds)))
         bound_s = max(interval.bound_s, fill_s + self._later * interval.low)
-        looked = PeriodInterval(
-            bound_s, interval.low, interval.high, fill_s, walk.period_s, repeats, len(self._tracked.kinds)
-        )
-        heapq.heappush(self._open, looked)
+        looked = interval._replace(bound_s=bound_s, fill_s=fill_s, period_s=walk.period_s, repeats=repeats)
+        heapq.heappush(self._open, looked._replace(age=len(tracked.kinds)))
 
     def _divide(self, interval: PeriodInterval) -> bool:
         """Where its walk's period is, or in the middle; False where neither could tell more."""
-        _, low, high, fill_s, period_s, _, _ = interval
+        _, low, high, fill_s, period_s, *_ = interval
         if not self._later:
             return False
         if low < period_s * (1 - 2 * NARROW) and period_s < high * (1 - 2 * NARROW):
@@ -93,16 +109,16 @@ class OneReplica:
             at = max((low + high) / 2, high / 4)  # a round trip holds the walk up for longer than its stages do
         else:
             return False
-        heapq.heappush(self._open, PeriodInterval(fill_s + self._later * low, low, at))
+        heapq.heappush(self._open, PeriodInterval(fill_s + self._later * low, low, at, among=interval.among))
         heapq.heappush(self._open, interval._replace(bound_s=fill_s + self._later * at, low=at))
         return True
 
     def _track(self, interval: PeriodInterval) -> bool:
         """One kind more; False where the walk is a pipeline, or there would be too many states."""
         for kind in interval.repeats:
-            tracked = *self._tracked.kinds, kind
+            tracked = *self._tracked(interval.among).kinds, kind
             if set_count(self._walks.kinds, tracked) <= self._most_states:
-                self._tracked = Tracked(self._walks.kinds, tracked)
+                self._known[interval.among] = Tracked(self._walks.kinds, tracked)
                 heapq.heappush(self._open, interval)
                 return True
         return False

@@ -6,7 +6,7 @@ bound, and is worked on next. Plans are not looked for: the goal is what a known
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from isthmus.verification.bound import NEVER, Bounds
@@ -53,33 +53,36 @@ class BoundPart:
 
 
 class _One(BoundPart):
-    def __init__(self, search: OneReplica, simple: BoundPart) -> None:
+    def __init__(self, searches: Sequence[OneReplica], simple: BoundPart) -> None:
         super().__init__(simple.bound_s, simple.words)
-        self._search, self.stuck = search, False
+        self._searches, self.stuck = searches, False
 
     def advance(self, ended: Callable[[], bool]) -> None:
-        self.bound_s = max(self.bound_s, self._search.run(ended))
+        for search in self._searches:
+            self.bound_s = max(self.bound_s, search.run(ended))
         self.stuck = not ended()
 
 
 class _Several(BoundPart):
-    def __init__(self, search: SeveralReplicas, goal_s: float, simple: BoundPart) -> None:
+    def __init__(self, searches: Sequence[SeveralReplicas], goal_s: float, simple: BoundPart) -> None:
+        """Each search may prove a limit by itself; the quickest first."""
         super().__init__(simple.bound_s, simple.words)
-        self._search, self.stuck = search, False
+        self._searches, self.stuck = searches, False
         self._goal_s = self._above_s = self._next_s = goal_s
 
     def advance(self, ended: Callable[[], bool]) -> None:
         """The goal first. Then a limit between what is proven and what could not be; with finer intervals once these
         meet."""
         limit_s = self._next_s
-        if self._search.proven(limit_s, ended):
+        if any(search.proven(limit_s, ended) for search in self._searches):
             self.bound_s = limit_s
         elif not ended():
             self._above_s = limit_s
         easier = self.bound_s < limit_s < self._above_s
         self._next_s = (self.bound_s * (limit_s if easier else self._above_s)) ** 0.5
         if self._above_s <= self.bound_s * SETTLED and not ended():
-            self.stuck = self.bound_s >= self._goal_s or not self._search.refine()
+            refined = [search.refine() for search in self._searches]
+            self.stuck = self.bound_s >= self._goal_s or not any(refined)
             self._above_s = self._next_s = self._goal_s
 
 
@@ -93,14 +96,17 @@ class BoundParts:
         alone = len(holders or question.fleet.names) == 1 or reading.not_summed is not None
         self.single = BoundPart(bounds.single_s(), f"one replica {words}")
         self.several = BoundPart(NEVER if alone else bounds.several_s(), f"several replicas {words}")
-        self._walks: Walks | None = None
+        self._walks: list[Walks] = []
         if walkable(reading):
             arrays = stage_arrays(reading)
-            walks = self._walks = Walks(arrays, DeviceKinds(question, ample_bytes(arrays, count)), question)
-            self.single = _One(OneReplica(walks, count, goal_s, MOST_STATES), self.single)
+            ample = ample_bytes(arrays, count)
+            rough, kinds = DeviceKinds(question, ample, rooms=False), DeviceKinds(question, ample)
+            several_kinds = [rough, kinds] if len(rough.all) < len(kinds.all) else [kinds]
+            self._walks = [Walks(arrays, each, question) for each in several_kinds]
+            self.single = _One([OneReplica(w, count, goal_s, MOST_STATES) for w in self._walks], self.single)
             if not alone and self.several.bound_s < goal_s:
-                search = SeveralReplicas(walks, count, bounds.averaging_s(2), MOST_SETS)
-                self.several = _Several(search, goal_s, self.several)
+                searches = [SeveralReplicas(w, count, bounds.averaging_s(2), MOST_SETS) for w in self._walks]
+                self.several = _Several(searches, goal_s, self.several)
 
     @property
     def all(self) -> list[BoundPart]:
@@ -108,7 +114,7 @@ class BoundParts:
 
     @property
     def work(self) -> int:
-        return self._walks.work if self._walks is not None else 0
+        return sum(walks.work for walks in self._walks)
 
 
 class Prover:

@@ -10,21 +10,25 @@ Where sets could end all micro-batches, each choice of them is looked at: then i
 replicas have, and walks are found again for each set, with what its devices sum with those alone.
 
 Where kinds are too many to count each device, those that are not tracked have a price in micro-batches: walks pay it,
-and all such devices together are worth the sum (the Lagrangian dual of using each device once).
+and all such devices together are worth the sum (the Lagrangian dual of using each device once). Tracked are then the
+fastest devices, or none, but how many a replica has.
+
+Where it is known how many devices each replica has, all of them have enough cuts, or two devices sum too much with each
+other (`sum_limits.PairSummed`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from isthmus.verification.device_sets import INFINITE, Tracked, set_count
-from isthmus.verification.disjoint_sets import DisjointSets
+from isthmus.verification.device_sets import INFINITE, Counted, Tracked, set_count
+from isthmus.verification.disjoint_sets import CutsNeeded, DisjointSets, most_of_sizes
 from isthmus.verification.stage_arrays import Floats, Ints
 from isthmus.verification.sum_limits import KnownSums, MostSummed
 from isthmus.verification.walks import Terms, Walks
@@ -33,14 +37,20 @@ WHOLE = 1e-9
 """Micro-batches: so close below a whole number is one."""
 COARSE = 1.6
 """Ratio between the ends of an interval of periods at first."""
-PRICES = (0.0, 0.3, 0.6, 1.0)
-"""Of devices that are not tracked. At 0 a replica may have them all, and replicas alone are counted."""
+PRICES = (1.0, 0.6, 0.3)
+"""Of devices that are not tracked. Without a price a replica may have them all, and replicas alone are counted."""
+LATE = 4.0
+"""Times the time for micro-batches: a longer period leaves a replica one of them, and is not divided."""
+SHARED = 1.05
+"""Ratio between times whose prices are the same."""
 ASKED = 20_000
 """Work of a question whose walks are known."""
 FINE, FINEST = 0.004, 0.0002
 """Relative widths below which intervals are not divided, at first and at last: what is open then stays open."""
 WIDER = 1.15
 """Ratio between the ends of a range of numbers of replicas; the first numbers are ranges of their own."""
+FEW_STATES, WIDE = 128, 0.03
+"""More states are looked at with prices only where the interval of the time for sums is so narrow, of the limit."""
 ALL_STATES = 2048
 """Up to so many, all kinds are tracked."""
 MOST_CHOICES = 500
@@ -69,6 +79,8 @@ class Asked(NamedTuple):
     high_s: float
     fewest: int
     most: int
+    home: tuple[int, ...] | None = None
+    """Kinds of devices among which the largest block of gradients is summed; None: any."""
 
     @property
     def time_s(self) -> float:
@@ -76,11 +88,25 @@ class Asked(NamedTuple):
         return self.limit_s - self.low_s
 
 
+class Distinguished(NamedTuple):
+    """Which devices are counted in a set."""
+
+    tracked: Tracked
+    free: Ints
+    """Kinds of which any number may be in a set, for a price."""
+
+    @property
+    def counts_devices(self) -> bool:
+        """Whether a state says how many devices a set has."""
+        return not len(self.free) or isinstance(self.tracked, Counted)
+
+
 class Intervals(NamedTuple):
     """All periods."""
 
     each: list[Periods]
     prices: Floats
+    among: Distinguished
 
     def ended(self, time_s: float) -> Floats:
         """[interval, state]: micro-batches of one replica in this time, prices taken off; minus infinity for none."""
@@ -96,16 +122,13 @@ class SeveralReplicas:
     """The question of one problem. `least_sums_s`: what sums of gradients take at least."""
 
     def __init__(self, walks: Walks, micro_batches: int, least_sums_s: float, most_states: int) -> None:
-        self._walks, self._micro_batches = walks, micro_batches
+        self._walks, self._micro_batches, self._most_states = walks, micro_batches, most_states
         kinds = walks.kinds
-        tracked = list(range(len(kinds.all)))
-        if set_count(kinds, tracked) > ALL_STATES:
-            tracked = list[int]()
-            for kind in np.argsort(-kinds.speed, kind="stable").tolist():
-                if set_count(kinds, (*tracked, kind)) <= most_states:
-                    tracked.append(kind)
-        self._tracked = Tracked(kinds, tracked)
-        self._free = np.array([k for k in range(len(kinds.all)) if k not in tracked], dtype=np.int64)
+        self._among: dict[tuple[int, ...] | None, list[Distinguished]] = {}
+        """How sets are distinguished, each a bound for itself, by where the largest block is summed."""
+        self._last = 0
+        self._needed: dict[tuple[float, int], CutsNeeded] = {}
+        """Cuts of so many replicas that sum in so many seconds."""
         self._work = walks.least_work_s()
         self._devices = int(kinds.counts.sum())
         most = min(self._devices, micro_batches)
@@ -140,31 +163,68 @@ class SeveralReplicas:
             replicas, low, high = todo.pop()
             thin = (high - low) / limit_s
             asked = Asked(limit_s, low, high, *replicas)
-            if not self._too_few(asked, max(thin, self._fine), ended):
+            if not all(self._too_few(home, max(thin, self._fine), ended) for home in self._at_homes(asked)):
                 if thin < self._fine or ended():
                     return False
                 middle = (low + high) / 2
                 todo += [(replicas, low, middle), (replicas, middle, high)]
         return True
 
+    def _at_homes(self, asked: Asked) -> list[Asked]:
+        """The same for each set of kinds among which the largest block may be summed."""
+        homes = self._walks.homes(asked.high_s, asked.fewest, asked.most)
+        every = len(self._walks.kinds.all)
+        return [asked._replace(home=home if len(home) < every else None) for home in homes]
+
+    def _among_at(self, home: tuple[int, ...] | None) -> list[Distinguished]:
+        """All kinds tracked where there are few sets. Elsewhere the fastest are tracked, or devices are counted."""
+        if home not in self._among:
+            kinds, every = self._walks.kinds, range(len(self._walks.kinds.all))
+            tracked = list(every) if set_count(kinds, every) <= ALL_STATES else list[int]()
+            by_speed = np.argsort(-kinds.speed, kind="stable").tolist() if not tracked else []
+            for kind in by_speed:
+                if (home is None or kind in home) and set_count(kinds, (*tracked, kind)) <= self._most_states:
+                    tracked.append(kind)
+            free = np.array([k for k in every if k not in tracked], dtype=np.int64)
+            counted = [Distinguished(Counted(kinds), np.arange(len(kinds.all)))] if len(free) else []
+            self._among[home] = [Distinguished(Tracked(kinds, tracked), free), *counted]
+        return self._among[home]
+
     def _too_few(self, asked: Asked, fine: float, ended: Callable[[], bool]) -> bool:
         """Whether all replicas end fewer micro-batches than there are.
 
         The intervals of periods by which the best sets do so well are divided, down to a relative width.
         """
-        parts = PRICES if len(self._free) else (0.0,)
-        return any(self._few_at(asked, fine, part, ended) for part in parts)
+        ways = [(among, prices) for among in self._among_at(asked.home) for prices in self._prices(asked, among)]
+        if asked.high_s - asked.low_s > WIDE * asked.limit_s:  # to divide it is less work
+            ways = [way for way in ways if way[0].tracked.size <= FEW_STATES or not way[1].any()]
+        last = min(self._last, len(ways) - 1)  # what settled the last question may well settle this one
+        for number in dict.fromkeys((last, *range(len(ways)))):
+            among, prices = ways[number]
+            if self._few_at(asked, fine, Intervals([], prices, among), ended):
+                self._last = number
+                return True
+        return False
 
-    def _few_at(self, asked: Asked, fine: float, part: float, ended: Callable[[], bool]) -> bool:
-        """As `_too_few`, where devices that are not tracked have this part of the price of what they end alone, if
-        nothing else took time."""
-        prices, counts = np.zeros(len(self._work)), self._walks.kinds.counts
+    def _prices(self, asked: Asked, among: Distinguished) -> Iterator[Floats]:
+        """[kind]: devices that are not tracked have a part of the price of what they end alone, if nothing else took
+        time. So have only those among which the largest block is summed: others may be of no use."""
+        yield np.zeros(len(self._work))
         # Prices that many limits share: walks are solved once for all of them.
-        worth_s = self._shortest_s * COARSE ** math.ceil(math.log(asked.time_s / self._shortest_s, COARSE))
-        prices[self._free] = part * worth_s / self._work[self._free]
-        left = float((prices * counts)[self._free].sum())
-        looked = self._coarse(asked, prices, ended) if left < self._micro_batches else None
-        while looked is not None and not ended():
+        worth_s = self._shortest_s * SHARED ** math.floor(math.log(asked.time_s / self._shortest_s, SHARED))
+        for kinds in (*([np.intersect1d(among.free, asked.home)] if asked.home else []), among.free):
+            for part in PRICES if len(kinds) else ():
+                prices = np.zeros(len(self._work))
+                prices[kinds] = part * worth_s / self._work[kinds]
+                yield prices
+
+    def _few_at(self, asked: Asked, fine: float, looked: Intervals, ended: Callable[[], bool]) -> bool:
+        """As `_too_few`, at these prices."""
+        prices, among = looked.prices, looked.among
+        left = float((prices * self._walks.kinds.counts).sum())
+        if left >= self._micro_batches or not self._coarse(asked, looked, ended):
+            return False
+        while not ended():
             if not looked.each:
                 return True
             every = looked.ended(asked.time_s)
@@ -175,12 +235,13 @@ class SeveralReplicas:
             wide = looked.each.pop(widest)
             if not wide.summed:
                 wide = replace(wide, summed=True)
-                looked.each.append(replace(wide, fill_s=self._fill(self._terms(asked, wide.high, wide, prices))))
-            elif wide.most == 1 or wide.high <= wide.low * (1 + fine):
+                fill_s = self._fill(self._terms(asked, wide.high, wide, prices), among.tracked)
+                looked.each.append(replace(wide, fill_s=fill_s))
+            elif wide.most == 1 or wide.high <= wide.low * (1 + fine) or wide.low > LATE * asked.time_s:
                 return False
             else:
                 middle = (wide.low * min(wide.high, max(4 * wide.low, asked.time_s))) ** 0.5
-                fill_s = self._fill(self._terms(asked, middle, wide, prices))
+                fill_s = self._fill(self._terms(asked, middle, wide, prices), among.tracked)
                 looked.each.extend([replace(wide, low=middle), replace(wide, high=middle, fill_s=fill_s)])
         return False
 
@@ -192,54 +253,79 @@ class SeveralReplicas:
             sums_s=asked.high_s if periods.summed else INFINITE,
             fewest=asked.fewest,
             most=asked.most,
+            home=asked.home if periods.summed else None,
             devices=self._devices - (asked.fewest if periods.summed else 2) + 1,
         )
 
-    def _coarse(self, asked: Asked, prices: Floats, ended: Callable[[], bool]) -> Intervals | None:
-        """Intervals from the shortest period on, whatever sums take. A period above the time leaves one micro-batch."""
+    def _coarse(self, asked: Asked, found: Intervals, ended: Callable[[], bool]) -> bool:
+        """Finds intervals from the shortest period on, whatever sums take; False where it was ended. A period above the
+        time leaves one micro-batch."""
+        prices = found.prices
         count = max(1, math.ceil(math.log(max(asked.time_s / self._shortest_s, 1.0)) / math.log(COARSE)))
         most_each = self._micro_batches - asked.fewest + 1
         if most_each == 1:
             count = 0
         edges = [*(self._shortest_s * COARSE**k for k in range(count + 1)), INFINITE]
-        found = Intervals([], prices)
         for more_than, most in self._walks.held_ranges(most_each):
             for low, high in reversed(list(itertools.pairwise(edges))):
                 if ended():
-                    return None
+                    return False
                 periods = Periods(low, high, more_than, most, prices)
-                fill_s = self._fill(self._terms(asked, high, periods, prices))
+                fill_s = self._fill(self._terms(asked, high, periods, prices), found.among.tracked)
                 if not (fill_s <= asked.time_s + 1e9 * bool(prices.any())).any():
                     break  # no walk is as fast: none is faster
                 found.each.append(replace(periods, fill_s=fill_s))
-        return found
+        return True
 
     def _enough(
         self, looked: Intervals, every: Floats, asked: Asked, need: float, ended: Callable[[], bool]
     ) -> set[int]:
         """The intervals of periods by which disjoint sets end so many micro-batches, as far as is known; none where no
         sets do."""
-        sets = DisjointSets(self._tracked, every.max(axis=0), asked.most)
-        self._walks.work += ASKED + asked.most * len(self._tracked.parts.part)
+        among, best = looked.among, every.max(axis=0)
+        if among.counts_devices and not self._enough_cuts(among.tracked, best, asked, need):
+            return set()
+        sets = DisjointSets(among.tracked, best, asked.most)
+        self._walks.work += ASKED + asked.most * len(among.tracked.parts.part)
         found = sets.best(asked.fewest)
         if found.value < need:
             return set()
         unknown = {int(every[:, state].argmax()) for state in found.states}
-        if len(self._free) or asked.fewest < asked.most:
+        if len(among.free) or asked.fewest < asked.most:
             return unknown
+        needed = self._cuts_needed(asked.high_s, asked.most)
         for number, choice in enumerate(sets.choices(need)):
             if number == MOST_CHOICES or ended():
                 return unknown
+            if not needed.allow(among.tracked.devices[list(choice)].tolist()):
+                continue
             open_ = self._enough_of(choice, looked, asked, need)
             if open_:
                 return open_
         return set()
 
+    def _cuts_needed(self, sums_s: float, replicas: int) -> CutsNeeded:
+        if (sums_s, replicas) not in self._needed:
+            self._needed[sums_s, replicas] = self._walks.cuts_needed(sums_s, replicas)
+        return self._needed[sums_s, replicas]
+
+    def _enough_cuts(self, tracked: Tracked, best: Floats, asked: Asked, need: float) -> bool:
+        """Whether replicas with so many devices that they have enough cuts may end so many micro-batches."""
+        value = np.full(int(tracked.devices.max()) + 1, -INFINITE)
+        np.maximum.at(value, tracked.devices, best)
+        for replicas in range(asked.fewest, asked.most + 1):
+            needed = self._cuts_needed(asked.high_s, replicas)
+            self._walks.work += ASKED + (needed.pair // 2 + 1) * replicas * len(value) ** 2
+            if not needed.all or most_of_sizes(value, replicas, needed) >= need:
+                return True
+        return False
+
     def _enough_of(self, choice: tuple[int, ...], looked: Intervals, asked: Asked, need: float) -> set[int]:
         """As `_enough`, of these sets: each sums with the devices of the others alone."""
         if choice not in self._known:
+            tracked = looked.among.tracked
             replicas = np.zeros((len(choice), len(self._walks.kinds.all)), dtype=np.int64)
-            replicas[:, list(self._tracked.kinds)] = self._tracked.used[list(choice)]
+            replicas[:, list(tracked.kinds)] = tracked.used[list(choice)]
             self._known[choice] = replicas, self._walks.sums_of(replicas.tolist())
         replicas, sums = self._known[choice]
         self._walks.work += ASKED + (sums.size if sums else 0)
@@ -283,16 +369,16 @@ class SeveralReplicas:
         key = devices, self._walks.alike(terms), groups.most, groups.taken.tobytes()
         if key not in self._fills_of:
             if devices not in self._parts:
-                self._parts[devices] = Tracked(self._walks.kinds, self._tracked.kinds, devices)
+                self._parts[devices] = Tracked(self._walks.kinds, range(len(devices)), devices)
             found = self._walks.solve(self._parts[devices], terms, self._walks.stages(terms), groups)
             self._fills_of[key] = float(found[:, -groups.most - 1 :, :, -1].min())
         return self._fills_of[key]
 
-    def _fill(self, terms: Terms) -> Floats:
+    def _fill(self, terms: Terms, tracked: Tracked) -> Floats:
         """[state]: the least fill."""
         self._walks.work += ASKED
-        key = self._walks.alike(terms)
+        key = self._walks.alike(terms), tracked.kinds, tracked.size
         if key not in self._fills:
-            found = self._walks.solve(self._tracked, terms, self._walks.stages(terms))
+            found = self._walks.solve(tracked, terms, self._walks.stages(terms))
             self._fills[key] = found[..., -1].min(axis=(0, 2))
         return self._fills[key]

@@ -2,7 +2,8 @@
 
 What a stage receives comes from the stage just before (`near`) or from an earlier one (`far`). That depends on where
 the stage before begins, which is known by class: in class c it made the block just before and the c nearest others
-that made something which is still to be used. A value of which this is not known counts as far.
+that made something which is still to be used; in the last class it is the first stage, which made all. A value of which
+this is not known counts as far.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ class StageArrays:
     near_back: Floats
     far_there: Floats
     far_back: Floats
-    shared: Floats
-    """Parameters that an earlier stage updates: once per step, there and back."""
-    shared_count: Floats
+    near_shared: Floats
+    """Parameters that an earlier stage updates: once per step, there and back. So are the next three."""
+    near_count: Floats
+    far_shared: Floats
+    far_count: Floats
     covered: Ints
     """[start, length - 1]: the class of the stage for the one that begins where it ends."""
 
@@ -79,9 +82,9 @@ class _Builder:
 
     def arrays(self) -> StageArrays:
         received, columns = self._zeros(), self._zeros()
-        homes = self._homes()
-        classes = 1 + max(map(len, homes))
-        near, far = np.zeros((2, 2, classes, self.count, self.count))
+        homes, all_known = self._homes()
+        classes = 1 + max(map(len, homes)) + (not all_known)
+        near, far = np.zeros((2, 4, classes, self.count, self.count))
         for value in self._reading.values:
             home, uses, returns = self._block(value.made), self._blocks(value.uses), self._blocks(value.returns)
             wire = wire_bytes(self._question, value)
@@ -94,7 +97,7 @@ class _Builder:
                     far[way, :least, start, use - start] += wire
             for start, use in self._next_uses(home, uses):
                 received[start, use - start] += value.size_bytes
-        fixed, gradients, shared, count = self._variables()
+        fixed, gradients = self._variables(homes, near, far)
         columns, received, near, far = (np.cumsum(x, axis=-1) for x in (columns, received, near, far))
         return StageArrays(
             blocks=self.count,
@@ -109,24 +112,33 @@ class _Builder:
             near_back=near[1],
             far_there=far[0],
             far_back=far[1],
-            shared=np.cumsum(shared, axis=-1),
-            shared_count=np.cumsum(count, axis=-1),
-            covered=self._covered(homes),
+            near_shared=near[2],
+            near_count=near[3],
+            far_shared=far[2],
+            far_count=far[3],
+            covered=self._covered(homes, classes - 1),
         )
 
-    def _homes(self) -> list[list[int]]:
-        """By start, the nearest blocks before the one just before that made something still to be used."""
+    def _homes(self) -> tuple[list[list[int]], bool]:
+        """By start, the nearest blocks before the one just before that made something still to be used; and whether
+        these are all."""
         found: list[set[int]] = [set() for _ in range(self.count)]
         for value in self._reading.values:
             home = self._block(value.made)
             for start in range(home + 2, self._block(value.uses[-1]) + 1):
                 found[start].add(home)
-        return [sorted(homes, reverse=True)[:MOST_HOMES] for homes in found]
+        for variable in self._reading.variables:
+            home, *later = (self._blocks(variable.uses) if variable.trained else []) or [0]
+            for start in range(home + 2, later[-1] + 1 if later else 0):
+                found[start].add(home)
+        nearest = [sorted(homes, reverse=True)[:MOST_HOMES] for homes in found]
+        return nearest, max(map(len, found)) <= MOST_HOMES
 
-    def _covered(self, homes: Sequence[Sequence[int]]) -> Ints:
+    def _covered(self, homes: Sequence[Sequence[int]], last: int) -> Ints:
         found = np.zeros((self.count, self.count), dtype=np.int64)
+        found[0] = last
         for end in range(1, self.count):
-            for start in range(end):
+            for start in range(1, end):
                 found[start, end - start - 1] = sum(home >= start for home in homes[end])
         return found
 
@@ -145,8 +157,9 @@ class _Builder:
             if start <= use:
                 table[start, use - start] += amount
 
-    def _variables(self) -> tuple[Floats, Floats, Floats, Floats]:
-        fixed, gradients, shared, count = (self._zeros() for _ in range(4))
+    def _variables(self, homes: Sequence[Sequence[int]], near: Floats, far: Floats) -> tuple[Floats, Floats]:
+        """Their bytes; what of them is shared is added to the third and fourth row of `near` and `far`."""
+        fixed, gradients = self._zeros(), self._zeros()
         state = self._question.state
         for v in self._reading.variables:
             uses = self._blocks(v.uses) or [self.count - 1]
@@ -156,6 +169,8 @@ class _Builder:
             self._charge(gradients, range(uses[0] + 1), uses[0], FLOAT32_BYTES * trained)
             for start, use in self._next_uses(uses[0], uses[1:]):
                 fixed[start, use - start] += user
-                shared[start, use - start] += v.size_bytes if v.trained else 0
-                count[start, use - start] += v.trained
-        return fixed, gradients, shared, count
+                least = [start - 1, *homes[start], uses[0]].index(uses[0])
+                for row, amount in ((2, v.size_bytes), (3, 1)) if v.trained else ():
+                    near[row, least:, start, use - start] += amount
+                    far[row, :least, start, use - start] += amount
+        return fixed, gradients

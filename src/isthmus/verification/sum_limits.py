@@ -20,18 +20,25 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import connected_components
 
 from isthmus.fleet import Fleet, Link
+from isthmus.verification.disjoint_sets import CutsNeeded
 from isthmus.verification.question import FLOAT32_BYTES
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+SLACK = 1 + 1e-9
+"""Factor on limits: rounding must not exclude what keeps to them."""
 SHORTEST_S, AGES_S = 1e-9, 1e30
 """Between them lies what anything takes."""
 MOST_REACHED = 32
 """Devices, of which it is known how well each reaches each."""
 MOST_GROUPS = 256
 """Of given replicas."""
+MOST_QUALITIES = 12
+"""Of links, above which it is looked at how many devices these join."""
 
 
 class MostSummed(NamedTuple):
@@ -43,6 +50,44 @@ class MostSummed(NamedTuple):
     """Of all groups of a device."""
     groups: int = 0
     """Of all devices, where the replicas are known."""
+
+
+class PairSummed(NamedTuple):
+    """Bytes that some two of more than `joined` devices of different replicas sum with each other at most."""
+
+    sharded: float
+    """Of all groups together: a link carries 2 / R of each."""
+    otherwise: float
+    """Of each group in a ring or a hierarchy, which may leave out the link between the two."""
+    uneven: float
+    """So much less of each group may cross the link, for rounding to elements."""
+    joined: int = 1
+    """Devices that better links may join; 1: it is so of any two."""
+    mixed: float = 0.0
+    """So much of a group may be summed otherwise though it is sharded: in another step of a period."""
+
+    def cuts(self, blocks: Floats, replicas: int) -> CutsNeeded:
+        """Of blocks with so many bytes of gradients.
+
+        Take an interval of blocks with more bytes than `sharded + (R - joined) * otherwise`. If more than `joined`
+        replicas have no cut inside, all its groups have the same two devices, which no better link joins. What exceeds
+        `sharded` needs one group more than R - joined, so the others have so many cuts inside. Else R - joined replicas
+        have one. Blocks above `otherwise` are sharded: with more than `sharded` of these, no more than `joined`
+        replicas are without a cut. Intervals may share a block, but no place to cut.
+        """
+        others = replicas - self.joined
+        pair = self._intervals(blocks, math.inf) if self.joined == 1 else 0
+        return CutsNeeded(others * self._intervals(blocks, others * self.otherwise), pair)
+
+    def _intervals(self, blocks: Floats, more: float) -> int:
+        found, start, total, large = 0, 0, 0.0, 0.0
+        for block, size_bytes in enumerate(blocks.tolist()):
+            own = max(0.0, size_bytes - self.uneven)
+            of_large = max(0.0, own - self.mixed) if size_bytes > self.otherwise * SLACK else 0.0
+            total, large = total + own, large + of_large
+            if block > start and (total > (self.sharded + more) * SLACK or large > self.sharded * SLACK):
+                found, start, total, large = found + 1, block, own, of_large
+        return found
 
 
 class SumLimits:
@@ -61,7 +106,7 @@ class SumLimits:
             self._latency[a, b], self._byte_s[a, b] = link.latency_s, 1 / link.bandwidth_bytes_per_s
         regions = [fleet.device(name).region for name in devices]
         self._region = np.array([sorted(set(regions)).index(region) for region in regions])
-        self._uneven = FLOAT32_BYTES * period
+        self._period, self._uneven = period, FLOAT32_BYTES * period
         """Bytes: parts of a buffer differ by an element, in each step."""
         self._links = GroupLinks(self._latency, self._byte_s, self._region, self._uneven)
 
@@ -77,6 +122,33 @@ class SumLimits:
         groups = 1 + self._count - fewest
         carried = links.carried(seconds, fewest)
         return MostSummed(group[self._first], np.minimum(groups * group, carried)[self._first])
+
+    def homes(self, seconds: float, fewest: int, most: int, size_bytes: float) -> list[tuple[int, ...]]:
+        """Kinds of devices of which some may sum a group of so many bytes, of fewest..most replicas, in this time.
+
+        A collective joins its group by links over each of which an R-th part goes and an R-th part comes: a group lies
+        in one component of the links that carry these. In one of a period's steps it sums its part of the bytes.
+        """
+        part = max(0.0, size_bytes / self._period / most - FLOAT32_BYTES)
+        byte_s = np.where(np.isfinite(self._byte_s), self._byte_s, 0.0)
+        usable = 2 * (self._latency + part * byte_s) <= seconds
+        _, label = connected_components(csr_matrix(usable | usable.T), directed=False)
+        large = np.flatnonzero(np.bincount(label) >= fewest)
+        return [tuple(np.unique(np.array(self._kind)[label == one]).tolist()) for one in large]
+
+    def pairs(self, seconds: float, replicas: int) -> list[PairSummed]:
+        """Of two devices, in this time: of any two, and of some two among so many that no good links join all."""
+        seconds, links = min(seconds, AGES_S), self._links
+        alone = 0.0 if replicas == 2 else float(max(x.max() for x in links.otherwise(seconds, replicas)))
+        each, found = links.carried_by_each(seconds), list[PairSummed]()
+        known = np.unique(each)
+        for most in known[np.unique(np.linspace(0, len(known) - 1, MOST_QUALITIES).astype(np.int64))]:
+            _, label = connected_components(csr_matrix(each > most), directed=False)
+            joined = int(np.bincount(label).max())
+            if joined < replicas:
+                mixed = alone if self._period > 1 else 0.0
+                found.append(PairSummed(most * replicas / 2, alone, self._uneven * replicas, joined, mixed))
+        return found
 
     def of(self, replicas: Sequence[Sequence[int]]) -> ReplicaSums | None:
         """Of given replicas: [replica, kind], how many devices. None where they have too many groups to look at."""
@@ -210,6 +282,16 @@ class GroupLinks:
             return np.minimum(each, each.swapaxes(-1, -2)).sum(axis=-1)
         times = 1.0 if self._inside.any() and self._across.any() else 2 * (replicas - 1) / replicas
         return np.minimum(each.sum(axis=-1), each.sum(axis=-2)) / times
+
+    def carried_by_each(self, seconds: float) -> Floats:
+        """[..., source, target]: by each link, as many each way."""
+        each = self._there(seconds)
+        return np.maximum(np.minimum(each, each.swapaxes(-1, -2)), 0.0)
+
+    def otherwise(self, seconds: float, replicas: int) -> tuple[Floats, Floats]:
+        """[..., device]: bytes of one group of so many devices, in a ring and hierarchical."""
+        hop = self._ring(seconds / (2 * (replicas - 1)), replicas)
+        return np.where(hop >= 0, replicas * (hop + self._uneven), 0.0), self.led(seconds, replicas)
 
     def most(self, seconds: float, replicas: int) -> Floats:
         """[..., device]: bytes of one group of so many devices."""

@@ -22,8 +22,11 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import connected_components
 
 from isthmus.verification.device_sets import INFINITE, DeviceKinds, Tracked
+from isthmus.verification.disjoint_sets import CutsNeeded
 from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.stage_arrays import Floats, StageArrays
@@ -44,7 +47,7 @@ EACH = 5_000
 MOST_AT_ONCE = 200_000
 """Entries of the cost of all continuations together."""
 MOST_KEPT = 4_000_000
-"""Seconds of messages, twice, that are kept."""
+"""Seconds of messages, three times, that are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,8 @@ class Terms:
     """Per micro-batch, of every stage and link."""
     more_than: int
     """The replica has more micro-batches: a stage that holds no more is held up by its round trip, or does not fit."""
+    among: tuple[int, ...] | None = None
+    """Kinds that a pipeline may have; None: all."""
     prices_s: Floats | None = None
     """[kind]: added for each device of that kind."""
     sums_s: float = INFINITE
@@ -64,6 +69,8 @@ class Terms:
     """Replicas that sum them."""
     devices: int = MOST_DEVICES
     """Tracked ones of one replica, at most."""
+    home: tuple[int, ...] | None = None
+    """Kinds of which a device has the largest block of gradients."""
     summed: MostSummed | None = None
     """What these devices sum at most, where it is known of whom the other replicas are."""
 
@@ -111,6 +118,9 @@ class Walks:
         blocks = np.minimum(np.arange(count)[:, None] + np.arange(count), count - 1)
         self._largest_gradients = np.maximum.accumulate(arrays.gradients[blocks, 0], axis=1)
         """[start, length - 1]: of one block."""
+        start, largest = np.arange(count)[:, None], int(arrays.gradients[:, 0].argmax())
+        self._has_largest = (start <= largest) & (largest <= start + np.arange(count))
+        """[start, length - 1]: whether a stage has the block with most gradients."""
         self._limits = SumLimits(question.fleet, [kind.names for kind in kinds.all], question.period)
         self._gradients = Gradients(arrays.gradients[0, -1] * (1 - NARROW), arrays.gradients[:, 0].max() * (1 - NARROW))
         free = np.full(len(kinds.all), INFINITE)
@@ -119,7 +129,7 @@ class Walks:
         self._byte_s = np.where(joined, kinds.byte_s, 0.0)
         self._latency = np.where(joined, kinds.latency, 0.0)
         self._apart = np.where(joined, 0.0, INFINITE)
-        self._sent: dict[int, tuple[Floats, Floats]] = {}
+        self._sent: dict[int, tuple[Floats, Floats, Floats]] = {}
         """By start, what `_messages` gives, where there is little of it."""
         self._few = len(arrays.near_there) * arrays.blocks**2 * len(kinds.all) ** 2 <= MOST_KEPT
 
@@ -133,6 +143,18 @@ class Walks:
         together_s = 1 / float((self.kinds.counts / np.maximum(work_s, 1e-300)).sum())
         return max(together_s, float(self._compute_s[0][:, :, 0].min(axis=0).max()))
 
+    def components(self, among: Sequence[int], threshold_s: float, limit_s: float) -> list[tuple[int, ...]]:
+        """These kinds, apart where no pipeline joins them: the least message between two stages keeps a link busy for
+        longer than the threshold, or takes the limit there and back."""
+        there, back = (x[:, 1:, 0].min(initial=INFINITE) for x in (self.arrays.near_there, self.arrays.near_back))
+        there_s = there * self._byte_s + self._latency * (there > 0)
+        back_s = back * self._byte_s.T + self._latency.T * (back > 0)
+        usable = np.maximum(there * self._byte_s, back * self._byte_s.T) <= threshold_s * SLACK
+        usable &= (there_s + back_s <= limit_s) & (self._apart == 0)
+        own = np.ix_(among, among)
+        _, label = connected_components(csr_matrix((usable | usable.T)[own]), directed=False)
+        return [tuple(np.array(among)[label == one].tolist()) for one in range(int(label.max()) + 1)]
+
     def held_ranges(self, most: int) -> list[tuple[int, int]]:
         """Ranges (more than, up to) of a replica's micro-batches: one where memory holds up nothing."""
         if not any(bool((held < most).any()) for held in self._held):
@@ -144,7 +166,7 @@ class Walks:
         """[class, kind, start, length - 1]: seconds of what comes from an unknown earlier stage, over the best link."""
         kinds, a = self.kinds, self.arrays
         found = np.zeros((len(a.far_there), len(kinds.all), a.blocks, a.blocks))
-        if not (a.far_there.any() or a.shared.any()):
+        if not (a.far_there.any() or a.far_shared.any()):
             return found
         there, back = kinds.byte_s.min(axis=0), kinds.byte_s.min(axis=1)
         both = (kinds.byte_s + kinds.byte_s.T).min(axis=0)
@@ -152,25 +174,26 @@ class Walks:
         for rate, size in (
             (there, a.far_there),
             (back, a.far_back),
-            (both, a.shared),
-            (latency, a.shared_count),
+            (both, a.far_shared),
+            (latency, a.far_count),
         ):
             with np.errstate(invalid="ignore"):
                 per = size[..., None, :, :]
                 found += np.where(per > 0, rate[:, None, None] * per, 0.0)
         return found
 
-    def _messages(self, start: int, width: int) -> tuple[Floats, Floats]:
-        """[class, source, target, length - 1]: seconds of what a stage that begins here receives and returns, and how
-        long that keeps the busier link from the stage before, or the uplink, busy."""
+    def _messages(self, start: int, width: int) -> tuple[Floats, Floats, Floats]:
+        """[class, source, target, length - 1]: seconds of what a stage that begins here receives and returns, shared
+        parameters too; how long a micro-batch keeps the busier link from the stage before, or the uplink, busy; and the
+        seconds of its messages with the stage before."""
         if not self._few:
             return self._messages_of(start, width)
         if start not in self._sent:
             self._sent[start] = self._messages_of(start, self.arrays.blocks - start)
-        sent_s, busy_s = self._sent[start]
-        return sent_s[..., :width], busy_s[..., :width]
+        sent_s, busy_s, near_s = self._sent[start]
+        return sent_s[..., :width], busy_s[..., :width], near_s[..., :width]
 
-    def _messages_of(self, start: int, width: int) -> tuple[Floats, Floats]:
+    def _messages_of(self, start: int, width: int) -> tuple[Floats, Floats, Floats]:
         there = self.arrays.near_there[:, None, None, start, :width]
         back = self.arrays.near_back[:, None, None, start, :width]
         there_s, back_s = self._byte_s[..., None] * there, self._byte_s.T[..., None] * back
@@ -178,8 +201,12 @@ class Walks:
         up = self.kinds.uplink_s
         if up.any():
             busy_s = np.maximum(busy_s, np.maximum(up[..., None] * there, up.T[..., None] * back))
-        sent_s = there_s + back_s + self._latency[..., None] * (there > 0) + self._latency.T[..., None] * (back > 0)
-        return sent_s + self._apart[..., None] + self._far_s[:, None, :, start, :width], busy_s
+        near_s = there_s + back_s + self._latency[..., None] * (there > 0) + self._latency.T[..., None] * (back > 0)
+        near_s = near_s + self._apart[..., None]
+        shared, count = (x[:, None, None, start, :width] for x in (self.arrays.near_shared, self.arrays.near_count))
+        byte_s, latency = self._byte_s + self._byte_s.T, self._latency + self._latency.T
+        once_s = byte_s[..., None] * shared + latency[..., None] * count
+        return near_s + once_s + self._far_s[:, None, :, start, :width], busy_s, near_s
 
     def _widths(self, threshold_s: float) -> Ints:
         """[start]: most blocks that any kind computes within the threshold."""
@@ -196,6 +223,11 @@ class Walks:
         if np.isfinite(summed.stage).any():
             allowed = arrays.gradients <= summed.stage[:, None, None] * SLACK
             allowed &= self._largest_gradients <= summed.group[:, None, None] * SLACK
+        if terms.home is not None:
+            away = np.isin(np.arange(len(self.kinds.all)), terms.home, invert=True)
+            allowed &= ~(self._has_largest & away[:, None, None])
+        if terms.among is not None:
+            allowed &= np.isin(np.arange(len(self.kinds.all)), terms.among)[:, None, None]
         gpipe = self._question.schedule == "gpipe"
         least = terms.more_than + 1 if gpipe else 1
         options = [
@@ -214,6 +246,20 @@ class Walks:
         if not np.isfinite(sums_s):
             return self._unlimited
         return self._limits.most(sums_s * self._period * SLACK, fewest, most)
+
+    def homes(self, sums_s: float, fewest: int, most: int) -> list[tuple[int, ...]]:
+        """Kinds among which the largest block's gradients may be summed in this time, each a case for itself."""
+        if not self._gradients.block:
+            return [tuple(range(len(self.kinds.all)))]
+        return self._limits.homes(sums_s * self._period * SLACK, fewest, most, self._gradients.block)
+
+    def cuts_needed(self, sums_s: float, replicas: int) -> CutsNeeded:
+        """Of so many replicas that sum in this time."""
+        if not np.isfinite(sums_s):
+            return CutsNeeded()
+        pairs = self._limits.pairs(sums_s * self._period * SLACK, replicas)
+        found = [pair.cuts(self.arrays.gradients[:, 0], replicas) for pair in pairs]
+        return CutsNeeded(*(max(each, default=0) for each in zip(*found, strict=True))) if found else CutsNeeded()
 
     def least_sums_s(self, fewest: int, most: int) -> float:
         """What sums of so many replicas take at least: so many devices hold the largest block, and all together sum the
@@ -238,7 +284,7 @@ class Walks:
         summed = self._summed(terms)
         ranks = [np.searchsorted(self._gradient_sizes, x * SLACK, side="right").tobytes() for x in summed[:2]]
         prices = terms.prices_s.tobytes() if terms.prices_s is not None else b""
-        return terms.threshold_s, terms.more_than, terms.devices, *ranks, prices
+        return terms.threshold_s, terms.more_than, terms.devices, terms.home, *ranks, prices
 
     def _held_up(self, terms: Terms, options: Sequence[Floats]) -> Floats:
         """Without stages whose round trip over what they hold exceeds the threshold. From the last block on: `home_s`
@@ -260,8 +306,8 @@ class Walks:
                     quick = last[None] | (most > terms.more_than) | ((compute_s + ahead) / most <= limit_s)
                 kept[:, start, :width] = np.minimum(kept[:, start, :width], np.where(quick, compute_s, INFINITE))
             if start:
-                sent_s, busy_s = (x[0] for x in self._messages(start, width))
-                through_s = sent_s - self._far_s[0, :, start, :width] + (kept[:, start, :width] + ahead)[None]
+                _, busy_s, near_s = (x[0] for x in self._messages(start, width))
+                through_s = near_s + (kept[:, start, :width] + ahead)[None]
                 through_s = np.where(busy_s <= limit_s, through_s, INFINITE)
                 returned = (self.arrays.near_there[0, start, :width] > 0) & (
                     self.arrays.near_back[0, start, :width] > 0
@@ -288,7 +334,7 @@ class Walks:
             width, here = int(widths[start]), found[..., start]
             if not width or not np.isfinite(here).any():
                 continue
-            sent_s, busy_s = self._messages(start, width)
+            sent_s, busy_s, _ = self._messages(start, width)
             cost = (
                 np.where(busy_s <= terms.threshold_s * SLACK, sent_s, INFINITE) + priced[None, None, :, start, :width]
             )
@@ -330,12 +376,14 @@ class Walks:
     def _continued(self, here: Floats, cost: Floats) -> Floats:
         """[state, target, length - 1]: the least over the stage before, its class and kind."""
         classes, states, sources = here.shape
-        self.work += classes * sources * states * cost[0, 0].size + EACH
+        self.work += EACH
         if here.size * cost[0, 0].size <= MOST_AT_ONCE:
+            self.work += here.size * cost[0, 0].size
             return (here.transpose(0, 2, 1)[..., None, None] + cost[:, :, None]).min(axis=(0, 1))
         total = np.full((states, *cost.shape[2:]), INFINITE)  # one kind after another, to stay in the cache
         for known, source in itertools.product(range(classes), range(sources)):
             rows = np.flatnonzero(np.isfinite(here[known, :, source]))
+            self.work += len(rows) * cost[known, source].size
             if len(rows) == states:
                 np.minimum(total, here[known, :, source, None, None] + cost[known, source][None], out=total)
             elif len(rows):
@@ -358,11 +406,10 @@ class Walks:
             cut.append(start)
             if source < 0:
                 return Walk(tuple(reversed(kinds)), tuple(reversed(cut)), period_s)
-            sent_s, busy_s = (x[known] for x in self._messages(start, end - start))
+            _, busy_s, near_s = (x[known] for x in self._messages(start, end - start))
             period_s = max(period_s, float(busy_s[source, kind, -1]))
             near = self.arrays.near_there[known], self.arrays.near_back[known]
-            sent = float(sent_s[source, kind, -1] - self._far_s[known, kind, start, end - start - 1])
-            through_s = sent + float(self._compute_s[0][cell]) + home_s
+            through_s = float(near_s[source, kind, -1]) + float(self._compute_s[0][cell]) + home_s
             home_s = through_s if near[0][cell[1:]] > 0 and near[1][cell[1:]] > 0 else 0.0
             kinds.append(source)
             state, kind, end = earlier, source, start
@@ -380,7 +427,7 @@ class Walks:
             if start == 0 and first:
                 offers.append((abs(float(stage_s) - reached), 0, -1, 0))
             if start and np.isfinite(before).any():
-                sent_s, busy_s = (x[:, :, kind, -1] for x in self._messages(start, end - start))
+                sent_s, busy_s, _ = (x[:, :, kind, -1] for x in self._messages(start, end - start))
                 total = np.where(busy_s <= terms.threshold_s * SLACK, before + sent_s + stage_s, INFINITE)
                 known, source = divmod(int(total.argmin()), total.shape[1])
                 offers.append((abs(float(total[known, source]) - reached), start, source, known))

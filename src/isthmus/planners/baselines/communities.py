@@ -17,7 +17,8 @@ import numpy as np
 from networkx.algorithms.community import louvain_communities
 
 from isthmus.cost.network import FleetNetwork, Floats
-from isthmus.planners.search.local_search import nearest_tour
+from isthmus.planners.placement.path import open_path
+from isthmus.planners.search.local_search import nearest_tour, two_opt
 
 Community = tuple[int, ...]
 SEED = 0
@@ -42,40 +43,10 @@ def visiting_order(pair_s: Floats, groups: Sequence[Community]) -> list[Communit
     pair_s = (pair_s + pair_s.T) / 2
     between = np.array([[float(pair_s[np.ix_(a, b)].min()) for b in groups] for a in groups])
     tour: list[int] = []
-    ordered = [groups[k] for k in path(between)]
+    ordered = [groups[k] for k in open_path(between).order]
     for members in ordered:
         start = min(members, key=lambda device: float(pair_s[tour[-1], device])) if tour else members[0]
         tour += nearest_tour(pair_s, start, members)
     ends = list(itertools.accumulate((len(members) for members in ordered), initial=0))
-    tour = untangled(pair_s, tour, list(itertools.pairwise(ends)))
+    tour = two_opt(pair_s, tour, list(itertools.pairwise(ends)))
     return [tuple(tour[a:b]) for a, b in itertools.pairwise(ends)]
-
-
-def path(between: Floats) -> list[int]:
-    """A short way through all places: nearest neighbour from every start, the shortest untangled."""
-    tours = [nearest_tour(between, start, range(len(between))) for start in range(len(between))]
-    best = min(tours, key=lambda tour: sum(float(between[a, b]) for a, b in itertools.pairwise(tour)))
-    return untangled(between, best, [(0, len(best))])
-
-
-def untangled(between: Floats, tour: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """The tour after reversals inside spans of it, the best first, until none shortens it (2-opt).
-
-    `between` is symmetric; the tour is open at both ends.
-    """
-    distance = np.pad(between, (0, 1))  # one more place, at no distance, before the first and after the last
-    line = np.array([-1, *tour, -1])
-    least = 1e-9 * float(distance[line[:-1], line[1:]].sum())
-    improved = True
-    while improved:
-        improved = False
-        for first, end in spans:
-            here, before, after = line[first + 1 : end + 1], line[first:end], line[first + 2 : end + 2]
-            # [i, j]: what is saved where i .. j are reversed, so that j follows what was before i
-            saved = distance[before, here][:, None] + distance[here, after][None, :]
-            saved = np.triu(saved - distance[np.ix_(before, here)] - distance[np.ix_(here, after)], 1)
-            i, j = np.unravel_index(saved.argmax(), saved.shape)
-            if saved[i, j] > least:
-                here[i : j + 1] = here[i : j + 1][::-1].copy()
-                improved = True
-    return [int(place) for place in line[1:-1]]

@@ -10,7 +10,7 @@ from scipy.sparse.csgraph import minimum_spanning_tree
 
 from isthmus.cost.network import Floats
 from isthmus.planners.placement.problem import Ints
-from isthmus.planners.search.local_search import nearest_tour
+from isthmus.planners.search.local_search import nearest_tour, two_opt
 
 EXACT_UP_TO = 10
 """Groups. Twelve would take ten times as long, and searches ask for thousands of paths."""
@@ -33,7 +33,7 @@ def open_path(cost: Floats) -> OpenPath:
         length = path_length_s(cost, order)
         return OpenPath(order, length, length)
     starts = np.unique(np.linspace(0, nodes - 1, 8).astype(np.int64))
-    orders = [_two_opt(cost, nearest_tour(cost, int(start), range(len(cost)))) for start in starts]
+    orders = [two_opt(cost, nearest_tour(cost, int(start), range(nodes)), [(0, nodes)]) for start in starts]
     order = min(orders, key=lambda o: path_length_s(cost, o))
     length = path_length_s(cost, order)
     return OpenPath(order, length, min(length, _tree_s(cost)))
@@ -74,25 +74,6 @@ def _layers(nodes: int) -> list[tuple[Ints, Ints, Ints]]:
         outside = np.nonzero(inside[rows] == 0)
         layers.append((masks[rows], outside[0].astype(np.int64), outside[1].astype(np.int64)))
     return layers
-
-
-def _two_opt(cost: Floats, order: list[int]) -> list[int]:
-    """Reverses the stretch that shortens most, until none does. Ends are free: a node of cost 0 closes the loop."""
-    nodes = len(cost)
-    closed = np.zeros((nodes + 1, nodes + 1))
-    closed[:nodes, :nodes] = cost
-    tour = np.array([nodes, *order])
-    while True:
-        here, after = tour, np.roll(tour, -1)
-        step = closed[here, after]
-        change = closed[here[:, None], here] + closed[after[:, None], after] - step[:, None] - step
-        change[np.tril_indices(nodes + 1)] = 0.0
-        i, j = np.unravel_index(int(change.argmin()), change.shape)
-        if change[i, j] >= -1e-12 * (1.0 + float(step.sum())):
-            break
-        tour[i + 1 : j + 1] = tour[i + 1 : j + 1][::-1].copy()
-    cut = int(np.flatnonzero(tour == nodes)[0])
-    return [int(node) for node in np.roll(tour, -cut)[1:]]
 
 
 def _tree_s(cost: Floats) -> float:

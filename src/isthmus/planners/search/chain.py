@@ -23,9 +23,8 @@ from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link
 from isthmus.fleet.links import Links, Route
 from isthmus.planners.baselines.even import even
-from isthmus.planners.bounds import pooled_bound_s
+from isthmus.planners.bounds import pipeline_price, pipeline_step_s
 from isthmus.planners.observer import keep
-from isthmus.planners.price_bound import cheapest_pipeline_bound
 from isthmus.planners.search.cuts import TOLERANCE
 from isthmus.planners.search.exhaustive import exhaustive_pipeline
 from isthmus.planners.search.local_search import first_improvement
@@ -63,12 +62,12 @@ def fed(problem: Problem) -> Plan:
     """
     one = as_one(problem)
     network, blocks = network_of(one), Blocks(one)
-    best = _improved(problem, _best_start(problem, one))
+    best = improved(problem, _best_start(problem, one))
     reached = preference(problem, best)[0]
     if problem.constraints.objective == "cost":
-        bound = cheapest_pipeline_bound(one, network, blocks)
+        bound = pipeline_price(network, blocks, one.micro_batches)
     else:
-        bound = pooled_bound_s(network, blocks, one.micro_batches)
+        bound = pipeline_step_s(network, blocks, one.micro_batches)
     if len(one.fleet.names) <= MOST_EXHAUSTIVE and reached > bound * (1 + TOLERANCE):
         proven = exhaustive_pipeline(one, network, blocks, reached, judged=problem)
         if proven is not None:
@@ -143,7 +142,7 @@ def _built(problem: Problem, chain: Chain) -> Plan:
     return keep(build_plan(problem, order, boundaries, planner="chain"))
 
 
-def _improved(problem: Problem, plan: Plan) -> Plan:
+def improved(problem: Problem, plan: Plan) -> Plan:
     """By moves of cuts, and of devices into the chain, out of it and past each other, as long as one helps."""
 
     def scored(now: Plan) -> Iterator[Plan]:

@@ -169,6 +169,18 @@ class Descent:
                         first, second = zip(*allowed, strict=True)
                         yield {a: first, b: second}
 
+        yield from self._together(now)
+
+    def _together(self, now: Replicas) -> Iterator[Change]:
+        """Replicas that are cut alike stay so: the same cut of all moves, or the same stage of all goes."""
+        for ends in dict.fromkeys(stages.ends for stages in now):
+            alike = [r for r, stages in enumerate(now) if stages.ends == ends]
+            for moved in (_cuts, _shorter) if len(alike) > 1 else ():
+                every = zip(*(moved(now[r]) for r in alike), strict=True)
+                allowed = [several for several in every if all(map(self._keeps_terms, several))]
+                if allowed:
+                    yield dict(zip(alike, zip(*allowed, strict=True), strict=True))
+
     def _keeps_terms(self, stages: Stages) -> bool:
         """Whether the ends are where the data are, and no device has two stages but both ends where labels stay."""
         order, fixed = stages.order, self._fixed

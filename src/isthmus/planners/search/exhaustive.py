@@ -87,7 +87,7 @@ def exhaustive_plan(problem: Problem, network: FleetNetwork, blocks: Blocks, kno
         search.best_s = search.longest_s()
     try:
         with salvaged(lambda: search.plan() if search.best else None):
-            for groups in groupings(range(devices)):
+            for groups in every_grouping(range(devices)):
                 if 0 < len(groups) <= problem.most_replicas:
                     for ordered in itertools.permutations(groups):  # collectives depend on who is counted first
                         search.look(ordered)
@@ -212,13 +212,13 @@ def _every_pipeline(problem: Problem, network: FleetNetwork, blocks: Blocks, kno
     return found
 
 
-def groupings(devices: Sequence[int]) -> Iterator[tuple[Group, ...]]:
+def every_grouping(devices: Sequence[int]) -> Iterator[tuple[Group, ...]]:
     """Every way to put some of the devices into groups, in no order; devices may stay outside."""
     if not devices:
         yield ()
         return
     device, rest = devices[0], devices[1:]
-    for groups in groupings(rest):
+    for groups in every_grouping(rest):
         yield groups
         yield (frozenset({device}), *groups)
         for k, group in enumerate(groups):

@@ -34,9 +34,8 @@ from isthmus.cost.network import FleetNetwork, network_of
 from isthmus.cost.price import SECONDS_PER_HOUR
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.baselines.even import even
-from isthmus.planners.bounds import pooled_bound_s, step_certificate
+from isthmus.planners.bounds import certificate_of, pipeline_price, pipeline_step_s
 from isthmus.planners.observer import keep, looked_at
-from isthmus.planners.price_bound import cheapest_pipeline_bound, price_certificate
 from isthmus.planners.search.cuts import TOLERANCE
 from isthmus.planners.search.exhaustive import exhaustive_pipeline
 from isthmus.planners.search.greedy_fill import greedy_fill
@@ -63,7 +62,7 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
     if near is not problem:
         plan = fastest(near, settle=False)
         moved = build_plan(problem, [s.device for s in plan.stages], plan.boundaries(), planner="chain")
-        return with_bound(problem, moved, pooled_bound_s(network, blocks, problem.micro_batches))
+        return with_bound(problem, moved, pipeline_step_s(network, blocks, problem.micro_batches))
     classic = OrderSearch(problem, network, blocks)
     best = classic.run() if classic.exhaustive or problem.schedule == "gpipe" else None
     plans = _plans(problem, [best])
@@ -91,7 +90,7 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
     chosen = min(plans, key=lambda p: p.predicted.step_s)
     if best and classic.exhaustive and not tight:
         return with_bound(problem, chosen, best.bound_s)
-    return with_bound(problem, chosen, pooled_bound_s(network, blocks, problem.micro_batches))
+    return with_bound(problem, chosen, pipeline_step_s(network, blocks, problem.micro_batches))
 
 
 def _packed(problem: Problem, network: FleetNetwork, blocks: Blocks, settle: bool) -> Plan:
@@ -103,7 +102,7 @@ def _packed(problem: Problem, network: FleetNetwork, blocks: Blocks, settle: boo
         proven = exhaustive_pipeline(problem, network, blocks, best.predicted.step_s)
         if proven is not None:
             return with_bound(problem, proven.plan or best, proven.bound)
-    return with_bound(problem, best, pooled_bound_s(network, blocks, problem.micro_batches))
+    return with_bound(problem, best, pipeline_step_s(network, blocks, problem.micro_batches))
 
 
 def _memory_binds(problem: Problem, network: FleetNetwork, blocks: Blocks) -> bool:
@@ -164,8 +163,8 @@ def cheapest(problem: Problem) -> Plan:
 def _bound(problem: Problem, network: FleetNetwork, blocks: Blocks) -> float:
     """Of what is minimised; a limit on the other can only add."""
     if problem.constraints.objective == "time":
-        return pooled_bound_s(network, blocks, problem.micro_batches)
-    return cheapest_pipeline_bound(problem, network, blocks)
+        return pipeline_step_s(network, blocks, problem.micro_batches)
+    return pipeline_price(network, blocks, problem.micro_batches)
 
 
 def unpriced(problem: Problem, plan: Plan) -> Plan:
@@ -213,7 +212,7 @@ def _best_of(problem: Problem, blocks: Blocks) -> Plan | None:
         part = problem.timed().on(problem.fleet.subset(names))
         hour = sum(device.price_per_hour for device in part.fleet.devices)
         second = hour / SECONDS_PER_HOUR if problem.constraints.objective == "cost" else 1.0
-        bounds.append((second * pooled_bound_s(network_of(part), blocks, problem.micro_batches), names))
+        bounds.append((second * pipeline_step_s(network_of(part), blocks, problem.micro_batches), names))
     best: Plan | None = None
     # price of a set >= rate of its devices * bound on its step
     for bound, names in sorted(bounds, key=lambda pair: pair[0]):
@@ -258,9 +257,9 @@ def _with_fewer(problem: Problem, plan: Plan) -> Plan:
 def with_bound(problem: Problem, plan: Plan, bound: float, plans: str = ONE) -> Plan:
     """The same layout with what the bound proves of `plans`, and with the reason why devices are left out."""
     priced = problem.constraints.objective == "cost"
-    certify, what, better = (price_certificate, "price", "cheaper") if priced else (step_certificate, "time", "faster")
+    what, better = ("price", "cheaper") if priced else ("time", "faster")
     question = f"the {what} of a step of {plans} in any order, any cuts, by the closed form"
-    certificate = certify(bound, preference(problem, plan)[0], question)
+    certificate = certificate_of(bound, preference(problem, plan)[0], question, exact=False, priced=priced)
     found = "" if certificate is not None and not certificate.gap else " that was found"
     return build_plan(
         problem,

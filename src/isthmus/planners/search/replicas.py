@@ -16,13 +16,11 @@ Every set is looked at where devices are few; elsewhere a set grows by the devic
 from __future__ import annotations
 
 import contextlib
-import heapq
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +32,7 @@ from isthmus.cost.network import FleetNetwork, Floats
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.least import settles
 from isthmus.planners.observer import keep, looked_at
+from isthmus.planners.search.exhaustive import every_grouping
 from isthmus.planners.search.fixed_placement import fixed_placement_of
 from isthmus.planners.search.local_search import first_improvement, nearest_tour
 from isthmus.planners.search.one_pipeline import fastest
@@ -107,17 +106,6 @@ def share_out(
     while shares.sum() < micro_batches:
         shares[int(np.where(shares < limits, fills + shares * periods, np.inf).argmin())] += 1
     return tuple(int(share) for share in shares)
-
-
-def every_grouping(devices: int) -> Iterator[tuple[Order, ...]]:
-    """Every way to put the devices 0, 1, ... into groups, in no order (set partitions: 52 for five devices)."""
-    if not devices:
-        yield ()
-        return
-    for orders in every_grouping(devices - 1):
-        yield (*orders, (devices - 1,))
-        for k, order in enumerate(orders):
-            yield (*orders[:k], (*order, devices - 1), *orders[k + 1 :])
 
 
 def groupings(scorer: GroupScorer, regions: Sequence[int], count: int, worth_s: float) -> list[ReplicaGrouping]:
@@ -220,6 +208,8 @@ MOST_EXHAUSTIVE = 5
 """Devices up to which every grouping is cut."""
 MOST_CUT = 6
 """Groupings that are cut on larger fleets."""
+MOST_EVEN = 2
+"""Of these, that are cut a second time."""
 PROMISING = 1.5
 """Times the best plan known: what scores or takes longer is not looked at any further."""
 ROUGH_BLOCKS = 64
@@ -249,8 +239,10 @@ class ReplicaSearch:
             known_s = fastest(self.problem, settle=False).predicted.step_s
         found = self._groupings(known_s)
         # Where time alone counts, nearly all small fleets are settled before.
-        for grouping in found[:MOST_CUT] if settles(self.problem) else found:
+        for number, grouping in enumerate(found[:MOST_CUT] if settles(self.problem) else found):
             if (layouts := self._cut(grouping)) is not None:
+                yield self._built(layouts)
+            if number < MOST_EVEN and (layouts := self._evenly_cut(grouping)) is not None:
                 yield self._built(layouts)
 
     def _built(self, layouts: list[PlanLayout]) -> Plan:
@@ -262,9 +254,8 @@ class ReplicaSearch:
         if devices <= MOST_EXHAUSTIVE:
             # Time leaves devices out where a group is cut; for money it matters already which are in a group.
             least = 2 if self.problem.constraints.objective == "cost" else devices
-            sets = [chosen for size in range(least, devices + 1) for chosen in combinations(range(devices), size)]
-            every = ((chosen, g) for chosen in sets for g in every_grouping(len(chosen)) if 1 < len(g) <= most)
-            made = [scorer.grouping([tuple(chosen[k] for k in order) for order in g]) for chosen, g in every]
+            every = (g for g in every_grouping(range(devices)) if 1 < len(g) <= most and sum(map(len, g)) >= least)
+            made = [scorer.grouping([tuple(sorted(members)) for members in g]) for g in every]
             return sorted(made, key=lambda g: g.step_s)
         worth_s = PROMISING * single_s
         free = [g for n in replica_counts(most) for g in groupings(scorer, self._regions, n, worth_s)]
@@ -284,6 +275,12 @@ class ReplicaSearch:
     def _cut_with(self, grouping: ReplicaGrouping, shares: Sequence[int]) -> list[PlanLayout] | None:
         layouts = [self._pipeline(frozenset(o), m) for o, m in zip(grouping.orders, shares, strict=True)]
         return [layout for layout in layouts if layout is not None] if None not in layouts else None
+
+    def _evenly_cut(self, grouping: ReplicaGrouping) -> list[PlanLayout] | None:
+        """Each replica cut as if it had all micro-batches: into more stages, which average less each. With a share of
+        few, a pipeline is quickest where one device has nearly all."""
+        layouts = self._cut_with(grouping, [self.problem.micro_batches] * len(grouping.shares))
+        return layouts and [x._replace(micro_batches=m) for x, m in zip(layouts, grouping.shares, strict=True)]
 
     def _largest_share(self, devices: frozenset[int]) -> int:
         """The most micro-batches that fit under gpipe, which holds all of a replica's."""
@@ -330,10 +327,9 @@ def replicas_per_device(problem: Problem) -> Iterator[Plan]:
     search = _Sets(problem)
     for chosen in sorted(search.sets(), key=search.step_s)[:MOST_BUILT]:
         names, shares = search.named(chosen), search.shares(chosen)
-        layouts = [PlanLayout((name,), (), share) for name, share in zip(names, shares, strict=True) if share]
-        if len(layouts) > 1:
-            with contextlib.suppress(FleetTooSmall):
-                yield keep(build_replicas(problem, layouts, planner="auto"))
+        layouts = [PlanLayout((name,), (), share) for name, share in zip(names, shares, strict=True)]
+        with contextlib.suppress(FleetTooSmall):
+            yield keep(build_replicas(problem, layouts, planner="auto"))
 
 
 class _Sets:
@@ -375,17 +371,12 @@ class _Sets:
             )
             # the least T with sum of floor(T v / w) >= n, and then the averaging
             longest_s = max(self._each_s[d] * share for d, share in zip(chosen, shares, strict=True))
-            averaging_s = sync.group_s(self._fleet, sync.fastest(self._fleet, group)) / self._problem.sync.period
+            averaging_s = (
+                sync.sum_time(self._fleet, sync.fastest(self._fleet, group)).alone_s / self._problem.sync.period
+            )
             self._known[chosen] = longest_s + averaging_s
         return self._known[chosen]
 
-    def shares(self, chosen: Sequence[int]) -> list[int]:
-        """Micro-batch after micro-batch to the device that ends it soonest."""
-        shares = [0] * len(chosen)
-        ends = [(self._each_s[d], k) for k, d in enumerate(chosen)]
-        heapq.heapify(ends)
-        for _ in range(self._problem.micro_batches):
-            _, k = ends[0]
-            shares[k] += 1
-            heapq.heapreplace(ends, ((shares[k] + 1) * self._each_s[chosen[k]], k))
-        return shares
+    def shares(self, chosen: Sequence[int]) -> tuple[int, ...]:
+        """Micro-batches of each device."""
+        return share_out([(self._each_s[d], self._each_s[d]) for d in chosen], self._problem.micro_batches)
