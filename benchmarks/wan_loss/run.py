@@ -3,8 +3,8 @@
 `python benchmarks/wan_loss/run.py [--steps N] [--seeds N] [--only NAME ...] [--table] [--json PATH]`
 
 T = steps to the target x seconds per step. Steps come from trainings in one process with the numbers of each plan;
-seconds from the peer's rules and from the simulator. Every training is written when it is done, and a run that is
-given again trains only what is missing.
+seconds from the simulator, under the original's meter and over TCP. Every training is written when it is done, and a
+run that is given again trains only what is missing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from pathlib import Path
 import matplotlib as mpl
 import msgspec
 import torch
+from networks import Network
 from rich.console import Console
 from rich.table import Table
-from step_times import Times, original_peer_s, times_of
+from step_times import Times, times_of
 from twin import TOKENS, VARIANTS, Variant
 
 from training import Trained, train
@@ -45,19 +46,18 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to train: a variant's numbers under a schedule."""
+    """One way to train: a variant's numbers under an order of computation."""
 
     name: str
     variant: str
-    step_s: float
+    step_s: dict[Network, float]
     steps: tuple[float, ...]
     """To the target, by seed; inf where the training ended above it."""
     final: tuple[float, ...]
     """Held-out loss after all steps, by seed."""
 
-    @property
-    def total_s(self) -> float:
-        return self.step_s * statistics.fmean(self.steps)
+    def total_s(self, network: Network = "tcp") -> float:
+        return self.step_s[network] * statistics.fmean(self.steps)
 
 
 def steps_to(run: Trained, target: float) -> float:
@@ -88,12 +88,10 @@ def rows_of(report: Report, steps: int) -> list[Row]:
     for variant in VARIANTS:
         if not (runs := by_variant.get(variant.name, [])):
             continue
-        times = report.times[variant.name]
-        plain = {"1F1B, peer": times.peer_s, "ours": times.ours_s}
-        for schedule, step_s in ({"delay": times.delayed_s} if variant.delayed else plain).items():
+        for order, step_s in report.times[variant.name].steps_s.items():
             found.append(
                 Row(
-                    name=f"{variant.name}, {schedule}",
+                    name=variant.name if order == "delayed" else f"{variant.name}, {order}",
                     variant=variant.name,
                     step_s=step_s,
                     steps=tuple(steps_to(r, target) for r in runs),
@@ -104,42 +102,37 @@ def rows_of(report: Report, steps: int) -> list[Row]:
 
 
 def show(report: Report, steps: int) -> None:
-    rows = rows_of(report, steps)
-    peer, baseline = rows[0], next((r for r in rows if r.name.startswith("subspace 16x, 1F1B")), rows[0])
-    ours = next(r for r in rows if r.name == "dense, ours")
-    budget_s = ours.step_s * steps / 4
+    rows = {row.name: row for row in rows_of(report, steps)}
+    peer = rows["dense, 1f1b"]
+    budget_s = rows["dense, deep"].step_s["tcp"] * steps / 4
     table = Table(
-        *("", "step", "steps to target", "T", "of peer", f"loss after {steps} steps", "gap"),
-        f"loss after {budget_s:.0f} s",
+        *("", "step, meter", "step, TCP", "steps to target", "T, meter", "T, TCP", "of 1f1b's"),
+        *(f"loss after {steps} steps", "gap", f"loss after {budget_s:.0f} s"),
         title=f"{steps} steps of {TOKENS} tokens",
     )
     dense_loss = statistics.fmean(peer.final)
-    for row in rows:
+    for row in rows.values():
         runs = [r for r in report.runs if (r.variant, r.steps) == (row.variant, steps)]
-        timed = statistics.fmean(loss_after(r, budget_s, row.step_s) for r in runs)
-        loss = statistics.fmean(row.final)
+        timed = statistics.fmean(loss_after(r, budget_s, row.step_s["tcp"]) for r in runs)
+        loss, reached = statistics.fmean(row.final), math.isfinite(row.total_s())
         table.add_row(
             row.name,
-            f"{row.step_s:.3f} s",
+            *(f"{row.step_s[network]:.3f} s" for network in ("meter", "tcp")),
             _spread(row.steps, 0, "not reached"),
-            f"{row.total_s:.0f} s" if math.isfinite(row.total_s) else "not reached",
-            f"{row.total_s / peer.total_s:.3f}" if math.isfinite(row.total_s) else "",
+            *(f"{row.total_s(network):.0f} s" if reached else "" for network in ("meter", "tcp")),
+            f"{row.total_s() / peer.total_s():.3f}" if reached else "",
             _spread(row.final, 3, "diverged"),
-            f"{loss / dense_loss - 1:+.1%}" if math.isfinite(loss) else "",
+            f"{loss / dense_loss - 1:+.2%}" if math.isfinite(loss) else "",
             f"{timed:.3f}",
         )
-    console = Console(width=150)
+    console = Console(width=180)
     console.print(table)
-    best = min(rows, key=lambda r: r.total_s)
-    console.print(
-        f"Best: {best.name}, T is 1/{peer.total_s / best.total_s:.1f} of the peer's and "
-        f"1/{baseline.total_s / best.total_s:.1f} of {baseline.name}."
-    )
-    console.print(
-        f"The peer's rules on the original: {original_peer_s(2 * 1024):.1f} s (published 100.5 s), "
-        f"{original_peer_s(2 * 160):.1f} s with 160 of 1,024 numbers (published 19.9 s)."
-    )
-    draw(rows, PICTURE)
+    for network in ("meter", "tcp"):
+        best = min(rows.values(), key=lambda r: r.total_s(network))
+        others = [rows[name] for name in ("dense, 1f1b", "subspace 16x, 1f1b") if name in rows]
+        against = " and ".join(f"1/{o.total_s(network) / best.total_s(network):.1f} of {o.name}" for o in others)
+        console.print(f"{network}: best T {best.total_s(network):.0f} s, {best.name}: {against}")
+    draw(list(rows.values()), PICTURE)
 
 
 def _spread(values: tuple[float, ...], digits: int, otherwise: str) -> str:
@@ -151,11 +144,11 @@ def _spread(values: tuple[float, ...], digits: int, otherwise: str) -> str:
 
 def draw(rows: list[Row], path: Path) -> None:
     """T by row, the longest on top."""
-    reached = sorted((r for r in rows if math.isfinite(r.total_s)), key=lambda r: r.total_s)
+    reached = sorted((r for r in rows if math.isfinite(r.total_s())), key=lambda r: r.total_s(), reverse=True)
     figure, axes = plt.subplots(figsize=(8, 0.3 * len(reached) + 1))
-    axes.barh([r.name for r in reached], [r.total_s for r in reached], color="#4878a8")
+    axes.barh([r.name for r in reversed(reached)], [r.total_s() for r in reversed(reached)], color="#4878a8")
     axes.set_xscale("log")
-    axes.set_xlabel("T: seconds to the target loss")
+    axes.set_xlabel("T: seconds to the target loss over TCP")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
+from step_times import plan_of
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
-from twin import DATA, MICRO_BATCH_SIZE, MICRO_BATCHES, STAGES, Variant
+from twin import DATA, MICRO_BATCH_SIZE, MICRO_BATCHES, Variant
 
 from isthmus.data import SampleOrder, load_dataset
-from isthmus.models import build_model
-from isthmus.plans import Packing
-from isthmus.training.compression import Codec, codec_of
+from isthmus.models import Bottleneck, build_model
+from isthmus.plans import Compression, Edge
+from isthmus.training.compression import codec_of
 
 LEARNING_RATE, WARMUP = 2e-3, 20
 HELD_OUT = 256
@@ -43,32 +44,31 @@ class _Crossing(torch.autograd.Function):
     """A link: the value there and its gradient back, packed."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, value: Tensor, codec: Codec) -> Tensor:
-        ctx.codec = codec  # pyright: ignore[reportAttributeAccessIssue]
-        return _crossed(value, codec)
+    def forward(ctx: FunctionCtx, value: Tensor, edge: Edge) -> Tensor:
+        ctx.edge = edge  # pyright: ignore[reportAttributeAccessIssue]
+        return _crossed(value, edge.forward_compression)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _crossed(gradients[0], ctx.codec), None  # pyright: ignore[reportAttributeAccessIssue]
+        edge: Edge = ctx.edge  # pyright: ignore[reportAttributeAccessIssue]
+        return _crossed(gradients[0], edge.backward_compression), None
 
 
-def _crossed(value: Tensor, codec: Codec) -> Tensor:
+def _crossed(value: Tensor, packed: Compression | None) -> Tensor:
     """As it is sent: a micro-batch is a whole number of a dense codec's tiles, and top-K chooses within each."""
+    if packed is None:
+        return value
+    codec = codec_of(packed.packing)
     parts = value.split(MICRO_BATCH_SIZE) if codec.name == "topk" else [value]
     return torch.cat([codec.decode(codec.encode(p), p.shape, p.dtype) for p in parts])
-
-
-def packing_of(codec: str) -> Packing:
-    """Of "int4", or of a sparse codec and its ratio."""
-    name, _, ratio = codec.partition(" ")
-    return Packing(codec=name, ratio=float(ratio or 1))
 
 
 def train(variant: Variant, seed: int, steps: int, every: int) -> Trained:
     torch.manual_seed(seed)
     module, started = build_model(variant.model), time.perf_counter()
-    if variant.codec:
-        _pack_links(module, codec_of(packing_of(variant.codec)))
+    if variant.compression:
+        for edge in plan_of(variant).replica.edges:
+            _pack(module.get_submodule(f"blocks.{edge.source}"), edge)
     optimizers = _optimizers(module, variant.optimizer)
     take_gradients = _Delay(module) if variant.delayed else lambda run: run()
     data, others = load_dataset(DATA, "train"), load_dataset(DATA, "heldout")
@@ -121,12 +121,16 @@ class _Delay:
             parameter.copy_(value)
 
 
-def _pack_links(module: nn.Module, codec: Codec) -> None:
-    def through(part: nn.Module, _: object, found: Tensor) -> Tensor:
-        return _Crossing.apply(found, codec) if part.training else found  # pyright: ignore[reportReturnType]
+def _pack(block: nn.Module, edge: Edge) -> None:
+    """What leaves the block crosses the edge; of a bottleneck behind it, what is narrow."""
 
-    for k in range(STAGES - 1):
-        module.get_submodule(f"blocks.{k}").register_forward_hook(through)
+    def cross(value: Tensor) -> Tensor:
+        return _Crossing.apply(value, edge) if block.training else value  # pyright: ignore[reportReturnType]
+
+    if isinstance(bottleneck := getattr(block, "boundary", None), Bottleneck):
+        bottleneck.forward = lambda hidden: bottleneck.widened(cross(bottleneck.narrowed(hidden)))
+    else:
+        block.register_forward_hook(lambda _block, _given, found: cross(found))
 
 
 def _optimizers(module: nn.Module, name: str) -> list[tuple[torch.optim.Optimizer, float]]:

@@ -1,0 +1,90 @@
+"""Boundaries and codecs for a fleet within a loss budget: what each is expected to cost is that of the curves."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import isthmus
+from isthmus import api
+from isthmus.api.observer import Silent
+from isthmus.cost.compression import expected_loss
+from isthmus.errors import UserError
+from isthmus.job import Job, load_job
+
+FLEET = """
+name = "far"
+links = { default = { latency = "20 ms", bandwidth = "1 Mbit/s" } }
+[[device]]
+name = "a"
+region = "here"
+compute = "200 MFLOPS"
+memory = "4 MiB"
+[[device]]
+name = "b"
+region = "there"
+compute = "200 MFLOPS"
+memory = "4 MiB"
+"""
+JOB = """
+name = "small"
+fleet = "{folder}/fleet.toml"
+planner = "even"
+[model]
+name = "{model}"
+options = {options}
+[data]
+kind = "{data}"
+options = {data_options}
+[training]
+batch_size = 8
+micro_batches = 8
+"""
+GPT = "{vocab_size = 64, sequence_length = 16, width = 32, layers = 4, heads = 2}"
+TEXT = '{files = "stdlib", sequence_length = 16, max_bytes = 40000}'
+
+
+def job_of(folder: Path, model: str = "gpt", options: str = GPT, data: str = "text", data_options: str = TEXT) -> Job:
+    (folder / "fleet.toml").write_text(FLEET)
+    text = JOB.format(folder=folder, model=model, options=options, data=data, data_options=data_options)
+    (folder / "job.toml").write_text(text)
+    return load_job(folder / "job.toml")
+
+
+def test_a_budget_buys_boundaries_and_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected_loss, "CODECS", {"bf16": 0.0, "int8": 0.001, "int4": 0.01})
+    monkeypatch.setattr(expected_loss, "TOPK", {1.0: 0.0, 50.0: 0.5})
+    monkeypatch.setitem(expected_loss.BOUNDARIES, "subspace", {16.0: 0.02, 32.0: 0.2})
+    monkeypatch.setitem(expected_loss.BOUNDARIES, "residual", {16.0: 0.07})
+    job = job_of(tmp_path)
+    found = api.boundaries.plan_boundaries(job, 0.05, Silent(), isthmus.Stop())
+    rows = {row.name: row for row in found.rows}
+    assert rows.keys() == {"none", "subspace, rate 16", "subspace, rate 32", "residual, on slow links"}
+    assert "more than the budget" in (rows["subspace, rate 32"].refused or "")
+    planned = [row for row in found.rows if row.step_s is not None]
+    assert [row.step_s for row in planned] == sorted(row.step_s or 0.0 for row in planned)
+    assert rows["none"].increase is not None and rows["none"].step_s is not None
+    for name, boundary in (("none", 0.0), ("subspace, rate 16", 0.02), ("residual, on slow links", 0.07 / 7)):
+        row = rows[name]
+        assert row.increase is not None and boundary <= row.increase <= 0.05
+        settings = tomllib.loads(row.settings)
+        assert settings["compression"]["loss_budget"] == pytest.approx(0.05 - boundary)
+        overrides = {"compression": settings["compression"]}
+        if boundary:
+            overrides["model.boundary"] = settings["model"]["boundary"]
+            assert (row.step_s or 0.0) < rows["none"].step_s
+        plan = isthmus.plan(tmp_path / "job.toml", overrides=overrides)
+        assert plan.predicted.step_s == row.step_s
+    assert tomllib.loads(rows["residual, on slow links"].settings)["model"]["boundary"]["after"] == {"blocks.1": 16}
+    strict = api.boundaries.plan_boundaries(job, 0.0, Silent(), isthmus.Stop())
+    assert [row.increase for row in strict.rows if row.step_s is not None] == [0.0]
+
+
+def test_a_model_without_a_residual_stream_has_codecs_alone(tmp_path: Path) -> None:
+    job = job_of(tmp_path, "mlp", "{features = 64, width = 256, classes = 10}", "digits", "{flat = true}")
+    none, refused = api.boundaries.plan_boundaries(job, 0.05, Silent(), isthmus.Stop()).rows
+    assert none.step_s is not None and "no residual stream" in (refused.refused or "")
+    with pytest.raises(UserError, match="--loss-budget: got -1, expected a share"):
+        api.boundaries.plan_boundaries(job, -1.0, Silent(), isthmus.Stop())
