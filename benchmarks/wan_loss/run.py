@@ -1,6 +1,6 @@
 """Time to a target loss over a wide-area pipeline, on a scaled-down twin of Protocol NanoGPT.
 
-`python benchmarks/wan_loss/run.py [--steps N] [--seeds N] [--only NAME ...] [--table] [--json PATH]`
+`python benchmarks/wan_loss/run.py [--steps N] [--seeds N] [--only NAME ...] [--most N] [--json PATH]`
 
 T = steps to the target x seconds per step. Steps come from trainings in one process with the numbers of each plan;
 seconds from the simulator, under the original's meter and over TCP. Every training is written when it is done, and a
@@ -132,7 +132,21 @@ def show(report: Report, steps: int) -> None:
         others = [rows[name] for name in ("dense, 1f1b", "subspace 16x, 1f1b") if name in rows]
         against = " and ".join(f"1/{o.total_s(network) / best.total_s(network):.1f} of {o.name}" for o in others)
         console.print(f"{network}: best T {best.total_s(network):.0f} s, {best.name}: {against}")
+    console.print(gaps(report, steps))
     draw(list(rows.values()), PICTURE)
+
+
+def gaps(report: Report, steps: int) -> Table:
+    """Over training: each variant's mean loss beside the dense model's, where all its seeds are known."""
+    every = steps // 4
+    table = Table("", *(f"{every * k} steps" for k in range(1, 5)), title="Loss gap over training")
+    curves = {v.name: [r.curve for r in report.runs if (r.variant, r.steps) == (v.name, steps)] for v in VARIANTS}
+    for name, found in curves.items():
+        if found and all(len(curve) == len(curves["dense"][0]) for curve in found):
+            at = [len(found[0]) * k // 4 - 1 for k in range(1, 5)]
+            means = [[statistics.fmean(c[i] for c in some) for i in at] for some in (found, curves["dense"])]
+            table.add_row(name, *(f"{ours / dense - 1:+.2%}" for ours, dense in zip(*means, strict=True)))
+    return table
 
 
 def _spread(values: tuple[float, ...], digits: int, otherwise: str) -> str:
@@ -158,29 +172,34 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240, help="of each training; each length has a table of its own")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each variant")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="train these variants")
-    parser.add_argument("--table", action="store_true", help="train nothing, show what there is")
+    parser.add_argument("--most", type=int, help="train so many and end; 0: show what there is")
     options = parser.parse_args()
     torch.set_num_threads(1)
     path: Path = options.json
     report = msgspec.json.decode(path.read_bytes(), type=Report) if path.exists() else Report()
     report.host = machine()
-    for seed in range(0 if options.table else options.seeds):
-        for variant in VARIANTS:
-            if not options.only or variant.name in options.only:
-                complete(report, variant, seed, options.steps, path)
+    chosen = [v for v in VARIANTS if not options.only or v.name in options.only]
+    missing = [(v, seed) for seed in range(options.seeds) for v in chosen if not known(report, v, seed, options.steps)]
+    for variant, seed in missing[: options.most]:
+        complete(report, variant, seed, options.steps, path)
+    if options.most and len(missing) > options.most:
+        return
     if not any((r.variant, r.steps) == ("dense", options.steps) for r in report.runs):
         sys.exit(f"no table: {path} has no training of the dense model over {options.steps} steps")
     show(report, options.steps)
 
 
+def known(report: Report, variant: Variant, seed: int, steps: int) -> bool:
+    return any((r.variant, r.seed, r.steps) == (variant.name, seed, steps) for r in report.runs)
+
+
 def complete(report: Report, variant: Variant, seed: int, steps: int, path: Path) -> None:
-    """Train what is missing, and write it."""
+    """Train, and write it."""
     if variant.name not in report.times:
         report.times[variant.name] = times_of(variant)
-    if not any((r.variant, r.seed, r.steps) == (variant.name, seed, steps) for r in report.runs):
-        found = train(variant, seed, steps, EVERY)
-        report.runs.append(found)
-        print(f"{variant.name}, seed {seed}: {found.final:.4f} after {found.trained_s:.0f} s", flush=True)
+    found = train(variant, seed, steps, EVERY)
+    report.runs.append(found)
+    print(f"{variant.name}, seed {seed}: {found.final:.4f} after {found.trained_s:.0f} s", flush=True)
     write_figures(path, report)
 
 

@@ -10,6 +10,7 @@ With a loss budget the aim is the least period whose codecs are expected to cost
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from isthmus.cost.compression.expected_loss import expected_increase
@@ -63,12 +64,14 @@ class _CodecChoice:
         least_s, dense = self._least_s(stage_s), dict[StageMessage, Packing | None].fromkeys(self._messages)
         periods = {m.wire_s(self._problem, codec) for m in self._messages for codec in self._candidates}
         periods |= {least_s, *self._uplinks_s(dense).values()}
-        for period_s in sorted(s for s in periods if s >= least_s):
-            chosen = self._in_time(period_s)
-            packed = [m.packed(codec) for m, codec in chosen.items() if codec is not None]
-            if sum(expected_increase(p.packing) for p in packed if p is not None) <= budget:
-                return chosen
-        return dense
+        longer = sorted(s for s in periods if s >= least_s)
+
+        def is_within(period_s: float) -> bool:
+            packed = [m.packed(codec) for m, codec in self._in_time(period_s).items() if codec is not None]
+            return sum(expected_increase(p.packing) for p in packed if p is not None) <= budget
+
+        first = bisect_left(longer, True, key=is_within)
+        return self._in_time(longer[first]) if first < len(longer) else dense
 
     def _least_s(self, stage_s: float) -> float:
         shortest = {m: min(self._candidates, key=m.wire_bytes) for m in self._messages}
