@@ -16,7 +16,7 @@ from isthmus.cost.compression.expected_loss import BOTTLENECKS, BOUNDARIES, MEAS
 from isthmus.cost.compression.messages import sender_of, stage_messages_of
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
-from isthmus.job import Job, prepare
+from isthmus.job import Job, Prepared, prepare, prepared_again
 from isthmus.models import BoundaryOptions, build_model
 from isthmus.models.residual_stream import find_stream
 from isthmus.planners import least
@@ -40,13 +40,13 @@ def plan_boundaries(job: Job, budget: float, observer: Observer, stop: Stop) -> 
         prepared = prepare(job)
         problem = prepared.problem(fleet)
         dense = make(job, problem, bound=least)
-        found = [_row(job, fleet, "none", None, 0.0, budget)]
+        found = [_row(prepared, fleet, "none", None, 0.0, budget)]
         try:
             blocks = _block_ends(job, problem)
         except UserError as refusal:
             return [*found, BoundaryRow(name="subspace, residual", settings="", refused=str(refusal))]
         bounded = _subspaces(), _bottlenecks(problem, dense, blocks)
-        return found + [_row(job, fleet, *one, budget) for some in bounded for one in some]
+        return found + [_row(prepared, fleet, *one, budget) for some in bounded for one in some]
 
     found = searched(observer, stop, rows, best_so_far=True)
     ordered = sorted(found, key=lambda row: math.inf if row.step_s is None else row.step_s)
@@ -94,16 +94,16 @@ def _bounded(job: Job, boundary: BoundaryOptions | None) -> Job:
 
 
 def _row(
-    job: Job, fleet: Fleet, name: str, boundary: BoundaryOptions | None, increase: float, budget: float
+    dense: Prepared, fleet: Fleet, name: str, boundary: BoundaryOptions | None, increase: float, budget: float
 ) -> BoundaryRow:
     if increase > budget:
         refusal = f"{increase:.2%} of the loss is expected, more than the budget"
         return BoundaryRow(name=name, settings="", refused=refusal)
     packed = CompressionConfig(method="just-enough", ratio=max(TOPK), loss_budget=budget - increase)
     settings = f"{_toml(boundary)}{_packing_toml(packed)}"
-    job = msgspec.structs.replace(_bounded(job, boundary), compression=packed)
+    job = msgspec.structs.replace(_bounded(dense.job, boundary), compression=packed)
     try:
-        plan = make(job, prepare(job).problem(fleet), bound=least)
+        plan = make(job, prepared_again(dense, job).problem(fleet), bound=least)
     except UserError as refusal:
         return BoundaryRow(name=name, settings=settings, refused=str(refusal))
     return BoundaryRow(
