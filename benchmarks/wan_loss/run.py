@@ -55,6 +55,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """To the target, by seed; inf where the training ended above it."""
     final: tuple[float, ...]
     """Held-out loss after all steps, by seed."""
+    gaps: tuple[float, ...]
+    """Of that loss to the dense model's of the same seed, as a share of it."""
 
     def total_s(self, network: Network = "tcp") -> float:
         return self.step_s[network] * statistics.fmean(self.steps)
@@ -83,6 +85,7 @@ def rows_of(report: Report, steps: int) -> list[Row]:
         if run.steps == steps:
             by_variant.setdefault(run.variant, []).append(run)
     dense = by_variant["dense"]
+    finals = {run.seed: run.final for run in dense}
     target = statistics.fmean(r.curve[int(len(r.curve) * TARGET_AT) - 1] for r in dense)
     found: list[Row] = []
     for variant in VARIANTS:
@@ -96,6 +99,7 @@ def rows_of(report: Report, steps: int) -> list[Row]:
                     step_s=step_s,
                     steps=tuple(steps_to(r, target) for r in runs),
                     final=tuple(r.final for r in runs),
+                    gaps=tuple(r.final / finals[r.seed] - 1 for r in runs if r.seed in finals),
                 )
             )
     return found
@@ -110,11 +114,10 @@ def show(report: Report, steps: int) -> None:
         *(f"loss after {steps} steps", "gap", f"loss after {budget_s:.0f} s"),
         title=f"{steps} steps of {TOKENS} tokens",
     )
-    dense_loss = statistics.fmean(peer.final)
     for row in rows.values():
         runs = [r for r in report.runs if (r.variant, r.steps) == (row.variant, steps)]
         timed = statistics.fmean(loss_after(r, budget_s, row.step_s["tcp"]) for r in runs)
-        loss, reached = statistics.fmean(row.final), math.isfinite(row.total_s())
+        reached = math.isfinite(row.total_s())
         table.add_row(
             row.name,
             *(f"{row.step_s[network]:.3f} s" for network in ("meter", "tcp")),
@@ -122,7 +125,7 @@ def show(report: Report, steps: int) -> None:
             *(f"{row.total_s(network):.0f} s" if reached else "" for network in ("meter", "tcp")),
             f"{row.total_s() / peer.total_s():.3f}" if reached else "",
             _spread(row.final, 3, "diverged"),
-            f"{loss / dense_loss - 1:+.2%}" if math.isfinite(loss) else "",
+            _spread(tuple(100 * gap for gap in row.gaps), 2, "") + " %",
             f"{timed:.3f}",
         )
     console = Console(width=180)
@@ -137,15 +140,16 @@ def show(report: Report, steps: int) -> None:
 
 
 def gaps(report: Report, steps: int) -> Table:
-    """Over training: each variant's mean loss beside the dense model's, where all its seeds are known."""
+    """Over training: each variant's loss beside the dense model's of the same seed, in the mean."""
     every = steps // 4
     table = Table("", *(f"{every * k} steps" for k in range(1, 5)), title="Loss gap over training")
-    curves = {v.name: [r.curve for r in report.runs if (r.variant, r.steps) == (v.name, steps)] for v in VARIANTS}
-    for name, found in curves.items():
-        if found and all(len(curve) == len(curves["dense"][0]) for curve in found):
-            at = [len(found[0]) * k // 4 - 1 for k in range(1, 5)]
-            means = [[statistics.fmean(c[i] for c in some) for i in at] for some in (found, curves["dense"])]
-            table.add_row(name, *(f"{ours / dense - 1:+.2%}" for ours, dense in zip(*means, strict=True)))
+    dense = {r.seed: r.curve for r in report.runs if (r.variant, r.steps) == ("dense", steps)}
+    for variant in VARIANTS:
+        runs = [r for r in report.runs if (r.variant, r.steps) == (variant.name, steps) and r.seed in dense]
+        if runs and all(len(r.curve) == len(dense[r.seed]) for r in runs):
+            at = [len(runs[0].curve) * k // 4 - 1 for k in range(1, 5)]
+            means = [statistics.fmean(r.curve[i] / dense[r.seed][i] - 1 for r in runs) for i in at]
+            table.add_row(variant.name, *(f"{mean:+.2%}" for mean in means))
     return table
 
 
