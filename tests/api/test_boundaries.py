@@ -13,6 +13,7 @@ from isthmus.api.observer import Silent
 from isthmus.cost.compression import expected_loss
 from isthmus.errors import UserError
 from isthmus.job import Job, load_job
+from isthmus.models import BoundaryOptions
 
 FLEET = """
 name = "far"
@@ -21,17 +22,17 @@ links = { default = { latency = "20 ms", bandwidth = "200 kbit/s" } }
 name = "a"
 region = "here"
 compute = "200 MFLOPS"
-memory = "4 MiB"
+memory = "500 KiB"
 [[device]]
 name = "b"
 region = "there"
 compute = "200 MFLOPS"
-memory = "4 MiB"
+memory = "500 KiB"
 """
 JOB = """
 name = "small"
 fleet = "{folder}/fleet.toml"
-planner = "even"
+planner = "chain"
 [model]
 name = "{model}"
 options = {options}
@@ -42,7 +43,7 @@ options = {data_options}
 batch_size = 8
 micro_batches = 8
 """
-GPT = "{vocab_size = 64, sequence_length = 16, width = 32, layers = 2, heads = 2}"
+GPT = "{vocab_size = 256, sequence_length = 16, width = 32, layers = 2, heads = 2}"
 TEXT = '{files = "stdlib", sequence_length = 16, max_bytes = 40000}'
 
 
@@ -77,11 +78,13 @@ def test_a_budget_buys_boundaries_and_codecs(tmp_path: Path, monkeypatch: pytest
     assert tomllib.loads(residual.settings)["model"]["boundary"]["after"] == {"blocks.0": 16}
     written = tmp_path / "written.toml"  # as a user pastes it
     written.write_text((tmp_path / "job.toml").read_text() + residual.settings)
-    assert isthmus.plan(written).predicted.step_s == residual.step_s
+    pasted = load_job(written)
+    assert pasted.model.boundary == BoundaryOptions(method="residual", after={"blocks.0": 16.0})
+    assert pasted.compression is not None and pasted.compression.loss_budget == pytest.approx(0.04)
 
 
 def test_a_model_without_a_residual_stream_has_codecs_alone(tmp_path: Path) -> None:
-    job = job_of(tmp_path, "mlp", "{features = 64, width = 256, classes = 10}", "digits", "{flat = true}")
+    job = job_of(tmp_path, "mlp", "{features = 64, width = 64, classes = 10}", "digits", "{flat = true}")
     none, refused = api.boundaries.plan_boundaries(job, 0.05, Silent(), isthmus.Stop()).rows
     assert none.step_s is not None and "no residual stream" in (refused.refused or "")
     with pytest.raises(UserError, match="--loss-budget: got -1, expected a share"):
