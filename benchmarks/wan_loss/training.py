@@ -18,7 +18,8 @@ from isthmus.models import Bottleneck, build_model
 from isthmus.plans import Compression, Edge
 from isthmus.training.compression import codec_of
 
-LEARNING_RATE, WARMUP = 2e-3, 20
+LEARNING_RATE, DELAYED_RATE, WARMUP = 2e-3, 1e-3, 20
+"""With a delay AdamW does not learn at 2e-3: a loss of 3.34 after 120 steps, where 2.83 is the dense model's."""
 HELD_OUT = 256
 """Samples."""
 Columns = dict[str, Tensor]
@@ -71,6 +72,7 @@ def train(variant: Variant, seed: int, steps: int, every: int) -> Trained:
             _pack(module.get_submodule(f"blocks.{edge.source}"), edge)
     optimizers = _optimizers(module, variant.optimizer)
     take_gradients = _Delay(module) if variant.delayed else lambda run: run()
+    learning_rate = DELAYED_RATE if variant.delayed else LEARNING_RATE
     data, others = load_dataset(DATA, "train"), load_dataset(DATA, "heldout")
     columns, batch = ["input_ids", "labels"], MICRO_BATCHES * MICRO_BATCH_SIZE
     held_out, order = others.batch(range(HELD_OUT), columns), SampleOrder(len(data), seed, True)
@@ -78,8 +80,8 @@ def train(variant: Variant, seed: int, steps: int, every: int) -> Trained:
     for step in range(steps):
         samples = data.batch(order.indices(step * batch, batch), columns)
         take_gradients(lambda samples=samples: _gradients(module, samples))
-        for optimizer, rate in optimizers:
-            optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / WARMUP)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, (step + 1) / WARMUP)
             optimizer.step()
         if (step + 1) % every == 0:
             loss = _loss(module, held_out)
@@ -133,7 +135,7 @@ def _pack(block: nn.Module, edge: Edge) -> None:
         block.register_forward_hook(lambda _block, _given, found: cross(found))
 
 
-def _optimizers(module: nn.Module, name: str) -> list[tuple[torch.optim.Optimizer, float]]:
+def _optimizers(module: nn.Module, name: str) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the blocks and AdamW for the rest, or AdamW for all."""
     matrices = [p for n, p in module.named_parameters() if name == "muon" and n.startswith("blocks.") and p.dim() == 2]
     chosen = {id(p) for p in matrices}
@@ -141,7 +143,7 @@ def _optimizers(module: nn.Module, name: str) -> list[tuple[torch.optim.Optimize
     found: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, weight_decay=0.01)]
     if matrices:
         found.append(torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
-    return [(optimizer, LEARNING_RATE) for optimizer in found]
+    return found
 
 
 @torch.no_grad()
