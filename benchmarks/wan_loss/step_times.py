@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import msgspec
 from networks import Network, Order, bound_s, step_of
@@ -39,13 +40,8 @@ def times_of(variant: Variant) -> Times:
 def plan_of(variant: Variant) -> Plan:
     """A block a stage, cut where least crosses near its end; messages packed as the variant has it."""
     prepared = prepared_of(variant.method, variant.rate)
-    problem, flow = prepared.problem(fleet()), prepared.flow
-    legal = cuts(flow)
-
-    def crossing(cut: Cut) -> int:
-        return cut.forward_bytes(flow, 1) + cut.backward_bytes(flow, 1)
-
-    places = [min((c for c in legal if _ends(flow, c, k)), key=crossing).position for k in range(STAGES - 1)]
+    problem = prepared.problem(fleet())
+    places = places_of(prepared.flow, range(STAGES - 1))
     plan = build_plan(problem, fleet().names, places, planner="a block a stage")
     if variant.compression:
         plan = plan_compression(variant.compression, problem, plan, variant.ratio)
@@ -56,6 +52,16 @@ def plan_of(variant: Variant) -> Plan:
 def prepared_of(method: str, rate: float) -> Prepared:
     """Of the model alone: variants that train it otherwise share it."""
     return prepare(Variant(name="", method=method, rate=rate).job())
+
+
+def places_of(flow: Flow, blocks: Iterable[int]) -> list[int]:
+    """Behind each of these blocks, where least crosses."""
+
+    def crossing(cut: Cut) -> int:
+        return cut.forward_bytes(flow, 1) + cut.backward_bytes(flow, 1)
+
+    legal = cuts(flow)
+    return [min((c for c in legal if _ends(flow, c, block)), key=crossing).position for block in blocks]
 
 
 def _ends(flow: Flow, cut: Cut, block: int) -> bool:

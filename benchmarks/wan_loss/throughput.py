@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from step_times import places_of
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.experiments import OptimizerConfig, RunOptions, RunSpec, Watcher, check_outcome, run_plan
 from isthmus.fleet import Device, Fleet, Link, Links
-from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig, prepare
 from isthmus.models import BoundaryOptions, ModelSpec
 from isthmus.plans import Plan
@@ -55,6 +55,12 @@ class Size(NamedTuple):
         """Of the dense model, one way."""
         return 4 * self.width * self.length * self.samples
 
+    @property
+    def ends(self) -> range:
+        """The last block of each stage but the last."""
+        each = self.layers // STAGES
+        return range(each - 1, self.layers - 1, each)
+
     def job(self, method: str, schedule: str) -> Job:
         options: dict[str, object] = {
             "sequence_length": self.length,
@@ -64,8 +70,7 @@ class Size(NamedTuple):
         }
         data = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": self.length, "max_bytes": 200_000})
         n = self.micro_batches
-        each = self.layers // STAGES
-        after = tuple(f"blocks.{k}" for k in range(each - 1, self.layers - 1, each))
+        after = tuple(f"blocks.{block}" for block in self.ends)
         boundary = None
         if method == "subspace":
             boundary = BoundaryOptions(method="subspace", rate=100)
@@ -101,44 +106,38 @@ def fleet(link: Link, speed: float) -> Fleet:
     return Fleet(name="six", devices=devices, links=Links(default=link))
 
 
-def planned(prepared: Prepared, machines: Fleet) -> Plan:
-    problem, flow = prepared.problem(machines), prepared.flow
-    done = problem.cumulative_flops
-    near, sizes = done[-1] / STAGES / 8, {c.position: c.forward_bytes(flow, 1) for c in cuts(flow)}
-    places: list[int] = []
-    for k in range(1, STAGES):
-        around = [p for p in sizes if abs(done[p] - done[-1] * k / STAGES) < near]
-        places.append(min(around, key=lambda p: sizes[p]))
-    return build_plan(problem, machines.names, places, planner="equal FLOPs")
+def planned(prepared: Prepared, size: Size, machines: Fleet) -> Plan:
+    places = places_of(prepared.flow, size.ends)
+    return build_plan(prepared.problem(machines), machines.names, places, planner="equal blocks")
 
 
-def simulated_s(prepared: Prepared, link: Link, speed: float) -> float:
+def simulated_s(prepared: Prepared, size: Size, link: Link, speed: float) -> float:
     machines, training = fleet(link, speed), prepared.job.training
     spec = RunSpec(steps=STEPS, micro_batches=training.micro_batches, micro_batch_size=prepared.job.micro_batch_size)
-    return steady_step_s(simulate(planned(prepared, machines), machines, spec))
+    return steady_step_s(simulate(planned(prepared, size, machines), machines, spec))
 
 
-def measured_s(prepared: Prepared, link: Link, speed: float) -> float:
+def measured_s(prepared: Prepared, size: Size, link: Link, speed: float) -> float:
     machines = fleet(link, speed)
-    plan = planned(prepared, machines)
+    plan = planned(prepared, size, machines)
     with tempfile.TemporaryDirectory() as folder:
         outcome = run_plan(prepared, plan, machines, Path(folder), RunOptions(emulate=True), Watcher())
     check_outcome(outcome)
     return steady_step_s(Trace(source="runtime", run="throughput", spans=tuple(outcome.spans), period=plan.period))
 
 
-def slowest_flops(prepared: Prepared) -> int:
-    stages = planned(prepared, fleet(LINK, SPEED)).stages
+def slowest_flops(prepared: Prepared, size: Size) -> int:
+    stages = planned(prepared, size, fleet(LINK, SPEED)).stages
     return max(stage.flops_forward + stage.flops_backward for stage in stages)
 
 
 def twin_of(dense: Prepared) -> tuple[float, Link]:
     """The twin's speed and narrow link: latency, and the time that a dense message takes, as multiples of the dense
     model's compute, are the original's."""
-    original_s = slowest_flops(prepare(ORIGINAL.job("dense", "1f1b"))) / SPEED
+    original_s = slowest_flops(prepare(ORIGINAL.job("dense", "1f1b")), ORIGINAL) / SPEED
     slower = TWIN_COMPUTE_S / original_s
     message_s = ORIGINAL.message_bytes / LINK.bandwidth_bytes_per_s * slower
-    return slowest_flops(dense) / TWIN_COMPUTE_S, Link(LINK.latency_s * slower, TWIN.message_bytes / message_s)
+    return slowest_flops(dense, TWIN) / TWIN_COMPUTE_S, Link(LINK.latency_s * slower, TWIN.message_bytes / message_s)
 
 
 def row_of(size: Size, method: str, schedule: str, speed: float, link: Link, *, measure: bool) -> Row:
@@ -146,15 +145,15 @@ def row_of(size: Size, method: str, schedule: str, speed: float, link: Link, *, 
     row = Row(
         method=method,
         schedule=schedule,
-        narrow_s=simulated_s(prepared, link, speed),
-        unlimited_s=simulated_s(prepared, unlimited, speed),
+        narrow_s=simulated_s(prepared, size, link, speed),
+        unlimited_s=simulated_s(prepared, size, unlimited, speed),
     )
     if not measure:
         return row
     return msgspec.structs.replace(
         row,
-        measured_narrow_s=measured_s(prepared, link, speed),
-        measured_unlimited_s=measured_s(prepared, unlimited, speed),
+        measured_narrow_s=measured_s(prepared, size, link, speed),
+        measured_unlimited_s=measured_s(prepared, size, unlimited, speed),
     )
 
 
