@@ -84,7 +84,13 @@ def _link(case: Case) -> Link:
 
 
 def prepared_of(case: Case, schedule: str) -> Prepared:
-    options = {"vocab_size": 256, "sequence_length": LENGTH, "width": WIDTH, "layers": LAYERS, "heads": 2}
+    options: dict[str, object] = {
+        "vocab_size": 256,
+        "sequence_length": LENGTH,
+        "width": WIDTH,
+        "layers": LAYERS,
+        "heads": 2,
+    }
     data: dict[str, object] = {"files": "stdlib", "sequence_length": LENGTH, "max_bytes": 1_000_000}
     job = Job(
         name="delayed",

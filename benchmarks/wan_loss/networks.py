@@ -24,6 +24,7 @@ from isthmus.simulator import SimulationOptions, simulate
 from isthmus.trace import steady_step_s
 
 Network = Literal["meter", "tcp"]
+NETWORKS: tuple[Network, ...] = ("meter", "tcp")
 Order = Literal["1f1b", "deep", "delayed"]
 STEPS = 10
 

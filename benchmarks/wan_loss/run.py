@@ -17,7 +17,7 @@ from pathlib import Path
 import matplotlib as mpl
 import msgspec
 import torch
-from networks import Network
+from networks import NETWORKS, Network
 from rich.console import Console
 from rich.table import Table
 from step_times import Times, times_of
@@ -120,9 +120,9 @@ def show(report: Report, steps: int) -> None:
         reached = math.isfinite(row.total_s())
         table.add_row(
             row.name,
-            *(f"{row.step_s[network]:.3f} s" for network in ("meter", "tcp")),
+            *(f"{row.step_s[network]:.3f} s" for network in NETWORKS),
             _spread(row.steps, 0, "not reached"),
-            *(f"{row.total_s(network):.0f} s" if reached else "" for network in ("meter", "tcp")),
+            *(f"{row.total_s(network):.0f} s" if reached else "" for network in NETWORKS),
             f"{row.total_s() / peer.total_s():.3f}" if reached else "",
             _spread(row.final, 3, "diverged"),
             _spread(tuple(100 * gap for gap in row.gaps), 2, "") + " %",
@@ -130,9 +130,9 @@ def show(report: Report, steps: int) -> None:
         )
     console = Console(width=180)
     console.print(table)
-    for network in ("meter", "tcp"):
+    for network in NETWORKS:
         best = min(rows.values(), key=lambda r: r.total_s(network))
-        others = [rows[name] for name in ("dense, 1f1b", "subspace 16x, 1f1b") if name in rows]
+        others = [rows[name] for name in ("dense, 1f1b", "subspace 6.4x, 1f1b") if name in rows]
         against = " and ".join(f"1/{o.total_s(network) / best.total_s(network):.1f} of {o.name}" for o in others)
         console.print(f"{network}: best T {best.total_s(network):.0f} s, {best.name}: {against}")
     console.print(gaps(report, steps))

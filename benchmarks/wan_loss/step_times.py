@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable
 
 import msgspec
-from networks import Network, Order, bound_s, step_of
+from networks import NETWORKS, Network, Order, bound_s, step_of
 from twin import FLOPS_PER_S, LINK, STAGES, Variant, fleet
 
 from isthmus.cost import build_plan, plan_compression
@@ -26,10 +26,10 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def times_of(variant: Variant) -> Times:
-    plan, networks = plan_of(variant), ("meter", "tcp")
+    plan = plan_of(variant)
     orders: tuple[Order, ...] = ("delayed",) if variant.delayed else ("1f1b", "deep")
     return Times(
-        steps_s={o: {n: step_of(plan, LINK, FLOPS_PER_S, n, o).seconds for n in networks} for o in orders},
+        steps_s={o: {n: step_of(plan, LINK, FLOPS_PER_S, n, o).seconds for n in NETWORKS} for o in orders},
         bound_s=bound_s(plan, LINK, FLOPS_PER_S),
         forward_bytes=max(e.forward_wire_bytes for e in plan.replica.edges),
         backward_bytes=max(e.backward_wire_bytes for e in plan.replica.edges),

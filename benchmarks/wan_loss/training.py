@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import msgspec
 import torch
@@ -132,7 +133,7 @@ def _pack(block: nn.Module, edge: Edge) -> None:
     if isinstance(bottleneck := getattr(block, "boundary", None), Bottleneck):
         bottleneck.forward = lambda hidden: bottleneck.widened(cross(bottleneck.narrowed(hidden)))
     else:
-        block.register_forward_hook(lambda _block, _given, found: cross(found))
+        block.register_forward_hook(lambda _block, _given, found: cross(cast("Tensor", found)))
 
 
 def _optimizers(module: nn.Module, name: str) -> list[torch.optim.Optimizer]:

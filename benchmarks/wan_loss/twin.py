@@ -94,7 +94,7 @@ VARIANTS = (
     Variant(name="dense"),
     Variant(name="int4", compression="int4"),
     Variant(name="delayed", delayed=True),
-    *(_bounded("subspace", rate) for rate in (16, 50, 100)),
+    *(_bounded("subspace", rate) for rate in (6.4, 16, 50, 100)),
     *(_bounded("residual", rate) for rate in (4, 16, 50, 100)),
     Variant(name="delayed int4", compression="int4", delayed=True),
     Variant(name="delayed muon", optimizer="muon", delayed=True),

@@ -20,7 +20,7 @@ from tests.runtime.jobs import TEXT, final_weights, fleet_of, job_of, plain_run,
 from .real import keeps_cuts, pid_of, prepared_of, run
 
 STEPS, SAVE_EVERY = 9, 3
-GPT = {"vocab_size": 256, "sequence_length": 16, "width": 16, "layers": 2, "heads": 2}
+GPT: dict[str, object] = {"vocab_size": 256, "sequence_length": 16, "width": 16, "layers": 2, "heads": 2}
 
 
 @pytest.fixture(scope="module")

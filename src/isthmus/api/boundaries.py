@@ -67,7 +67,7 @@ def _bottlenecks(
     was measured and makes up for it."""
     after: dict[str, float] = {}
     measured = BOUNDARIES["residual"]
-    for replica in dense.replicas:
+    for replica in dense.replicas if measured else ():
         sender = sender_of(problem, replica)
         for message in stage_messages_of(problem, sender):
             needed = message.wire_s(problem, None) / sender.slowest_s
