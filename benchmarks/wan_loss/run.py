@@ -131,10 +131,10 @@ def show(report: Report, steps: int) -> None:
     console = Console(width=180)
     console.print(table)
     for network in NETWORKS:
-        best = min(rows.values(), key=lambda r: r.total_s(network))
+        least_s, best = min((row.total_s(network), row.name) for row in rows.values())
         others = [rows[name] for name in ("dense, 1f1b", "subspace 6.4x, 1f1b") if name in rows]
-        against = " and ".join(f"1/{o.total_s(network) / best.total_s(network):.1f} of {o.name}" for o in others)
-        console.print(f"{network}: best T {best.total_s(network):.0f} s, {best.name}: {against}")
+        against = " and ".join(f"1/{o.total_s(network) / least_s:.1f} of {o.name}" for o in others)
+        console.print(f"{network}: best T {least_s:.0f} s, {best}: {against}")
     console.print(gaps(report, steps))
     draw(list(rows.values()), PICTURE)
 
