@@ -45,6 +45,6 @@ def boundary_table(found: BoundaryChoice) -> RenderableType:
             table.add_row(*map(Text, cells))
     lines = [f"{row.name}: no plan: {row.refused}" for row in found.rows if row.refused is not None]
     lines.append(f"expected loss: as measured on {found.measured_on}")
-    lines.append(f"for {found.rows[0].name}:\n{found.rows[0].settings}")
+    lines.append(f"for {found.rows[0].name}:\n{found.rows[0].settings.rstrip()}")
     title = f"{found.model} on {found.fleet}: within {format_share(found.budget)} of the loss"
     return titled(title, table, "\n".join(lines))
