@@ -1,10 +1,11 @@
 """Step time of steps that overlap, beside the bound max(stage compute, wire) x micro-batches and beside the simulator.
 
-    python benchmarks/delayed/run.py [--quick] [--json PATH]
+    python benchmarks/delayed/run.py [--quick] [--slower 4] [--schedules delayed] [--wires 0.05]
+        [--stages 2] [--counts 8] [--json PATH]
 
 Processes over an emulated fleet: the slowest stage computes 100 ms per micro-batch, links have 50 ms one way, and
 their bandwidth is such that a message takes half as long as the compute, or twice as long. Bounds and simulations
-use no measured time.
+use no measured time. `--slower` stretches all of these alike, so that what else the machine does weighs less.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Case(NamedTuple):
     micro_batches: int
     wire_s: float
     """Of a message."""
+    slower: float = 1.0
+    """Factor on all durations."""
 
 
 CASES = [Case(stages, n, wire_s) for wire_s in (0.05, 0.2) for stages in (2, 4) for n in (8, 32)]
@@ -52,21 +55,42 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     stages: int
     micro_batches: int
     wire_s: float
+    slower: float = 1.0
     bound_s: float
     predicted_s: float
     simulated_s: float
     measured_s: float
 
 
+class Report(msgspec.Struct, kw_only=True):
+    machine: str
+    rows: list[Row]
+
+
+def _key(row: Row) -> tuple[str, int, int, float]:
+    """A case that is measured again replaces its row."""
+    return row.schedule, row.stages, row.micro_batches, row.wire_s
+
+
 def fleet_of(case: Case, flops_per_s: float) -> Fleet:
     devices = tuple(
         Device(name=f"d{k}", region="here", flops_per_s=flops_per_s, memory_bytes=1 << 34) for k in range(case.stages)
     )
-    return Fleet(name="equal", devices=devices, links=Links(default=Link(LATENCY_S, MESSAGE_BYTES / case.wire_s)))
+    return Fleet(name="equal", devices=devices, links=Links(default=_link(case)))
+
+
+def _link(case: Case) -> Link:
+    return Link(LATENCY_S * case.slower, MESSAGE_BYTES / case.wire_s / case.slower)
 
 
 def prepared_of(case: Case, schedule: str) -> Prepared:
-    options = {"vocab_size": 256, "sequence_length": LENGTH, "width": WIDTH, "layers": LAYERS, "heads": 2}
+    options: dict[str, object] = {
+        "vocab_size": 256,
+        "sequence_length": LENGTH,
+        "width": WIDTH,
+        "layers": LAYERS,
+        "heads": 2,
+    }
     data: dict[str, object] = {"files": "stdlib", "sequence_length": LENGTH, "max_bytes": 1_000_000}
     job = Job(
         name="delayed",
@@ -98,7 +122,7 @@ def planned(prepared: Prepared, case: Case) -> tuple[Plan, Fleet]:
         return build_plan(prepared.problem(fleet), fleet.names, blocks_of(prepared.flow, case.stages), planner="blocks")
 
     most = max(stage.flops_forward + stage.flops_backward for stage in plan_on(fleet_of(case, 1e9)).stages)
-    fleet = fleet_of(case, most / COMPUTE_S)
+    fleet = fleet_of(case, most / COMPUTE_S / case.slower)
     return plan_on(fleet), fleet
 
 
@@ -115,7 +139,8 @@ def row_of(case: Case, schedule: str) -> Row:
         stages=case.stages,
         micro_batches=case.micro_batches,
         wire_s=case.wire_s,
-        bound_s=case.micro_batches * max(COMPUTE_S, case.wire_s),
+        slower=case.slower,
+        bound_s=case.micro_batches * max(COMPUTE_S, case.wire_s) * case.slower,
         predicted_s=plan.predicted.step_s,
         simulated_s=steady_step_s(simulate(plan, fleet, spec, SimulationOptions(clips=True))),
         measured_s=steady_step_s(measured),
@@ -135,15 +160,24 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    given = options_of(__doc__, FIGURES, quick="cases of 8 micro-batches alone").parse_args()
-    cases = [case for case in CASES if case.micro_batches == 8 or not given.quick]
-    rows: list[Row] = []
+    parser = options_of(__doc__, FIGURES, quick="cases of 8 micro-batches alone")
+    parser.add_argument("--slower", type=float, default=1.0, help="factor on all durations")
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "delayed"], choices=["1f1b", "delayed"])
+    parser.add_argument("--wires", type=float, nargs="+", default=[0.05, 0.2], help="seconds of a message")
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--counts", type=int, nargs="+", default=[8, 32], help="numbers of micro-batches")
+    given = parser.parse_args()
+    chosen = [c for c in CASES if c.wire_s in given.wires and c.stages in given.stages]
+    cases = [Case(*c[:3], given.slower) for c in chosen if c.micro_batches in given.counts]
+    kept = msgspec.json.decode(given.json.read_bytes(), type=Report).rows if given.json.exists() else []
+    rows = {_key(row): row for row in kept}
     for case in cases:
-        for schedule in ("1f1b", "delayed"):
-            rows.append(row_of(case, schedule))
-            print(table(rows[-1:]), flush=True)
-    print(table(rows))
-    write_figures(given.json, {"machine": machine(), "rows": rows})
+        for schedule in given.schedules if case.micro_batches == 8 or not given.quick else ():
+            row = row_of(case, schedule)
+            rows[_key(row)] = row
+            print(table([row]), flush=True)
+            write_figures(given.json, Report(machine=machine(), rows=list(rows.values())))
+    print(table(list(rows.values())))
 
 
 if __name__ == "__main__":

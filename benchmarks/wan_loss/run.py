@@ -1,10 +1,10 @@
 """Time to a target loss over a wide-area pipeline, on a scaled-down twin of Protocol NanoGPT.
 
-`python benchmarks/wan_loss/run.py [--steps N] [--seeds N] [--only NAME ...] [--table] [--json PATH]`
+`python benchmarks/wan_loss/run.py [--steps N] [--seeds N] [--only NAME ...] [--most N] [--json PATH]`
 
 T = steps to the target x seconds per step. Steps come from trainings in one process with the numbers of each plan;
-seconds from the peer's rules and from the simulator. Every training is written when it is done, and a run that is
-given again trains only what is missing.
+seconds from the simulator, under the original's meter and over TCP. Every training is written when it is done, and a
+run that is given again trains only what is missing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from pathlib import Path
 import matplotlib as mpl
 import msgspec
 import torch
+from networks import NETWORKS, Network
 from rich.console import Console
 from rich.table import Table
-from step_times import Times, original_peer_s, times_of
+from step_times import Times, times_of
 from twin import TOKENS, VARIANTS, Variant
 
 from training import Trained, train
@@ -45,19 +46,20 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to train: a variant's numbers under a schedule."""
+    """One way to train: a variant's numbers under an order of computation."""
 
     name: str
     variant: str
-    step_s: float
+    step_s: dict[Network, float]
     steps: tuple[float, ...]
     """To the target, by seed; inf where the training ended above it."""
     final: tuple[float, ...]
     """Held-out loss after all steps, by seed."""
+    gaps: tuple[float, ...]
+    """Of that loss to the dense model's of the same seed, as a share of it."""
 
-    @property
-    def total_s(self) -> float:
-        return self.step_s * statistics.fmean(self.steps)
+    def total_s(self, network: Network = "tcp") -> float:
+        return self.step_s[network] * statistics.fmean(self.steps)
 
 
 def steps_to(run: Trained, target: float) -> float:
@@ -83,63 +85,72 @@ def rows_of(report: Report, steps: int) -> list[Row]:
         if run.steps == steps:
             by_variant.setdefault(run.variant, []).append(run)
     dense = by_variant["dense"]
+    finals = {run.seed: run.final for run in dense}
     target = statistics.fmean(r.curve[int(len(r.curve) * TARGET_AT) - 1] for r in dense)
     found: list[Row] = []
     for variant in VARIANTS:
         if not (runs := by_variant.get(variant.name, [])):
             continue
-        times = report.times[variant.name]
-        plain = {"1F1B, peer": times.peer_s, "ours": times.ours_s}
-        for schedule, step_s in ({"delay": times.delayed_s} if variant.delayed else plain).items():
+        for order, step_s in report.times[variant.name].steps_s.items():
             found.append(
                 Row(
-                    name=f"{variant.name}, {schedule}",
+                    name=variant.name if order == "delayed" else f"{variant.name}, {order}",
                     variant=variant.name,
                     step_s=step_s,
                     steps=tuple(steps_to(r, target) for r in runs),
                     final=tuple(r.final for r in runs),
+                    gaps=tuple(r.final / finals[r.seed] - 1 for r in runs if r.seed in finals),
                 )
             )
     return found
 
 
 def show(report: Report, steps: int) -> None:
-    rows = rows_of(report, steps)
-    peer, baseline = rows[0], next((r for r in rows if r.name.startswith("subspace 16x, 1F1B")), rows[0])
-    ours = next(r for r in rows if r.name == "dense, ours")
-    budget_s = ours.step_s * steps / 4
+    rows = {row.name: row for row in rows_of(report, steps)}
+    peer = rows["dense, 1f1b"]
+    budget_s = rows["dense, deep"].step_s["tcp"] * steps / 4
     table = Table(
-        *("", "step", "steps to target", "T", "of peer", f"loss after {steps} steps", "gap"),
-        f"loss after {budget_s:.0f} s",
+        *("", "step, meter", "step, TCP", "steps to target", "T, meter", "T, TCP", "of 1f1b's"),
+        *(f"loss after {steps} steps", "gap", f"loss after {budget_s:.0f} s"),
         title=f"{steps} steps of {TOKENS} tokens",
     )
-    dense_loss = statistics.fmean(peer.final)
-    for row in rows:
+    for row in rows.values():
         runs = [r for r in report.runs if (r.variant, r.steps) == (row.variant, steps)]
-        timed = statistics.fmean(loss_after(r, budget_s, row.step_s) for r in runs)
-        loss = statistics.fmean(row.final)
+        timed = statistics.fmean(loss_after(r, budget_s, row.step_s["tcp"]) for r in runs)
+        reached = math.isfinite(row.total_s())
         table.add_row(
             row.name,
-            f"{row.step_s:.3f} s",
+            *(f"{row.step_s[network]:.3f} s" for network in NETWORKS),
             _spread(row.steps, 0, "not reached"),
-            f"{row.total_s:.0f} s" if math.isfinite(row.total_s) else "not reached",
-            f"{row.total_s / peer.total_s:.3f}" if math.isfinite(row.total_s) else "",
+            *(f"{row.total_s(network):.0f} s" if reached else "" for network in NETWORKS),
+            f"{row.total_s() / peer.total_s():.3f}" if reached else "",
             _spread(row.final, 3, "diverged"),
-            f"{loss / dense_loss - 1:+.1%}" if math.isfinite(loss) else "",
+            _spread(tuple(100 * gap for gap in row.gaps), 2, "") + " %",
             f"{timed:.3f}",
         )
-    console = Console(width=150)
+    console = Console(width=180)
     console.print(table)
-    best = min(rows, key=lambda r: r.total_s)
-    console.print(
-        f"Best: {best.name}, T is 1/{peer.total_s / best.total_s:.1f} of the peer's and "
-        f"1/{baseline.total_s / best.total_s:.1f} of {baseline.name}."
-    )
-    console.print(
-        f"The peer's rules on the original: {original_peer_s(2 * 1024):.1f} s (published 100.5 s), "
-        f"{original_peer_s(2 * 160):.1f} s with 160 of 1,024 numbers (published 19.9 s)."
-    )
-    draw(rows, PICTURE)
+    for network in NETWORKS:
+        least_s, best = min((row.total_s(network), row.name) for row in rows.values())
+        others = [rows[name] for name in ("dense, 1f1b", "subspace 6.4x, 1f1b") if name in rows]
+        against = " and ".join(f"1/{o.total_s(network) / least_s:.1f} of {o.name}" for o in others)
+        console.print(f"{network}: best T {least_s:.0f} s, {best}: {against}")
+    console.print(gaps(report, steps))
+    draw(list(rows.values()), PICTURE)
+
+
+def gaps(report: Report, steps: int) -> Table:
+    """Over training: each variant's loss beside the dense model's of the same seed, in the mean."""
+    every = steps // 4
+    table = Table("", *(f"{every * k} steps" for k in range(1, 5)), title="Loss gap over training")
+    dense = {r.seed: r.curve for r in report.runs if (r.variant, r.steps) == ("dense", steps)}
+    for variant in VARIANTS:
+        runs = [r for r in report.runs if (r.variant, r.steps) == (variant.name, steps) and r.seed in dense]
+        if runs and all(len(r.curve) == len(dense[r.seed]) for r in runs):
+            at = [len(runs[0].curve) * k // 4 - 1 for k in range(1, 5)]
+            means = [statistics.fmean(r.curve[i] / dense[r.seed][i] - 1 for r in runs) for i in at]
+            table.add_row(variant.name, *(f"{mean:+.2%}" for mean in means))
+    return table
 
 
 def _spread(values: tuple[float, ...], digits: int, otherwise: str) -> str:
@@ -151,11 +162,11 @@ def _spread(values: tuple[float, ...], digits: int, otherwise: str) -> str:
 
 def draw(rows: list[Row], path: Path) -> None:
     """T by row, the longest on top."""
-    reached = sorted((r for r in rows if math.isfinite(r.total_s)), key=lambda r: r.total_s)
+    reached = sorted((r for r in rows if math.isfinite(r.total_s())), key=lambda r: r.total_s(), reverse=True)
     figure, axes = plt.subplots(figsize=(8, 0.3 * len(reached) + 1))
-    axes.barh([r.name for r in reached], [r.total_s for r in reached], color="#4878a8")
+    axes.barh([r.name for r in reversed(reached)], [r.total_s() for r in reversed(reached)], color="#4878a8")
     axes.set_xscale("log")
-    axes.set_xlabel("T: seconds to the target loss")
+    axes.set_xlabel("T: seconds to the target loss over TCP")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -165,29 +176,34 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240, help="of each training; each length has a table of its own")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each variant")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="train these variants")
-    parser.add_argument("--table", action="store_true", help="train nothing, show what there is")
+    parser.add_argument("--most", type=int, help="train so many and end; 0: show what there is")
     options = parser.parse_args()
     torch.set_num_threads(1)
     path: Path = options.json
     report = msgspec.json.decode(path.read_bytes(), type=Report) if path.exists() else Report()
     report.host = machine()
-    for seed in range(0 if options.table else options.seeds):
-        for variant in VARIANTS:
-            if not options.only or variant.name in options.only:
-                complete(report, variant, seed, options.steps, path)
+    chosen = [v for v in VARIANTS if not options.only or v.name in options.only]
+    missing = [(v, seed) for seed in range(options.seeds) for v in chosen if not known(report, v, seed, options.steps)]
+    for variant, seed in missing[: options.most]:
+        complete(report, variant, seed, options.steps, path)
+    if options.most and len(missing) > options.most:
+        return
     if not any((r.variant, r.steps) == ("dense", options.steps) for r in report.runs):
         sys.exit(f"no table: {path} has no training of the dense model over {options.steps} steps")
     show(report, options.steps)
 
 
+def known(report: Report, variant: Variant, seed: int, steps: int) -> bool:
+    return any((r.variant, r.seed, r.steps) == (variant.name, seed, steps) for r in report.runs)
+
+
 def complete(report: Report, variant: Variant, seed: int, steps: int, path: Path) -> None:
-    """Train what is missing, and write it."""
+    """Train, and write it."""
     if variant.name not in report.times:
         report.times[variant.name] = times_of(variant)
-    if not any((r.variant, r.seed, r.steps) == (variant.name, seed, steps) for r in report.runs):
-        found = train(variant, seed, steps, EVERY)
-        report.runs.append(found)
-        print(f"{variant.name}, seed {seed}: {found.final:.4f} after {found.trained_s:.0f} s", flush=True)
+    found = train(variant, seed, steps, EVERY)
+    report.runs.append(found)
+    print(f"{variant.name}, seed {seed}: {found.final:.4f} after {found.trained_s:.0f} s", flush=True)
     write_figures(path, report)
 
 

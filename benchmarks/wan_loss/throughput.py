@@ -1,44 +1,104 @@
-"""A six-stage GPT over 80 Mbit/s beside the dense model over links without a limit, on the virtual clock.
+"""A six-stage GPT over 80 Mbit/s beside itself over links without a limit.
 
-`python benchmarks/wan_loss/throughput.py`
+    python benchmarks/wan_loss/throughput.py               # on the virtual clock
+    python benchmarks/wan_loss/throughput.py --measure --methods subspace residual    # a small twin, over processes
 
 Protocol Models (arXiv 2506.01260) says that 100 times fewer bytes let 80 Mbit/s keep up with a data centre. Twelve
-layers of width 1,024, two a stage, 64 micro-batches of 4 x 512 tokens, 20 ms.
+layers of width 1,024, two a stage, 64 micro-batches of 4 x 512 tokens, devices of 5 TFLOP/s, 20 ms.
+
+The twin has layers of width 128, one a stage, 32 micro-batches of 32 tokens. Its devices take 100 ms for a micro-batch;
+latency and the bytes that a link carries stand to that as they do in the original. So it is slower, and all its ratios
+are the same.
 """
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.table import Table
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from step_times import places_of
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
-from isthmus.experiments import RunSpec
+from isthmus.experiments import OptimizerConfig, RunOptions, RunSpec, Watcher, check_outcome, run_plan
 from isthmus.fleet import Device, Fleet, Link, Links
-from isthmus.graph import cuts
-from isthmus.job import Job, Prepared, TrainingConfig, prepare
+from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig, prepare
 from isthmus.models import BoundaryOptions, ModelSpec
+from isthmus.plans import Plan
 from isthmus.simulator import simulate
-from isthmus.trace import steady_step_s
+from isthmus.trace import Trace, steady_step_s
 
-STAGES, MICRO_BATCHES, SIZE, LENGTH = 6, 64, 4, 512
-SPEEDS = (5e12, 2e13)
-"""FLOP/s of a device, in training."""
-NARROW, WIDE = Link(0.02, 80e6 / 8), Link(1e-5, 1e12)
-BLOCKS = [f"blocks.{k}" for k in range(1, 2 * STAGES - 1, 2)]
-BOUNDARIES = {
-    "dense": None,
-    "subspace 100x": BoundaryOptions(method="subspace", rate=100),
-    "residual 100x": BoundaryOptions(method="residual", rate=100, after=tuple(BLOCKS)),
-}
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import options_of, write_figures
+
+FIGURES = Path(__file__).parent / "results" / "throughput.json"
+STAGES, SPEED, LINK = 6, 5e12, Link(0.02, 80e6 / 8)
+STEPS = 6
+TWIN_COMPUTE_S = 0.1
+"""Of a dense micro-batch on the slowest stage, forward and backward."""
 
 
-def job(boundary: BoundaryOptions | None) -> Job:
-    options: dict[str, object] = {"sequence_length": LENGTH, "width": 1024, "layers": 2 * STAGES, "heads": 16}
-    data = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": LENGTH, "max_bytes": 200_000})
-    training = TrainingConfig(steps=3, batch_size=MICRO_BATCHES * SIZE, micro_batches=MICRO_BATCHES)
-    model = ModelSpec(name="gpt", options=options, boundary=boundary)
-    return Job(name="throughput", model=model, data=data, training=training)
+class Size(NamedTuple):
+    width: int
+    layers: int
+    heads: int
+    length: int
+    micro_batches: int
+    samples: int
+    """Of a micro-batch."""
+
+    @property
+    def message_bytes(self) -> int:
+        """Of the dense model, one way."""
+        return 4 * self.width * self.length * self.samples
+
+    @property
+    def ends(self) -> range:
+        """The last block of each stage but the last."""
+        each = self.layers // STAGES
+        return range(each - 1, self.layers - 1, each)
+
+    def job(self, method: str, schedule: str) -> Job:
+        options: dict[str, object] = {
+            "sequence_length": self.length,
+            "width": self.width,
+            "layers": self.layers,
+            "heads": self.heads,
+        }
+        data = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": self.length, "max_bytes": 200_000})
+        n = self.micro_batches
+        after = tuple(f"blocks.{block}" for block in self.ends)
+        boundary = None
+        if method == "subspace":
+            boundary = BoundaryOptions(method="subspace", rate=100)
+        elif method == "residual":
+            boundary = BoundaryOptions(method="residual", rate=100, after=after)
+        return Job(
+            name="throughput",
+            model=ModelSpec(name="gpt", options=options, boundary=boundary),
+            data=data,
+            schedule=schedule,
+            training=TrainingConfig(steps=STEPS, batch_size=n * self.samples, micro_batches=n),
+            optimizer=(OptimizerConfig(),),
+            runtime=RuntimeConfig(threads=1, emulate=True, adapt=False, snapshots=False),
+        )
+
+
+ORIGINAL, TWIN = Size(1024, 12, 16, 512, 64, 4), Size(128, 6, 4, 32, 32, 1)
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds per step over the narrow links, and over links without a limit."""
+
+    method: str
+    schedule: str
+    narrow_s: float
+    unlimited_s: float
+    measured_narrow_s: float | None = None
+    measured_unlimited_s: float | None = None
 
 
 def fleet(link: Link, speed: float) -> Fleet:
@@ -46,28 +106,83 @@ def fleet(link: Link, speed: float) -> Fleet:
     return Fleet(name="six", devices=devices, links=Links(default=link))
 
 
-def step_s(prepared: Prepared, link: Link, speed: float) -> float:
+def planned(prepared: Prepared, size: Size, machines: Fleet) -> Plan:
+    places = places_of(prepared.flow, size.ends)
+    return build_plan(prepared.problem(machines), machines.names, places, planner="equal blocks")
+
+
+def simulated_s(prepared: Prepared, size: Size, link: Link, speed: float) -> float:
+    machines, training = fleet(link, speed), prepared.job.training
+    spec = RunSpec(steps=STEPS, micro_batches=training.micro_batches, micro_batch_size=prepared.job.micro_batch_size)
+    return steady_step_s(simulate(planned(prepared, size, machines), machines, spec))
+
+
+def measured_s(prepared: Prepared, size: Size, link: Link, speed: float) -> float:
     machines = fleet(link, speed)
-    problem, flow = prepared.problem(machines), prepared.flow
-    done = problem.cumulative_flops
-    near, sizes = done[-1] / STAGES / 8, {c.position: c.forward_bytes(flow, 1) for c in cuts(flow)}
-    places: list[int] = []
-    for k in range(1, STAGES):
-        around = [p for p in sizes if abs(done[p] - done[-1] * k / STAGES) < near]
-        places.append(min(around, key=lambda p: sizes[p]))
-    plan = build_plan(problem, machines.names, places, planner="equal FLOPs")
-    spec = RunSpec(steps=3, micro_batches=MICRO_BATCHES, micro_batch_size=SIZE)
-    return steady_step_s(simulate(plan, machines, spec))
+    plan = planned(prepared, size, machines)
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = run_plan(prepared, plan, machines, Path(folder), RunOptions(emulate=True), Watcher())
+    check_outcome(outcome)
+    return steady_step_s(Trace(source="runtime", run="throughput", spans=tuple(outcome.spans), period=plan.period))
+
+
+def slowest_flops(prepared: Prepared, size: Size) -> int:
+    stages = planned(prepared, size, fleet(LINK, SPEED)).stages
+    return max(stage.flops_forward + stage.flops_backward for stage in stages)
+
+
+def twin_of(dense: Prepared) -> tuple[float, Link]:
+    """The twin's speed and narrow link: latency, and the time that a dense message takes, as multiples of the dense
+    model's compute, are the original's."""
+    original_s = slowest_flops(prepare(ORIGINAL.job("dense", "1f1b")), ORIGINAL) / SPEED
+    slower = TWIN_COMPUTE_S / original_s
+    message_s = ORIGINAL.message_bytes / LINK.bandwidth_bytes_per_s * slower
+    return slowest_flops(dense, TWIN) / TWIN_COMPUTE_S, Link(LINK.latency_s * slower, TWIN.message_bytes / message_s)
+
+
+def row_of(size: Size, method: str, schedule: str, speed: float, link: Link, *, measure: bool) -> Row:
+    prepared, unlimited = prepare(size.job(method, schedule)), Link(1e-5, 1e12)
+    row = Row(
+        method=method,
+        schedule=schedule,
+        narrow_s=simulated_s(prepared, size, link, speed),
+        unlimited_s=simulated_s(prepared, size, unlimited, speed),
+    )
+    if not measure:
+        return row
+    return msgspec.structs.replace(
+        row,
+        measured_narrow_s=measured_s(prepared, size, link, speed),
+        measured_unlimited_s=measured_s(prepared, size, unlimited, speed),
+    )
+
+
+def line(row: Row) -> str:
+    text = f"{row.method:9}{row.schedule:9}{row.narrow_s:10.3f}{row.unlimited_s:11.3f}"
+    text += f"{row.unlimited_s / row.narrow_s:8.1%}"
+    if row.measured_narrow_s is None or row.measured_unlimited_s is None:
+        return text
+    share = row.measured_unlimited_s / row.measured_narrow_s
+    return f"{text}{row.measured_narrow_s:10.3f}{row.measured_unlimited_s:11.3f}{share:8.1%}"
 
 
 def main() -> None:
-    table = Table("", *(f"{speed / 1e12:.0f} TFLOP/s" for speed in SPEEDS), title="Six stages, 80 Mbit/s, 20 ms")
-    prepared = {name: prepare(job(boundary)) for name, boundary in BOUNDARIES.items()}
-    unlimited = {speed: step_s(prepared["dense"], WIDE, speed) for speed in SPEEDS}
-    for name, model in prepared.items():
-        found = {speed: step_s(model, NARROW, speed) for speed in SPEEDS}
-        table.add_row(name, *(f"{s:.2f} s, {unlimited[speed] / s:.1%} of unlimited" for speed, s in found.items()))
-    Console(width=100).print(table)
+    parser = options_of(__doc__, FIGURES)
+    parser.add_argument("--measure", action="store_true", help="run the twin over processes")
+    parser.add_argument("--methods", nargs="+", default=["dense", "subspace", "residual"])
+    given = parser.parse_args()
+    size, speed, link = ORIGINAL, SPEED, LINK
+    if given.measure:
+        size, (speed, link) = TWIN, twin_of(prepare(TWIN.job("dense", "1f1b")))
+    path: Path = given.json
+    figures = msgspec.json.decode(path.read_bytes(), type=dict[str, Row]) if path.exists() else {}
+    print("seconds per step: simulated over narrow links and unlimited, share kept; then the same measured")
+    for method in given.methods:
+        for schedule in ("1f1b", "delayed"):
+            row = row_of(size, method, schedule, speed, link, measure=given.measure)
+            figures[f"{'twin' if given.measure else 'original'}, {method}, {schedule}"] = row
+            print(line(row), flush=True)
+            write_figures(path, figures)
 
 
 if __name__ == "__main__":

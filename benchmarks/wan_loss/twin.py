@@ -34,7 +34,10 @@ class Variant:
     name: str
     method: str = "none"
     rate: float = 1.0
-    codec: str = ""
+    compression: str = ""
+    """A method of `[compression]`."""
+    ratio: float = 50.0
+    """Of a method that has one."""
     delayed: bool = False
     optimizer: str = "adamw"
 
@@ -71,22 +74,38 @@ def fleet() -> Fleet:
     return Fleet(name="twin", devices=devices, links=Links(default=LINK))
 
 
-_BOUNDARIES = [
-    Variant(name=f"{method} {rate}x", method=method, rate=rate)
-    for method in ("subspace", "residual")
-    for rate in (16, 50, 100)
-]
+def _bounded(method: str, rate: float) -> Variant:
+    return Variant(name=f"{method} {rate:g}x", method=method, rate=rate)
+
+
+def _combined(method: str, rate: float, codec: str) -> Variant:
+    """The mildest codec with which the wire takes no longer than the compute."""
+    return Variant(
+        name=f"delayed {method} {rate:g}x {codec} muon",
+        method=method,
+        rate=rate,
+        compression=codec,
+        optimizer="muon",
+        delayed=True,
+    )
+
+
 VARIANTS = (
     Variant(name="dense"),
-    Variant(name="int4", codec="int4"),
+    Variant(name="int4", compression="int4"),
     Variant(name="delayed", delayed=True),
-    *_BOUNDARIES,
-    Variant(name="delayed int4", codec="int4", delayed=True),
-    Variant(name="int8", codec="int8"),
-    Variant(name="dense muon", optimizer="muon"),
+    *(_bounded("subspace", rate) for rate in (6.4, 16, 50, 100)),
+    *(_bounded("residual", rate) for rate in (4, 16, 50, 100)),
+    Variant(name="delayed int4", compression="int4", delayed=True),
     Variant(name="delayed muon", optimizer="muon", delayed=True),
-    Variant(name="delayed int4 muon", codec="int4", optimizer="muon", delayed=True),
-    Variant(name="delayed subspace 16x", method="subspace", rate=16, delayed=True),
-    Variant(name="delayed subspace 16x int4", method="subspace", rate=16, codec="int4", delayed=True),
-    Variant(name="top-K 50x", codec="topk 50"),
+    Variant(name="delayed int4 muon", compression="int4", optimizer="muon", delayed=True),
+    _combined("residual", 4, "int4"),
+    _combined("residual", 16, "bf16"),
+    _combined("subspace", 16, "bf16"),
+    Variant(name="dense muon", optimizer="muon"),
+    Variant(name="int8", compression="int8"),
+    Variant(name="uniform top-K 50x", compression="uniform"),
+    Variant(name="AdaTopK 50x", compression="adatopk"),
+    Variant(name="just-enough", compression="just-enough"),
+    Variant(name="uniform top-K 10x", compression="uniform", ratio=10),
 )

@@ -4,12 +4,7 @@ The yardstick (Protocol NanoGPT, Pluralis, 2026): a decoder of at most 204 M par
 per machine, 524,288 tokens per step, 200 Mbit/s and 50 ms between any two. Published: 100.5 s per step for dense 1F1B,
 19.9 s for subspace boundaries of 160 numbers per token.
 
-The same machines that decide in a run decide here, on a virtual clock, under two networks:
-
-    meter   the yardstick's own: a machine has one wire for both neighbours, and a message occupies it for 50 ms more
-            than its bytes take. (Here the wire is that of what leaves: along a chain as much leaves as arrives.)
-    tcp     as TCP between two machines is: each direction and each neighbour for itself, latency on the way
-
+The same machines that decide in a run decide here, on a virtual clock, under the two networks of `networks.py`.
 Each variant has the number of micro-batches that suits it best.
 
     python benchmarks/wan_loss/yardstick.py [--micro-batches 16 32 64 128] [--tflops 400] [--json PATH]
@@ -21,25 +16,21 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
+from networks import Network, Order, Step, bound_s, step_of
+
+from isthmus.fleet import Link
+from isthmus.plans import Edge, Plan, Prediction, Replica, Schedule, Stage, StageMemory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import machine, options_of, write_figures
-from isthmus.fleet import Device, Fleet, Link, Links, Region
-from isthmus.plans import Edge, Plan, Prediction, Replica, Schedule, Stage, StageMemory, classic_in_flight
-from isthmus.protocol import RunSpec
-from isthmus.simulator import SimulationOptions, simulate
-from isthmus.trace import steady_step_s
 
 STAGES, PARAMETERS, WIDTH, TOKENS = 8, 204_000_000, 1024, 524_288
-BYTES_PER_S, LATENCY_S = 200e6 / 8, 0.050
+LINK = Link(0.050, 200e6 / 8)
 SUBSPACE = 160
-STEPS = 10
 COUNTS = (16, 32, 64, 128)
 FIGURES = Path(__file__).parent / "results" / "yardstick.json"
-Meter = Literal["meter", "tcp"]
 
 
 class Variant(msgspec.Struct, frozen=True):
@@ -48,7 +39,7 @@ class Variant(msgspec.Struct, frozen=True):
     name: str
     bytes_per_token: float
     """In each direction; a token's values are 1,024."""
-    schedule: Literal["1f1b", "deep", "delayed"]
+    order: Order
     published_s: float | None = None
 
 
@@ -67,13 +58,6 @@ VARIANTS = (
 )
 
 
-class Step(msgspec.Struct, frozen=True):
-    seconds: float
-    micro_batches: int
-    in_flight: int
-    """On the first stage."""
-
-
 class Row(msgspec.Struct, frozen=True):
     name: str
     meter: Step
@@ -83,22 +67,12 @@ class Row(msgspec.Struct, frozen=True):
     published_s: float | None
 
 
-def fleet_of(network: Meter, flops_per_s: float) -> Fleet:
-    names = [f"m{stage}" for stage in range(STAGES)]
-    devices = tuple(Device(name=n, region=f"at-{n}", flops_per_s=flops_per_s, memory_bytes=1 << 37) for n in names)
-    if network == "tcp":
-        return Fleet(name="tcp", devices=devices, links=Links(default=Link(LATENCY_S, BYTES_PER_S)))
-    wires = tuple(Region(region=f"at-{n}", uplink_bytes_per_s=BYTES_PER_S) for n in names)
-    return Fleet(name="meter", devices=devices, links=Links(default=Link(0.0, BYTES_PER_S)), region_info=wires)
-
-
-def plan_of(variant: Variant, network: Meter, micro_batches: int, flops_per_s: float) -> Plan:
-    """Equal stages in a chain. Under the meter a message is longer by the bytes of 50 ms."""
+def plan_of(variant: Variant, micro_batches: int) -> Plan:
+    """Equal stages in a chain."""
     size = math.ceil(variant.bytes_per_token * TOKENS / micro_batches)
-    sent = size if network == "tcp" else size + round(LATENCY_S * BYTES_PER_S)
     forward = 2 * PARAMETERS * TOKENS // STAGES // micro_batches
     edges = tuple(
-        Edge(source=s, target=s + 1, values=("x",), gradients=("x",), forward_bytes=sent, backward_bytes=sent)
+        Edge(source=s, target=s + 1, values=("x",), gradients=("x",), forward_bytes=size, backward_bytes=size)
         for s in range(STAGES - 1)
     )
     no_memory = StageMemory(weights=0, gradients=0, optimizer=0, activations=0)
@@ -116,59 +90,30 @@ def plan_of(variant: Variant, network: Meter, micro_batches: int, flops_per_s: f
         )
         for s in range(STAGES)
     )
-    name = "delayed" if variant.schedule == "delayed" else "1f1b"
-    in_flight = classic_in_flight("1f1b", STAGES, micro_batches)
-    if variant.schedule != "1f1b":
-        in_flight = _deep(in_flight, variant, network, micro_batches, flops_per_s)
+    schedule = Schedule("1f1b", (1,) * STAGES)
     return Plan(
         model="yardstick",
-        fleet=network,
+        fleet="yardstick",
         planner="hand",
         micro_batch_size=1,
         micro_batches=micro_batches,
-        replicas=(
-            Replica(stages=stages, edges=edges, micro_batches=micro_batches, schedule=Schedule(name, in_flight)),
-        ),
+        replicas=(Replica(stages=stages, edges=edges, micro_batches=micro_batches, schedule=schedule),),
         predicted=Prediction(step_s=0, period_s=0, fill_s=0, micro_batches=1, eq3_step_s=0, bottleneck=""),
     )
 
 
-def _deep(
-    classic: tuple[int, ...], variant: Variant, network: Meter, micro_batches: int, flops_per_s: float
-) -> tuple[int, ...]:
-    """As many in flight as hide a round trip."""
-    wire_s, compute_s = _message_s(variant, micro_batches), _compute_s(micro_batches, flops_per_s)
-    hop_s = wire_s + LATENCY_S
-    period_s = max(compute_s, wire_s if network == "tcp" else 2 * hop_s)
-    steps = 2 if variant.schedule == "delayed" else 1
-    trips_s = [(STAGES - s) * compute_s + 2 * (STAGES - 1 - s) * hop_s for s in range(STAGES)]
-    wanted = [max(c, math.ceil(t / period_s) + steps) for c, t in zip(classic, trips_s, strict=True)]
-    deep = [min(k, steps * micro_batches) for k in wanted]
-    return (*deep[:-1], 1)
-
-
-def _message_s(variant: Variant, micro_batches: int) -> float:
-    return variant.bytes_per_token * TOKENS / micro_batches / BYTES_PER_S
-
-
-def _compute_s(micro_batches: int, flops_per_s: float) -> float:
-    return 6 * PARAMETERS * TOKENS / STAGES / micro_batches / flops_per_s
-
-
-def step_of(variant: Variant, network: Meter, micro_batches: int, flops_per_s: float) -> Step:
-    """Simulated; over TCP gradients are clipped, so that every update waits for all norms."""
-    plan = plan_of(variant, network, micro_batches, flops_per_s)
-    spec = RunSpec(steps=STEPS, micro_batches=micro_batches, micro_batch_size=1)
-    trace = simulate(plan, fleet_of(network, flops_per_s), spec, SimulationOptions(clips=network == "tcp"))
-    return Step(steady_step_s(trace), micro_batches, plan.replica.schedule.in_flight[0])
-
-
 def row_of(variant: Variant, counts: Sequence[int], flops_per_s: float) -> Row:
-    def best(network: Meter) -> Step:
-        return min((step_of(variant, network, n, flops_per_s) for n in counts), key=lambda step: step.seconds)
+    """Over TCP gradients are clipped, so that every update waits for all norms."""
 
-    bound_s = max(_message_s(variant, 1), _compute_s(1, flops_per_s))
-    return Row(variant.name, best("meter"), best("tcp"), bound_s, variant.published_s)
+    def best(network: Network) -> Step:
+        steps = [
+            step_of(plan_of(variant, n), LINK, flops_per_s, network, variant.order, clips=network == "tcp")
+            for n in counts
+        ]
+        return min(steps, key=lambda step: step.seconds)
+
+    least_s = bound_s(plan_of(variant, 1), LINK, flops_per_s)
+    return Row(variant.name, best("meter"), best("tcp"), least_s, variant.published_s)
 
 
 def main() -> None:
@@ -177,7 +122,8 @@ def main() -> None:
     parser.add_argument("--tflops", type=float, default=400.0, help="sustained by each machine, in TFLOP/s")
     given = parser.parse_args()
     rows = [row_of(variant, given.micro_batches, given.tflops * 1e12) for variant in VARIANTS]
-    compute_s, dense_s = _compute_s(1, given.tflops * 1e12), DENSE * TOKENS / BYTES_PER_S
+    compute_s = 6 * PARAMETERS * TOKENS / STAGES / given.tflops / 1e12
+    dense_s = DENSE * TOKENS / LINK.bandwidth_bytes_per_s
     print(f"per stage and step: compute {compute_s:.2f} s, dense wire {dense_s:.1f} s each way")
     print("seconds per step (micro-batches)")
     print(f"{'':24}{'meter':>13}{'published':>11}{'tcp':>13}{'bound':>8}{'tcp/bound':>11}{'in flight':>11}")

@@ -52,6 +52,13 @@ def _captured(steps: int) -> Prepared:
     return prepare(job(steps))
 
 
+def prepared_of(made: Job) -> Prepared:
+    """The model is captured once: jobs here differ in how they are run."""
+    if made.model.name == "mlp":
+        return msgspec.structs.replace(_captured(made.training.steps), job=made)
+    return prepare(made)
+
+
 def keeps_cuts(prepared: Prepared, boundaries: list[int]) -> Callable[[Fleet], Plan]:
     """Plans with these cuts on the first devices that there are: equal cuts give equal bits."""
 
@@ -75,8 +82,7 @@ def run(
 ) -> Run:
     """Train over one process per device. `act` is done once, in a thread of its own, after so many steps; with 0, as
     processes are started. `link` joins them all."""
-    # The model is captured once: jobs here differ in how they are run.
-    prepared = msgspec.structs.replace(_captured(made.training.steps), job=made)
+    prepared = prepared_of(made)
     fleet = fleet_of(devices + spares, flops_per_s)
     if link is not None:
         fleet = msgspec.structs.replace(fleet, links=Links(default=link))

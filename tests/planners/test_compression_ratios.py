@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from plan_cases import fleet_of, problem_of, random_graph
 
 from isthmus.cost import PlanLayout, Problem, build_replicas, plan_compression, with_edges
-from isthmus.cost.compression import describe_ratios, ratio_planner_names
+from isthmus.cost.compression import describe_ratios, expected_loss, ratio_planner_names
 from isthmus.cost.compression.adatopk import ratio_that_shortens
 from isthmus.cost.compression.just_enough import just_enough, ladder
 from isthmus.cost.compression.messages import packed_edges, sender_of, stage_messages_of
@@ -198,6 +198,44 @@ def test_just_enough_is_the_mildest_choice_with_the_least_period(seed: int) -> N
         assert got == (message.packed(codec) if codec else None)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_loss_budget_is_kept_at_the_least_period(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = (0.0, 0.02, 0.03, 0.10)  # as if measured: of nothing, and of the candidates
+    monkeypatch.setattr(expected_loss, "CODECS", {"bf16": losses[1]})
+    monkeypatch.setattr(expected_loss, "TOPK", {1.0: 0.0, 4.0: losses[2], 10.0: losses[3]})
+    problem, made = some_plan(seed, operators=5)
+    sender = sender_of(problem, made.replica)
+    messages, codecs = stage_messages_of(problem, sender), (None, *CANDIDATES)
+
+    def judged(choice: tuple[int, ...]) -> tuple[float, float]:
+        """(period in seconds, expected increase)."""
+        seconds = [m.wire_s(problem, codecs[c]) for m, c in zip(messages, choice, strict=True)]
+        pairs = [(m, c, codecs[c]) for m, c in zip(messages, choice, strict=True)]
+        packs = [c for m, c, codec in pairs if codec is not None and m.packed(codec)]
+        return max([sender.slowest_s, *seconds]), sum(losses[c] for c in packs)
+
+    every = [judged(c) for c in itertools.product(range(4), repeat=len(messages))]
+    for budget in (0.0, 0.07, 0.17, 1.0):
+        asked = CompressionConfig(method="just-enough", loss_budget=budget)
+        limited = dataclasses.replace(problem, constraints=Constraints(compression=asked))
+        chosen = just_enough(limited, sender, 1.0, CANDIDATES)
+        period_s, increase = judged(tuple(codecs.index(chosen[m]) for m in messages))
+        assert increase <= budget
+        assert period_s == pytest.approx(min(s for s, cost in every if cost <= budget))
+        assert increase == pytest.approx(min(cost for s, cost in every if s <= period_s * (1 + 1e-9)))
+        again = plan("even", limited)
+        assert expected_loss.increase_of(again.replicas) <= budget and "; expected loss +" in again.notes[-1]
+
+
+def test_what_was_not_measured_has_no_expected_loss() -> None:
+    assert expected_loss.expected_increase(Packing(codec="sparse2bit", ratio=20.0)) == math.inf
+    assert expected_loss.expected_increase(Packing(codec="topk", ratio=1e6)) == math.inf
+    dense = [expected_loss.CODECS[name] for name in DENSE]
+    assert dense == sorted(dense) and list(expected_loss.TOPK.values()) == sorted(expected_loss.TOPK.values())
+    with pytest.raises(ValueError, match="loss_budget: got a budget with method 'int8', expected method 'just-enough'"):
+        CompressionConfig(method="int8", loss_budget=0.1)
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10_000), st.floats(2, 60))
 def test_a_shared_uplink_is_relieved_as_far_as_codecs_can(seed: int, uplink: float) -> None:
@@ -223,8 +261,8 @@ def test_a_shared_uplink_is_relieved_as_far_as_codecs_can(seed: int, uplink: flo
 
 
 def test_the_ladder_ends_at_the_ratio_asked() -> None:
-    assert [c.ratio for c in ladder(70)] == [1, 1, 4, 10, 20, 50, 70]
-    assert [c.codec for c in ladder(3)] == ["bf16", "int8"]
+    assert [c.ratio for c in ladder(70)] == [1, 1, 1, 10, 20, 50, 70]
+    assert [c.codec for c in ladder(3)] == ["bf16", "int8", "int4"]
     sizes = [c.bytes_per_element() for c in ladder(1000)]
     assert sizes == sorted(sizes, reverse=True)
 

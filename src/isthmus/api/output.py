@@ -19,6 +19,7 @@ from isthmus.report import (
     verdict_table,
     what_if_table,
 )
+from isthmus.report.boundary_table import boundary_table
 from isthmus.report.federated_progress import rounds_table, simulated_table
 from isthmus.report.fleet_tables import device_text, fitted_text, matrix_table
 from isthmus.report.graph_table import graph_table
@@ -26,6 +27,7 @@ from isthmus.report.sweep_table import sweep_table
 from isthmus.trace import busy_share, steady_step_s, write_perfetto
 
 __all__ = [
+    "boundary_table",
     "busy_share",
     "compared_table",
     "comparison_table",

@@ -48,6 +48,9 @@ def plan(
             help="Plan again under a change: all, device=NAME, batch=*2, ...; repeatable.",
         ),
     ] = None,
+    loss_budget: Annotated[
+        float | None, typer.Option("--loss-budget", help="Compare boundaries that cost no more loss: 0.02 is 2 %.")
+    ] = None,
     picture: PictureOption = None,
     verify: Annotated[Path | None, typer.Option("--verify", help="Check a plan document, figure by figure.")] = None,
     bound_unchecked: Annotated[
@@ -55,14 +58,19 @@ def plan(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Plan where each part of the model runs; or compare planners, ask what changes would do, or check a plan.
+    """Plan where each part of the model runs; or compare planners or boundaries, ask what changes do, or check it.
 
     With --json: the plan document.
     """
     job = asked.pipeline_job(job_file)
     alone = [
         name
-        for name, given in (("--compare", compare), ("--what-if", what_if), ("--verify", verify))
+        for name, given in (
+            ("--compare", compare),
+            ("--what-if", what_if),
+            ("--loss-budget", loss_budget),
+            ("--verify", verify),
+        )
         if given is not None
     ]
     extra = [name for name, on in (("--explain", explain), ("--prove", prove), ("--picture", picture)) if on]
@@ -75,6 +83,10 @@ def plan(
     if what_if is not None:
         found = api.what_if.plan_changes(job, what_if, _terminal(), isthmus.Stop())
         show(found, lambda: api.output.what_if_table(found), json=json)
+        return
+    if loss_budget is not None:
+        choice = api.boundaries.plan_boundaries(job, loss_budget, _terminal(), isthmus.Stop())
+        show(choice, lambda: api.output.boundary_table(choice), json=json)
         return
     if verify is not None:
         raise typer.Exit(_verify(job, verify, bound_unchecked=bound_unchecked, json=json))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 
+from isthmus.cost.compression.expected_loss import MEASURED_ON, increase_of
 from isthmus.cost.compression.messages import StageMessage, packed_edges, sender_of, stage_messages_of
 from isthmus.cost.compression.registry import as_requested
 from isthmus.cost.limits import MemoryRoom, in_flight_limits
@@ -49,7 +51,11 @@ def packed_note(asked: CompressionConfig, replicas: Sequence[Replica]) -> str:
     edges = [edge for replica in replicas for edge in replica.edges]
     packed = sum(c is not None for e in edges for c in (e.forward_compression, e.backward_compression))
     sent = sum(size > 0 for e in edges for size in (e.forward_bytes, e.backward_bytes))
-    return f"compression {asked.method!r} packs {packed} of {sent} messages"
+    words = f"compression {asked.method!r} packs {packed} of {sent} messages"
+    increase = increase_of(replicas)
+    if not math.isfinite(increase):
+        return words
+    return f"{words}; expected loss {increase:+.2%}, as measured on {MEASURED_ON}"
 
 
 def repeat_compression(problem: Problem, plan: Plan, document: Plan) -> Plan:

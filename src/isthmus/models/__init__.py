@@ -1,6 +1,6 @@
 """The models that a job can name, and how to add one."""
 
-from isthmus.models.boundary import BoundaryOptions, has_bottlenecks
+from isthmus.models.boundary import Bottleneck, BoundaryOptions, has_bottlenecks
 from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.hugging_face import as_eager, is_hugging_face, save_hugging_face
 from isthmus.models.lora import LoraOptions, base_of, is_peft, merged, save_adapter
@@ -13,6 +13,7 @@ __all__ = [
     "CNN",
     "GPT",
     "MLP",
+    "Bottleneck",
     "BoundaryOptions",
     "CNNConfig",
     "GPTConfig",

@@ -82,7 +82,14 @@ class Bottleneck(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, T, width] -> [B, T, width]."""
-        narrow = hidden[..., : self.down.out_features] + self.down(hidden)
+        return self.widened(self.narrowed(hidden))
+
+    def narrowed(self, hidden: Tensor) -> Tensor:
+        """[B, T, width] -> [B, T, k]: what crosses."""
+        return hidden[..., : self.down.out_features] + self.down(hidden)
+
+    def widened(self, narrow: Tensor) -> Tensor:
+        """[B, T, k] -> [B, T, width]."""
         return nn.functional.pad(narrow, (0, self.up.out_features - self.up.in_features)) + self.up(narrow)
 
 

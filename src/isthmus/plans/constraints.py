@@ -25,9 +25,16 @@ class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Elements per element that is sent; what it bounds is the method's."""
     feedback: bool = False
     """Whether what is left out of a sample's gradients is added when the sample comes again."""
+    loss_budget: Annotated[float, Meta(ge=0)] | None = None
+    """Of `just-enough`: how much higher the loss may become by measured figures; 0.01 is 1 %. None: by any amount."""
+
+    def __post_init__(self) -> None:
+        if self.loss_budget is not None and self.method != "just-enough":
+            raise ValueError(f"loss_budget: got a budget with method {self.method!r}, expected method 'just-enough'")
 
     def __str__(self) -> str:
-        return f"{self.method} at {self.ratio:g}"
+        budget = "" if self.loss_budget is None else f" within {format_share(self.loss_budget)} of loss"
+        return f"{self.method} at {self.ratio:g}{budget}"
 
 
 class OwnSamples(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -29,7 +29,7 @@ def offers(asked: CompressionConfig | None) -> tuple[Packing, ...]:
         case "uniform":
             return (Packing(codec="topk", ratio=asked.ratio),)
         case "just-enough":
-            return Packing(codec="bf16"), Packing(codec="int8"), Packing(codec="topk", ratio=asked.ratio)
+            return *(Packing(codec=dense) for dense in DENSE), Packing(codec="topk", ratio=asked.ratio)
         case _:  # of AdaTopK: its factor is 3 at most, the paper's
             return (Packing(codec="topk", ratio=3 * asked.ratio),)
 

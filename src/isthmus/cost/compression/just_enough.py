@@ -3,17 +3,22 @@
 The period of a pipeline is that of its slowest stage or link. Compression cannot shorten the stages, and where a link
 stays slowest under the harshest codec it cannot shorten that link further; the longer of the two is the least period,
 and the aim. Each message takes the mildest codec with which its bytes pass in that time.
+
+With a loss budget the aim is the least period whose codecs are expected to cost no more than that.
 """
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
+from isthmus.cost.compression.expected_loss import expected_increase
 from isthmus.cost.compression.messages import Packings, Sender, StageMessage, stage_messages_of
 from isthmus.cost.problem import Problem
 from isthmus.plans import Packing
 
-RATIOS = (4, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
+RATIOS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 SLACK = 1 + 1e-9
 """Rounding: a message that takes the aim exactly is no bottleneck."""
 
@@ -21,19 +26,24 @@ SLACK = 1 + 1e-9
 def just_enough(problem: Problem, sender: Sender, ratio: float, codecs: Sequence[Packing] | None = None) -> Packings:
     """The mildest codec per message with which its link is not the bottleneck.
 
-    `codecs` are the candidates, the mildest first; by default bf16, int8 and top-K at ratios up to `ratio`. Latency and
-    the memory that holds micro-batches in flight are not looked at: bytes do not change them. Raises UserError for a
-    ratio below 1.
+    `codecs` are the candidates, the mildest first; by default bf16, int8, int4 and top-K at ratios up to `ratio`. Where
+    the problem has a loss budget, those whose loss was measured. Latency and the memory that holds micro-batches in
+    flight are not looked at: bytes do not change them. Raises UserError for a ratio below 1.
     """
     candidates = ladder(ratio) if codecs is None else tuple(codecs)
-    return _CodecChoice(problem, stage_messages_of(problem, sender), candidates).choose(sender.slowest_s)
+    asked = problem.constraints.compression
+    if asked is None or asked.loss_budget is None:
+        return _CodecChoice(problem, stage_messages_of(problem, sender), candidates).choose(sender.slowest_s)
+    measured = [c for c in candidates if math.isfinite(expected_increase(c))]
+    choice = _CodecChoice(problem, stage_messages_of(problem, sender), measured)
+    return choice.within(asked.loss_budget, sender.slowest_s)
 
 
 def ladder(ratio: float) -> tuple[Packing, ...]:
     """The default candidates, the mildest first. Raises UserError for a ratio below 1."""
     harshest = Packing(codec="topk", ratio=ratio)
     milder = (Packing(codec="topk", ratio=float(r)) for r in RATIOS if r < ratio)
-    dense = Packing(codec="bf16"), Packing(codec="int8")
+    dense = Packing(codec="bf16"), Packing(codec="int8"), Packing(codec="int4")
     return (*dense, *milder, *([harshest] if ratio >= RATIOS[0] else []))
 
 
@@ -46,10 +56,30 @@ class _CodecChoice:
         self._candidates: tuple[Packing | None, ...] = (None, *candidates)
 
     def choose(self, stage_s: float) -> dict[StageMessage, Packing | None]:
+        return self._in_time(self._least_s(stage_s))
+
+    def within(self, budget: float, stage_s: float) -> dict[StageMessage, Packing | None]:
+        """The choice of the least period that keeps to the budget. A longer one never takes harsher codecs, and the
+        longest packs nothing."""
+        least_s, dense = self._least_s(stage_s), dict[StageMessage, Packing | None].fromkeys(self._messages)
+        periods = {m.wire_s(self._problem, codec) for m in self._messages for codec in self._candidates}
+        periods |= {least_s, *self._uplinks_s(dense).values()}
+        longer = sorted(s for s in periods if s >= least_s)
+
+        def is_within(period_s: float) -> bool:
+            packed = [m.packed(codec) for m, codec in self._in_time(period_s).items() if codec is not None]
+            return sum(expected_increase(p.packing) for p in packed if p is not None) <= budget
+
+        first = bisect_left(longer, True, key=is_within)
+        return self._in_time(longer[first]) if first < len(longer) else dense
+
+    def _least_s(self, stage_s: float) -> float:
         shortest = {m: min(self._candidates, key=m.wire_bytes) for m in self._messages}
         link_s = max((m.wire_s(self._problem, codec) for m, codec in shortest.items()), default=0.0)
-        uplink_s = max(self._uplinks_s(shortest).values(), default=0.0)
-        aim_s = max(stage_s, link_s, uplink_s) * SLACK
+        return max([stage_s, link_s, *self._uplinks_s(shortest).values()])
+
+    def _in_time(self, period_s: float) -> dict[StageMessage, Packing | None]:
+        aim_s = period_s * SLACK
         chosen = {m: self._mildest(m, aim_s) for m in self._messages}
         self._relieve_uplinks(chosen, aim_s)
         return chosen

@@ -1,0 +1,53 @@
+"""Steps that overlap, over real processes: neither a lost device nor a resumption leaves a trace in their bits."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from isthmus.experiments import RunOptions, Watcher, run_plan
+from isthmus.job import Job
+from isthmus.training.checkpoint import read_manifest
+from tests.runtime.jobs import TEXT, final_weights, fleet_of, job_of, plain_run, random_cut
+
+from .real import keeps_cuts, pid_of, prepared_of, run
+
+STEPS, SAVE_EVERY = 9, 3
+GPT: dict[str, object] = {"vocab_size": 256, "sequence_length": 16, "width": 16, "layers": 2, "heads": 2}
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    made = job_of("gpt", GPT, TEXT, steps=STEPS, save_every=SAVE_EVERY, keep_checkpoints=STEPS, clip_norm=1.0)
+    runtime = replace(made.runtime, emulate=True, timeout="6 s", snapshot_every=2)
+    return replace(made, schedule="delayed", runtime=runtime)
+
+
+def test_a_lost_device_and_a_resumed_run_equal_the_plain_loop(tmp_path: Path, job: Job) -> None:
+    found = run(tmp_path, job, act=(4, lambda _: os.kill(pid_of("d1"), signal.SIGKILL)), flops_per_s=5e7)
+    assert found.outcome.outcome == "done", found.notes
+    (recovery,) = found.outcome.recoveries
+    assert "'d1' was lost" in recovery.reason and recovery.step >= 2
+    module, losses = plain_run(job, prepared_of(job))
+    assert dict(found.losses) == dict(enumerate(losses))
+    _same(found.weights, module)
+
+    (start,) = (c for c in (tmp_path / "checkpoints").iterdir() if read_manifest(c).step == SAVE_EVERY)
+    prepared, fleet, after = prepared_of(job), fleet_of(3), dict[int, float | None]()
+    plan = keeps_cuts(prepared, random_cut(prepared, 3, 1, once=True))(fleet)
+    watcher = Watcher(advanced=lambda item, loss, _: after.update({item.step: loss} if item.kind == "train" else {}))
+    run_plan(prepared, plan, fleet, tmp_path / "resumed", RunOptions(emulate=False, resume_from=start), watcher)
+    assert after == dict(enumerate(losses[SAVE_EVERY:], SAVE_EVERY))
+    _same(final_weights(tmp_path / "resumed"), module)
+
+
+def _same(weights: Mapping[str, Tensor], module: nn.Module) -> None:
+    for name, value in module.named_parameters():
+        assert torch.equal(weights[name], value), name
