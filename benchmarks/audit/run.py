@@ -32,7 +32,6 @@ from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig, prepare
 from isthmus.models import ModelSpec
 from isthmus.plans import Plan
-from isthmus.run_files import FINGERPRINTS
 from isthmus.trace import Trace, step_times
 from isthmus.training.digests import leaf
 
@@ -98,7 +97,7 @@ def one_run(prepared: Prepared, plan: Plan, fleet: Fleet) -> tuple[list[float], 
     """Seconds of steps, without the first two and the last; and bytes of fingerprints."""
     with tempfile.TemporaryDirectory() as folder:
         outcome = run_plan(prepared, plan, fleet, Path(folder), RunOptions(), Watcher())
-        kept = Path(folder) / FINGERPRINTS
+        kept = Path(folder) / "fingerprints.jsonl"
         size = sum(len(line) for line in kept.read_bytes().splitlines()[1:]) if kept.exists() else 0
     check_outcome(outcome)
     times = step_times(Trace(source="runtime", run="audit", spans=outcome.spans))
@@ -139,7 +138,7 @@ def compute_s(prepared: Prepared) -> float:
 
 def main() -> int:
     options = options_of(__doc__, LATEST, "fewer steps, one run of each kind").parse_args()
-    steps, turns = (9, 1) if options.quick else (17, 3)
+    steps, turns = (9, 1) if options.quick else (13, 2)
     kinds = {on: prepared_for(steps, fingerprints=on) for on in (False, True)}
     plan, fleet = planned(kinds[True])
     seconds: dict[bool, list[float]] = {False: [], True: []}

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.api import audit
+from isthmus.api import audit, background_audits
 from isthmus.api.audit import audit_run
+from isthmus.api.background_audits import BackgroundAudits
 from isthmus.api.folder import RunFolder
 from isthmus.cli import main
 from isthmus.cost import build_plan
@@ -188,18 +189,16 @@ FAULTS: Mapping[str, tuple[Spoil, int, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_one_wrong_bit_is_found_and_its_device_named(
-    fault: str, gpt: Prepared, other: str, alone: str, tmp_path: Path
-) -> None:
+def test_one_wrong_bit_is_found_and_its_device_named(fault: str, gpt: Prepared, other: str, tmp_path: Path) -> None:
     spoil, step, node = FAULTS[fault]
     with faulty(spoil):
         trained(gpt, tmp_path / "run")
-    for fleet in (None, other, alone):
+    for fleet in (None, other):
         found = audit_run(tmp_path / "run", STEPS, fleet)
         assert not found.holds and found.wrong_step == step
         (finding,) = found.findings
         assert finding.workers == (WRONG,) and node in finding.nodes
-    assert audit_run(tmp_path / "run", WRONG_STEP, other).holds, "the steps before were right"
+    assert found.lines() == [f"step {step}: {WRONG} computed wrong: {', '.join(finding.nodes)}"]
 
 
 def test_the_bits_of_training_are_those_without_fingerprints(tmp_path: Path) -> None:
@@ -214,6 +213,25 @@ def test_the_bits_of_training_are_those_without_fingerprints(tmp_path: Path) -> 
     assert not read_fingerprints(tmp_path / "False")
     with pytest.raises(UserError, match="has no fingerprints, expected a run with `fingerprints = true`"):
         audit_run(tmp_path / "False", 1)
+
+
+def test_audits_in_the_background_are_drawn_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+
+    def after(script: str, share: float, steps: Sequence[int], *, waits: bool) -> list[str]:
+        notes.clear()
+        monkeypatch.setattr(background_audits, "audit_command", lambda run, step: ("sh", "-c", script, "sh", str(step)))
+        with BackgroundAudits(tmp_path, share, notes.append) as audits:
+            for step in steps:
+                audits.saved(step)
+            if waits and audits.working is not None:
+                audits.working.join(60)
+        return list(notes)
+
+    assert after("echo step $1: fine", 1.0, [2], waits=True) == ["audit: step 2: fine"]
+    assert after("echo error: no data; exit 2", 1.0, [2], waits=True) == ["audit: no data"]
+    assert after("echo step $1: fine", 0.0, [2, 4], waits=True) == []
+    assert after("exec sleep 600", 1.0, [2, 4], waits=False) == [], "it is ended with the run"
 
 
 def test_what_no_honest_device_reports_is_ignored(honest: Path, tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ from types import TracebackType
 NICE = 19
 
 
+def audit_command(run: Path, step: int) -> list[str]:
+    return ["nice", "-n", f"{NICE}", sys.executable, "-m", "isthmus", "audit", str(run), "--step", f"{step}"]
+
+
 class BackgroundAudits:
     """A context manager: on leaving, an audit that is at work is ended.
 
@@ -27,7 +31,9 @@ class BackgroundAudits:
         self._share = share
         self._note = note
         self._ending = False
-        self._working: tuple[subprocess.Popen[str], threading.Thread] | None = None
+        self._process: subprocess.Popen[str] | None = None
+        self.working: threading.Thread | None = None
+        """Of the newest audit; it ends with it."""
 
     def __enter__(self) -> BackgroundAudits:
         return self
@@ -35,40 +41,26 @@ class BackgroundAudits:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._working is not None:
-            process, thread = self._working
-            self._ending = True
-            process.send_signal(signal.SIGINT)  # it removes its temporary folder
-            thread.join()
+        self._ending = True
+        if self._process is not None and self.working is not None:
+            self._process.send_signal(signal.SIGINT)  # it removes its temporary folder
+            self.working.join()
 
     def saved(self, step: int) -> None:
         """A checkpoint of the run is there."""
-        busy = self._working is not None and self._working[1].is_alive()
+        busy = self.working is not None and self.working.is_alive()
         if busy or secrets.randbelow(1 << 32) >= self._share * (1 << 32):
             return
-        command = [
-            "nice",
-            "-n",
-            f"{NICE}",
-            sys.executable,
-            "-m",
-            "isthmus",
-            "audit",
-            str(self._run),
-            "--step",
-            f"{step}",
-        ]
-        process = subprocess.Popen(
-            command,
+        self._process = process = subprocess.Popen(
+            audit_command(self._run, step),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
-        thread = threading.Thread(target=self._report, args=(process,), name="audit", daemon=True)
-        self._working = process, thread
-        thread.start()
+        self.working = threading.Thread(target=self._report, args=(process,), name="audit", daemon=True)
+        self.working.start()
 
     def _report(self, process: subprocess.Popen[str]) -> None:
         said, _ = process.communicate()
