@@ -245,9 +245,10 @@ def check_can_audit(job: Job, plan: Plan, after: int) -> None:
 
 def check_any_cut(prepared: Prepared, plan: Plan) -> None:
     """UserError where the bits of a step depend on the cut."""
-    edges = [edge for replica in plan.replicas for edge in replica.edges]
+    replica, *others = plan.replicas
+    edges, shared = replica.edges, replica.shared
     reason = ""
-    if len(plan.replicas) > 1 or plan.replicas[0].copies:
+    if others or replica.copies:
         reason = (
             f"{len(plan.devices)} stages in {len(plan.replicas)} replicas sum their gradients in an order of theirs"
         )
@@ -255,8 +256,8 @@ def check_any_cut(prepared: Prepared, plan: Plan) -> None:
         reason = "schedule: got 'delayed'"
     elif any(e.forward_compression or e.backward_compression for e in edges):
         reason = "[compression]: what is left out of a message depends on the cut"
-    elif plan.replicas[0].shared:
-        reason = f"parameter {plan.replicas[0].shared[0].name!r} is shared between stages, which sum its gradients"
+    elif shared:
+        reason = f"parameter {shared[0].name!r} is shared between stages, which sum its gradients"
     if reason:
         raise UserError(f"audit: {reason}: expected no --fleet, and one plan since the checkpoint")
 
