@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.protocol.fingerprints import Finding, Node, judge
+from isthmus.protocol.fingerprints import Node, StepFinding, judge
 
 WORKERS = ("a", "b", "c")
 CHAIN = {
@@ -42,7 +42,7 @@ def test_who_is_named(differing: set[tuple[int, str]], named: list[tuple[str, ..
 def test_who_sent_what_cannot_be_compared_is_a_suspect_too() -> None:
     nodes = {**CHAIN, 0: (*CHAIN[0], "received count 2")}
     assert judge(WORKERS, reports({(0, "gradients")}, nodes), reports()) == (
-        Finding(workers=("a", "c"), nodes=("gradients",)),
+        StepFinding(workers=("a", "c"), nodes=("gradients",)),
     )
     assert judge(WORKERS, reports({(0, "gradients")}, nodes), reports(nodes=nodes))[0].workers == ("a",)
 

@@ -24,7 +24,7 @@ from isthmus.cost import build_plan
 from isthmus.errors import UserError
 from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import dump_fleet
-from isthmus.job import Job, Prepared, keep_prepared, prepare
+from isthmus.job import Job, Prepared, keep_prepared, prepare, prepared_again
 from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.runtime.coordinator.fingerprint_log import FingerprintLog, read_fingerprints
 from isthmus.runtime.device.device import DeviceWorker
@@ -34,7 +34,7 @@ from tests.accelerators.thread_backend import ThreadCrew
 
 from .jobs import DIGITS, TEXT, final_weights, fleet_of, job_of, random_cut
 
-GPT = {"vocab_size": 256, "sequence_length": 16, "width": 16, "layers": 3, "heads": 2, "dropout": 0.1}
+GPT = {"vocab_size": 256, "sequence_length": 16, "width": 16, "layers": 2, "heads": 2, "dropout": 0.1}
 STEPS, WRONG_STEP, WRONG = 4, 2, "d1"
 """The step with the fault has two done before it, and a checkpoint of these."""
 
@@ -193,7 +193,7 @@ def test_one_wrong_bit_is_found_and_its_device_named(fault: str, gpt: Prepared, 
     spoil, step, node = FAULTS[fault]
     with faulty(spoil):
         trained(gpt, tmp_path / "run")
-    for fleet in (None, other):
+    for fleet in (None, other) if fault == "gradient" else (other,):
         found = audit_run(tmp_path / "run", STEPS, fleet)
         assert not found.holds and found.wrong_step == step
         (finding,) = found.findings
@@ -203,9 +203,11 @@ def test_one_wrong_bit_is_found_and_its_device_named(fault: str, gpt: Prepared, 
 
 def test_the_bits_of_training_are_those_without_fingerprints(tmp_path: Path) -> None:
     weights: list[dict[str, Tensor]] = []
-    for on in (True, False):
-        job = of("mlp", {"layers": 2, "width": 8}, fingerprints=on, steps=100, micro_batches=2)
-        weights.append(final_weights(trained(prepare(job), tmp_path / str(on), stages=2)))
+    prepared: Prepared | None = None
+    for fingerprints in (True, False):
+        job = of("mlp", {"layers": 2}, fingerprints=fingerprints, steps=100, micro_batches=2)
+        prepared = prepare(job) if prepared is None else prepared_again(prepared, job)
+        weights.append(final_weights(trained(prepared, tmp_path / str(fingerprints), stages=2)))
     on, off = weights
     assert on.keys() == off.keys() and all(torch.equal(on[name], off[name]) for name in on)
     kept = read_fingerprints(tmp_path / "True")

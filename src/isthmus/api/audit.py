@@ -20,7 +20,7 @@ from isthmus.job import Job, PlanConfig, Prepared, fleet_of, kept_prepared, prep
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan
 from isthmus.plans.worker_ids import device_of
-from isthmus.protocol.fingerprints import GRADIENTS, STATE, Finding, Reports, judge
+from isthmus.protocol.fingerprints import GRADIENTS, STATE, Reports, StepFinding, judge
 from isthmus.runtime.coordinator.backend import LocalBackend, local_places
 from isthmus.runtime.coordinator.fingerprint_log import Fingerprinted, read_fingerprints
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
@@ -49,7 +49,7 @@ class Audited(msgspec.Struct, frozen=True, kw_only=True):
     """Devices that reported nothing of some step: they were lost before they did."""
     wrong_step: int | None = None
     """The first that is not as it should be."""
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[StepFinding, ...] = ()
     """Who computed wrong in it."""
 
     @property
@@ -122,7 +122,7 @@ def _judged(
     after, step = span
     compared, missing, seen = 0, set[str](), set[str]()
     wrong_step: int | None = None
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[StepFinding, ...] = ()
     for number in sorted(kept):
         workers = kept[number].plan.worker_ids
         reported = {stage: kept[number].workers.get(worker, {}) for stage, worker in enumerate(workers)}

@@ -45,7 +45,7 @@ class StepFingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """By node; in an audit by `NODE/LEAF`."""
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class StepFinding(msgspec.Struct, frozen=True, kw_only=True):
     """Something in a step that is not as it should be."""
 
     workers: tuple[str, ...]
@@ -82,14 +82,14 @@ Reports = Mapping[int, Mapping[str, str]]
 """By stage, the digests of its nodes."""
 
 
-def judge(workers: Sequence[str], reported: Reports, expected: Reports) -> tuple[Finding, ...]:
+def judge(workers: Sequence[str], reported: Reports, expected: Reports) -> tuple[StepFinding, ...]:
     """Who computed wrong in a step; the state before it is as it should be. Nothing where all that can be compared is
     equal.
 
     `expected` may lack nodes. Who sent what was received and cannot be compared is a suspect too.
     """
     compared = [_Compared(workers, stage, reported, expected) for stage in range(len(workers))]
-    found: list[Finding] = []
+    found: list[StepFinding] = []
     summed = any(SUMMANDS in nodes for nodes in reported.values())
     summands_differ = any(n.kind == SUMMANDS for c in compared for n in c.own)
     after_sum: dict[str, str] = {}
@@ -98,10 +98,10 @@ def judge(workers: Sequence[str], reported: Reports, expected: Reports) -> tuple
         if len(own) < len(c.own) and not summands_differ:
             after_sum |= {c.worker: GRADIENTS}
         if own:
-            found.append(Finding(workers=(c.worker, *c.senders_of(own)), nodes=tuple(sorted(n.name for n in own))))
+            found.append(StepFinding(workers=(c.worker, *c.senders_of(own)), nodes=tuple(sorted(n.name for n in own))))
         found += c.disputes()
     if after_sum and not found:
-        found.append(Finding(workers=tuple(after_sum), nodes=(GRADIENTS,)))
+        found.append(StepFinding(workers=tuple(after_sum), nodes=(GRADIENTS,)))
     return tuple(found)
 
 
@@ -127,14 +127,14 @@ class _Compared:
         }
         return [self._workers[s] for s in sorted(unseen) if s < len(self._workers)]
 
-    def disputes(self) -> list[Finding]:
+    def disputes(self) -> list[StepFinding]:
         """What the sender says it sent is right, and what this worker says it received is not."""
-        found: list[Finding] = []
+        found: list[StepFinding] = []
         for n in self._differing:
             sent = Node("sent", n.kind, self._stage).name
             says = n.direction == "received" and sent in self._reported.get(n.other, {})
             if says and n.other < len(self._workers) and not self._differs(n.other, sent):
-                found.append(Finding(workers=(self._workers[n.other], self.worker), nodes=(sent, n.name)))
+                found.append(StepFinding(workers=(self._workers[n.other], self.worker), nodes=(sent, n.name)))
         return found
 
     def _differs(self, stage: int, name: str) -> bool:
