@@ -83,6 +83,7 @@ def _arguments(command: str, folder: Path) -> list[str]:
         "submit": [job],
         "trace": ["run"],
         "export": ["run", "to"],
+        "audit": ["run", "--step", "1"],
         "calibrate": ["run"],
         "logs": ["1"],
         "stop": ["1"],

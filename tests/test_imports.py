@@ -28,6 +28,7 @@ PEERS = {"flwr", "torchft", "torchvision", "diloco", "hivemind", "pfl"}
 """Libraries that a benchmark compares with and installs for itself."""
 COMPONENTS = {
     "adaptation": ("isthmus.protocol.drift",),  # when a change of speed is believed
+    "audit": ("isthmus.training.digests",),  # hashes alone
     "auto": ("isthmus.api.proof", "isthmus.cost.sync", "isthmus.verification"),  # every plan, by brute force
     "cohort": ("isthmus.planners.cohort",),
     "compression": ("isthmus.training.compression",),

@@ -25,6 +25,7 @@ EXTRAS = {
     "cryptography": "train",
     "setproctitle": "train",
     "fsspec": "train",
+    "blake3": "train",
     "dp_accounting": "privacy",
     "transformers": "hf",
     "tokenizers": "hf",

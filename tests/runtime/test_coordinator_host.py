@@ -18,6 +18,7 @@ from isthmus.protocol import Coordinator, Item, RunSpec, StateLayout
 from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.coordinator_events import BeginEpoch, MakePlan
 from isthmus.protocol.failures import GRACE_S, FailureDetector
+from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_machine import RunMachine
 from isthmus.protocol.run_messages import DeviceFailed, DeviceReady, DeviceReport, Halt, ItemReported, OpenItem
@@ -72,6 +73,9 @@ class NotedScript:
         pass
 
     def acknowledged(self, step: int) -> None:
+        pass
+
+    def fingerprinted(self, device: str, found: Sequence[StepFingerprint]) -> None:
         pass
 
     def opened(self, item: Item) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from isthmus.errors import PeerError, UserError
 from isthmus.plans import Packing
 from isthmus.protocol.events import Send
-from isthmus.protocol.run_messages import Arrived, Parcel
-from isthmus.runtime.device.links import Signature, StageLinks
+from isthmus.protocol.run_messages import Arrived
+from isthmus.runtime.device.links import Expected, StageLinks
 from isthmus.runtime.device.peer_connections import PeerConnections
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.assignment import Neighbour
@@ -31,8 +31,7 @@ from .wire import assignment
 
 RUN = "secret"
 X = torch.arange(12.0).reshape(3, 4)
-Expected = Mapping[tuple[Parcel, int], frozenset[Signature]]
-EXPECTED: Expected = {("forward", 0): frozenset({(("x:0", "float32", (3, 4), None),)})}
+EXPECTED = Expected({("forward", 0): frozenset({(("x:0", "float32", (3, 4), None),)})})
 
 
 def _neighbour(stage: int, port: int, window_bytes: int = 1 << 20) -> Neighbour:
@@ -103,7 +102,7 @@ class Ends:
         self.spans: list[Span] = []
         told = assignment("d1", stage=1, neighbours=(_neighbour(0, 1, window_bytes),), timeout_s=timeout_s)
         channels = {0: SocketChannel(b, "device 'd0'", 5.0)}
-        self.links = StageLinks(told, channels, expected, {}, self.inbox, self.spans.append)
+        self.links = StageLinks(told, channels, expected, self.inbox, self.spans.append)
 
     def send(self, tensors: Mapping[str, Tensor], **changes: object) -> None:
         headers = tuple(header_of(name, t) for name, t in tensors.items())
@@ -175,7 +174,7 @@ PACKED = Packing(codec="topk", ratio=4.0)
 
 @pytest.mark.parametrize("packing", [None, Packing(codec="topk", ratio=5.0), Packing(codec="bf16")])
 def test_what_is_packed_otherwise_than_planned_is_refused(packing: Packing | None) -> None:
-    ends = Ends(expected={("forward", 0): frozenset({(("x:0", "float32", (3, 4), PACKED),)})})
+    ends = Ends(expected=Expected({("forward", 0): frozenset({(("x:0", "float32", (3, 4), PACKED),)})}))
     header = header_of("x:0", X, packing)
     message = ToPeer(run=RUN, body=Arrived(parcel="forward", source=0, item=0, micro_batch=0), tensors=(header,))
     ends.other.send(message, [memoryview(bytearray(header.nbytes))])
@@ -185,7 +184,7 @@ def test_what_is_packed_otherwise_than_planned_is_refused(packing: Packing | Non
 
 
 def test_a_packed_parcel_is_sent_and_arrives_unpacked() -> None:
-    ends = Ends(expected={("forward", 0): frozenset({(("x:0", "float32", (3, 4), PACKED),)})})
+    ends = Ends(expected=Expected({("forward", 0): frozenset({(("x:0", "float32", (3, 4), PACKED),)})}))
     ends.links.send(Send("backward", 0, 3, 1), {"x:0": X, "ids:0": X[0]}, packings={"x:0": PACKED})
     received = ends.other.receive(lambda message: None, idle_s=5)
     assert received is not None

@@ -10,6 +10,7 @@ runs/NAME/
   privacy.json                                    of a run whose values leave under noise: how much they disclosed of
   samples
   losses.jsonl                                    one line per step and per evaluation
+  fingerprints.jsonl                              what devices reported of each step, for `isthmus audit`
   events.jsonl                                    what happened, with times: who watches the run reads it
   spans.jsonl                                     the trace so far, while the run works
   plan.png  timeline.png  loss.png  summary.json

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from isthmus.api.background_audits import BackgroundAudits
 from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import fleet_for, plan_for, predict_periods
 from isthmus.api.observer import Observer
@@ -164,6 +165,11 @@ def _carry_out(planned: _Planned, start: _Start, session: RunSession, observer: 
     prepared, plan, fleet = planned.prepared, planned.plan, planned.fleet
     folder, callbacks, uploads = session
     watch = Watch(prepared, plan, folder, observer, callbacks, uploads)
+    audits = BackgroundAudits(folder.path, prepared.job.runtime.audit, observer.note)
+
+    def saved(step: int, directory: Path) -> None:
+        watch.saved(step, directory)
+        audits.saved(step)
 
     def begin() -> None:
         _begin_folder(planned, start, folder, observer)
@@ -181,25 +187,21 @@ def _carry_out(planned: _Planned, start: _Start, session: RunSession, observer: 
             )
         )
 
+    watcher = Watcher(
+        accepted=begin,
+        planned=watch.planned,
+        period=watch.log.planned,
+        advanced=watch.advanced,
+        saved=saved,
+        rolled_back=watch.rolled_back,
+        noted=watch.noted,
+        decided=watch.decided,
+    )
     observer.began(plan)
     try:
-        outcome = run_plan(
-            prepared,
-            plan,
-            fleet,
-            folder.path,
-            msgspec.structs.replace(_options(planned, start), stop=stop),
-            Watcher(
-                accepted=begin,
-                planned=watch.planned,
-                period=watch.log.planned,
-                advanced=watch.advanced,
-                saved=watch.saved,
-                rolled_back=watch.rolled_back,
-                noted=watch.noted,
-                decided=watch.decided,
-            ),
-        )
+        options = msgspec.structs.replace(_options(planned, start), stop=stop)
+        with audits:
+            outcome = run_plan(prepared, plan, fleet, folder.path, options, watcher)
     finally:
         observer.ended()
     watch.log.ended(outcome.outcome, _reason(outcome))

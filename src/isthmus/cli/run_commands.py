@@ -1,4 +1,4 @@
-"""`isthmus trace`, `calibrate` and `export`: commands of a run's folder."""
+"""`isthmus trace`, `calibrate`, `export` and `audit`: commands of a run's folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from isthmus import api
-from isthmus.cli.console import log, out, print_json
+from isthmus.cli.console import log, out, print_json, show
 from isthmus.cli.options import FleetFileOption, JsonOption, RunFolder, local_path
 from isthmus.errors import UserError
 
@@ -77,6 +77,25 @@ def export(
         print_json({"directory" if push is None else "url": where, found.unit.removesuffix("s"): found.done})
     else:
         typer.echo(f"{where}: the model after {found.done} {found.unit}")
+
+
+@app.command()
+def audit(
+    run: RunFolder,
+    step: Annotated[int, typer.Option("--step", min=1, help="Up to which optimizer step.")],
+    fleet: Annotated[
+        str | None, typer.Option("--fleet", help="A built-in fleet or a fleet TOML, to cut the model for.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Compute a run's steps again from the checkpoint before, and compare with what its devices reported.
+
+    The run's job says `fingerprints = true` in [runtime]. Without --fleet the run's own plan is used. Exit code 1: a
+    device computed wrong, and is named.
+    """
+    found = api.audit.audit_run(run, step, fleet, log)
+    show(msgspec.structs.asdict(found) | {"holds": found.holds}, lambda: "\n".join(found.lines()), json=json)
+    raise typer.Exit(0 if found.holds else 1)
 
 
 def _warn(lines: Iterable[str]) -> None:

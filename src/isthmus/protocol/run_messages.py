@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from isthmus.protocol.failures import StepFailure
+from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.machine import Event
 from isthmus.protocol.memory_shortage import MemoryPeak, MemoryShortage
@@ -141,6 +142,8 @@ class ItemReported(Body, frozen=True, kw_only=True):
     """The first place on this device where the item's numbers were not finite."""
     peak: MemoryPeak | None = None
     """With a save: of the stage so far."""
+    fingerprints: tuple[StepFingerprint, ...] = ()
+    """Of this step or earlier ones, as far as they are hashed; with a save, of all steps before it."""
 
 
 class DeviceFailed(Body, frozen=True, kw_only=True):

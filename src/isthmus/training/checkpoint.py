@@ -174,6 +174,12 @@ def newest_checkpoint(directory: Path) -> Path | None:
     return complete[-1][1] if complete else None
 
 
+def checkpoint_before(directory: Path, step: int) -> tuple[int, Path | None]:
+    """The newest complete checkpoint of an earlier step, and its step; 0 and None where there is none."""
+    earlier = [found for found in _complete(directory) if found[0] < step]
+    return earlier[-1] if earlier else (0, None)
+
+
 def newest_whole_checkpoint(directory: Path, passed_over: Callable[[str], None], *, finite: bool = True) -> Path | None:
     """The newest checkpoint whose every byte is as it was saved, and whose weights are `finite` if that matters; None
     when nothing was ever saved.

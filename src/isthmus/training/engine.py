@@ -157,7 +157,7 @@ class AtStep(NamedTuple):
     losses: LossAccumulator
 
 
-class _Flight(NamedTuple):
+class Flight(NamedTuple):
     """A micro-batch between its forward and its backward."""
 
     at: AtStep
@@ -166,7 +166,7 @@ class _Flight(NamedTuple):
     loss: Tensor | None
 
 
-class _Again(NamedTuple):
+class Again(NamedTuple):
     """What it takes to run the forward of a micro-batch again: written buffers are those of before."""
 
     at: AtStep
@@ -229,7 +229,7 @@ class TorchEngine:
         scaling = config.loss_scaling
         self.loss_scale = LossScale(scaling, weights.get(LOSS_SCALE)) if scaling is not None else None
         self._gradients: dict[str, Tensor] = {}
-        self.flights: dict[int, _Flight | _Again] = {}
+        self.flights: dict[int, Flight | Again] = {}
         self._tallies = {"train": LossAccumulator(accelerator), "eval": LossAccumulator(accelerator)}
         size = config.micro_batch_size
         self.eager = Program(train, "train", batch=size, accelerator=accelerator, seed=config.seed, replaced=replaced)
@@ -258,7 +258,7 @@ class TorchEngine:
 
     def forward(self, step: int, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
         at = self.at(step)
-        before = _Again(at, step, dict(inputs), {Ref(name): self._variables[name] for name in self._written})
+        before = Again(at, step, dict(inputs), {Ref(name): self._variables[name] for name in self._written})
         flight, values = self._run(self.program, micro_batch, before)
         self._variables |= {name: values[Ref(name)].detach() for name in self._written}
         self._tally(at.losses, values, self.train)
@@ -270,7 +270,7 @@ class TorchEngine:
         variables = {name: self._variables[name] for name in self.trainable}
         return AtStep(variables, self._gradients, self._tallies["train"])
 
-    def _run(self, program: RunsOperators, micro_batch: int, start: _Again) -> tuple[_Flight, dict[Ref, Tensor]]:
+    def _run(self, program: RunsOperators, micro_batch: int, start: Again) -> tuple[Flight, dict[Ref, Tensor]]:
         due = {c.value for c in self.train.receives if c.gradient}
         leaves = {ref: t.detach().requires_grad_() for ref, t in start.inputs.items() if ref in due}
         values = self._values("train")
@@ -280,13 +280,13 @@ class TorchEngine:
         program.run(values, start.step, micro_batch)
         loss = values[self.train.loss] if self.train.loss is not None else None
         roots = {c.value: values[c.value] for c in self.train.sends if c.gradient}
-        return _Flight(start.at, leaves, roots, loss), values
+        return Flight(start.at, leaves, roots, loss), values
 
     def backward(self, micro_batch: int, gradients: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
         flight = self.flights.pop(micro_batch, None)
         if flight is None:  # nothing on this stage needs a gradient
             return {}
-        if isinstance(flight, _Again):
+        if isinstance(flight, Again):
             if self.frozen:
                 return {c.value: torch.zeros_like(flight.inputs[c.value]) for c in self.train.receives if c.gradient}
             flight, _ = self._run(self.program, micro_batch, flight)
@@ -315,7 +315,7 @@ class TorchEngine:
         """A micro-batch forward and backward, of which nothing is kept: for who wants to know how long it takes."""
         written = {Ref(name): self._variables[name] for name in self._written}
         at = AtStep({name: self._variables[name] for name in self.trainable}, {}, self._tallies["train"])
-        flight, _ = self._run(program, 0, _Again(at, 0, inputs, written))
+        flight, _ = self._run(program, 0, Again(at, 0, inputs, written))
         roots = [*flight.roots.values(), *([flight.loss] if flight.loss is not None else [])]
         roots = [root for root in roots if root.requires_grad]
         if roots and not self.frozen:

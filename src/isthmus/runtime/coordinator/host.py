@@ -247,6 +247,7 @@ class CoordinatorHost:
         self._fresh += [s for s in reported_spans if s.other != s.device]  # what stays in a device is on no link
         owner = device_of(device)
         self._late_s[owner] = self._late_s.get(owner, 0.0) + report.late_s
+        self._callbacks.fingerprinted(device, report.fingerprints)
         item = self._items[report.item]
         if item.kind == "save":
             self._callbacks.saved(item, device, state, report.peak)

@@ -20,12 +20,14 @@ from isthmus.plans.worker_ids import device_of, worker_id
 from isthmus.protocol import Coordinator, Item, Lineage, RunSpec, StateLayout
 from isthmus.protocol.adaptation import Pair, PlanFigures
 from isthmus.protocol.coordinator_events import BeginEpoch, MakePlan
+from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.run_machine import Observe, RunMachine
 from isthmus.run_files import CHECKPOINTS
 from isthmus.runtime.coordinator.activation_privacy import counted_samples
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, RunRequest
 from isthmus.runtime.coordinator.data_holders import DataHolders, Digests, unchanged
+from isthmus.runtime.coordinator.fingerprint_log import FingerprintLog, chosen_fingerprints
 from isthmus.runtime.coordinator.host import CoordinatorHost
 from isthmus.runtime.coordinator.parameter_store import ParameterStore
 from isthmus.runtime.coordinator.plans import Plans
@@ -33,7 +35,7 @@ from isthmus.runtime.coordinator.privacy_ledger import opened_ledger
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, remove_record, write_record
 from isthmus.runtime.coordinator.run_callbacks import Address, Outcome
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
-from isthmus.runtime.messages.assignment import Assignment
+from isthmus.runtime.messages.assignment import Assignment, Fingerprinting
 from isthmus.runtime.processes.signals import Stop
 from isthmus.trace import Span
 from isthmus.training.checkpoint import CheckpointWriter, Manifest, read_manifest, replica_prefix
@@ -79,6 +81,10 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     holders: DataHolders | None = None
     """Who has the data; None: every device, and nobody compares."""
     stop: Stop = msgspec.field(default_factory=Stop)
+    fingerprints: Fingerprinting | None = None
+    """How an audit has steps fingerprinted; None: as the job says."""
+    until: int | None = None
+    """The step to end after, and evaluate nothing; None: as the job says."""
     replan: Callable[[Fleet], Plan] | None = None
     """Plans for the devices that are left, or that came. None: the run ends when a device is lost."""
 
@@ -134,6 +140,9 @@ class RunController:
         self._periods: list[PlanPeriod] = []
         """Since when by the monotonic clock."""
         self._holders = options.holders
+        self._fingerprints = FingerprintLog(
+            folder, options.fingerprints or chosen_fingerprints(self.job), self.job.training.steps
+        )
         self._values = ParameterStore(prepared, self.now.written)
         self._ledger = opened_ledger(folder, self.now.protection.noise, counted_samples(prepared))
         self._loaded_step: int | None = None
@@ -165,6 +174,8 @@ class RunController:
 
     def _coordinator(self) -> Coordinator:
         spec = run_spec(self._prepared, self.start_step)
+        if (until := self._options.until) is not None:
+            spec = msgspec.structs.replace(spec, steps=until, eval_every=0)
         survives = self._options.replan is not None
         layout = self.now.layout if survives else None
         if self._record is None:
@@ -245,8 +256,12 @@ class RunController:
     def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]:
         epoch, step = (self._begun.epoch, self._begun.step) if self._begun is not None else (0, self.start_step)
         found = self.now.assignments(self.run, epoch, step, addresses)
-        digests = self._digests
-        return {d: msgspec.structs.replace(entry, digests=digests.get(device_of(d), {})) for d, entry in found.items()}
+        digests, fingerprints = self._digests, self._fingerprints.settings
+        self._fingerprints.begin(step, self.now.plan)
+        return {
+            d: msgspec.structs.replace(entry, digests=digests.get(device_of(d), {}), fingerprints=fingerprints)
+            for d, entry in found.items()
+        }
 
     @property
     def _digests(self) -> Digests:
@@ -299,6 +314,9 @@ class RunController:
         elif state:
             own = {f"{replica_prefix(replica)}{name}": value for name, value in state.items()}
             self._writer.write(item.step, f"replica-{replica}-{stage}", own)
+
+    def fingerprinted(self, device: str, found: Sequence[StepFingerprint]) -> None:
+        self._fingerprints.add(device, found)
 
     def _peaked(self, device: str, peak: MemoryPeak) -> None:
         """All stages of a device report the memory of one process."""

@@ -13,6 +13,7 @@ from isthmus.errors import IsthmusError
 from isthmus.plans import PlanPeriod
 from isthmus.protocol.adaptation import PlanFigures
 from isthmus.protocol.coordinator_events import BeginEpoch, Ending, MakePlan
+from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.interruptions import Recovery
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.recovery import StateLayout
@@ -115,6 +116,10 @@ class RunCallbacks(Protocol):
 
     def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
         """A device's part of a checkpoint is here, and the most memory that it had so far."""
+        ...
+
+    def fingerprinted(self, device: str, found: Sequence[StepFingerprint]) -> None:
+        """A device's fingerprints of steps are here."""
         ...
 
     def commit(self, item: Item, *, finite: bool) -> None:

@@ -17,6 +17,7 @@ from isthmus.accelerators import HOST, Accelerator, open_accelerator
 from isthmus.accelerators.copies import to_host
 from isthmus.data import Dataset
 from isthmus.errors import PeerError, RankLost, StepError, UserError
+from isthmus.graph.boundaries import WATCHED
 from isthmus.plans.worker_ids import is_first
 from isthmus.protocol.device_session import (
     CloseStage,
@@ -57,8 +58,9 @@ from isthmus.runtime.device.coordinator_link import (
     failed,
     in_one_line,
 )
+from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.island_ranks import begin_session, end_session
-from isthmus.runtime.device.links import StageLinks
+from isthmus.runtime.device.links import Expected, StageLinks
 from isthmus.runtime.device.parcel_checks import expected_parcels, expected_parts
 from isthmus.runtime.device.peer_connections import Endpoint, PeerConnections
 from isthmus.runtime.device.snapshots import SnapshotReceiver
@@ -90,6 +92,7 @@ from isthmus.training.ranks import Ranks, StageSetUp
 from isthmus.training.sharded_island import island_engine
 from isthmus.training.snapshot import Part, Snapshot, by_part, joined
 from isthmus.training.split_backward import SplitEngine
+from isthmus.training.watched import WatchedEngine
 from isthmus.units import format_size
 
 
@@ -329,7 +332,9 @@ class DeviceWorker:
         released, private = assignment.released, None
         if released is not None:
             private = Privatizer(released, keeps=not assignment.frozen, accelerator=self._accelerator)
-        engine = self._engine(assignment, values)
+        tells = assignment.discloses and released is None
+        fingerprints = Fingerprinter(assignment.fingerprints if tells else None)
+        engine = self._engine(assignment, values, fingerprints)
         try:
             self._notes = compile_stage(
                 engine,
@@ -352,16 +357,17 @@ class DeviceWorker:
             private,
             self._site.sharing,
         )
+        executor.fingerprints = fingerprints
         executor.keeps(partial(self._keep, assignment))
         executor.links = StageLinks(
             assignment,
             channels,
-            expected_parcels(assignment),
-            expected_parts(assignment),
+            Expected(expected_parcels(assignment), expected_parts(assignment)),
             self._inbox,
             executor.record,
             SnapshotReceiver(assignment.snapshot_sources, partial(self._on_snapshot_copied, assignment)),
             executor.copy_streams,
+            fingerprints,
         )
         self._executor, self._pending = executor, None
         self._handle(StageStarted(epoch=assignment.epoch))
@@ -379,12 +385,24 @@ class DeviceWorker:
         if self._accelerator.asynchronous and planned > room:
             raise torch.OutOfMemoryError(f"tried to allocate {planned} bytes, {room} are there")
 
-    def _engine(self, assignment: Assignment, values: Mapping[str, Tensor]) -> Engine:
+    def _engine(self, assignment: Assignment, values: Mapping[str, Tensor], fingerprints: Fingerprinter) -> Engine:
+        if fingerprints.on and self._accelerator.asynchronous:
+            raise UserError(f"runtime.fingerprints: got true, and {self._accelerator.device}: expected CPUs")
         train, evaluation, config = assignment.train, assignment.evaluation, assignment.engine
         if note := config.kernels.use(self._accelerator):
             print(f"device {self._site.device}: {note}", file=sys.stderr, flush=True)
         if assignment.view.splits and self._site.island is None and not assignment.frozen:
             return SplitEngine(train, evaluation, config, values, accelerator=self._accelerator)
+        if any(name.startswith(WATCHED) for name in train.outputs):
+            return WatchedEngine(
+                train,
+                evaluation,
+                config,
+                values,
+                accelerator=self._accelerator,
+                recompute=assignment.recompute,
+                observe=fingerprints.inside,
+            )
         if self._site.island is None:
             return (DelayedEngine if assignment.view.delayed else TorchEngine)(
                 train,

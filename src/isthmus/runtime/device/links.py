@@ -18,6 +18,7 @@ from isthmus.plans import Packing
 from isthmus.protocol.events import Send, SendParts
 from isthmus.protocol.run_messages import Arrived, Parcel, PartsArrived
 from isthmus.runtime.device.copy_streams import CopyStreams, Encode, LinkCopyStreams
+from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.snapshots import SnapshotReceiver
 from isthmus.runtime.messages.all_messages import AnyMessage, content
 from isthmus.runtime.messages.assignment import Assignment, Neighbour
@@ -39,6 +40,14 @@ Signature = tuple[tuple[str, str, tuple[int, ...], Packing | None], ...]
 """Name, dtype, shape and packing of each tensor of a parcel."""
 
 
+class Expected(NamedTuple):
+    """What may arrive: anything else is refused before it is allocated."""
+
+    parcels: Mapping[tuple[Parcel, int], frozenset[Signature]]
+    parts: Mapping[tuple[int, int, int], int] = {}
+    """How many elements of a sum, by group, round and stage."""
+
+
 class _Here(NamedTuple):
     """What has arrived."""
 
@@ -54,19 +63,18 @@ class StageLinks:
         self,
         assignment: Assignment,
         channels: Mapping[int, SocketChannel],
-        expected: Mapping[tuple[Parcel, int], frozenset[Signature]],
-        parts: Mapping[tuple[int, int, int], int],
+        expected: Expected,
         inbox: queue.SimpleQueue[object],
         spans: Callable[[Span], None],
         snapshot_copies: SnapshotReceiver | None = None,
         ways: CopyStreams | None = None,
+        fingerprints: Fingerprinter | None = None,
     ) -> None:
-        """`expected` lists what may arrive, `parts` how many elements by (group, round, stage): anything else is
-        refused before it is allocated. `snapshot_copies` takes copies of others' snapshots. With `ways` tensors that
-        are sent lie on an accelerator, and those that arrive go there."""
+        """`snapshot_copies` takes copies of others' snapshots. With `ways` tensors that are sent lie on an accelerator,
+        and those that arrive go there."""
         self._run, self._epoch = assignment.run, assignment.epoch
         self._expected = expected
-        self._parts = parts
+        self._fingerprints = fingerprints or Fingerprinter(None)
         self._inbox = inbox
         self._spans = spans
         self._snapshot_copies = snapshot_copies or SnapshotReceiver({}, lambda stage, step, taken: None)
@@ -154,6 +162,8 @@ class StageLinks:
             finite=finite,
             epoch=self._epoch,
         )
+
+        self._fingerprints.sent(body, what.target, tensors)
 
         def message(packed: Mapping[str, Packing]) -> ToPeer:
             headers = tuple(header_of(name, t, packed.get(name)) for name, t in tensors.items())
@@ -256,6 +266,8 @@ class StageLinks:
             self._snapshot_copies.accept(body, tensors)
             return
         self._keep(body, tensors)
+        if isinstance(body, Arrived):
+            self._fingerprints.received(body, {h.name: t for h, t in zip(message.tensors, tensors, strict=True)})
         name, micro_batch = _called(body)
         self._spans(
             Span(
@@ -288,12 +300,12 @@ class StageLinks:
         body = content(message)
         if isinstance(body, Arrived):
             signature = tuple((h.name, h.dtype, h.shape, h.packing) for h in message.tensors)
-            if signature not in self._expected.get((body.parcel, body.source), frozenset()):
+            if signature not in self._expected.parcels.get((body.parcel, body.source), frozenset()):
                 raise PeerError(f"stage {body.source} sent {body.parcel} {signature}, not in the plan")
         elif isinstance(body, PartsArrived):
             where = (body.group, body.round, body.source)
             stated = [(h.dtype, h.shape) for h in message.tensors]
-            if stated != [("float32", (self._parts.get(where, -1),))]:
+            if stated != [("float32", (self._expected.parts.get(where, -1),))]:
                 raise PeerError(f"stage {body.source} sent parts {where} as {stated}, not in the plan")
         elif isinstance(message, SnapshotMessage | SnapshotPart):
             if message.epoch != self._epoch:
@@ -334,6 +346,7 @@ class StageLinks:
         with self._ending:
             self._closed = True
         self._over.set()
+        self._fingerprints.close()
         for lane in self._lanes.values():
             lane.close(flush_s)
         for channel in self._channels.values():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -44,6 +43,7 @@ from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
 from isthmus.runtime.device.coordinator_link import CoordinatorMessage
 from isthmus.runtime.device.copy_streams import CopyStreams
+from isthmus.runtime.device.fingerprints import Fingerprinter
 from isthmus.runtime.device.finite import watch_of
 from isthmus.runtime.device.links import StageLinks
 from isthmus.runtime.device.parcel_checks import label, sent_packings
@@ -52,7 +52,7 @@ from isthmus.runtime.device.stage_data import Batches
 from isthmus.runtime.device.state_transfer import StateDonor
 from isthmus.runtime.device.tasklets import ComputeTurns, NoTurns, Tasklets
 from isthmus.runtime.messages.assignment import Assignment, GroupShare
-from isthmus.runtime.processes.memory import keep_freed_pages
+from isthmus.runtime.processes.memory import tune_process
 from isthmus.trace import Span
 from isthmus.training.engine import Engine
 from isthmus.training.local_privacy import Privatizer
@@ -60,17 +60,6 @@ from isthmus.training.scaling import LOSS_SCALE
 from isthmus.training.snapshot import Snapshot
 from isthmus.training.split_backward import SplitEngine
 from isthmus.training.sums import GroupBuffer, Parameters, add_in_order, summed
-
-SWITCH_S = 0.0005
-"""How long a lane waits at most for the interpreter: with Python's 5 ms, what a link brought or took would often wait
-longer for the compute lane to let go than it travels on a local network."""
-
-
-def tune_process() -> None:
-    """Make this process one that computes and communicates at the same time, over and over the same."""
-    sys.setswitchinterval(SWITCH_S)
-    keep_freed_pages()
-
 
 Chore = Callable[[], None]
 """What another lane leaves to be done between two instructions."""
@@ -132,6 +121,7 @@ class StageRunner:
         self._spans: deque[Span] = deque()
         self._packings = sent_packings(assignment)
         self._private = private
+        self.fingerprints = Fingerprinter(None)
 
     def record(self, span: Span) -> None:
         if self.assignment.trace:
@@ -161,8 +151,7 @@ class StageRunner:
 
     def _send_state(self, given: Mapping[str, Tensor]) -> None:
         """A step is done, with these gradients."""
-        donor = self._donor
-        if donor is None:
+        if (donor := self._donor) is None:
             return
         if not donor.begun:
             if donor.step == self._steps:
@@ -280,6 +269,7 @@ class StageRunner:
             case Save(item=item):
                 state, wanted = self._whole_state(), self.assignment.saves
                 self._state = self.copied({k: v for k, v in state.items() if wanted is None or k in wanted})
+                self.fingerprints.state(item, self._state.tensors())
                 self._finite.saved(state)
                 return Saved(item=item)
             case KeepSnapshot(item=item):
@@ -403,12 +393,12 @@ class StageRunner:
                 self._gather(item)
             for group in groups:
                 self._buffers[group].fill(self._count or 0.0)
+                self.fingerprints.summand(item, group, self._buffers[group].flat)
 
     def _send_parts(self, send: SendParts) -> None:
         flat = self._buffers[send.group].flat
         (message,) = (m for m in self._rounds[send.group][send.round].sends if m.other == send.target)
-        first, last = message.parts.span(flat.numel())
-        self.links.send_parts(send, flat[first:last])
+        self.links.send_parts(send, flat[slice(*message.parts.span(flat.numel()))])
 
     def _merge(self, merge: Merge) -> None:
         flat, turn = self._buffers[merge.group].flat, self._rounds[merge.group][merge.round]
@@ -441,6 +431,7 @@ class StageRunner:
             if not (view.groups and view.averages == "gradients"):
                 self._gather(item)
             self._norms = self.engine.collect(self._count)
+            self.fingerprints.totals(item, self.engine.owned, self._norms, self._count)
             self._all_finite = self._finite.collected(self._norms)
         return self._all_finite
 
@@ -448,6 +439,7 @@ class StageRunner:
         with self._tasklets.tasklet("update", item):
             norms = self._agreed_norms(item) if self.assignment.view.agrees else None
             given = self.engine.gradients() if self._donor is not None and not skip else {}
+            hashed = self._unclipped() if self.fingerprints.on else {}
             self._hold()
             if skip:
                 self.engine.skip_update()
@@ -455,6 +447,12 @@ class StageRunner:
                 self.engine.update(self._items[item].step, norms)
             self._steps = self._items[item].step + 1
             self._send_state(given)
+            self.fingerprints.gradients(item, hashed)
+
+    def _unclipped(self) -> Mapping[str, Tensor]:
+        """Gradients as no other stage has a part in them: they are clipped in place, by all norms."""
+        clips, found = self.assignment.engine.clip_norm > 0, self.engine.gradients()
+        return {name: g.clone() for name, g in found.items()} if clips else found
 
     def _agreed_norms(self, item: int) -> Tensor:
         """Those of all parameters of the model, in its own order."""
@@ -470,6 +468,7 @@ class StageRunner:
         return norms
 
     def _finish(self, item: int) -> None:
+        self.fingerprints.end(self._items[item])
         kind = self._items.pop(item).kind
         if kind == "save" and not self._items:  # a run's last item: spans that are not told with it are lost
             self._tasklets.finish()
@@ -485,6 +484,7 @@ class StageRunner:
             spans=tuple(self._spans.popleft() for _ in range(len(self._spans))),
             late_s=self._tasklets.take_late_s(),
             non_finite=self._finite.take(),
+            fingerprints=self.fingerprints.take(wait=kind == "save"),
             epoch=self.assignment.epoch,
         )
         self._report(done, state)

@@ -76,6 +76,15 @@ class GroupShare(msgspec.Struct, frozen=True, kw_only=True):
     """Of the group's buffer."""
 
 
+class Fingerprinting(msgspec.Struct, frozen=True, kw_only=True):
+    """Hash what the stage sends, receives and computes."""
+
+    key: bytes
+    """Of 32 bytes."""
+    leaves: bool = False
+    """Report each tensor's digest, not one for all of a kind."""
+
+
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     epoch: int = 0
@@ -128,3 +137,4 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     timeout_s: float = 60.0
     trace: bool = True
+    fingerprints: Fingerprinting | None = None

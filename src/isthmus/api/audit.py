@@ -1,0 +1,269 @@
+"""`isthmus audit`: steps of a run computed again, and compared with what its devices reported of them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from isthmus.api.folder import RunFolder
+from isthmus.api.given import is_given
+from isthmus.documents import numbered
+from isthmus.errors import UserError
+from isthmus.fleet import Fleet
+from isthmus.graph import StageGraph
+from isthmus.graph.boundaries import watched_name, watched_node, with_boundaries
+from isthmus.job import Job, PlanConfig, Prepared, fleet_of, kept_prepared, prepare
+from isthmus.planners import plan as make_plan
+from isthmus.plans import Plan
+from isthmus.plans.worker_ids import device_of
+from isthmus.protocol.fingerprints import GRADIENTS, STATE, Reports, StepFinding, judge
+from isthmus.runtime.coordinator.backend import LocalBackend, local_places
+from isthmus.runtime.coordinator.fingerprint_log import Fingerprinted, read_fingerprints
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
+from isthmus.runtime.coordinator.stages import StagePair, stage_pairs
+from isthmus.runtime.messages.assignment import Fingerprinting
+from isthmus.training.checkpoint import checkpoint_before
+from isthmus.training.digests import fold
+from isthmus.training.snapshot import part_of
+
+Leaves = dict[str, dict[str, str]]
+"""By node, its leaves."""
+
+
+class Audited(msgspec.Struct, frozen=True, kw_only=True):
+    """What an audit found."""
+
+    run: str
+    step: int
+    after: int
+    """Steps that were done at the checkpoint; 0: the beginning."""
+    compared: int
+    """Digests."""
+    devices: tuple[str, ...]
+    """Whose reports were compared."""
+    missing: tuple[str, ...]
+    """Devices that reported nothing of some step: they were lost before they did."""
+    wrong_step: int | None = None
+    """The first that is not as it should be."""
+    findings: tuple[StepFinding, ...] = ()
+    """Who computed wrong in it."""
+
+    @property
+    def holds(self) -> bool:
+        return self.wrong_step is None
+
+    def lines(self) -> list[str]:
+        """For people."""
+        found = [f"{name}: reported nothing of some step" for name in self.missing]
+        for finding in self.findings:
+            who = " or ".join(finding.workers)
+            found.append(f"step {self.wrong_step}: {who} computed wrong: {', '.join(finding.nodes)}")
+        if self.holds:
+            who = ", ".join(self.devices)
+            found.append(f"{_steps(self.after, self.step)}: as computed again, {self.compared} digests of {who}")
+        return found
+
+
+def audit_run(run: Path, step: int, fleet: str | None = None, note: Callable[[str], None] = lambda _: None) -> Audited:
+    """Compute the run again from the newest checkpoint before a step until the step, and compare.
+
+    By default with the run's own plan, over processes of this machine; with `fleet` cut for that one. UserError where
+    the bits would not be the same, or nothing was kept to compare with.
+    """
+    folder = RunFolder.existing(run)
+    folder.check_kind(federated=False)
+    job = folder.job()
+    kept = read_fingerprints(folder.path)
+    if not kept:
+        raise UserError(
+            f"run folder {run}: has no fingerprints, expected a run with `fingerprints = true` in [runtime]"
+        )
+    if step not in kept:
+        raise UserError(
+            f"--step: got {step}, expected a step of which something was reported: {min(kept)} to {max(kept)}"
+        )
+    after, checkpoint = checkpoint_before(folder.checkpoints, step)
+    plan = kept[step].plan
+    job = job.cut_into(plan.micro_batches)
+    check_can_audit(job, plan, after)
+    prepared = kept_prepared(job, folder.captured) or prepare(job)
+    span = {n: one for n, one in kept.items() if after < n <= step}
+    steps = {n: one for n, one in span.items() if (one.plan, one.key) == (plan, kept[step].key)}
+    if fleet is not None or len(steps) < len(span):
+        check_any_cut(prepared, plan)
+    again = _own_cut(prepared, plan, folder.fleet()) if fleet is None else _other_cut(prepared, plan, fleet)
+    where = "the beginning" if checkpoint is None else f"the checkpoint of step {after}"
+    note(f"computing {_steps(after, step)} again from {where}, on {', '.join(again.plan.used)}")
+    with tempfile.TemporaryDirectory() as temporary:
+        options = RunOptions(
+            emulate=False,
+            resume_from=checkpoint,
+            fingerprints=Fingerprinting(key=kept[step].key, leaves=True),
+            until=step,
+            backend=LocalBackend(places=local_places(again.prepared.job.runtime.device, again.fleet.names)),
+        )
+        found = run_plan(again.prepared, again.plan, again.fleet, Path(temporary), options, Watcher())
+        check_outcome(found)
+        computed = read_fingerprints(Path(temporary))
+    return _judged(run, (after, step), steps, {n: again.expected(one) for n, one in computed.items()})
+
+
+def _steps(after: int, step: int) -> str:
+    return numbered("step", range(after + 1, step + 1))
+
+
+def _judged(
+    run: Path, span: tuple[int, int], kept: Mapping[int, Fingerprinted], expected: Mapping[int, Reports]
+) -> Audited:
+    after, step = span
+    compared, missing, seen = 0, set[str](), set[str]()
+    wrong_step: int | None = None
+    findings: tuple[StepFinding, ...] = ()
+    for number in sorted(kept):
+        workers = kept[number].plan.worker_ids
+        reported = {stage: kept[number].workers.get(worker, {}) for stage, worker in enumerate(workers)}
+        missing |= {device_of(w) for w in workers if w not in kept[number].workers}
+        seen |= {device_of(w) for w in workers if w in kept[number].workers}
+        compared += sum(len(nodes.keys() & expected[number].get(s, {}).keys()) for s, nodes in reported.items())
+        findings = judge([device_of(w) for w in workers], reported, expected[number])
+        if findings:
+            wrong_step = number
+            break
+    return Audited(
+        run=str(run),
+        step=step,
+        after=after,
+        compared=compared,
+        devices=tuple(sorted(seen)),
+        missing=tuple(sorted(missing)),
+        wrong_step=wrong_step,
+        findings=findings,
+    )
+
+
+class _Again(NamedTuple):
+    """How steps are computed again."""
+
+    prepared: Prepared
+    plan: Plan
+    fleet: Fleet
+    expected: Callable[[Fingerprinted], Reports]
+    """What the run's workers should have reported, of what those of this plan did."""
+
+
+def _own_cut(prepared: Prepared, plan: Plan, fleet: Fleet) -> _Again:
+    def expected(one: Fingerprinted) -> Reports:
+        by_stage = {stage: _by_node(one.workers.get(worker, {})) for stage, worker in enumerate(plan.worker_ids)}
+        return {s: {node: fold(one.key, of) for node, of in nodes.items()} for s, nodes in by_stage.items()}
+
+    return _Again(prepared, plan, fleet, expected)
+
+
+def _other_cut(prepared: Prepared, plan: Plan, name: str) -> _Again:
+    job = msgspec.structs.replace(
+        prepared.job,
+        fleet=name,
+        devices=None,
+        planner="even",
+        schedule="1f1b",
+        plan=PlanConfig(),
+        compression=None,
+        runtime=msgspec.structs.replace(prepared.job.runtime, changes=(), snapshots=False),
+    )
+    fleet, pairs = fleet_of(job), stage_pairs(plan, prepared.captured, clips=False)
+    watched = with_boundaries(prepared.flow, [pair.train for pair in pairs])
+    captured = msgspec.structs.replace(prepared.captured, train=watched)
+    other = msgspec.structs.replace(prepared, job=job, captured=captured)
+    made = make_plan(job.planner, other.problem(fleet))
+    for pair in stage_pairs(made, captured, clips=False):
+        _check_once(pair.train, fleet.name)
+
+    def expected(one: Fingerprinted) -> Reports:
+        leaves: Leaves = {}
+        for found in one.workers.values():
+            for node, of in _by_node(found).items():
+                leaves.setdefault(node, {}).update(of)
+        return {stage: _of_stage(pair, pairs, leaves, one.key) for stage, pair in enumerate(pairs)}
+
+    return _Again(other, made, fleet, expected)
+
+
+def _of_stage(pair: StagePair, pairs: tuple[StagePair, ...], leaves: Leaves, key: bytes) -> dict[str, str]:
+    """What a stage of the run's cut should have reported."""
+    found: Leaves = {}
+    for c in (*pair.train.receives, *pair.train.sends):
+        receives = c.target == pair.train.index
+        other = c.source if receives else c.target
+        for parcel, sent in (("forward", not receives), ("backward", receives)):
+            if parcel == "backward" and not c.gradient:
+                continue
+            seen = leaves.get(watched_node(watched_name(c), parcel), {})
+            node = found.setdefault(f"{'sent' if sent else 'received'} {parcel} {other}", {})
+            node.update({f"{number} {c.value.op}:{c.value.index}": digest for number, digest in seen.items()})
+    for other in (p for p in pairs if p is not pair):
+        for direction, sender in (("sent", pair), ("received", other)):
+            norms, count = leaves.get("norms", {}), leaves.get("count", {})
+            told = {f"-1 {number}": norms[name] for number, name in enumerate(sender.owned) if name in norms}
+            found[f"{direction} norms {other.train.index}"] = told
+            found[f"{direction} count {other.train.index}"] = {f"-1 {name}": digest for name, digest in count.items()}
+    for node, names in ((GRADIENTS, frozenset(pair.owned)), (STATE, pair.written)):
+        if node in leaves:
+            found[node] = {name: digest for name, digest in leaves[node].items() if part_of(name) in names}
+    return {node: fold(key, of) for node, of in found.items() if of}
+
+
+def _by_node(digests: Mapping[str, str]) -> Leaves:
+    found: Leaves = {}
+    for name, digest in digests.items():
+        node, _, leaf = name.partition("/")
+        found.setdefault(node, {})[leaf] = digest
+    return found
+
+
+def check_can_audit(job: Job, plan: Plan, after: int) -> None:
+    """UserError where a step computed again would not have the same bits, on whatever cut."""
+    edges = [edge for replica in plan.replicas for edge in replica.edges]
+    packed = [e.backward_compression for e in edges if e.backward_compression is not None]
+    reason = ""
+    if is_given(job):
+        reason = "the run is of Python objects, expected a job that names its model and data"
+    elif job.privacy is not None:
+        reason = "[privacy]: noise on activations is drawn from the system, expected none"
+    elif job.runtime.compile or job.runtime.engine != "torch":
+        reason = "[runtime] compile, engine: their rounding is the device's own, expected false and 'torch'"
+    elif plan.sync.averages != "gradients":
+        reason = f"[sync]: replicas average {plan.sync.averages}, expected sums of gradients in every step"
+    elif after and any(packing.feedback for packing in packed):
+        reason = "[compression] feedback: what a device has left out is in no checkpoint, expected none"
+    if reason:
+        raise UserError(f"audit: {reason}")
+
+
+def check_any_cut(prepared: Prepared, plan: Plan) -> None:
+    """UserError where the bits of a step depend on the cut."""
+    replica, *others = plan.replicas
+    edges, shared = replica.edges, replica.shared
+    reason = ""
+    if others or replica.copies:
+        reason = (
+            f"{len(plan.devices)} stages in {len(plan.replicas)} replicas sum their gradients in an order of theirs"
+        )
+    elif prepared.job.schedule == "delayed":
+        reason = "schedule: got 'delayed'"
+    elif any(e.forward_compression or e.backward_compression for e in edges):
+        reason = "[compression]: what is left out of a message depends on the cut"
+    elif shared:
+        reason = f"parameter {shared[0].name!r} is shared between stages, which sum its gradients"
+    if reason:
+        raise UserError(f"audit: {reason}: expected no --fleet, and one plan since the checkpoint")
+
+
+def _check_once(stage: StageGraph, fleet: str) -> None:
+    values = [c.value for c in stage.sends]
+    if len(set(values)) < len(values) or stage.shared_from:
+        twice = "a value that goes to two stages" if not stage.shared_from else "a parameter that two stages share"
+        raise UserError(f"--fleet: {fleet}: its cut has {twice}, whose sums have another order: expected fewer devices")

@@ -1,0 +1,96 @@
+"""Fingerprints of a run's steps, in its folder: a line when a plan comes into force, and one per worker and step.
+
+A plan that begins after so many steps voids what was said of later ones: they are done again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from isthmus.job import Job
+from isthmus.plans import Plan
+from isthmus.protocol.fingerprints import STATE, Node, StepFingerprint
+from isthmus.run_files import FINGERPRINTS, LinesFile
+from isthmus.runtime.messages.assignment import Fingerprinting
+from isthmus.training.digests import KEY_BYTES
+
+
+class FingerprintLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Of a plan, or of what a worker reported."""
+
+    step: int
+    """Steps that are done: before the plan, or with what is reported."""
+    plan: Plan | None = None
+    key: bytes = b""
+    """Of the digests under this plan."""
+    worker: str = ""
+    digests: dict[str, str] = {}
+
+
+class Fingerprinted(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a step."""
+
+    plan: Plan
+    key: bytes
+    workers: dict[str, dict[str, str]]
+    """By worker, its digests."""
+
+
+class FingerprintLog:
+    def __init__(self, folder: Path, settings: Fingerprinting | None, steps: int) -> None:
+        """None: nothing is kept. `steps`: of the run."""
+        self.settings = settings
+        self._steps = steps
+        self._file = _file(folder)
+        self._workers = 0
+        self._last: dict[str, tuple[int, bool]] = {}
+        """By worker, the step that it reported last, and whether with a state."""
+
+    def begin(self, step: int, plan: Plan) -> None:
+        self._workers, self._last = len(plan.worker_ids), {}
+        if self.settings is not None:
+            self._file.add(FingerprintLine(step=step, plan=plan, key=self.settings.key))
+
+    def add(self, worker: str, found: Sequence[StepFingerprint]) -> None:
+        """What no honest device reports is ignored: steps out of order, unknown nodes."""
+        for one in found if self.settings is not None else ():
+            nodes = {name: node for name in one.digests if (node := Node.parse(name.partition("/")[0])) is not None}
+            reached = (one.step, any(node.kind == STATE for node in nodes.values()))
+            if one.step > self._steps or reached <= self._last.get(worker, (0, False)):
+                continue
+            self._last[worker] = reached
+            kept = {name: digest for name, digest in one.digests.items() if self._knows(nodes.get(name))}
+            self._file.add(FingerprintLine(step=one.step, worker=worker, digests=kept))
+
+    def _knows(self, node: Node | None) -> bool:
+        assert self.settings is not None, "asked for what is kept"
+        return self.settings.leaves or (node is not None and node.other < self._workers)
+
+
+def chosen_fingerprints(job: Job) -> Fingerprinting | None:
+    """As the job says."""
+    wanted = job.runtime.fingerprints or job.runtime.audit > 0
+    return Fingerprinting(key=secrets.token_bytes(KEY_BYTES)) if wanted else None
+
+
+def read_fingerprints(folder: Path) -> dict[int, Fingerprinted]:
+    """By steps done; nothing where none were kept."""
+    found: dict[int, Fingerprinted] = {}
+    plan, key = None, b""
+    for line in _file(folder).lines():
+        if line.plan is not None:
+            plan, key = line.plan, line.key
+            found = {step: one for step, one in found.items() if step <= line.step}
+        elif plan is not None and line.worker in plan.worker_ids:
+            one = found.setdefault(line.step, Fingerprinted(plan=plan, key=key, workers={}))
+            if one.key == key:  # a checkpoint of the step at which this plan began is of the one before
+                one.workers[line.worker] = {**line.digests, **one.workers.get(line.worker, {})}
+    return found
+
+
+def _file(folder: Path) -> LinesFile[FingerprintLine]:
+    return LinesFile(folder / FINGERPRINTS, FingerprintLine, "fingerprints")

@@ -1,0 +1,134 @@
+"""Fingerprints of a stage's steps, hashed in a thread of its own while the stage goes on.
+
+A tensor that is handed over must not change any more: it is read later. Nothing waits but a checkpoint, with which the
+fingerprints of all steps before it are reported.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+
+from torch import Tensor
+
+from isthmus.protocol.fingerprints import GRADIENTS, STATE, SUMMANDS, StepFingerprint
+from isthmus.protocol.run_messages import Arrived
+from isthmus.protocol.work import Item
+from isthmus.runtime.messages.assignment import Fingerprinting
+from isthmus.training.digests import fold, leaf
+
+Leaves = dict[str, dict[str, str]]
+"""By node, the digests of its leaves."""
+
+
+class Fingerprinter:
+    """Any thread may hand something over; the compute lane ends items."""
+
+    def __init__(self, settings: Fingerprinting | None) -> None:
+        """None: nothing is hashed."""
+        self._settings = settings
+        self._queue: queue.SimpleQueue[tuple[Item | int, str, str, Tensor | float] | Future[None] | None] = (
+            queue.SimpleQueue()
+        )
+        self._by_item: dict[int, Leaves] = {}
+        self._by_step: dict[int, Leaves] = {}
+        """Of values inside the stage: the engine knows no items."""
+        self._done: queue.SimpleQueue[StepFingerprint] = queue.SimpleQueue()
+        if settings is not None:
+            threading.Thread(target=self._hash, args=(settings,), name="fingerprints", daemon=True).start()
+
+    @property
+    def on(self) -> bool:
+        return self._settings is not None
+
+    def sent(self, body: Arrived, target: int, tensors: Mapping[str, Tensor]) -> None:
+        self._message(body, f"sent {body.parcel} {target}", tensors)
+
+    def received(self, body: Arrived, tensors: Mapping[str, Tensor]) -> None:
+        self._message(body, f"received {body.parcel} {body.source}", tensors)
+
+    def _message(self, body: Arrived, node: str, tensors: Mapping[str, Tensor]) -> None:
+        if self.on:
+            values: Mapping[str, Tensor | float] = tensors or {"number": body.number}
+            if body.parcel == "shared":  # the update changes them in place
+                values = {name: value.clone() for name, value in tensors.items()}
+            elif body.parcel == "norms":  # each alone: another cut has them in other stages
+                values = {f"{number}": norm for number, norm in enumerate(tensors["norms"])}
+            for name, value in values.items():
+                self._queue.put((body.item, node, f"{body.micro_batch} {name}", value))
+
+    def summand(self, item: int, group: int, flat: Tensor) -> None:
+        """What this stage adds to a sum, which is made in place."""
+        if self.on:
+            self._queue.put((item, SUMMANDS, f"{group}", flat.clone()))
+
+    def gradients(self, item: int, found: Mapping[str, Tensor]) -> None:
+        """Those that the optimizers took."""
+        for name, gradient in found.items():
+            self._queue.put((item, GRADIENTS, name, gradient))
+
+    def totals(self, item: int, owned: Sequence[str], norms: Tensor, count: float | None) -> None:
+        """For an audit: what stages of another cut tell each other of these parameters, and of the loss."""
+        if self._settings is not None and self._settings.leaves:
+            for name, norm in zip(owned, norms, strict=False):
+                self._queue.put((item, "norms", name, norm))
+            if count is not None:
+                self._queue.put((item, "count", "number", count))
+
+    def state(self, item: int, saved: Mapping[str, Tensor]) -> None:
+        """What a checkpoint gets."""
+        if self.on:
+            for name, value in saved.items():
+                self._queue.put((item, STATE, name, value))
+
+    def inside(self, step: int, node: str, name: str, value: Tensor) -> None:
+        """A value that no message carries."""
+        self._queue.put((-1 - step, node, name, value))
+
+    def end(self, item: Item) -> None:
+        """All that was to come of the item has been handed over."""
+        if self.on:
+            self._queue.put((item, "", "", 0.0))
+
+    def take(self, *, wait: bool) -> tuple[StepFingerprint, ...]:
+        """Those that are done; with `wait` all of items that have ended."""
+        if wait and self.on:
+            self._queue.put(reached := Future[None]())
+            reached.result()
+        return tuple(self._done.get() for _ in range(self._done.qsize()))
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _hash(self, settings: Fingerprinting) -> None:
+        failure: Exception | None = None
+        while (found := self._queue.get()) is not None:
+            try:
+                if not isinstance(found, Future):
+                    self._take_in(settings, *found)
+                elif failure is None:
+                    found.set_result(None)
+                else:
+                    found.set_exception(failure)
+            except Exception as e:  # of any kind: who waits must learn of it
+                failure = e
+
+    def _take_in(self, settings: Fingerprinting, of: Item | int, node: str, name: str, value: Tensor | float) -> None:
+        if isinstance(of, Item):
+            self._end(of, settings)
+            return
+        leaves = self._by_item.setdefault(of, {}) if of >= 0 else self._by_step.setdefault(-1 - of, {})
+        leaves.setdefault(node, {})[name] = leaf(settings.key, value)
+
+    def _end(self, item: Item, settings: Fingerprinting) -> None:
+        nodes = self._by_item.pop(item.index, {})
+        if item.kind not in ("train", "save"):
+            return
+        nodes |= self._by_step.pop(item.step, {}) if item.kind == "train" else {}
+        if settings.leaves:
+            digests = {f"{node}/{name}": digest for node, of in nodes.items() for name, digest in of.items()}
+        else:
+            digests = {node: fold(settings.key, leaves) for node, leaves in nodes.items()}
+        self._done.put(StepFingerprint(step=item.step + (item.kind == "train"), digests=digests))

@@ -1,0 +1,272 @@
+"""`isthmus audit` accepts what was computed right and names the device that changed one bit; devices are threads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from unittest import mock
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.api import audit, background_audits
+from isthmus.api.audit import audit_run
+from isthmus.api.background_audits import BackgroundAudits
+from isthmus.api.folder import RunFolder
+from isthmus.cli import main
+from isthmus.cost import build_plan
+from isthmus.errors import UserError
+from isthmus.experiments import RunOptions, Watcher, run_plan
+from isthmus.fleet import dump_fleet
+from isthmus.job import Job, Prepared, keep_prepared, prepare, prepared_again
+from isthmus.protocol.fingerprints import StepFingerprint
+from isthmus.runtime.coordinator.fingerprint_log import FingerprintLog, read_fingerprints
+from isthmus.runtime.device.device import DeviceWorker
+from isthmus.runtime.messages.assignment import Fingerprinting
+from isthmus.training.engine import Engine
+from tests.accelerators.thread_backend import ThreadCrew
+
+from .jobs import DIGITS, TEXT, final_weights, fleet_of, job_of, random_cut
+
+GPT = {"vocab_size": 256, "sequence_length": 16, "width": 16, "layers": 2, "heads": 2, "dropout": 0.1}
+STEPS, WRONG_STEP, WRONG = 4, 2, "d1"
+"""The step with the fault has two done before it, and a checkpoint of these."""
+
+
+def threads(**_: object) -> ThreadCrew:
+    return ThreadCrew(accelerators=defaultdict(lambda: "cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "LocalBackend", threads)
+
+
+def of(model: str, options: dict[str, object], *, fingerprints: bool = True, **training: object) -> Job:
+    job = job_of(model, options, DIGITS if model == "mlp" else TEXT, **training)
+    runtime = msgspec.structs.replace(job.runtime, fingerprints=fingerprints)
+    return msgspec.structs.replace(job, runtime=runtime)
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Prepared:
+    return prepare(of("gpt", GPT, steps=STEPS, save_every=2, clip_norm=1.0))
+
+
+def trained(prepared: Prepared, folder: Path, stages: int = 3) -> Path:
+    """A run's folder."""
+    fleet = fleet_of(stages)
+    cut = random_cut(prepared, stages, seed=5, once=True)
+    plan = build_plan(prepared.problem(fleet), fleet.names, cut, planner="test")
+    kept = RunFolder(folder)
+    kept.begin(prepared.job, fleet, plan, 0)
+    keep_prepared(prepared, kept.captured)  # as a fleet does: no audit captures again
+    found = run_plan(prepared, plan, fleet, folder, RunOptions(emulate=False, backend=threads()), Watcher())
+    assert found.outcome == "done", found.reason
+    return folder
+
+
+@pytest.fixture(scope="module")
+def honest(gpt: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(gpt, tmp_path_factory.mktemp("honest") / "run")
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A fleet of two devices, where the run had three."""
+    path = tmp_path_factory.mktemp("fleet") / "other.toml"
+    path.write_text(dump_fleet(fleet_of(2)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("fleet") / "alone.toml"
+    path.write_text(dump_fleet(fleet_of(1)))
+    return str(path)
+
+
+def test_an_honest_run_is_accepted_on_every_cut(honest: Path, other: str, alone: str) -> None:
+    for fleet in (None, other, alone):
+        found = audit_run(honest, STEPS, fleet)
+        assert (found.findings, found.wrong_step, found.after, found.missing) == ((), None, 2, ())
+        assert found.devices == ("d0", "d1", "d2")
+        # By step: messages both ways over two boundaries at both ends, norms from each to each at both ends, and
+        # gradients; at the end the state.
+        assert found.compared == 2 * (8 + 12 + 3) + 3
+    assert audit_run(honest, 2).after == 0
+
+
+def flip(tensor: Tensor) -> None:
+    """The lowest bit of one element."""
+    tensor.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+
+Spoil = Callable[[Engine, Callable[[], bool]], None]
+"""Changes an engine; what it is given says whether it is in the step with the fault."""
+
+
+def wrong_gradient(engine: Engine, now: Callable[[], bool]) -> None:
+    collect = engine.collect
+
+    def collected(count: float | None) -> Tensor:
+        norms = collect(count)
+        if now():
+            flip(next(iter(engine.gradients().values())))
+        return norms
+
+    engine.collect = collected  # type: ignore[method-assign]
+
+
+def wrong_update(engine: Engine, now: Callable[[], bool]) -> None:
+    update, weight = engine.update, next(name for name in engine.state() if name.endswith("weight"))
+
+    def updated(step: int, norms: Tensor | None) -> None:
+        update(step, norms)
+        if now():
+            flip(engine.state()[weight])
+
+    engine.update = updated  # type: ignore[method-assign]
+
+
+def wrong_value(method: str) -> Spoil:
+    """Of the third micro-batch."""
+
+    def spoil(engine: Engine, now: Callable[[], bool]) -> None:
+        right = getattr(engine, method)
+
+        def spoilt(*arguments: object) -> Mapping[object, Tensor]:
+            found: Mapping[object, Tensor] = right(*arguments)
+            micro_batch = arguments[-2]
+            if now() and micro_batch == 2:
+                found = {ref: value.clone() for ref, value in found.items()}
+                flip(next(iter(found.values())))
+            return found
+
+        setattr(engine, method, spoilt)
+
+    return spoil
+
+
+@contextlib.contextmanager
+def faulty(spoil: Spoil) -> Generator[None]:
+    """One device computes wrong in one step."""
+    make = DeviceWorker._engine
+
+    def made(worker: DeviceWorker, *arguments: object) -> Engine:
+        engine = make(worker, *arguments)  # type: ignore[arg-type]
+        if worker._site.device != WRONG:
+            return engine
+        done = 0
+        spoil(engine, lambda: done == WRONG_STEP)
+        update = engine.update
+
+        def counted(step: int, norms: Tensor | None) -> None:
+            nonlocal done
+            update(step, norms)
+            done = step + 1
+
+        engine.update = counted  # type: ignore[method-assign]
+        return engine
+
+    with mock.patch.object(DeviceWorker, "_engine", made):
+        yield
+
+
+FAULTS: Mapping[str, tuple[Spoil, int, str]] = {
+    "gradient": (wrong_gradient, WRONG_STEP + 1, "gradients"),
+    "forward": (wrong_value("forward"), WRONG_STEP + 1, "sent forward 2"),
+    "backward": (wrong_value("backward"), WRONG_STEP + 1, "sent backward 0"),
+    "update": (wrong_update, WRONG_STEP + 2, "state"),
+}
+"""By what is wrong in one bit: the step in which it shows, and where."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_wrong_bit_is_found_and_its_device_named(fault: str, gpt: Prepared, other: str, tmp_path: Path) -> None:
+    spoil, step, node = FAULTS[fault]
+    with faulty(spoil):
+        trained(gpt, tmp_path / "run")
+    for fleet in (None, other) if fault == "gradient" else (other,):
+        found = audit_run(tmp_path / "run", STEPS, fleet)
+        assert not found.holds and found.wrong_step == step
+        (finding,) = found.findings
+        assert finding.workers == (WRONG,) and node in finding.nodes
+    assert found.lines() == [f"step {step}: {WRONG} computed wrong: {', '.join(finding.nodes)}"]
+
+
+def test_the_bits_of_training_are_those_without_fingerprints(tmp_path: Path) -> None:
+    weights: list[dict[str, Tensor]] = []
+    prepared: Prepared | None = None
+    for fingerprints in (True, False):
+        job = of("mlp", {"layers": 2}, fingerprints=fingerprints, steps=100, micro_batches=2)
+        prepared = prepare(job) if prepared is None else prepared_again(prepared, job)
+        weights.append(final_weights(trained(prepared, tmp_path / str(fingerprints), stages=2)))
+    on, off = weights
+    assert on.keys() == off.keys() and all(torch.equal(on[name], off[name]) for name in on)
+    kept = read_fingerprints(tmp_path / "True")
+    assert list(kept) == list(range(1, 101)) and all(len(one.workers) == 2 for one in kept.values())
+    assert not read_fingerprints(tmp_path / "False")
+    with pytest.raises(UserError, match="has no fingerprints, expected a run with `fingerprints = true`"):
+        audit_run(tmp_path / "False", 1)
+
+
+def test_audits_in_the_background_are_drawn_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+
+    def after(script: str, share: float, steps: Sequence[int], *, waits: bool) -> list[str]:
+        notes.clear()
+        monkeypatch.setattr(background_audits, "audit_command", lambda run, step: ("sh", "-c", script, "sh", str(step)))
+        with BackgroundAudits(tmp_path, share, notes.append) as audits:
+            for step in steps:
+                audits.saved(step)
+            if waits and audits.working is not None:
+                audits.working.join(60)
+        return list(notes)
+
+    assert after("echo step $1: fine", 1.0, [2], waits=True) == ["audit: step 2: fine"]
+    assert after("echo error: no data; exit 2", 1.0, [2], waits=True) == ["audit: no data"]
+    assert after("echo step $1: fine", 0.0, [2, 4], waits=True) == []
+    assert after("exec sleep 600", 1.0, [2, 4], waits=False) == [], "it is ended with the run"
+
+
+def test_what_no_honest_device_reports_is_ignored(honest: Path, tmp_path: Path) -> None:
+    plan, one = RunFolder(honest).plan(), "0" * 32
+    log = FingerprintLog(tmp_path, Fingerprinting(key=bytes(32)), steps=5)
+    log.begin(0, plan)
+    reported = [
+        StepFingerprint(step=step, digests={name: one})
+        for step, name in ((2, "sent forward 1"), (2, "gradients"), (1, "gradients"), (2, "state"), (2, "state"))
+    ]
+    log.add("d0", [*reported, StepFingerprint(step=6, digests={"gradients": one})])
+    log.add("d0", [StepFingerprint(step=3, digests={"sent forward 9": one, "anything": one, "gradients": one})])
+    log.add("stranger", [StepFingerprint(step=3, digests={"gradients": one})])
+    found = read_fingerprints(tmp_path)
+    assert {step: at.workers for step, at in found.items()} == {
+        2: {"d0": {"sent forward 1": one, "state": one}},
+        3: {"d0": {"gradients": one}},
+    }
+
+
+def command(*arguments: object) -> int:
+    with mock.patch.object(sys, "argv", ["isthmus", "audit", *map(str, arguments)]), pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_the_command(honest: Path, other: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(honest, "--step", 3, "--fleet", other) == 0
+    said = capsys.readouterr()
+    assert "step 3: as computed again, 23 digests of d0, d1, d2" in said.out
+    assert "computing step 3 again from the checkpoint of step 2, on d0, d1" in said.err
+    assert command(honest, "--step", 3, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["holds"] and document["wrong_step"] is None and document["after"] == 2
+    assert command(honest, "--step", 9) == 2
+    assert "--step: got 9, expected a step of which something was reported: 1 to 4" in capsys.readouterr().err
