@@ -16,6 +16,8 @@ from isthmus.extensions import import_extra
 
 BYTES = "bytes"
 PAD, CLS, SEP = 0, 256, 257
+NO_BYTE = 0xFF
+"""In the place of a token that is none: no UTF-8 has it."""
 Ids = npt.NDArray[np.int64]
 
 
@@ -41,6 +43,10 @@ class Tokenizer(Protocol):
         """The ids of UTF-8 `text`, [tokens], without special tokens, in the smallest dtype that holds them."""
         ...
 
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of ids. What is no UTF-8, as the end of a text may be, is U+FFFD."""
+        ...
+
     def pairs(self, first: Sequence[str], second: Sequence[str], length: int) -> tuple[Ids, Ids, Ids]:
         """Ids, attention mask and token types of sentence pairs, each [pairs, length].
 
@@ -58,6 +64,9 @@ class ByteTokenizer:
 
     def tokens(self, text: bytes) -> npt.NDArray[np.integer]:
         return np.frombuffer(text, dtype=np.uint8)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return bytes(token if token < self.vocab_size else NO_BYTE for token in ids).decode(errors="replace")
 
     def pairs(self, first: Sequence[str], second: Sequence[str], length: int) -> tuple[Ids, Ids, Ids]:
         ids = np.full((len(first), length), PAD, dtype=np.int64)
@@ -122,6 +131,9 @@ class HuggingFaceTokenizer:
     def tokens(self, text: bytes) -> npt.NDArray[np.integer]:
         encoded = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
         return np.array(encoded.ids, dtype=np.uint16 if self.vocab_size <= 2**16 else np.int32)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def pairs(self, first: Sequence[str], second: Sequence[str], length: int) -> tuple[Ids, Ids, Ids]:
         self._tokenizer.enable_truncation(length, strategy="longest_first")

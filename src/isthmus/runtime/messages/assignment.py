@@ -128,3 +128,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 1
     timeout_s: float = 60.0
     trace: bool = True
+
+    @property
+    def stage(self) -> int:
+        return self.view.stage
