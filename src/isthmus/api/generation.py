@@ -7,7 +7,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,6 @@ from isthmus.api.given import is_given
 from isthmus.api.pipeline import places_of
 from isthmus.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from isthmus.errors import PeerError, UserError
-from isthmus.fleet import Fleet
 from isthmus.graph import Flow, assign, decode
 from isthmus.graph.partition import align
 from isthmus.job.served import Served, prepare_served
@@ -58,6 +57,10 @@ class ModelService:
         self._tokenizer = tokenizer
         self.name = name
         """Of the model, as requests call it."""
+        self.context = served.context
+        """Tokens of a prompt and its answer together, at most."""
+        self.ends = served.ends
+        """Tokens with which the model ends a text."""
 
     @property
     def statistics(self) -> ServingStatistics:
@@ -81,6 +84,10 @@ class ModelService:
             raise UserError(f"prompt: got token {max(found)}, the model has 0 to {vocabulary - 1}")
         return found
 
+    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """A conversation as a prompt. UserError where the tokenizer has no template for it."""
+        return self.tokens(self.tokenizer.chat(messages))
+
     @property
     def tokenizer(self) -> Tokenizer:
         """UserError where the run's data have none."""
@@ -88,10 +95,11 @@ class ModelService:
             raise UserError("prompt: the run's data have no tokenizer: expected token ids (--tokens 1,2,3)")
         return self._tokenizer
 
-    def stream(self, tokens: Sequence[int], sampling: Sampling) -> Iterator[Piece]:
+    def stream(self, tokens: Sequence[int], sampling: Sampling) -> Generator[Piece]:
         """The answer's tokens as they come. PeerError when there are no further ones. An answer that is not read to its
         end is cancelled."""
         found: queue.SimpleQueue[tuple[int | None, bool, str]] = queue.SimpleQueue()
+        sampling = msgspec.structs.replace(sampling, stop=(*sampling.stop, *self.ends))
         prompt = Prompt(number=0, tokens=tuple(tokens), sampling=sampling)
         number = self._host.submit(prompt, lambda *answer: found.put(answer))
         made, given, last = list[int](), "", False
@@ -109,9 +117,9 @@ class ModelService:
             if not last:
                 self._host.cancel(number)
 
-    def ended(self) -> None:
-        """Stop answering."""
-        self._host.stop()
+    def wait_ended(self) -> None:
+        """Until it answers no more."""
+        self._host.over.wait()
 
 
 @contextlib.contextmanager
@@ -203,8 +211,15 @@ def chain_text(chain: Chain) -> str:
 class Generated(NamedTuple):
     """An answer."""
 
+    prompt: str | tuple[int, ...]
     text: str
     tokens: tuple[int, ...]
+
+    def shown(self) -> str:
+        """For a terminal: with a prompt that is text in front, or as ids."""
+        if isinstance(self.prompt, str):
+            return self.prompt + self.text
+        return ",".join(map(str, (*self.prompt, *self.tokens)))
 
 
 class Generation(NamedTuple):
@@ -214,15 +229,41 @@ class Generation(NamedTuple):
     """All answers' tokens by the time from the first request to the last answer."""
     statistics: ServingStatistics
 
+    def document(self) -> dict[str, object]:
+        """As JSON has it."""
+        answers = [{"prompt": a.prompt, "text": a.text, "tokens": a.tokens} for a in self.answers]
+        return {"answers": answers, "tokens_per_s": self.tokens_per_s, **msgspec.structs.asdict(self.statistics)}
+
+
+def sampling_of(**options: object) -> Sampling:
+    """UserError for an option out of its range."""
+    try:
+        return msgspec.convert(options, Sampling)
+    except msgspec.ValidationError as e:
+        raise UserError(f"sampling: {e}") from None
+
+
+def prompts_of(texts: Sequence[str], ids: Sequence[str]) -> list[str | tuple[int, ...]]:
+    """Texts, and lists of token ids as `1,2,3`. UserError where there are none, or an id is no number."""
+    found: list[str | tuple[int, ...]] = [*texts]
+    for given in ids:
+        try:
+            found.append(tuple(int(token) for token in given.split(",")))
+        except ValueError:
+            raise UserError(f"--tokens: got {given!r}, expected token ids, as 1,2,3") from None
+    if not found:
+        raise UserError("generate: got no prompt, expected --prompt TEXT or --tokens IDS")
+    return found
+
 
 def generate(
     service: ModelService,
-    prompts: Sequence[str | Sequence[int]],
+    prompts: Sequence[str | tuple[int, ...]],
     sampling: Sampling,
-    on_piece: Callable[[int, Piece], None] = lambda number, piece: None,
+    on_piece: Callable[[Piece], None] = lambda _: None,
 ) -> Generation:
-    """Answer all prompts side by side. `on_piece` gets each token with the prompt's place, in a thread for each prompt.
-    UserError for a prompt that the model cannot take, PeerError when devices are lost."""
+    """Answer all prompts side by side. `on_piece` gets each token, in a thread for each prompt. UserError
+    for a prompt that the model cannot take, PeerError when devices are lost."""
     tokens = [service.tokens(prompt) for prompt in prompts]
     found: list[list[Piece]] = [[] for _ in prompts]
     failures: list[Exception] = []
@@ -231,7 +272,7 @@ def generate(
         try:
             for piece in service.stream(tokens[number], sampling):
                 found[number].append(piece)
-                on_piece(number, piece)
+                on_piece(piece)
         except Exception as e:  # of any kind: the caller's thread raises it
             failures.append(e)
 
@@ -244,5 +285,8 @@ def generate(
     if failures:
         raise failures[0]
     elapsed_s = time.monotonic() - began_s
-    answers = [Generated("".join(p.text for p in one), tuple(p.token for p in one)) for one in found]
+    answers = [
+        Generated(prompt, "".join(piece.text for piece in one), tuple(piece.token for piece in one))
+        for prompt, one in zip(prompts, found, strict=True)
+    ]
     return Generation(answers, sum(len(one) for one in found) / elapsed_s, service.statistics)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -36,6 +37,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     weights: dict[str, Tensor]
     context: int
     """Tokens of a prompt and its answer together, at most."""
+    ends: tuple[int, ...] = ()
+    """Tokens with which the model ends a text."""
     step: int
     """Optimizer steps behind the weights."""
 
@@ -64,9 +67,15 @@ def prepare_served(job: Job, checkpoints: Path) -> Served:
         module = module.to(job.training.dtype).eval()
     captured = Captured(train=graph, eval=graph, constants=constants | {POSITIONS: torch.empty(0)})
     weights = initial_weights(lambda: module, captured, job.training.seed)
-    found = Served(graph=graph, weights=weights, context=context, step=step)
+    found = Served(graph=graph, weights=weights, context=context, ends=ends_of(module), step=step)
     check_decoding(found, module, TOLERANCE[job.training.precision])
     return found
+
+
+def ends_of(module: nn.Module) -> tuple[int, ...]:
+    """As transformers' configs say it; ours have none."""
+    found: object = getattr(getattr(module, "config", None), "eos_token_id", None)
+    return (found,) if isinstance(found, int) else tuple(cast("Sequence[int]", found or ()))
 
 
 def check_decoding(served: Served, module: nn.Module, tolerance: float) -> None:

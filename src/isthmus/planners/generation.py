@@ -1,9 +1,9 @@
-"""Which devices serve a model, in which order, and where it is cut: for least time per token, or most tokens per second.
+"""Which devices serve a model, in which order, and where it is cut: for least time per token, or most tokens/s.
 
 A token of one request passes all stages and returns to the first: its latency is what they compute and what the links
 take. With several requests in flight the slowest stage or link bounds tokens/s. Chains are grown device by device; the
-best cuts of a chain are found by dynamic programming over places where least crosses. Every chain of up to three
-devices of a small fleet is looked at, of more the best `BEAM` are grown further.
+best cuts of a chain are found by dynamic programming over places where least crosses. The best `BEAM` chains of
+each length are grown further: with four devices these are all.
 """
 
 from __future__ import annotations
@@ -202,13 +202,14 @@ def _least_latency(
     """Boundaries for which a token passes soonest, with no stage above the limit; None where there are none."""
     starts = (0, *problem.places[:-1])
     reached: Costs = np.where(np.arange(len(starts)) == 0, 0.0, np.inf)
+    ended: Costs = reached
     chosen: list[npt.NDArray[np.intp]] = []
     for number, name in enumerate(devices):
         table = tables[name]
         allowed = (table.compute_s <= limit) & (table.fits if fits else True)
         ways = reached[:, None] + np.where(allowed, table.compute_s, np.inf)
         chosen.append(ways.argmin(axis=0))
-        ended: Costs = ways.min(axis=0)
+        ended = ways.min(axis=0)
         if number == len(devices) - 1:
             break
         following = devices[number + 1]

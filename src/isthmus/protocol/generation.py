@@ -4,9 +4,9 @@
        ▲                                             │
        └──── planning ◄──── a device is lost ────────┘
 
-A prompt that runs is one micro-batch: several are in flight at a time. Stages keep its keys and values. When a device is
-lost, another chain is planned, all stages are loaded anew under the next epoch, and each prompt starts again from its
-tokens so far: they fill the caches, and the next token is the one that would have followed.
+A prompt that runs is one micro-batch: several are in flight at a time. Stages keep its keys and values. When a device
+is lost, another chain is planned, all stages are loaded anew under the next epoch, and each prompt starts again from
+its tokens so far: they fill the caches, and the next token is the one that would have followed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from isthmus.protocol.machine import Event, FromDevice, Machine, Transitions
+from isthmus.protocol.run_messages import Body
 
 RETRIES = 3
 """How often a chain is loaded again without a token in between, where a link broke and no device was lost."""
@@ -35,7 +36,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Draw from so many likeliest tokens; 0: from all."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Draw from the likeliest tokens that have this probability together."""
-    seed: Annotated[int, Meta(ge=0, lt=1 << 63)] = 0
+    seed: Annotated[int, Meta(ge=0)] = 0
     """Of the random numbers: those that torch draws after `torch.manual_seed(seed)`."""
     stop: tuple[int, ...] = ()
     """Tokens that end the text."""
@@ -87,18 +88,18 @@ class ServingStopped(Event, frozen=True, kw_only=True):
 # Events that devices send
 
 
-class StageLoaded(Event, frozen=True, kw_only=True):
+class StageLoaded(Body, frozen=True, kw_only=True):
     """The stage has its weights and its links."""
 
 
-class StageUnable(Event, frozen=True, kw_only=True):
+class StageUnable(Body, frozen=True, kw_only=True):
     """The stage cannot go on."""
 
     reason: str
     fault: Literal["device", "link"]
 
 
-class TokenGenerated(Event, frozen=True, kw_only=True):
+class TokenGenerated(Body, frozen=True, kw_only=True):
     """Of the last stage."""
 
     prompt: int
@@ -108,7 +109,7 @@ class TokenGenerated(Event, frozen=True, kw_only=True):
     last: bool
 
 
-class PromptFailed(Event, frozen=True, kw_only=True):
+class PromptFailed(Body, frozen=True, kw_only=True):
     """No token can be chosen: of the last stage."""
 
     prompt: int
@@ -116,13 +117,7 @@ class PromptFailed(Event, frozen=True, kw_only=True):
 
 
 HostEvent = (
-    DeviceConnected
-    | DeviceDropped
-    | ChainPlanned
-    | NoChain
-    | PromptSubmitted
-    | PromptCancelled
-    | ServingStopped
+    DeviceConnected | DeviceDropped | ChainPlanned | NoChain | PromptSubmitted | PromptCancelled | ServingStopped
 )
 StageReport = StageLoaded | StageUnable | TokenGenerated | PromptFailed
 GenerationEvent = HostEvent | FromDevice[StageReport]

@@ -116,7 +116,8 @@ class GenerationHost:
         self._answers: dict[int, Answer] = {}
         self._numbers = iter(range(1 << 62))
         self._numbering = threading.Lock()
-        self._over = threading.Event()
+        self.over = threading.Event()
+        """Set when nothing is answered any more."""
         self._ended: str | None = None
         self.ready = threading.Event()
         """Set when the first stages are loaded, or there will be none."""
@@ -132,7 +133,7 @@ class GenerationHost:
             number = next(self._numbers)
         self._answers[number] = answer
         self._inbox.put(PromptSubmitted(prompt=msgspec.structs.replace(prompt, number=number)))
-        if self._over.is_set():
+        if self.over.is_set():
             self._refuse_all("the service has ended")
         return number
 
@@ -152,7 +153,7 @@ class GenerationHost:
         """Until it is stopped. PeerError when the last device that can serve is lost."""
         self._session = session
         lanes = lambda: [device.lane for device in list(self._devices.values())]  # noqa: E731
-        start_heartbeats(self._settings.run, self._settings.timeout_s, self._over, lanes)
+        start_heartbeats(self._settings.run, self._settings.timeout_s, self.over, lanes)
         reason = "the service has failed"
         try:
             looked_s = 0.0
@@ -166,7 +167,7 @@ class GenerationHost:
                 device.lane.put(ToDevice(run=self._settings.run, body=Halt(epoch=self._machine.epoch)))
                 device.lane.close()
         finally:
-            self._over.set()
+            self.over.set()
             self.acceptor.close()
             self._refuse_all(reason or "the service was stopped")
             self.ready.set()
@@ -294,9 +295,7 @@ class GenerationHost:
             address = device.address if device is not None else Address("127.0.0.1", 0, "")
             shape = self._fleet.link(here, there) if self._settings.emulate else None
             found.append(
-                Neighbour(
-                    stage=other, device=there, host=address.host, port=address.port, id=address.id, shape=shape
-                )
+                Neighbour(stage=other, device=there, host=address.host, port=address.port, id=address.id, shape=shape)
             )
         return tuple(found)
 

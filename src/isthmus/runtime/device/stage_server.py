@@ -28,7 +28,6 @@ from isthmus.runtime.device.peer_connections import PeerConnections
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.generation import (
     COORDINATOR,
-    ForgetPrompts,
     GenerateStep,
     NewPrompt,
     ServeStage,
