@@ -12,8 +12,9 @@ from isthmus.api.folder import RunFolder
 from isthmus.cost import build_plan
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import Flow, cuts, encode
-from isthmus.job import Job, prepare
+from isthmus.job import prepare
 from isthmus.models import build_model
+from isthmus.protocol.generation import Sampling
 from isthmus.training.checkpoint import CheckpointWriter, Manifest
 from tests.runtime.jobs import TEXT, job_of
 
@@ -43,7 +44,8 @@ def finished_run(
 ) -> tuple[Path, nn.Module]:
     """A run's folder, and the module that it would export. One device of the fleet has no stage."""
     fleet = fleet or fleet_of()
-    job = msgspec.structs.replace(job_of(name, options, TEXT), runtime=_emulated(job_of(name, options, TEXT)))
+    plain = job_of(name, options, TEXT)
+    job = msgspec.structs.replace(plain, runtime=msgspec.structs.replace(plain.runtime, emulate=True))
     prepared = prepare(job)
     legal = cuts(Flow(prepared.captured.train))
     boundaries = [legal[len(legal) * k // stages].position for k in range(1, stages)]
@@ -63,5 +65,16 @@ def finished_run(
     return folder, module
 
 
-def _emulated(job: Job):  # pyright: ignore[reportUnknownParameterType]
-    return msgspec.structs.replace(job.runtime, emulate=True)
+def by_transformers(module: nn.Module, prompt: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
+    torch.manual_seed(sampling.seed)
+    options = {} if not sampling.temperature else {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    found = module.generate(  # pyright: ignore[reportCallIssue]
+        torch.tensor([prompt]),
+        do_sample=bool(sampling.temperature),
+        max_new_tokens=sampling.max_tokens,
+        top_k=sampling.top_k or None,
+        eos_token_id=None,
+        use_cache=True,
+        **options,
+    )
+    return tuple(found[0, len(prompt) :].tolist())

@@ -60,19 +60,20 @@ class Asked(msgspec.Struct, kw_only=True):
 
 
 class CompletionRequest(Asked, kw_only=True):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str | int | list[int]]
+    """A text, token ids, or several of these."""
     max_tokens: int = 16
     echo: bool = False
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """UserError for none, or too many."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        found: list[str | list[int]] = [given] if given and isinstance(given[0], int) else list(given)  # type: ignore
-        if not 0 < len(found) <= MOST_PROMPTS:
-            raise UserError(f"prompt: got {len(found)}, expected 1 to {MOST_PROMPTS}")
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [token for token in self.prompt if isinstance(token, int)]
+        found = [ids] if ids else [given for given in self.prompt if not isinstance(given, int)]
+        if not 0 < len(found) <= MOST_PROMPTS or len(ids) not in (0, len(self.prompt)):
+            raise UserError(f"prompt: got a list of {len(self.prompt)}, expected 1 to {MOST_PROMPTS} prompts")
         return found
 
 
