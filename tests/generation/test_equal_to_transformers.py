@@ -52,7 +52,7 @@ def test_stages_generate_as_transformers(tmp_path: Path) -> None:
     """Llama in one process; GPT-2 over processes in `test_served_run`."""
     folder, module = finished_run(tmp_path / "run", "hf-llama", LLAMA)
     run = RunFolder(folder)
-    served = prepare_served(run.job(), run.checkpoints)
+    served = prepare_served(run.job(), run.checkpoints, 64)
     for what, sampling in SAMPLINGS.items():
         expected = by_transformers(module, PROMPT, sampling)
         assert len(set(expected)) > 5, "an answer that repeats one token would prove little"
@@ -63,7 +63,7 @@ def test_stages_generate_as_transformers(tmp_path: Path) -> None:
 def test_our_model_generates_as_without_a_cache(tmp_path: Path) -> None:
     folder, module = finished_run(tmp_path / "run", "gpt", GPT)
     run = RunFolder(folder)
-    served = prepare_served(run.job(), run.checkpoints)
+    served = prepare_served(run.job(), run.checkpoints, 64)
     for sampling in SAMPLINGS.values():
         text, chooser, last = list(PROMPT), TokenChooser(sampling, 0, served.vocabulary), False
         while not last:

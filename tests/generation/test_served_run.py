@@ -117,8 +117,6 @@ def test_attention_must_be_causal() -> None:
 class Looking(nn.Module):
     """Attention is causal, but each token also takes the mean of all."""
 
-    config = msgspec.defstruct("Config", [("sequence_length", int, 32)])()
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(16, 8)
@@ -134,7 +132,7 @@ class Looking(nn.Module):
 
 
 def test_a_model_that_looks_at_tokens_in_another_way_is_refused() -> None:
-    graph, constants, context = capture_serving(Looking, name="looking", dtype=torch.float32)
+    graph, constants, context = capture_serving(Looking, name="looking", dtype=torch.float32, trained=32)
     torch.manual_seed(0)
     module = Looking().eval()
     captured = Captured(train=graph, eval=graph, constants=constants | {POSITIONS: torch.empty(0)})

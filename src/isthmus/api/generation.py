@@ -133,7 +133,7 @@ def served_run(run: str | Path, choices: ServingChoices, note: Callable[[str], N
     if is_given(job):
         raise UserError(f"run folder {run}: its model is a Python object, expected one that a job file names")
     note(f"capturing {job.model.name} ...")
-    served = prepare_served(job, folder.checkpoints)
+    served = prepare_served(job, folder.checkpoints, _trained_length(folder))
     flow = Flow(served.graph)
 
     def problem(devices: Sequence[str]) -> ServingProblem:
@@ -189,6 +189,12 @@ def _first_chain(folder: RunFolder, problem: ServingProblem, objective: Objectiv
     return chain_of_plan(
         problem, [stage.device for stage in stages], [stage_of[op.name] for op in problem.flow.operators]
     )
+
+
+def _trained_length(folder: RunFolder) -> int:
+    """Tokens of a sample; 0 where that is not known."""
+    columns = [c for found in folder.described().values() for name, c in found.columns.items() if name == "input_ids"]
+    return max((column.shape[0] for column in columns if column.shape), default=0)
 
 
 def tokenizer_of(folder: RunFolder) -> Tokenizer | None:

@@ -50,7 +50,7 @@ class ServingCapture(Protocol):
     """What `isthmus.graph.serving_capture.capture_serving` does."""
 
     def __call__(
-        self, build: Callable[[], nn.Module], *, name: str, dtype: torch.dtype
+        self, build: Callable[[], nn.Module], *, name: str, dtype: torch.dtype, trained: int
     ) -> tuple[OpGraph, dict[str, Tensor], int]: ...
 
 

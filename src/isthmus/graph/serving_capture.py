@@ -22,7 +22,7 @@ from isthmus.graph.opgraph import OpGraph
 from isthmus.graph.serving import CANNOT, POSITIONS, TOKENS, check_attention, with_given_positions
 from isthmus.graph.sizes import NotAffine
 
-EXAMPLE_TOKENS = 8
+EXAMPLE_TOKENS, LEAST_TOKENS = 8, 4
 LENGTHS = ("sequence_length", "max_position_embeddings")
 """What configs call the longest sequence: ours, and those of transformers."""
 
@@ -46,16 +46,20 @@ class NextLogits(nn.Module):
 
 
 def capture_serving(
-    build: Callable[[], nn.Module], *, name: str, dtype: torch.dtype
+    build: Callable[[], nn.Module], *, name: str, dtype: torch.dtype, trained: int
 ) -> tuple[OpGraph, dict[str, Tensor], int]:
     """The graph, whose `loss` is the logits; the constants that the forward makes; and the longest sequence in tokens.
-    Sizes are affine in the number of new tokens. UserError for a model that does not generate token by token."""
+    Sizes are affine in the number of new tokens. `trained` is the length of training's sequences: the longest of a
+    model whose config does not say. UserError for a model that does not generate token by token."""
     with FakeTensorMode(allow_non_fake_inputs=True), refuse_hooks():
         module, made = build_fake(build, dtype)
         _check_forward(module)
-        most = context_length(module)
+        most = context_length(module) or trained
+        if most < LEAST_TOKENS:
+            raise UserError(f"{CANNOT}: its longest sequence has {most} tokens, expected at least {LEAST_TOKENS}")
         module.eval()
-        example = {column: torch.zeros((1, EXAMPLE_TOKENS), dtype=torch.int64) for column in (TOKENS, POSITIONS)}
+        tokens = min(EXAMPLE_TOKENS, most)
+        example = {column: torch.zeros((1, tokens), dtype=torch.int64) for column in (TOKENS, POSITIONS)}
         shapes = {"batch": {column: {1: Dim("tokens", min=2, max=most)} for column in example}}
         path = ModulePath(module)
         try:
@@ -74,13 +78,13 @@ def capture_serving(
     return with_given_positions(graph), constants, most
 
 
-def context_length(module: nn.Module) -> int:
-    """Tokens of the longest sequence. UserError where the model's config does not say."""
+def context_length(module: nn.Module) -> int | None:
+    """Tokens of the longest sequence; None where the model's config does not say."""
     config: object = getattr(module, "config", None)
     for name in LENGTHS:
         if isinstance(found := getattr(config, name, None), int):
             return found
-    raise UserError(f"{CANNOT}: {type(module).__name__} has no config with {' or '.join(LENGTHS)}")
+    return None
 
 
 def _check_forward(module: nn.Module) -> None:

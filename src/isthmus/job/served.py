@@ -47,8 +47,9 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
         return self.graph.op(self.graph.loss.op).outputs[self.graph.loss.index].shape_at(1)[-1]
 
 
-def prepare_served(job: Job, checkpoints: Path) -> Served:
-    """The newest checkpoint. UserError where there is none, or the model does not generate token by token."""
+def prepare_served(job: Job, checkpoints: Path, trained: int) -> Served:
+    """The newest checkpoint; `trained` tokens were in training's sequences. UserError where there is none, or the model
+    does not generate token by token."""
     checkpoint = latest_checkpoint(checkpoints)
     # Imported when it is needed: torch.export takes seconds.
     capture = cast("ServingCapture", import_object("isthmus", "isthmus.graph.serving_capture:capture_serving"))
@@ -60,7 +61,7 @@ def prepare_served(job: Job, checkpoints: Path) -> Served:
             return module
 
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        graph, constants, context = capture(build, name=job.model.name, dtype=job.training.dtype)
+        graph, constants, context = capture(build, name=job.model.name, dtype=job.training.dtype, trained=trained)
         torch.manual_seed(job.training.seed)  # what a checkpoint leaves out may have been drawn
         module = build()
         step = load_checkpoint(module, checkpoint)
