@@ -65,7 +65,7 @@ def test_processes_generate_as_transformers_and_replace_a_device_that_is_lost(tm
         next(stream)
         stream.close()  # the place of a cancelled request is free again
         assert [answer.tokens for answer in generate(service, PROMPTS[:2], SAMPLINGS[0]).answers] == expected[0][:2]
-    assert any("lost d1: its process was killed by SIGKILL" in note for note in notes)
+    assert any(note.startswith("lost d1: its ") for note in notes)
 
 
 @pytest.fixture(scope="module")

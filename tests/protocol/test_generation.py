@@ -122,9 +122,9 @@ def test_a_broken_link_loads_the_same_stages_again_a_few_times() -> None:
     machine = serving()
     machine.handle(PromptSubmitted(prompt=prompt(0)))
     for epoch in range(RETRIES):
-        broken = FromDevice("a", StageUnable(epoch=epoch, reason="link lost", fault="link"))
+        broken = FromDevice("a", StageUnable(epoch=epoch, reason="link lost"))
         assert machine.handle(broken)[1:] == [LoadStages(("a", "b"), epoch + 1)]
-    broken = FromDevice("a", StageUnable(epoch=RETRIES, reason="link lost", fault="link"))
+    broken = FromDevice("a", StageUnable(epoch=RETRIES, reason="link lost"))
     (ended,) = machine.handle(broken)
     assert isinstance(ended, EndServing) and "link lost" in ended.reason
 
@@ -133,7 +133,7 @@ def test_a_token_between_two_broken_links_starts_the_count_again() -> None:
     machine = serving()
     machine.handle(PromptSubmitted(prompt=prompt(0)))
     for n in range(2 * RETRIES):
-        machine.handle(FromDevice("a", StageUnable(epoch=n, reason="link lost", fault="link")))
+        machine.handle(FromDevice("a", StageUnable(epoch=n, reason="link lost")))
         loaded(machine, "a", "b")
         machine.handle(token(n, of=0, epoch=n + 1))
     assert machine.phase == "serving"

@@ -93,10 +93,9 @@ class StageLoaded(Body, frozen=True, kw_only=True):
 
 
 class StageUnable(Body, frozen=True, kw_only=True):
-    """The stage cannot go on."""
+    """A link of the stage broke, or could not be made. What a device cannot compute ends its process."""
 
     reason: str
-    fault: Literal["device", "link"]
 
 
 class TokenGenerated(Body, frozen=True, kw_only=True):
@@ -211,13 +210,13 @@ GENERATION = Transitions(
             DeviceConnected: "loading",
             DeviceDropped: "loading planning over",
             StageLoaded: "loading serving",
-            StageUnable: "loading planning over",
+            StageUnable: "loading over",
         },
         "serving": {
             **_any_time("serving"),
             DeviceConnected: "serving",
             DeviceDropped: "serving planning over",
-            StageUnable: "loading planning over",
+            StageUnable: "loading over",
             TokenGenerated: "serving",
             PromptFailed: "serving",
         },
@@ -278,8 +277,8 @@ class GenerationMachine(Machine[GenerationPhase, GenerationEvent, GenerationInst
                 return self._end("")
             case FromDevice(device=device, body=StageLoaded()):
                 return self._stage_loaded(device)
-            case FromDevice(device=device, body=StageUnable(reason=reason, fault=fault)):
-                return self._lost(device, reason) if fault == "device" else self._again(device, reason)
+            case FromDevice(device=device, body=StageUnable(reason=reason)):
+                return self._again(device, reason)
             case FromDevice(body=TokenGenerated() as made):
                 return self._generated(made)
             case FromDevice(body=PromptFailed(prompt=number, reason=reason)):

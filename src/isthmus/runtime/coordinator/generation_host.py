@@ -37,9 +37,10 @@ from isthmus.protocol.generation import (
     RefusePrompt,
     ReportLoss,
     ServingStopped,
+    StageUnable,
     StartPrompt,
 )
-from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.machine import FromDevice, OutOfPhase
 from isthmus.protocol.run_machine import TICK_S
 from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.coordinator.backend import Session
@@ -62,6 +63,8 @@ from isthmus.runtime.transport.message_sender import headers_of, start_heartbeat
 
 START_S = 60.0
 """How long a device may take to start a process, on a machine that is busy."""
+GRACE_S = 0.5
+"""So long a broken link waits for a better explanation: a device that is lost."""
 Answer = Callable[[int | None, bool, str], None]
 """Takes a token and whether it is the last; or no token, and why there will be none. In the host's thread."""
 
@@ -113,6 +116,8 @@ class GenerationHost:
         self._inbox: queue.SimpleQueue[ReceivedMessage | HostEvent] = queue.SimpleQueue()
         self._devices: dict[str, _Device] = {}
         self._called_s: dict[str, float] = {}
+        self._broken: list[tuple[float, GenerationEvent]] = []
+        """Reports of broken links, and when they count."""
         self._answers: dict[int, Answer] = {}
         self._numbers = iter(range(1 << 62))
         self._numbering = threading.Lock()
@@ -152,8 +157,7 @@ class GenerationHost:
     def serve(self, session: Session) -> None:
         """Until it is stopped. PeerError when the last device that can serve is lost."""
         self._session = session
-        lanes = lambda: [device.lane for device in list(self._devices.values())]  # noqa: E731
-        start_heartbeats(self._settings.run, self._settings.timeout_s, self.over, lanes)
+        start_heartbeats(self._settings.run, self._settings.timeout_s, self.over, self._lanes)
         reason = "the service has failed"
         try:
             looked_s = 0.0
@@ -174,17 +178,20 @@ class GenerationHost:
         if reason:
             raise PeerError(reason)
 
+    def _lanes(self) -> list[SendLane]:
+        return [device.lane for device in list(self._devices.values())]
+
     def _take(self) -> None:
         try:
             received = self._inbox.get(timeout=TICK_S)
         except queue.Empty:
             return
-        for event in [self._heard(received)] if isinstance(received, tuple) else [received]:
-            if event is not None:
-                self._handle(event)
+        event = self._heard(received) if isinstance(received, tuple) else received
+        if event is not None:
+            self._handle(event)
 
     def _look(self) -> None:
-        """Processes that have ended, or do not come."""
+        """Processes that have ended or do not come, and links that broke."""
         for device, how in self._session.ended().items():
             if device in self._machine.chain or device in self._devices:
                 self._drop(device, how)
@@ -192,6 +199,10 @@ class GenerationHost:
             called_s = self._called_s.setdefault(device, time.monotonic())
             if device not in self._devices and time.monotonic() - called_s > START_S:
                 self._drop(device, f"did not come for {START_S:g} s")
+        due = [event for due_s, event in self._broken if due_s <= time.monotonic()]
+        self._broken = [entry for entry in self._broken if entry[1] not in due]
+        for event in due:
+            self._handle(event)
 
     def _heard(self, received: ReceivedMessage) -> GenerationEvent | None:
         device, message, _ = received
@@ -200,7 +211,11 @@ class GenerationHost:
         if device not in self._devices or isinstance(message, Heartbeat):
             return None
         if isinstance(message, ServingReport):
-            return FromDevice(device, message.body)
+            event = FromDevice(device, message.body)
+            if not isinstance(message.body, StageUnable):
+                return event
+            self._broken.append((time.monotonic() + GRACE_S, event))
+            return None
         reason = "its connection closed" if message is None else str(message).removeprefix(f"device {device!r}: ")
         self._drop(device, reason)
         return None
@@ -221,7 +236,14 @@ class GenerationHost:
         self._handle(DeviceDropped(device=device, reason=reason))
 
     def _handle(self, event: GenerationEvent) -> None:
-        for instruction in self._machine.handle(event):
+        try:
+            instructions = self._machine.handle(event)
+        except OutOfPhase as e:
+            if not isinstance(event, FromDevice):
+                raise
+            self._drop(event.device, str(e))
+            return
+        for instruction in instructions:
             self._carry_out(instruction)
         if self._machine.phase == "serving":
             self.ready.set()

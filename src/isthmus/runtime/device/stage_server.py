@@ -96,19 +96,19 @@ class StageServer:
         try:
             channels = self._peers.connect(order, lambda: self._control.outdated(order.epoch))
         except PeerError as e:
-            self._report(StageUnable(epoch=order.epoch, reason=in_one_line(e), fault="link"))
+            self._report(StageUnable(epoch=order.epoch, reason=in_one_line(e)))
             return
         stage = ServedStage(order.graph, self._weights, accelerator=self._accelerator)
         self._serving = _Serving(order, stage, channels, self._inbox, self._report, self._failed)
         self._report(StageLoaded(epoch=order.epoch))
 
     def _failed(self, epoch: int, error: Exception) -> None:
-        """A link of the stage broke. Errors of the device itself end its process."""
+        """A link of the stage broke."""
         if self._serving is None or epoch != self._serving.order.epoch:
             return
         self.close()
-        print(f"{in_one_line(error)}", file=sys.stderr, flush=True)
-        self._report(StageUnable(epoch=epoch, reason=in_one_line(error), fault="link"))
+        print(in_one_line(error), file=sys.stderr, flush=True)
+        self._report(StageUnable(epoch=epoch, reason=in_one_line(error)))
 
     def _report(self, body: StageReport) -> None:
         self._control.send(ServingReport(run=self._run, body=body))
