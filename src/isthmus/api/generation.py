@@ -24,7 +24,7 @@ from isthmus.graph.partition import align
 from isthmus.job.served import Served, prepare_served
 from isthmus.planners.generation import Chain, Objective, ServingProblem, chain_of_plan, plan_chain
 from isthmus.protocol.generation import Prompt, Sampling
-from isthmus.runtime.coordinator.backend import LocalBackend, RunRequest
+from isthmus.runtime.coordinator.backend import LocalBackend, RunRequest, Session
 from isthmus.runtime.coordinator.generation_host import GenerationHost, ServingSettings, ServingStatistics
 from isthmus.units import format_duration
 
@@ -173,11 +173,13 @@ def served_run(run: str | Path, choices: ServingChoices, note: Callable[[str], N
         raise failures[0]
 
 
-def _serve(host: GenerationHost, session: object, failures: list[Exception]) -> None:
+def _serve(host: GenerationHost, session: Session, failures: list[Exception]) -> None:
     try:
-        host.serve(session)  # pyright: ignore[reportArgumentType]
+        host.serve(session)
     except Exception as e:  # of any kind: the caller's thread raises it
         failures.append(e)
+    finally:
+        host.ready.set()
 
 
 def _first_chain(folder: RunFolder, problem: ServingProblem, objective: Objective | None) -> Chain:

@@ -125,7 +125,7 @@ class GenerationHost:
         """Set when nothing is answered any more."""
         self._ended: str | None = None
         self.ready = threading.Event()
-        """Set when the first stages are loaded, or there will be none."""
+        """Set when the first stages are loaded."""
         self.acceptor = Acceptor(
             settings.run, fleet.names, on_message=self._inbox.put, guard=_guard, timeout_s=settings.timeout_s
         )
@@ -174,7 +174,6 @@ class GenerationHost:
             self.over.set()
             self.acceptor.close()
             self._refuse_all(reason or "the service was stopped")
-            self.ready.set()
         if reason:
             raise PeerError(reason)
 
