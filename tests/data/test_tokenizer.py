@@ -10,9 +10,8 @@ import pytest
 from isthmus.data.tokenizer import ByteTokenizer, load_tokenizer
 from isthmus.errors import UserError
 
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt %}sat{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{{ 'sat' if add_generation_prompt }}"
+BAD = "{{ raise_exception('no such role') }}"
 TALK = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "ran"}]
 
 
@@ -41,8 +40,6 @@ def test_without_a_template_a_conversation_is_refused(tokenizer_dir: Path) -> No
         with pytest.raises(UserError, match="has no chat template"):
             load_tokenizer(name).chat(TALK)
     path = tokenizer_dir / "tokenizer_config.json"
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "chat_template": "{{ raise_exception('no such role') }}"})
-    )
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": BAD}))
     with pytest.raises(UserError, match="its chat template failed: no such role"):
         load_tokenizer(str(tokenizer_dir)).chat(TALK)
