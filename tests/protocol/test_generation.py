@@ -9,8 +9,6 @@ from isthmus.protocol.generation import (
     CallToServe,
     ChainPlanned,
     DeliverToken,
-    DeviceConnected,
-    DeviceDropped,
     EndServing,
     ForgetPrompt,
     GenerationInstruction,
@@ -25,6 +23,8 @@ from isthmus.protocol.generation import (
     RefusePrompt,
     ReportLoss,
     Sampling,
+    ServerArrived,
+    ServerLost,
     ServingStopped,
     StageLoaded,
     StageUnable,
@@ -46,8 +46,8 @@ def token(place: int, of: int, last: bool = False, epoch: int = 0, device: str =
 def serving(at_once: int = 2) -> GenerationMachine:
     """Stages on a and b; c is spare."""
     machine = GenerationMachine(("a", "b"), ("a", "b", "c"), at_once=at_once)
-    assert machine.handle(DeviceConnected(device="a")) == []
-    assert machine.handle(DeviceConnected(device="b")) == [LoadStages(("a", "b"), 0)]
+    assert machine.handle(ServerArrived(device="a")) == []
+    assert machine.handle(ServerArrived(device="b")) == [LoadStages(("a", "b"), 0)]
     loaded(machine, "a", "b")
     assert machine.phase == "serving"
     return machine
@@ -81,12 +81,12 @@ def test_prompts_go_on_from_their_tokens_when_a_device_is_lost() -> None:
         machine.handle(PromptSubmitted(prompt=prompt(n)))
     machine.handle(token(0, of=0))
     machine.handle(token(1, of=0))
-    lost = machine.handle(DeviceDropped(device="b", reason="its process ended"))
+    lost = machine.handle(ServerLost(device="b", reason="its process ended"))
     assert isinstance(lost[0], ReportLoss) and lost[1:] == [PlanChain(("a", "c"), 1)]
     assert machine.handle(token(2, of=0)) == [] and machine.stale == 1  # it was on its way
     assert machine.handle(PromptSubmitted(prompt=prompt(3))) == []
     assert machine.handle(ChainPlanned(devices=("c", "a"), epoch=1)) == [CallToServe("c")]
-    assert machine.handle(DeviceConnected(device="c")) == [LoadStages(("c", "a"), 1)]
+    assert machine.handle(ServerArrived(device="c")) == [LoadStages(("c", "a"), 1)]
     assert loaded(machine, "a", "c") == [StartPrompt(prompt(0), (0, 1)), StartPrompt(prompt(1), ())]
     assert machine.handle(token(2, of=0, last=True, epoch=1, device="a")) == [
         DeliverToken(0, 2, last=True),
@@ -98,22 +98,22 @@ def test_prompts_go_on_from_their_tokens_when_a_device_is_lost() -> None:
 
 def test_a_device_without_a_stage_is_lost_without_a_new_plan() -> None:
     machine = serving()
-    assert machine.handle(DeviceDropped(device="c", reason="gone")) == []
-    assert machine.handle(DeviceDropped(device="b", reason="gone"))[1:] == [PlanChain(("a",), 1)]
+    assert machine.handle(ServerLost(device="c", reason="gone")) == []
+    assert machine.handle(ServerLost(device="b", reason="gone"))[1:] == [PlanChain(("a",), 1)]
 
 
-@pytest.mark.parametrize("last", [DeviceDropped(device="a", reason="gone"), NoChain(reason="no memory", epoch=2)])
-def test_without_a_chain_it_ends(last: DeviceDropped | NoChain) -> None:
+@pytest.mark.parametrize("last", [ServerLost(device="a", reason="gone"), NoChain(reason="no memory", epoch=2)])
+def test_without_a_chain_it_ends(last: ServerLost | NoChain) -> None:
     machine = GenerationMachine(("a",), ("a", "b"), at_once=1)
-    machine.handle(DeviceDropped(device="a", reason="gone"))
+    machine.handle(ServerLost(device="a", reason="gone"))
     machine.handle(ChainPlanned(devices=("b",), epoch=1))
     if isinstance(last, NoChain):
         machine = serving()
-        machine.handle(DeviceDropped(device="a", reason="gone"))
-        machine.handle(DeviceDropped(device="c", reason="gone"))
+        machine.handle(ServerLost(device="a", reason="gone"))
+        machine.handle(ServerLost(device="c", reason="gone"))
         assert machine.handle(NoChain(reason="no memory", epoch=1)) == [EndServing("no memory")]
     else:
-        (ended,) = machine.handle(DeviceDropped(device="b", reason="gone"))
+        (ended,) = machine.handle(ServerLost(device="b", reason="gone"))
         assert isinstance(ended, EndServing) and "no device is left" in ended.reason
     assert machine.phase == "over"
 
@@ -153,7 +153,7 @@ def test_a_prompt_whose_logits_are_not_finite_is_refused_alone() -> None:
 
 def test_tokens_before_stages_are_loaded_are_out_of_phase() -> None:
     machine = GenerationMachine(("a",), ("a",), at_once=1)
-    machine.handle(DeviceConnected(device="a"))
+    machine.handle(ServerArrived(device="a"))
     with pytest.raises(OutOfPhase):
         machine.handle(token(0, of=0, device="a"))
     assert machine.handle(ServingStopped()) == [EndServing("")]

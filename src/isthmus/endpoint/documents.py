@@ -17,7 +17,7 @@ MOST_PROMPTS = 64
 Finish = Literal["stop", "length"]
 
 
-class Asked(msgspec.Struct, kw_only=True):
+class AnyRequest(msgspec.Struct, kw_only=True):
     """Of both kinds of request. Fields that are not here are ignored, as other servers have more of them."""
 
     model: str = ""
@@ -59,7 +59,7 @@ class Asked(msgspec.Struct, kw_only=True):
         )
 
 
-class CompletionRequest(Asked, kw_only=True):
+class CompletionRequest(AnyRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     """A text, token ids, or several of these."""
     max_tokens: int = 16
@@ -82,7 +82,7 @@ class ChatMessage(msgspec.Struct):
     content: str
 
 
-class ChatRequest(Asked, kw_only=True):
+class ChatRequest(AnyRequest, kw_only=True):
     messages: list[ChatMessage]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from isthmus.api.generation import ModelService
-from isthmus.endpoint.documents import Answer, Asked, ChatRequest, CompletionRequest, Finish, refusal
+from isthmus.endpoint.documents import Answer, AnyRequest, ChatRequest, CompletionRequest, Finish, refusal
 from isthmus.endpoint.text_stream import TextPiece, text_stream
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.listening import is_loopback, listening_socket
@@ -28,10 +28,10 @@ from isthmus.protocol.generation import Sampling
 
 MOST_BYTES = 1 << 22
 """Of a request."""
-Wanted = TypeVar("Wanted", bound=Asked)
+Wanted = TypeVar("Wanted", bound=AnyRequest)
 
 
-class Guard:
+class KeyGuard:
     """Lets a request pass if it has the key; without a key, if it comes to this machine's own name, from no page of
     another site."""
 
@@ -52,7 +52,7 @@ class Guard:
         await answer(scope, receive, send)
 
 
-class Endpoint:
+class ModelEndpoint:
     """Answers of one model."""
 
     def __init__(self, service: ModelService) -> None:
@@ -79,7 +79,13 @@ class Endpoint:
         return await self._answered(asked, [tokens], sampling, [""], chat=True)
 
     async def _answered(
-        self, asked: Asked, prompts: Sequence[Sequence[int]], sampling: Sampling, before: Sequence[str], *, chat: bool
+        self,
+        asked: AnyRequest,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        before: Sequence[str],
+        *,
+        chat: bool,
     ) -> Response:
         streams = [
             text_stream(self._service.stream(tokens, sampling), asked.stops, self._service.ends) for tokens in prompts
@@ -158,13 +164,13 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 def application(service: ModelService, *, port: int, key: str = "") -> Starlette:
     """What answers at this port. With a key every request needs it."""
-    endpoint = Endpoint(service)
+    endpoint = ModelEndpoint(service)
     routes = [
         Route("/v1/models", endpoint.models),
         Route("/v1/completions", endpoint.completions, methods=["POST"]),
         Route("/v1/chat/completions", endpoint.chat, methods=["POST"]),
     ]
-    guard = Middleware(Guard, port=port, key=key)
+    guard = Middleware(KeyGuard, port=port, key=key)
     return Starlette(routes=routes, middleware=[guard], exception_handlers={IsthmusError: _refused})
 
 

@@ -54,11 +54,11 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 # Events of the host
 
 
-class DeviceConnected(Event, frozen=True, kw_only=True):
+class ServerArrived(Event, frozen=True, kw_only=True):
     device: str
 
 
-class DeviceDropped(Event, frozen=True, kw_only=True):
+class ServerLost(Event, frozen=True, kw_only=True):
     device: str
     reason: str
 
@@ -115,9 +115,7 @@ class PromptFailed(Body, frozen=True, kw_only=True):
     reason: str
 
 
-HostEvent = (
-    DeviceConnected | DeviceDropped | ChainPlanned | NoChain | PromptSubmitted | PromptCancelled | ServingStopped
-)
+HostEvent = ServerArrived | ServerLost | ChainPlanned | NoChain | PromptSubmitted | PromptCancelled | ServingStopped
 StageReport = StageLoaded | StageUnable | TokenGenerated | PromptFailed
 GenerationEvent = HostEvent | FromDevice[StageReport]
 
@@ -202,28 +200,28 @@ GENERATION = Transitions(
     {
         "joining": {
             **_any_time("joining"),
-            DeviceConnected: "joining loading",
-            DeviceDropped: "joining planning over",
+            ServerArrived: "joining loading",
+            ServerLost: "joining planning over",
         },
         "loading": {
             **_any_time("loading"),
-            DeviceConnected: "loading",
-            DeviceDropped: "loading planning over",
+            ServerArrived: "loading",
+            ServerLost: "loading planning over",
             StageLoaded: "loading serving",
             StageUnable: "loading over",
         },
         "serving": {
             **_any_time("serving"),
-            DeviceConnected: "serving",
-            DeviceDropped: "serving planning over",
+            ServerArrived: "serving",
+            ServerLost: "serving planning over",
             StageUnable: "loading over",
             TokenGenerated: "serving",
             PromptFailed: "serving",
         },
         "planning": {
             **_any_time("planning"),
-            DeviceConnected: "planning",
-            DeviceDropped: "planning over",
+            ServerArrived: "planning",
+            ServerLost: "planning over",
             ChainPlanned: "joining loading",
             NoChain: "over",
         },
@@ -259,10 +257,10 @@ class GenerationMachine(Machine[GenerationPhase, GenerationEvent, GenerationInst
 
     def _take(self, event: GenerationEvent) -> list[GenerationInstruction]:
         match event:
-            case DeviceConnected(device=device):
+            case ServerArrived(device=device):
                 self._here.add(device)
                 return self._load() if self._phase == "joining" else []
-            case DeviceDropped(device=device, reason=reason):
+            case ServerLost(device=device, reason=reason):
                 return self._lost(device, reason)
             case ChainPlanned(devices=devices):
                 return self._call(devices)

@@ -20,8 +20,6 @@ from isthmus.protocol.generation import (
     CallToServe,
     ChainPlanned,
     DeliverToken,
-    DeviceConnected,
-    DeviceDropped,
     EndServing,
     ForgetPrompt,
     GenerationEvent,
@@ -36,6 +34,8 @@ from isthmus.protocol.generation import (
     PromptSubmitted,
     RefusePrompt,
     ReportLoss,
+    ServerArrived,
+    ServerLost,
     ServingStopped,
     StageUnable,
     StartPrompt,
@@ -219,20 +219,20 @@ class GenerationHost:
         self._drop(device, reason)
         return None
 
-    def _joined(self, device: str, message: JoinRun) -> DeviceConnected:
+    def _joined(self, device: str, message: JoinRun) -> ServerArrived:
         channel = self.acceptor.channel(device)
         assert isinstance(channel, SocketChannel), "devices connect by sockets"
         party = channel.party.id if channel.party is not None else ""
         address = Address(message.host, message.port, party)
         self._devices[device] = _Device(SendLane(channel, timeout_s=self._settings.timeout_s), address, set())
-        return DeviceConnected(device=device)
+        return ServerArrived(device=device)
 
     def _drop(self, device: str, reason: str) -> None:
         """It may come no more."""
         self.acceptor.forget(device, permanent=True)
         if (found := self._devices.pop(device, None)) is not None:
             found.lane.close(0.0)
-        self._handle(DeviceDropped(device=device, reason=reason))
+        self._handle(ServerLost(device=device, reason=reason))
 
     def _handle(self, event: GenerationEvent) -> None:
         try:
