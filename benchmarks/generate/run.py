@@ -42,12 +42,10 @@ memory = "2 GiB"
 count = 4
 [links]
 intra = { latency = "50 ms", bandwidth = "100 Mbit/s" }
-inter = { latency = "50 ms", bandwidth = "100 Mbit/s" }
 """
 JOB = f"""
 name = "generate"
-fleet = "fleet.toml"
-planner = "even"
+planner = "equal-compute"
 [model]
 name = "gpt"
 options = {{ layers = {LAYERS}, width = {WIDTH}, sequence_length = {CONTEXT} }}
@@ -75,7 +73,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 def trained(folder: Path) -> Path:
     (folder / "fleet.toml").write_text(FLEET)
     (folder / "job.toml").write_text(JOB)
-    return isthmus.train(folder / "job.toml", run=folder / "run").path
+    fleet = {"fleet": str(folder / "fleet.toml")}
+    return isthmus.train(folder / "job.toml", run=folder / "run", overrides=fleet).path
 
 
 def single_process(run: Path, tokens: int) -> Row:
