@@ -35,8 +35,10 @@ class LanguageModel(nn.Module):
     ) -> dict[str, torch.Tensor]:
         """All int64 [batch, tokens]. Labels are the next tokens: with them there is the mean loss in nats.
         `position_ids` say where tokens stand, if not from 0 on: `isthmus generate` gives one after the other."""
-        first = self.position[: input_ids.shape[1]]
-        hidden = self.token(input_ids) + (first if position_ids is None else F.embedding(position_ids, self.position))
+        if position_ids is None:
+            hidden = self.token(input_ids) + self.position[: input_ids.shape[1]]
+        else:
+            hidden = self.token(input_ids) + F.embedding(position_ids, self.position)
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.head(self.norm(hidden))
