@@ -14,6 +14,7 @@ from isthmus.cli.app import commands
 from isthmus.option_docs import OptionDoc
 from isthmus.protocol import federated_transitions as federated
 from isthmus.protocol.device_session import SESSION
+from isthmus.protocol.generation import GENERATION
 from isthmus.protocol.machine import Transitions
 from isthmus.protocol.membership import MEMBERSHIP
 from isthmus.protocol.phases import COORDINATOR
@@ -36,6 +37,11 @@ MACHINES = {
     "The coordinator": (COORDINATOR, "src/isthmus/protocol/phases.py", "one run"),
     "The worker": (WORKER, "src/isthmus/protocol/worker_phases.py", "one stage on a device"),
     "The device session": (SESSION, "src/isthmus/protocol/device_session.py", "a device's side of a run"),
+    "The coordinator of a service that generates text": (
+        GENERATION,
+        "src/isthmus/protocol/generation.py",
+        "the chain of stages of one service",
+    ),
     "The coordinator of federated rounds": (
         federated.COORDINATOR,
         "src/isthmus/protocol/federated_transitions.py",

@@ -43,6 +43,7 @@ COMPONENTS = {
     "federated_memory": ("isthmus.federated",),  # sizes of states
     "federated_scheduling": ("isthmus.federated", "isthmus.protocol", "isthmus.runtime.federated", "isthmus.simulator"),
     "fusion": ("isthmus.planners",),
+    "generate": ("isthmus.api", "isthmus.job.served", "isthmus.protocol", "isthmus.training"),  # stages in one process
     "gpu": ("isthmus.cost.stage_costs", "isthmus.runtime.coordinator.stage_assignments"),  # bytes of states
     "joiner": ("isthmus.protocol", "isthmus.runtime"),  # a device that is held back, frame by frame
     "launchers": ("isthmus.runtime.launchers", "isthmus.runtime.service"),  # agents without a run

@@ -61,6 +61,7 @@ PUBLIC = {
         "load_algorithm"
     ),
     "dashboard": "",
+    "endpoint": "",
     "data": (
         "ColumnSpec DataSpec Dataset JoinedDataset JoinedOrder SampleOrder Split batch_at dataset_kinds "
         "describe_dataset load_dataset sample_order"

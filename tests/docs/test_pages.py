@@ -18,7 +18,13 @@ from tests.docs.newcomer import ROOT, make_machine, type_in
 
 DOCS = ROOT / "docs"
 PAGES = ["start/first-run.md", "../README.md"]
-LONG = ["tutorials/own-model.md", "tutorials/federated.md", "tutorials/site-owner.md", "tutorials/fine-tune.md"]
+LONG = [
+    "tutorials/own-model.md",
+    "tutorials/federated.md",
+    "tutorials/site-owner.md",
+    "tutorials/fine-tune.md",
+    "serving.md",
+]
 """Typed by `make test-faults` alone: each starts a dozen processes."""
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 END = "END-OF-A-BLOCK"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # as type checkers see it; each is found by `__getattr__`
     from isthmus.api import fault_simulation as fault_simulation
     from isthmus.api import federated_run as federated_run
     from isthmus.api import federated_simulation as federated_simulation
+    from isthmus.api import generation as generation
     from isthmus.api import job_overrides as job_overrides
     from isthmus.api import job_plans as job_plans
     from isthmus.api import job_queue as job_queue

@@ -21,6 +21,7 @@ from isthmus.cli import (
     doctor_commands,
     first_files,
     fleet_commands,
+    generation_commands,
     job_commands,
     lists,
     run_commands,
@@ -43,6 +44,7 @@ GROUPS = (
     job_commands,
     lists,
     run_commands,
+    generation_commands,
     dashboard_commands,
     serve_commands,
     cluster_commands,
@@ -52,7 +54,7 @@ GROUPS = (
     doctor_commands,
 )
 """In the order of the help."""
-NEEDING_POSIX = (serve_commands, cluster_commands, fleet_commands, device_commands)
+NEEDING_POSIX = (generation_commands, serve_commands, cluster_commands, fleet_commands, device_commands)
 for group in GROUPS:
     app.registered_commands += group.app.registered_commands
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +16,9 @@ from isthmus.extensions import import_extra
 
 BYTES = "bytes"
 PAD, CLS, SEP = 0, 256, 257
+NO_BYTE = 0xFF
+"""In the place of a token that is none: no UTF-8 has it."""
+NO_TEMPLATE = UserError("messages: the tokenizer has no chat template, expected a request of /v1/completions")
 Ids = npt.NDArray[np.int64]
 
 
@@ -41,6 +44,15 @@ class Tokenizer(Protocol):
         """The ids of UTF-8 `text`, [tokens], without special tokens, in the smallest dtype that holds them."""
         ...
 
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of ids. What is no UTF-8, as the end of a text may be, is U+FFFD."""
+        ...
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A conversation, `role` and `content` of each message, as the text that an answer follows. UserError where
+        there is no template for it."""
+        ...
+
     def pairs(self, first: Sequence[str], second: Sequence[str], length: int) -> tuple[Ids, Ids, Ids]:
         """Ids, attention mask and token types of sentence pairs, each [pairs, length].
 
@@ -58,6 +70,12 @@ class ByteTokenizer:
 
     def tokens(self, text: bytes) -> npt.NDArray[np.integer]:
         return np.frombuffer(text, dtype=np.uint8)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return bytes(token if token < self.vocab_size else NO_BYTE for token in ids).decode(errors="replace")
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        raise NO_TEMPLATE
 
     def pairs(self, first: Sequence[str], second: Sequence[str], length: int) -> tuple[Ids, Ids, Ids]:
         ids = np.full((len(first), length), PAD, dtype=np.int64)
@@ -89,6 +107,7 @@ class HuggingFaceTokenizer:
         if not path.is_dir():
             raise UserError(f"tokenizer: no directory {directory}: expected 'bytes' or a tokenizer directory")
         check_within(path)
+        self._path = path
         fast = path / "tokenizer.json"
         try:
             if fast.is_file():
@@ -122,6 +141,21 @@ class HuggingFaceTokenizer:
     def tokens(self, text: bytes) -> npt.NDArray[np.integer]:
         encoded = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
         return np.array(encoded.ids, dtype=np.uint16 if self.vocab_size <= 2**16 else np.int32)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        automatic = import_extra("transformers", "the chat template").AutoTokenizer
+        try:
+            whole = automatic.from_pretrained(str(self._path), local_files_only=True, trust_remote_code=False)
+            if whole.chat_template is None:
+                raise NO_TEMPLATE
+            return whole.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except UserError:
+            raise
+        except Exception as error:  # the library and a template raise of many kinds
+            raise UserError(f"tokenizer: its chat template failed: {' '.join(str(error).split())}") from error
 
     def pairs(self, first: Sequence[str], second: Sequence[str], length: int) -> tuple[Ids, Ids, Ids]:
         self._tokenizer.enable_truncation(length, strategy="longest_first")

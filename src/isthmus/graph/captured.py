@@ -46,6 +46,14 @@ class Capture(Protocol):
     ) -> Captured: ...
 
 
+class ServingCapture(Protocol):
+    """What `isthmus.graph.serving_capture.capture_serving` does."""
+
+    def __call__(
+        self, build: Callable[[], nn.Module], *, name: str, dtype: torch.dtype, trained: int
+    ) -> tuple[OpGraph, dict[str, Tensor], int]: ...
+
+
 def write_captured(path: Path, captured: Captured, about: str) -> None:
     """One file, whole or not there: constants as tensors, graphs and `about`, whatever that is, beside them."""
     texts = {"about": about, "train": encode(captured.train).decode(), "eval": encode(captured.eval).decode()}

@@ -110,20 +110,30 @@ class GPT(nn.Module):
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
         """The loss of predicting `labels`, which are the next tokens already: nothing is shifted here.
 
-        `input_ids`, `labels`: int64 [B, T], T at most `sequence_length`; a label of -100 is ignored.
-        Returns `loss` (mean cross-entropy in nats, float32 scalar) and `logits` [B, T, vocab_size].
+        `input_ids`, `labels`: int64 [B, T], T at most `sequence_length`; a label of -100 is ignored. `position_ids`:
+        int64 [B, T], where the tokens stand; without them from 0 on.
+        Returns `loss` (mean cross-entropy in nats, float32 scalar) where there are labels, and `logits`
+        [B, T, vocab_size].
         """
         length = input_ids.shape[1]
         if length > self.config.sequence_length:
             raise UserError(f"gpt: got {length} tokens per sample, expected at most {self.config.sequence_length}")
         # A slice of the table, not a look-up by arange: no device is baked into the exported graph.
-        hidden = self.embedding_dropout(self.token(input_ids) + self.position.weight[:length])
+        position = self.position.weight[:length] if position_ids is None else self.position(position_ids)
+        hidden = self.embedding_dropout(self.token(input_ids) + position)
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.head(self.norm(hidden))
+        if labels is None:
+            return {"logits": logits}
         # float32: a mean over a large vocabulary loses digits in bfloat16.
         loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
         return {"loss": loss, "logits": logits}

@@ -24,6 +24,7 @@ from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.run_messages import DeviceFailed, Halt, OpenItem
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.generation import ServeStage, ServingOrder
 from isthmus.runtime.messages.run import AssignMessage, Heartbeat, JoinRun, ToDevice
 from isthmus.runtime.messages.state_transfer import ReceiveStateMessage, StateMessage, StatePart
 from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
@@ -38,7 +39,7 @@ TELL_S = 3.0
 """After so long without word from it a device says so, then each time after twice as long."""
 AWAY_TIMEOUTS = 10
 """For so many times its timeout a device waits for a coordinator that went away."""
-ORDERS = ToDevice | AssignMessage | ReceiveStateMessage | StateMessage | StatePart
+ORDERS = ToDevice | AssignMessage | ReceiveStateMessage | StateMessage | StatePart | ServingOrder
 
 
 class CoordinatorGone(PeerError):
@@ -148,7 +149,8 @@ class CoordinatorLink:
         if isinstance(body, OpenItem):
             self._inbox.put(body)
         elif isinstance(message, ORDERS):
-            self._newest_epoch = max(self._newest_epoch, body.epoch if body is not None else -1)
+            begun = message if isinstance(message, ServeStage) else body
+            self._newest_epoch = max(self._newest_epoch, begun.epoch if begun is not None else -1)
             if isinstance(body, Halt):
                 self._over.set()
             self._inbox.put(CoordinatorMessage(message, tensors))

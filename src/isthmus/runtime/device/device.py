@@ -67,8 +67,10 @@ from isthmus.runtime.device.snapshots import SnapshotReceiver
 from isthmus.runtime.device.stage_data import Batches, stage_data
 from isthmus.runtime.device.stage_preparation import check_operators, check_samples_apart, compile_stage
 from isthmus.runtime.device.stage_runner import StageRunner
+from isthmus.runtime.device.stage_server import StageServer
 from isthmus.runtime.device.state_transfer import StateDonor, StateJoiner
 from isthmus.runtime.messages.assignment import Assignment
+from isthmus.runtime.messages.generation import ForgetPrompts, GenerateStep, ServeStage
 from isthmus.runtime.messages.run import (
     AssignMessage,
     JoinRun,
@@ -118,6 +120,8 @@ class DeviceWorker:
         """Of a joining device: what it has of the run already."""
         self._values: Mapping[str, Tensor] = {}
         """The weights at hand."""
+        self._server: StageServer | None = None
+        """Of a device that generates text, in place of training."""
         listener = Listener(
             site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, timeout_s=timeout_s
         )
@@ -153,6 +157,8 @@ class DeviceWorker:
                 self._executor.links.close()
             if self._ranks is not None:
                 end_session(self._ranks)
+            if self._server is not None:
+                self._server.close()
             self._peers.close()
             self._control.close()
 
@@ -239,6 +245,11 @@ class DeviceWorker:
                 self._joiner = StateJoiner(message)
             case StateMessage() | StatePart():
                 self._receive_state(message, order.tensors)
+            case ServeStage() | GenerateStep() | ForgetPrompts():
+                if self._server is None:
+                    control, inbox = self._control, self._inbox
+                    self._server = StageServer(self._run, self._peers, control, inbox, self._accelerator)
+                self._server.follow(message, order.tensors)
             case _:
                 raise AssertionError(f"the coordinator sent {type(message).__name__}, which is not an instruction")
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -20,7 +21,7 @@ from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.device.tasklets import ComputeTurns
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.identity.blinded_digests import ONE_OWNER
-from isthmus.runtime.messages.assignment import Assignment, Neighbour
+from isthmus.runtime.messages.assignment import Neighbour
 from isthmus.runtime.messages.run import Hello, StreamHello
 from isthmus.runtime.transport.acceptor import first_message
 from isthmus.runtime.transport.channel import SocketChannel
@@ -63,6 +64,21 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     def data_key(self) -> bytes:
         """The key that blinds this device's digests of samples."""
         return ONE_OWNER if self.identity is None else self.identity.data_key()
+
+
+class StageLinkage(Protocol):
+    """What says which links a stage has."""
+
+    @property
+    def run(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def stage(self) -> int: ...
+    @property
+    def neighbours(self) -> tuple[Neighbour, ...]: ...
+    @property
+    def timeout_s(self) -> float: ...
 
 
 MOST_WAITING = 256
@@ -140,7 +156,7 @@ class PeerConnections:
         return taken
 
     def connect(
-        self, assignment: Assignment, called_off: Callable[[], bool] = lambda: False
+        self, assignment: StageLinkage, called_off: Callable[[], bool] = lambda: False
     ) -> dict[int, SocketChannel]:
         """One connection per neighbour. PeerError when a neighbour does not come, or when it is called off.
 
@@ -150,7 +166,7 @@ class PeerConnections:
         self._ways.clear()
         try:
             for neighbour in assignment.neighbours:
-                if neighbour.stage > assignment.view.stage:
+                if neighbour.stage > assignment.stage:
                     found[neighbour.stage] = self._dial(neighbour, assignment)
             self._await(assignment, found, called_off)
         except Exception:
@@ -166,7 +182,7 @@ class PeerConnections:
             for device, (channel, relayed, streams) in self._ways.items()
         )
 
-    def _dial(self, neighbour: Neighbour, assignment: Assignment) -> SocketChannel:
+    def _dial(self, neighbour: Neighbour, assignment: StageLinkage) -> SocketChannel:
         host, port = self._near.get(neighbour.device, (neighbour.host, neighbour.port))
         channel, relayed = self._dialer.dial(
             PeerRoute(
@@ -179,16 +195,16 @@ class PeerConnections:
             )
         )
         self._ways[neighbour.device] = (channel, relayed, neighbour.streams)
-        channel.send(Hello(run=assignment.run, epoch=assignment.epoch, stage=assignment.view.stage))
+        channel.send(Hello(run=assignment.run, epoch=assignment.epoch, stage=assignment.stage))
         return channel
 
-    def _await(self, assignment: Assignment, found: dict[int, SocketChannel], called_off: Callable[[], bool]) -> None:
+    def _await(self, assignment: StageLinkage, found: dict[int, SocketChannel], called_off: Callable[[], bool]) -> None:
         neighbours = {n.stage: n for n in assignment.neighbours}
         deadline_s = time.monotonic() + assignment.timeout_s
         while missing := set(neighbours) - found.keys():
             absent = ", ".join(repr(neighbours[s].device) for s in sorted(missing))
             for stage, channel in self._take(assignment.epoch):
-                if stage in missing and stage < assignment.view.stage and _is(channel.party, neighbours[stage]):
+                if stage in missing and stage < assignment.stage and _is(channel.party, neighbours[stage]):
                     channel.other = f"device {neighbours[stage].device!r}"
                     found[stage] = channel
                     missing.discard(stage)

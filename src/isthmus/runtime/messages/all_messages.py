@@ -6,6 +6,7 @@ import msgspec
 
 from isthmus.runtime.messages.federated import FederatedMessage, FromExecutor, ToExecutor
 from isthmus.runtime.messages.fleet import DataMessage, FleetMessage
+from isthmus.runtime.messages.generation import GenerationMessage
 from isthmus.runtime.messages.probe import ProbeMessage
 from isthmus.runtime.messages.run import Heartbeat, RelayMessage, RunMessage, ToCoordinator, ToDevice, ToPeer
 from isthmus.runtime.messages.state_transfer import (
@@ -24,6 +25,7 @@ AnyMessage = (
     | StateTransferMessage
     | RelayMessage
     | DataMessage
+    | GenerationMessage
 )
 
 FROM_DEVICES = ToCoordinator | Heartbeat | StateMessage | StatePart

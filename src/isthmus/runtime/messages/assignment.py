@@ -138,3 +138,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 60.0
     trace: bool = True
     fingerprints: Fingerprinting | None = None
+
+    @property
+    def stage(self) -> int:
+        return self.view.stage

@@ -30,12 +30,21 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab_size)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """`input_ids`, `labels`: int64 [batch, tokens]; labels are the next tokens. Returns the mean loss in nats."""
-        hidden = self.token(input_ids) + self.position
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, position_ids: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """All int64 [batch, tokens]. Labels are the next tokens: with them there is the mean loss in nats.
+        `position_ids` say where tokens stand, if not from 0 on: `isthmus generate` gives one after the other."""
+        if position_ids is None:
+            hidden = self.token(input_ids) + self.position[: input_ids.shape[1]]
+        else:
+            hidden = self.token(input_ids) + F.embedding(position_ids, self.position)
         for block in self.blocks:
             hidden = block(hidden)
-        return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), labels.flatten())
+        logits = self.head(self.norm(hidden))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
 def build(sequence_length: int = 64, width: int = 64, layers: int = 3, heads: int = 4) -> LanguageModel:

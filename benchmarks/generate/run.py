@@ -1,0 +1,137 @@
+"""Tokens per second of a pipeline over emulated links, for 1 and 16 requests, beside a single process.
+
+`python benchmarks/generate/run.py [--quick]`
+
+A GPT of eight blocks is trained for one step on four devices that are 50 ms from each other, then served: as its plan
+has it, and over a chain that is planned for throughput. The single process runs the same stages' code without a link,
+one request at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import isthmus
+from isthmus.api.folder import RunFolder
+from isthmus.api.generation import ServingChoices, generate, served_run
+from isthmus.graph import Flow, Ref, partition
+from isthmus.job.served import prepare_served, token_input
+from isthmus.protocol.generation import Sampling
+from isthmus.training.generation import ServedStage, TokenChooser
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
+
+HERE = Path(__file__).parent
+LAYERS, WIDTH, CONTEXT = 8, 128, 128
+PROMPT = tuple(b"def main(arguments: list[str]) -> int:")
+FLEET = """
+name = "four-places"
+[[device]]
+name = "place"
+compute = "100 GFLOPS"
+memory = "2 GiB"
+count = 4
+[links]
+intra = { latency = "50 ms", bandwidth = "100 Mbit/s" }
+"""
+JOB = f"""
+name = "generate"
+planner = "equal-compute"
+[model]
+name = "gpt"
+options = {{ layers = {LAYERS}, width = {WIDTH}, sequence_length = {CONTEXT} }}
+[data]
+kind = "text"
+options = {{ files = "stdlib", sequence_length = {CONTEXT}, max_bytes = 100000 }}
+[training]
+steps = 1
+batch_size = 8
+micro_batches = 4
+[[optimizer]]
+name = "sgd"
+lr = 0.01
+"""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    what: str
+    devices: int
+    requests: int
+    tokens_per_s: float
+    predicted_tokens_per_s: float | None
+
+
+def trained(folder: Path) -> Path:
+    (folder / "fleet.toml").write_text(FLEET)
+    (folder / "job.toml").write_text(JOB)
+    fleet = {"fleet": str(folder / "fleet.toml")}
+    return isthmus.train(folder / "job.toml", run=folder / "run", overrides=fleet).path
+
+
+def single_process(run: Path, tokens: int) -> Row:
+    """One request, all operators in this process, with a cache."""
+    folder = RunFolder.existing(run)
+    served = prepare_served(folder.job(), folder.checkpoints, CONTEXT)
+    flow = Flow(served.graph)
+    (graph,) = partition(flow, {op.name: 0 for op in flow.operators})
+    stage = ServedStage(graph, served.weights)
+
+    def answer() -> None:
+        cache, chooser = stage.cache(CONTEXT), TokenChooser(Sampling(max_tokens=tokens), 0, served.vocabulary)
+        given, start, last = list(PROMPT), 0, False
+        while not last:
+            inputs = {Ref(token_input(flow)): torch.tensor([given])}
+            token, last = chooser.choose(stage.run(cache, start, inputs, len(given))[served.graph.loss])
+            start, given = start + len(given), [token]
+
+    answer()  # warm
+    began_s = time.monotonic()
+    answer()
+    rate = tokens / (time.monotonic() - began_s)
+    return Row(what="single process", devices=1, requests=1, tokens_per_s=rate, predicted_tokens_per_s=None)
+
+
+def over_links(run: Path, what: str, choices: ServingChoices, tokens: int) -> Row:
+    with served_run(run, choices, lambda _: None) as service:
+        generate(service, [PROMPT] * choices.at_once, Sampling(max_tokens=2))  # warm
+        found = generate(service, [PROMPT] * choices.at_once, Sampling(max_tokens=tokens))
+    chain = found.statistics.chain
+    return Row(
+        what=what,
+        devices=len(chain.devices),
+        requests=choices.at_once,
+        tokens_per_s=found.tokens_per_s,
+        predicted_tokens_per_s=chain.tokens_per_s,
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    options = options_of(__doc__, HERE / "results" / "generate.json", "16 tokens instead of 48").parse_args()
+    tokens = 16 if options.quick else 48
+    with tempfile.TemporaryDirectory() as temporary:
+        run = trained(Path(temporary))
+        rows = [single_process(run, tokens)]
+        for requests in (1, 16):
+            rows.append(over_links(run, "the run's plan", ServingChoices(at_once=requests), tokens))
+        planned = ServingChoices(objective="throughput", at_once=16)
+        rows.append(over_links(run, "--objective throughput", planned, tokens))
+    table = Table("", "devices", "requests", "tokens/s", "predicted", title="50 ms between any two devices")
+    for row in rows:
+        predicted = "" if row.predicted_tokens_per_s is None else f"{row.predicted_tokens_per_s:.3g}"
+        table.add_row(row.what, str(row.devices), str(row.requests), f"{row.tokens_per_s:.3g}", predicted)
+    Console().print(table)
+    write_figures(options.json, {"machine": machine(), "tokens": tokens, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

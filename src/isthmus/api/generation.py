@@ -1,0 +1,300 @@
+"""Text by the model of a run: its devices, its plan or another one, and requests that are answered side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from isthmus.api.folder import RunFolder
+from isthmus.api.given import is_given
+from isthmus.api.pipeline import places_of
+from isthmus.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from isthmus.errors import PeerError, UserError
+from isthmus.graph import Flow, assign, decode
+from isthmus.graph.partition import align
+from isthmus.job.served import Served, prepare_served
+from isthmus.planners.generation import Chain, Objective, ServingProblem, chain_of_plan, plan_chain
+from isthmus.protocol.generation import Prompt, Sampling
+from isthmus.runtime.coordinator.backend import LocalBackend, RunRequest, Session
+from isthmus.runtime.coordinator.generation_host import GenerationHost, ServingSettings, ServingStatistics
+from isthmus.units import format_duration
+
+INCOMPLETE = "\ufffd"
+"""Of a character whose last bytes are still to come."""
+
+
+class ServingChoices(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run's model is served."""
+
+    objective: Objective | None = None
+    """Plan a chain of devices for least time per token, or most tokens per second; None: as the run's plan has it."""
+    at_once: int = 16
+    """Requests in flight."""
+
+
+class Piece(NamedTuple):
+    token: int
+    text: str
+    """What the token adds. A character may wait for the next token."""
+    last: bool
+
+
+class ModelService:
+    """A model that answers. Any thread may ask."""
+
+    def __init__(self, host: GenerationHost, served: Served, tokenizer: Tokenizer | None, name: str) -> None:
+        self._host = host
+        self._served = served
+        self._tokenizer = tokenizer
+        self.name = name
+        """Of the model, as requests call it."""
+        self.context = served.context
+        """Tokens of a prompt and its answer together, at most."""
+        self.ends = served.ends
+        """Tokens with which the model ends a text."""
+
+    @property
+    def statistics(self) -> ServingStatistics:
+        return self._host.statistics()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps behind the weights."""
+        return self._served.step
+
+    def tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """A prompt as token ids. UserError for one that is empty or too long, or has other ids than the model."""
+        if isinstance(prompt, str):
+            found = tuple(int(token) for token in self.tokenizer.tokens(prompt.encode()))
+        else:
+            found = tuple(prompt)
+        most, vocabulary = self._served.context - 1, self._served.vocabulary
+        if not 0 < len(found) <= most:
+            raise UserError(f"prompt: got {len(found)} tokens, expected 1 to {most}: the model knows {most + 1} places")
+        if max(found) >= vocabulary or min(found) < 0:
+            raise UserError(f"prompt: got token {max(found)}, the model has 0 to {vocabulary - 1}")
+        return found
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """A conversation as a prompt. UserError where the tokenizer has no template for it."""
+        return self.tokens(self.tokenizer.chat(messages))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """UserError where the run's data have none."""
+        if self._tokenizer is None:
+            raise UserError("prompt: the run's data have no tokenizer: expected token ids (--tokens 1,2,3)")
+        return self._tokenizer
+
+    def stream(self, tokens: Sequence[int], sampling: Sampling) -> Generator[Piece]:
+        """The answer's tokens as they come. PeerError when there are no further ones. An answer that is not read to its
+        end is cancelled."""
+        found: queue.SimpleQueue[tuple[int | None, bool, str]] = queue.SimpleQueue()
+        sampling = msgspec.structs.replace(sampling, stop=(*sampling.stop, *self.ends))
+        prompt = Prompt(number=0, tokens=tuple(tokens), sampling=sampling)
+        number = self._host.submit(prompt, lambda *answer: found.put(answer))
+        made, given, last = list[int](), "", False
+        try:
+            while not last:
+                token, last, reason = found.get()
+                if token is None:
+                    raise PeerError(reason)
+                made.append(token)
+                text = "" if self._tokenizer is None else self._tokenizer.text(made)
+                whole = text if last else text.rstrip(INCOMPLETE)
+                piece, given = whole[len(given) :], max(given, whole, key=len)
+                yield Piece(token, piece, last)
+        finally:
+            if not last:
+                self._host.cancel(number)
+
+    def wait_ended(self) -> None:
+        """Until it answers no more."""
+        self._host.over.wait()
+
+
+@contextlib.contextmanager
+def served_run(run: str | Path, choices: ServingChoices, note: Callable[[str], None]) -> Generator[ModelService]:
+    """The model of a run's newest checkpoint, served by a process for each device while the block lasts. UserError for
+    a run that is not there, has no checkpoint or has a model that cannot be served; PeerError when too few devices
+    come."""
+    folder = RunFolder.existing(Path(run))
+    folder.check_kind(federated=False)
+    job, fleet = folder.job(), folder.fleet()
+    if is_given(job):
+        raise UserError(f"run folder {run}: its model is a Python object, expected one that a job file names")
+    note(f"capturing {job.model.name} ...")
+    served = prepare_served(job, folder.checkpoints, _trained_length(folder))
+    flow = Flow(served.graph)
+
+    def problem(devices: Sequence[str]) -> ServingProblem:
+        return ServingProblem(flow, fleet.subset(devices), context=served.context, at_once=choices.at_once)
+
+    chain = _first_chain(folder, problem(fleet.names), choices.objective)
+    again = choices.objective or "latency"
+    settings = ServingSettings(
+        run=secrets.token_hex(16),
+        timeout_s=job.timeout_s,
+        threads=job.runtime.threads,
+        emulate=job.runtime.emulate,
+    )
+    host = GenerationHost(served, chain, fleet, settings, lambda left: plan_chain(problem(left), again), note)
+    note(chain_text(chain))
+    call = RunRequest(
+        run=settings.run,
+        devices=chain.devices,
+        others=tuple(name for name in fleet.names if name not in chain.devices),
+        timeout_s=settings.timeout_s,
+        threads=settings.threads,
+        logs=folder.path / "logs" / "serving",
+    )
+    failures: list[Exception] = []
+    with LocalBackend(places=places_of(job)).at_work(call, host.acceptor) as session:
+        thread = threading.Thread(target=partial(_serve, host, session, failures), name="serving", daemon=True)
+        thread.start()
+        try:
+            host.ready.wait()
+            if failures:
+                raise failures[0]
+            yield ModelService(host, served, tokenizer_of(folder), job.model.name)
+        finally:
+            host.stop()
+            thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _serve(host: GenerationHost, session: Session, failures: list[Exception]) -> None:
+    try:
+        host.serve(session)
+    except Exception as e:  # of any kind: the caller's thread raises it
+        failures.append(e)
+    finally:
+        host.ready.set()
+
+
+def _first_chain(folder: RunFolder, problem: ServingProblem, objective: Objective | None) -> Chain:
+    if objective is not None:
+        return plan_chain(problem, objective)
+    plan, train = folder.plan(), Flow(decode(folder.graph.read_bytes()))
+    stages = plan.replicas[0].stages
+    stage_of = align(train, problem.flow, assign(train, [stage.first for stage in stages[1:]]))
+    return chain_of_plan(
+        problem, [stage.device for stage in stages], [stage_of[op.name] for op in problem.flow.operators]
+    )
+
+
+def _trained_length(folder: RunFolder) -> int:
+    """Tokens of a sample; 0 where that is not known."""
+    columns = [c for found in folder.described().values() for name, c in found.columns.items() if name == "input_ids"]
+    return max((column.shape[0] for column in columns if column.shape), default=0)
+
+
+def tokenizer_of(folder: RunFolder) -> Tokenizer | None:
+    """None where the run's data are no text."""
+    data = folder.job().data
+    described = folder.described()
+    if described and not any("input_ids" in found.columns for found in described.values()):
+        return None
+    return load_tokenizer(str(data.options.get("tokenizer", BYTES)))
+
+
+def chain_text(chain: Chain) -> str:
+    """One line."""
+    return (
+        f"stages on {' > '.join(chain.devices)}: predicted {format_duration(chain.token_s)} per token, "
+        f"{chain.tokens_per_s:.3g} tokens/s with {chain.at_once} requests at once"
+    )
+
+
+class Generated(NamedTuple):
+    """An answer."""
+
+    prompt: str | tuple[int, ...]
+    text: str
+    tokens: tuple[int, ...]
+
+    def shown(self) -> str:
+        """For a terminal: with a prompt that is text in front, or as ids."""
+        if isinstance(self.prompt, str):
+            return self.prompt + self.text
+        return ",".join(map(str, (*self.prompt, *self.tokens)))
+
+
+class Generation(NamedTuple):
+    answers: list[Generated]
+    """In the order of the prompts."""
+    tokens_per_s: float
+    """All answers' tokens by the time from the first request to the last answer."""
+    statistics: ServingStatistics
+
+    def document(self) -> dict[str, object]:
+        """As JSON has it."""
+        answers = [{"prompt": a.prompt, "text": a.text, "tokens": a.tokens} for a in self.answers]
+        return {"answers": answers, "tokens_per_s": self.tokens_per_s, **msgspec.structs.asdict(self.statistics)}
+
+
+def sampling_of(**options: object) -> Sampling:
+    """UserError for an option out of its range."""
+    try:
+        return msgspec.convert(options, Sampling)
+    except msgspec.ValidationError as e:
+        raise UserError(f"sampling: {e}") from None
+
+
+def prompts_of(texts: Sequence[str], ids: Sequence[str]) -> list[str | tuple[int, ...]]:
+    """Texts, and lists of token ids as `1,2,3`. UserError where there are none, or an id is no number."""
+    found: list[str | tuple[int, ...]] = [*texts]
+    for given in ids:
+        try:
+            found.append(tuple(int(token) for token in given.split(",")))
+        except ValueError:
+            raise UserError(f"--tokens: got {given!r}, expected token ids, as 1,2,3") from None
+    if not found:
+        raise UserError("generate: got no prompt, expected --prompt TEXT or --tokens IDS")
+    return found
+
+
+def generate(
+    service: ModelService,
+    prompts: Sequence[str | tuple[int, ...]],
+    sampling: Sampling,
+    on_piece: Callable[[Piece], None] = lambda _: None,
+) -> Generation:
+    """Answer all prompts side by side. `on_piece` gets each token, in a thread for each prompt. UserError
+    for a prompt that the model cannot take, PeerError when devices are lost."""
+    tokens = [service.tokens(prompt) for prompt in prompts]
+    found: list[list[Piece]] = [[] for _ in prompts]
+    failures: list[Exception] = []
+
+    def read(number: int) -> None:
+        try:
+            for piece in service.stream(tokens[number], sampling):
+                found[number].append(piece)
+                on_piece(piece)
+        except Exception as e:  # of any kind: the caller's thread raises it
+            failures.append(e)
+
+    began_s = time.monotonic()
+    threads = [threading.Thread(target=read, args=(number,), daemon=True) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    elapsed_s = time.monotonic() - began_s
+    answers = [
+        Generated(prompt, "".join(piece.text for piece in one), tuple(piece.token for piece in one))
+        for prompt, one in zip(prompts, found, strict=True)
+    ]
+    return Generation(answers, sum(len(one) for one in found) / elapsed_s, service.statistics)

@@ -1,0 +1,226 @@
+"""Which devices serve a model, in which order, and where it is cut: for least time per token, or most tokens/s.
+
+A token of one request passes all stages and returns to the first: its latency is what they compute and what the links
+take. With several requests in flight the slowest stage or link bounds tokens/s. Chains are grown device by device; the
+best cuts of a chain are found by dynamic programming over places where least crosses. The best `BEAM` chains of
+each length are grown further: with four devices these are all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from isthmus.errors import FleetTooSmall, UserError
+from isthmus.fleet import Fleet
+from isthmus.graph import Flow, cuts
+from isthmus.graph.serving import ATTENTION
+from isthmus.units import format_size
+
+Objective = Literal["latency", "throughput"]
+Costs = npt.NDArray[np.float64]
+BEAM = 64
+MOST_STAGES = 8
+MOST_CUTS = 33
+LIMITS = 8
+"""Bounds on a stage's time that are tried for throughput."""
+FRAME_BYTES = 400
+"""A frame's prefix and header, about."""
+
+
+class Chain(msgspec.Struct, frozen=True, kw_only=True):
+    """Stages in order, each on another device."""
+
+    devices: tuple[str, ...]
+    boundaries: tuple[int, ...]
+    """Stage k ends before this operator of the serving graph's `Flow.operators`."""
+    token_s: float
+    """Seconds from one token of a request to its next, while no other request is in flight."""
+    tokens_per_s: float
+    """Of all requests, at `at_once` in flight."""
+    at_once: int
+
+
+class ServingProblem:
+    """What a chain is planned from."""
+
+    def __init__(self, flow: Flow, fleet: Fleet, *, context: int, at_once: int) -> None:
+        """`context` tokens of each of `at_once` requests are held in caches."""
+        self.flow = flow
+        self.fleet = fleet
+        self.context = context
+        self.at_once = at_once
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Ends of stages: the narrowest cuts, and the end of the model."""
+        found = cuts(self.flow)
+        least = min((cut.forward_bytes(self.flow, 1) for cut in found), default=0)
+        narrow = [cut.position for cut in found if cut.forward_bytes(self.flow, 1) == least]
+        every = max(1, -(-len(narrow) // (MOST_CUTS - 1)))
+        return (*narrow[::every], len(self.flow.operators))
+
+    @cached_property
+    def crossing_bytes(self) -> dict[int, int]:
+        """By place: of one token."""
+        return {cut.position: cut.forward_bytes(self.flow, 1) for cut in cuts(self.flow)}
+
+    def flops(self, first: int, end: int) -> int:
+        """Of one token."""
+        return sum(op.flops_forward.at(1) for op in self.flow.operators[first:end])
+
+    def memory_bytes(self, first: int, end: int) -> int:
+        """Weights of a stage, and the caches of all requests."""
+        operators = self.flow.operators[first:end]
+        named = {ref.op for op in operators for ref in op.refs()}
+        held = (op for op in self.flow.graph.ops if op.name in named and op.kind in ("parameter", "buffer"))
+        weights = sum(op.outputs[0].nbytes(1) for op in held)
+        caches = 0
+        for op in operators:
+            if op.target == ATTENTION:
+                for ref in op.refs()[1:3]:
+                    caches += self.flow.by_name[ref.op].outputs[ref.index].nbytes(self.context)
+        return weights + caches * self.at_once
+
+    def compute_s(self, device: str, first: int, end: int) -> float:
+        return self.flops(first, end) / self.fleet.device(device).sustained_flops_per_s
+
+    def link_s(self, source: str, target: str, size_bytes: int) -> float:
+        if source == target:
+            return 0.0
+        link = self.fleet.link(source, target)
+        return link.latency_s + (size_bytes + FRAME_BYTES) / link.bandwidth_bytes_per_s
+
+    def priced(self, devices: Sequence[str], boundaries: Sequence[int]) -> Chain:
+        """The chain with its figures."""
+        ends = [*boundaries, len(self.flow.operators)]
+        compute = [self.compute_s(d, a, b) for d, a, b in zip(devices, [0, *boundaries], ends, strict=True)]
+        crossings = [self.crossing_bytes.get(position, 0) for position in boundaries]
+        hops = zip(devices, devices[1:], crossings, strict=False)
+        links = [self.link_s(*hop) for hop in hops] + [self.link_s(devices[-1], devices[0], 0)]
+        token_s, slowest_s = sum(compute) + sum(links), max(compute)
+        rate = self.at_once / max(token_s, self.at_once * slowest_s, 1e-9)
+        return Chain(
+            devices=tuple(devices),
+            boundaries=tuple(boundaries),
+            token_s=token_s,
+            tokens_per_s=rate,
+            at_once=self.at_once,
+        )
+
+
+def plan_chain(problem: ServingProblem, objective: Objective) -> Chain:
+    """The best chain that was found. FleetTooSmall where the model and the caches fit no chain."""
+    best: Chain | None = None
+    tables = {name: _Tables(problem, name) for name in problem.fleet.names}
+    grown: list[tuple[str, ...]] = [()]
+    for _ in range(min(MOST_STAGES, len(problem.fleet.names), len(problem.places))):
+        found: list[tuple[float, tuple[str, ...]]] = []
+        for before in grown:
+            for name in problem.fleet.names:
+                if name not in before:
+                    devices = (*before, name)
+                    chain, relaxed = _cut(problem, tables, devices, objective)
+                    found.append((relaxed, devices))
+                    if chain is not None and (best is None or _value(chain, objective) < _value(best, objective)):
+                        best = chain
+        grown = [devices for _, devices in sorted(found)[:BEAM]]
+    if best is None:
+        needed = format_size(problem.memory_bytes(0, len(problem.flow.operators)))
+        raise FleetTooSmall(
+            f"fleet {problem.fleet.name}: weights and the caches of {problem.at_once} requests of {problem.context} "
+            f"tokens take {needed}, and no chain of devices has the memory: fewer requests at once take less"
+        )
+    return best
+
+
+def chain_of_plan(problem: ServingProblem, devices: Sequence[str], stages: Sequence[int]) -> Chain:
+    """The chain of a training plan: `stages` is the stage of each operator. Stages without one are left out, and what
+    a stage would run before an operator of an earlier one, it runs behind it. UserError where a device has two."""
+    boundaries: list[int] = []
+    used = [stages[0]]
+    for position, stage in enumerate(stages):
+        if stage > used[-1]:
+            used.append(stage)
+            boundaries.append(position)
+    names = [devices[stage] for stage in used]
+    if len(set(names)) < len(names):
+        raise UserError("the run's plan has several stages on one device: --objective latency plans another chain")
+    return problem.priced(names, boundaries)
+
+
+def _value(chain: Chain, objective: Objective) -> tuple[float, float]:
+    return (chain.token_s, 0.0) if objective == "latency" else (-chain.tokens_per_s, chain.token_s)
+
+
+class _Tables:
+    """Of one device, by first and last place: what a stage takes."""
+
+    def __init__(self, problem: ServingProblem, device: str) -> None:
+        starts, ends = (0, *problem.places[:-1]), problem.places
+        room = problem.fleet.device(device).memory_bytes
+        self.compute_s = np.full((len(starts), len(ends)), np.inf)
+        self.fits = np.zeros((len(starts), len(ends)), dtype=bool)
+        for i, start in enumerate(starts):
+            for j, end in enumerate(ends):
+                if end > start:
+                    self.compute_s[i, j] = problem.compute_s(device, start, end)
+                    self.fits[i, j] = problem.memory_bytes(start, end) <= room
+
+
+def _cut(
+    problem: ServingProblem, tables: dict[str, _Tables], devices: tuple[str, ...], objective: Objective
+) -> tuple[Chain | None, float]:
+    """The best cuts of a chain; and its value if memory did not matter, for which it is grown."""
+    limits = [np.inf]
+    if objective == "throughput":
+        whole = [float(tables[name].compute_s[0, -1]) for name in devices]
+        limits += [max(whole) * (n + 1) / LIMITS / len(devices) for n in range(2 * LIMITS)]
+    best: Chain | None = None
+    relaxed = np.inf
+    for limit in limits:
+        for fits in (True, False):
+            boundaries = _least_latency(problem, tables, devices, limit, fits=fits)
+            if boundaries is None:
+                continue
+            chain = problem.priced(devices, boundaries)
+            value = chain.token_s if objective == "latency" else -chain.tokens_per_s
+            relaxed = min(relaxed, value)
+            if fits and (best is None or _value(chain, objective) < _value(best, objective)):
+                best = chain
+    return best, float(relaxed)
+
+
+def _least_latency(
+    problem: ServingProblem, tables: dict[str, _Tables], devices: tuple[str, ...], limit: float, *, fits: bool
+) -> list[int] | None:
+    """Boundaries for which a token passes soonest, with no stage above the limit; None where there are none."""
+    starts = (0, *problem.places[:-1])
+    reached: Costs = np.where(np.arange(len(starts)) == 0, 0.0, np.inf)
+    ended: Costs = reached
+    chosen: list[npt.NDArray[np.intp]] = []
+    for number, name in enumerate(devices):
+        table = tables[name]
+        allowed = (table.compute_s <= limit) & (table.fits if fits else True)
+        ways = reached[:, None] + np.where(allowed, table.compute_s, np.inf)
+        chosen.append(ways.argmin(axis=0))
+        ended = ways.min(axis=0)
+        if number == len(devices) - 1:
+            break
+        following = devices[number + 1]
+        sent = [problem.link_s(name, following, problem.crossing_bytes.get(end, 0)) for end in problem.places[:-1]]
+        reached = np.concatenate(([np.inf], ended[:-1] + np.array(sent)))
+    if not np.isfinite(ended[-1]):
+        return None
+    boundaries: list[int] = []
+    at = len(problem.places) - 1
+    for back in reversed(chosen[1:]):
+        at = int(back[at])  # the start of this stage: `starts[at]` is `places[at - 1]`
+        boundaries.append(starts[at])
+        at -= 1
+    return boundaries[::-1]

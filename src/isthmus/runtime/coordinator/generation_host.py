@@ -1,0 +1,351 @@
+"""The coordinator of a service that generates text: carries out what a `GenerationMachine` says, over connections."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from isthmus.errors import IsthmusError, PeerError
+from isthmus.fleet import Fleet
+from isthmus.graph import Flow, StageGraph, assign, partition
+from isthmus.graph.serving import POSITIONS
+from isthmus.job.served import Served, token_input
+from isthmus.planners.generation import Chain
+from isthmus.protocol.generation import (
+    CallToServe,
+    ChainPlanned,
+    DeliverToken,
+    EndServing,
+    ForgetPrompt,
+    GenerationEvent,
+    GenerationInstruction,
+    GenerationMachine,
+    HostEvent,
+    LoadStages,
+    NoChain,
+    PlanChain,
+    Prompt,
+    PromptCancelled,
+    PromptSubmitted,
+    RefusePrompt,
+    ReportLoss,
+    ServerArrived,
+    ServerLost,
+    ServingStopped,
+    StageUnable,
+    StartPrompt,
+)
+from isthmus.protocol.machine import FromDevice, OutOfPhase
+from isthmus.protocol.run_machine import TICK_S
+from isthmus.protocol.run_messages import Halt
+from isthmus.runtime.coordinator.backend import Session
+from isthmus.runtime.coordinator.run_callbacks import Address
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.assignment import Neighbour
+from isthmus.runtime.messages.generation import (
+    COORDINATOR,
+    ForgetPrompts,
+    GenerateStep,
+    NewPrompt,
+    ServeStage,
+    ServingReport,
+)
+from isthmus.runtime.messages.run import Heartbeat, JoinRun, ToDevice
+from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.lanes import SendLane
+from isthmus.runtime.transport.message_sender import headers_of, start_heartbeats
+
+START_S = 60.0
+"""How long a device may take to start a process, on a machine that is busy."""
+GRACE_S = 0.5
+"""So long a broken link waits for a better explanation: a device that is lost."""
+Answer = Callable[[int | None, bool, str], None]
+"""Takes a token and whether it is the last; or no token, and why there will be none. In the host's thread."""
+
+
+class ServingSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model is served."""
+
+    run: str
+    """The secret name under which devices come."""
+    timeout_s: float
+    threads: int
+    emulate: bool
+    """Whether devices and links play those of the fleet."""
+
+
+class ServingStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    chain: Chain
+    losses: int
+    """Devices that were lost."""
+
+
+class _Device(NamedTuple):
+    lane: SendLane
+    address: Address
+    has: set[str]
+    """Names of the variables that it was sent, of its newest stage."""
+
+
+class GenerationHost:
+    """Runs the machine in the thread that calls `serve`. Prompts may be submitted from any thread."""
+
+    def __init__(
+        self,
+        served: Served,
+        chain: Chain,
+        fleet: Fleet,
+        settings: ServingSettings,
+        plan: Callable[[Sequence[str]], Chain],
+        note: Callable[[str], None],
+    ) -> None:
+        """`plan` makes a chain of devices that are left; it raises UserError where there is none."""
+        self._served, self._flow = served, Flow(served.graph)
+        self._fleet = fleet
+        self._settings = settings
+        self._plan = plan
+        self._note = note
+        self._chain = chain
+        self._machine = GenerationMachine(chain.devices, fleet.names, at_once=chain.at_once)
+        self._inbox: queue.SimpleQueue[ReceivedMessage | HostEvent] = queue.SimpleQueue()
+        self._devices: dict[str, _Device] = {}
+        self._called_s: dict[str, float] = {}
+        self._broken: list[tuple[float, GenerationEvent]] = []
+        """Reports of broken links, and when they count."""
+        self._answers: dict[int, Answer] = {}
+        self._numbers = iter(range(1 << 62))
+        self._numbering = threading.Lock()
+        self.over = threading.Event()
+        """Set when nothing is answered any more."""
+        self._ended: str | None = None
+        self.ready = threading.Event()
+        """Set when the first stages are loaded."""
+        self.acceptor = Acceptor(
+            settings.run, fleet.names, on_message=self._inbox.put, guard=_guard, timeout_s=settings.timeout_s
+        )
+
+    # From any thread
+
+    def submit(self, prompt: Prompt, answer: Answer) -> int:
+        """Its number."""
+        with self._numbering:
+            number = next(self._numbers)
+        self._answers[number] = answer
+        self._inbox.put(PromptSubmitted(prompt=msgspec.structs.replace(prompt, number=number)))
+        if self.over.is_set():
+            self._refuse_all("the service has ended")
+        return number
+
+    def cancel(self, number: int) -> None:
+        self._answers.pop(number, None)
+        self._inbox.put(PromptCancelled(number=number))
+
+    def stop(self) -> None:
+        self._inbox.put(ServingStopped())
+
+    def statistics(self) -> ServingStatistics:
+        return ServingStatistics(chain=self._chain, losses=self._machine.losses)
+
+    # In its own thread
+
+    def serve(self, session: Session) -> None:
+        """Until it is stopped. PeerError when the last device that can serve is lost."""
+        self._session = session
+        start_heartbeats(self._settings.run, self._settings.timeout_s, self.over, self._lanes)
+        reason = "the service has failed"
+        try:
+            looked_s = 0.0
+            while self._ended is None:
+                self._take()
+                if time.monotonic() - looked_s >= TICK_S:
+                    looked_s = time.monotonic()
+                    self._look()
+            reason = self._ended
+            for device in self._devices.values():
+                device.lane.put(ToDevice(run=self._settings.run, body=Halt(epoch=self._machine.epoch)))
+                device.lane.close()
+        finally:
+            self.over.set()
+            self.acceptor.close()
+            self._refuse_all(reason or "the service was stopped")
+        if reason:
+            raise PeerError(reason)
+
+    def _lanes(self) -> list[SendLane]:
+        return [device.lane for device in list(self._devices.values())]
+
+    def _take(self) -> None:
+        try:
+            received = self._inbox.get(timeout=TICK_S)
+        except queue.Empty:
+            return
+        event = self._heard(received) if isinstance(received, tuple) else received
+        if event is not None:
+            self._handle(event)
+
+    def _look(self) -> None:
+        """Processes that have ended or do not come, and links that broke."""
+        for device, how in self._session.ended().items():
+            if device in self._machine.chain or device in self._devices:
+                self._drop(device, how)
+        for device in self._machine.chain:
+            called_s = self._called_s.setdefault(device, time.monotonic())
+            if device not in self._devices and time.monotonic() - called_s > START_S:
+                self._drop(device, f"did not come for {START_S:g} s")
+        due = [event for due_s, event in self._broken if due_s <= time.monotonic()]
+        self._broken = [entry for entry in self._broken if entry[1] not in due]
+        for event in due:
+            self._handle(event)
+
+    def _heard(self, received: ReceivedMessage) -> GenerationEvent | None:
+        device, message, _ = received
+        if isinstance(message, JoinRun):
+            return self._joined(device, message)
+        if device not in self._devices or isinstance(message, Heartbeat):
+            return None
+        if isinstance(message, ServingReport):
+            event = FromDevice(device, message.body)
+            if not isinstance(message.body, StageUnable):
+                return event
+            self._broken.append((time.monotonic() + GRACE_S, event))
+            return None
+        reason = "its connection closed" if message is None else str(message).removeprefix(f"device {device!r}: ")
+        self._drop(device, reason)
+        return None
+
+    def _joined(self, device: str, message: JoinRun) -> ServerArrived:
+        channel = self.acceptor.channel(device)
+        assert isinstance(channel, SocketChannel), "devices connect by sockets"
+        party = channel.party.id if channel.party is not None else ""
+        address = Address(message.host, message.port, party)
+        self._devices[device] = _Device(SendLane(channel, timeout_s=self._settings.timeout_s), address, set())
+        return ServerArrived(device=device)
+
+    def _drop(self, device: str, reason: str) -> None:
+        """It may come no more."""
+        self.acceptor.forget(device, permanent=True)
+        if (found := self._devices.pop(device, None)) is not None:
+            found.lane.close(0.0)
+        self._handle(ServerLost(device=device, reason=reason))
+
+    def _handle(self, event: GenerationEvent) -> None:
+        try:
+            instructions = self._machine.handle(event)
+        except OutOfPhase as e:
+            if not isinstance(event, FromDevice):
+                raise
+            self._drop(event.device, str(e))
+            return
+        for instruction in instructions:
+            self._carry_out(instruction)
+        if self._machine.phase == "serving":
+            self.ready.set()
+
+    def _carry_out(self, instruction: GenerationInstruction) -> None:
+        match instruction:
+            case CallToServe(device=device):
+                self._session.call(device)
+            case PlanChain():
+                self._handle(self._planned(instruction))
+            case LoadStages(epoch=epoch):
+                self._load(epoch)
+            case StartPrompt(prompt=prompt, made=made):
+                self._start(prompt, made)
+            case ForgetPrompt(number=number):
+                forget = ForgetPrompts(run=self._settings.run, epoch=self._machine.epoch, prompts=(number,))
+                for device in self._machine.chain:
+                    self._send(device, forget)
+            case DeliverToken(number=number, token=token, last=last):
+                answer = self._answers.pop(number, None) if last else self._answers.get(number)
+                if answer is not None:
+                    answer(token, last, "")
+            case RefusePrompt(number=number, reason=reason):
+                if (answer := self._answers.pop(number, None)) is not None:
+                    answer(None, True, reason)
+            case ReportLoss(text=text):
+                self._note(text)
+            case EndServing(reason=reason):
+                self._ended = reason
+
+    def _planned(self, wanted: PlanChain) -> ChainPlanned | NoChain:
+        try:
+            self._chain = self._plan(wanted.devices)
+        except IsthmusError as e:
+            return NoChain(reason=str(e), epoch=wanted.epoch)
+        self._note(f"stages on {' > '.join(self._chain.devices)}")
+        return ChainPlanned(devices=self._chain.devices, epoch=wanted.epoch)
+
+    def _load(self, epoch: int) -> None:
+        graphs = partition(self._flow, assign(self._flow, self._chain.boundaries))
+        for number, (name, graph) in enumerate(zip(self._chain.devices, graphs, strict=True)):
+            if (device := self._devices.get(name)) is None:
+                continue  # its loss is on the way
+            wanted = {op.target for op in graph.variables() if op.target != POSITIONS}
+            missing = {target: self._served.weights[target] for target in sorted(wanted - device.has)}
+            device.has.clear()
+            device.has.update(wanted)
+            message = ServeStage(
+                run=self._settings.run,
+                tensors=headers_of(missing),
+                epoch=epoch,
+                stage=number,
+                device=name,
+                graph=graph,
+                token_input=token_input(self._flow),
+                neighbours=self._neighbours(number, graphs),
+                flops_per_s=self._fleet.device(name).sustained_flops_per_s if self._settings.emulate else None,
+                threads=self._settings.threads,
+                timeout_s=self._settings.timeout_s,
+            )
+            device.lane.put(message, list(missing.values()))
+
+    def _neighbours(self, number: int, graphs: Sequence[StageGraph]) -> tuple[Neighbour, ...]:
+        others: set[int] = {c.source for c in graphs[number].receives} | {c.target for c in graphs[number].sends}
+        ends = {0, len(graphs) - 1}
+        others |= ends - {number} if number in ends else set()
+        here, found = self._chain.devices[number], list[Neighbour]()
+        for other in sorted(others):
+            there = self._chain.devices[other]
+            device = self._devices.get(there)
+            address = device.address if device is not None else Address("127.0.0.1", 0, "")
+            shape = self._fleet.link(here, there) if self._settings.emulate else None
+            found.append(
+                Neighbour(stage=other, device=there, host=address.host, port=address.port, id=address.id, shape=shape)
+            )
+        return tuple(found)
+
+    def _start(self, prompt: Prompt, made: Sequence[int]) -> None:
+        tokens = (*prompt.tokens, *made)
+        capacity = min(self._served.context, len(prompt.tokens) + prompt.sampling.max_tokens)
+        message = GenerateStep(
+            run=self._settings.run,
+            epoch=self._machine.epoch,
+            prompt=prompt.number,
+            source=COORDINATOR,
+            start=0,
+            count=len(tokens),
+            tokens=tokens,
+            new=NewPrompt(sampling=prompt.sampling, made=len(made), capacity=capacity),
+        )
+        self._send(self._machine.chain[0], message)
+
+    def _send(self, device: str, message: AnyMessage) -> None:
+        if (found := self._devices.get(device)) is not None:
+            found.lane.put(message)
+
+    def _refuse_all(self, reason: str) -> None:
+        for number in list(self._answers):
+            if (answer := self._answers.pop(number, None)) is not None:
+                answer(None, True, reason)
+
+
+def _guard(device: str, message: AnyMessage) -> None:
+    """Refuse what no device sends. Any thread."""
+    if not isinstance(message, ServingReport | Heartbeat) or message.tensors:
+        raise PeerError(f"sent {type(message).__name__} to the coordinator of a service")

@@ -1,0 +1,273 @@
+"""A device's side of a service that generates text: one stage, its neighbours, and the caches of prompts in flight.
+
+Everything but the links' lanes runs in the device's main thread: what links bring goes to its inbox as a callable.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from isthmus.accelerators import Accelerator
+from isthmus.accelerators.copies import to_host
+from isthmus.errors import PeerError, UserError
+from isthmus.graph.opgraph import Ref
+from isthmus.protocol.generation import PromptFailed, StageLoaded, StageReport, StageUnable, TokenGenerated
+from isthmus.runtime.device.coordinator_link import CoordinatorLink, in_one_line
+from isthmus.runtime.device.peer_connections import PeerConnections
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.generation import (
+    COORDINATOR,
+    GenerateStep,
+    NewPrompt,
+    ServeStage,
+    ServingOrder,
+    ServingReport,
+)
+from isthmus.runtime.messages.run import Heartbeat
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.lanes import SendLane
+from isthmus.runtime.transport.message_sender import headers_of, start_heartbeats
+from isthmus.training.generation import PromptCache, ServedStage, TokenChooser
+
+FORGOTTEN = 1024
+"""So many prompts that were cancelled are remembered: their first tokens may be on the way still."""
+
+
+class _Arrived(NamedTuple):
+    """What has come of a step, by source."""
+
+    new: NewPrompt | None
+    inputs: dict[Ref, Tensor]
+    sources: frozenset[int]
+
+
+class StageServer:
+    """Serves one stage after another, as chains change."""
+
+    def __init__(
+        self,
+        run: str,
+        peers: PeerConnections,
+        control: CoordinatorLink,
+        inbox: queue.SimpleQueue[object],
+        accelerator: Accelerator,
+    ) -> None:
+        self._run = run
+        self._peers = peers
+        self._control = control
+        self._inbox = inbox
+        self._accelerator = accelerator
+        self._weights: dict[str, Tensor] = {}
+        """Of the stage, and of no other."""
+        self._serving: _Serving | None = None
+
+    def follow(self, order: ServingOrder, tensors: Sequence[Tensor]) -> None:
+        """An order of the coordinator's."""
+        if isinstance(order, ServeStage):
+            self._weights |= {h.name: t for h, t in zip(order.tensors, tensors, strict=True)}
+            self._load(order)
+        elif self._serving is not None and order.epoch == self._serving.order.epoch:
+            if isinstance(order, GenerateStep):
+                self._serving.arrived(order, [])
+            else:
+                self._serving.forget(order.prompts)
+
+    def close(self) -> None:
+        if self._serving is not None:
+            self._serving.close()
+        self._serving = None
+
+    def _load(self, order: ServeStage) -> None:
+        self.close()
+        torch.set_num_threads(order.threads)
+        names = {op.target for op in order.graph.variables()}
+        self._weights = {name: value for name, value in self._weights.items() if name in names}
+        try:
+            channels = self._peers.connect(order, lambda: self._control.outdated(order.epoch))
+        except PeerError as e:
+            self._report(StageUnable(epoch=order.epoch, reason=in_one_line(e)))
+            return
+        stage = ServedStage(order.graph, self._weights, accelerator=self._accelerator)
+        self._serving = _Serving(order, stage, channels, self._inbox, self._report, self._failed)
+        self._report(StageLoaded(epoch=order.epoch))
+
+    def _failed(self, epoch: int, error: Exception) -> None:
+        """A link of the stage broke."""
+        if self._serving is None or epoch != self._serving.order.epoch:
+            return
+        self.close()
+        print(in_one_line(error), file=sys.stderr, flush=True)
+        self._report(StageUnable(epoch=epoch, reason=in_one_line(error)))
+
+    def _report(self, body: StageReport) -> None:
+        self._control.send(ServingReport(run=self._run, body=body))
+
+
+class _Running(NamedTuple):
+    """A prompt on this stage."""
+
+    cache: PromptCache
+    new: NewPrompt
+    chooser: TokenChooser | None
+    """Of the last stage."""
+
+
+class _Serving:
+    """One stage in one epoch."""
+
+    def __init__(
+        self,
+        order: ServeStage,
+        stage: ServedStage,
+        channels: Mapping[int, SocketChannel],
+        inbox: queue.SimpleQueue[object],
+        report: Callable[[StageReport], None],
+        failed: Callable[[int, Exception], None],
+    ) -> None:
+        """`failed` is called in the main thread, with the epoch."""
+        self.order = order
+        self._stage = stage
+        self._inbox = inbox
+        self._report = report
+        self._failed = failed
+        graph = stage.graph
+        self._crossing = {source: graph.received_from(source) for source in range(order.stage)}
+        self._sources = {c.source for c in graph.receives} or {COORDINATOR}
+        self._targets = sorted({c.target for c in graph.sends})
+        self._pending: dict[tuple[int, int], _Arrived] = {}
+        self._running: dict[int, _Running] = {}
+        self._forgotten: deque[int] = deque(maxlen=FORGOTTEN)
+        self._over = threading.Event()
+        self._channels = dict(channels)
+        self._lanes = {
+            n.stage: SendLane(channels[n.stage], shape=n.shape, timeout_s=order.timeout_s, on_error=self._broken)
+            for n in order.neighbours
+        }
+        start_heartbeats(order.run, order.timeout_s, self._over, self._lanes.values)
+        for source in self._channels:
+            threading.Thread(target=self._receive, args=(source,), name=f"receive {source}", daemon=True).start()
+
+    # In the links' threads
+
+    def _broken(self, error: Exception) -> None:
+        if not self._over.is_set():
+            self._inbox.put(partial(self._failed, self.order.epoch, error))
+
+    def _receive(self, source: int) -> None:
+        channel = self._channels[source]
+        idle_s = None  # who has not begun may still be loading: the coordinator knows
+        try:
+            while (received := channel.receive(partial(self._guard, source), idle_s)) is not None:
+                idle_s = self.order.timeout_s
+                if isinstance(received[0], GenerateStep):
+                    self._inbox.put(partial(self.arrived, *received))
+            raise PeerError(f"{channel.other}: closed the link")
+        except Exception as e:
+            self._broken(e)
+
+    def _guard(self, source: int, message: AnyMessage) -> None:
+        """Refuse what no neighbour sends, before its tensors are received."""
+        if message.run != self.order.run:
+            raise PeerError(f"a frame of run {message.run!r} arrived, expected {self.order.run!r}")
+        if isinstance(message, Heartbeat):
+            return
+        if not isinstance(message, GenerateStep) or (message.source, message.epoch) != (source, self.order.epoch):
+            raise PeerError(f"stage {source} sent {type(message).__name__} that is not of this chain")
+        expected = [(c.spec.dtype, c.spec.shape_at(message.count)) for c in self._crossing.get(source, ())]
+        if [(h.dtype, h.shape) for h in message.tensors] != expected:
+            raise PeerError(f"stage {source} sent other tensors than cross the cut")
+
+    # In the device's main thread
+
+    def arrived(self, step: GenerateStep, tensors: Sequence[Tensor]) -> None:
+        """New tokens of a prompt, or a part of what crosses to this stage."""
+        begins = step.new is not None and step.prompt not in self._forgotten
+        if self._over.is_set() or not (begins or step.prompt in self._running):
+            return
+        key = (step.prompt, step.start)
+        before = self._pending.pop(key, _Arrived(None, {}, frozenset()))
+        inputs = {c.value: t for c, t in zip(self._crossing.get(step.source, ()), tensors, strict=True)}
+        if step.tokens:
+            inputs[Ref(self.order.token_input)] = torch.tensor([step.tokens])
+        source = COORDINATOR if step.tokens else step.source
+        found = _Arrived(before.new or step.new, before.inputs | inputs, before.sources | {source})
+        if found.sources >= self._sources:
+            self._compute(step, found)
+        else:
+            self._pending[key] = found
+
+    def forget(self, prompts: Sequence[int]) -> None:
+        self._forgotten.extend(prompts)
+        for prompt in prompts:
+            self._running.pop(prompt, None)
+        self._pending = {key: found for key, found in self._pending.items() if key[0] not in prompts}
+
+    def _compute(self, step: GenerateStep, found: _Arrived) -> None:
+        began_s = time.monotonic()
+        if found.new is not None:
+            self._running[step.prompt] = self._begun(found.new)
+        out = self._stage.run(self._running[step.prompt].cache, step.start, found.inputs, step.count)
+        if self.order.flops_per_s is not None:
+            least_s = self._stage.flops(step.count) / self.order.flops_per_s
+            time.sleep(max(0.0, least_s - (time.monotonic() - began_s)))
+        for target in self._targets:
+            sent = {str(n): out[c.value] for n, c in enumerate(self._stage.graph.sent_to(target))}
+            self._send(target, step, found.new, to_host(self._stage.accelerator, sent))
+        if (loss := self._stage.graph.loss) is not None:
+            self._choose(step, out[loss])
+
+    def _begun(self, new: NewPrompt) -> _Running:
+        graph, chooser = self._stage.graph, None
+        if graph.loss is not None:
+            logits = next(op.outputs[graph.loss.index] for op in graph.ops if op.name == graph.loss.op)
+            chooser = TokenChooser(new.sampling, new.made, logits.shape_at(1)[-1])
+        return _Running(self._stage.cache(new.capacity), new, chooser)
+
+    def _send(self, target: int, step: GenerateStep, new: NewPrompt | None, tensors: Mapping[str, Tensor]) -> None:
+        message = self._step(step.prompt, step.start, step.count)
+        message = msgspec.structs.replace(message, new=new, tensors=headers_of(tensors))
+        self._lanes[target].put(message, list(tensors.values()))
+
+    def _step(self, prompt: int, start: int, count: int) -> GenerateStep:
+        order = self.order
+        return GenerateStep(
+            run=order.run, epoch=order.epoch, prompt=prompt, source=order.stage, start=start, count=count
+        )
+
+    def _choose(self, step: GenerateStep, logits: Tensor) -> None:
+        _, new, chooser = self._running[step.prompt]
+        assert chooser is not None, "the last stage chooses"
+        place, end = chooser.made, step.start + step.count
+        try:
+            token, last = chooser.choose(logits)
+        except UserError as e:
+            self._report(PromptFailed(epoch=self.order.epoch, prompt=step.prompt, reason=str(e)))
+            return
+        last = last or end + 1 >= new.capacity
+        made = TokenGenerated(epoch=self.order.epoch, prompt=step.prompt, place=place, token=token, last=last)
+        self._report(made)
+        following = msgspec.structs.replace(self._step(step.prompt, end, 1), tokens=(token,))
+        if last:
+            self.forget([step.prompt])
+        elif self.order.stage == 0:
+            self._inbox.put(partial(self.arrived, following, []))
+        else:
+            self._lanes[0].put(following)
+
+    def close(self) -> None:
+        self._over.set()
+        for lane in self._lanes.values():
+            lane.close(0.0)
+        for channel in self._channels.values():
+            channel.close()

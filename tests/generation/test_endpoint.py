@@ -1,0 +1,157 @@
+"""OpenAI's requests and answers, over a service that repeats the prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, cast
+
+import pytest
+from starlette.testclient import TestClient
+
+from isthmus.api.generation import ModelService, Piece
+from isthmus.data.tokenizer import ByteTokenizer
+from isthmus.endpoint.server import application
+from isthmus.errors import PeerError, UserError
+from isthmus.protocol.generation import Sampling
+
+
+class Parrot:
+    """Answers with the prompt, over and over."""
+
+    name, context, ends = "parrot", 64, (0,)
+
+    def __init__(self) -> None:
+        self.asked: list[Sampling] = []
+        self.cancelled = 0
+
+    def tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        found = tuple(prompt.encode()) if isinstance(prompt, str) else tuple(prompt)
+        if len(found) >= self.context:
+            raise UserError(f"prompt: got {len(found)} tokens")
+        return found
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        return self.tokens(ByteTokenizer().chat(messages)) if len(messages) > 1 else self.tokens(messages[0]["content"])
+
+    def stream(self, tokens: Sequence[int], sampling: Sampling) -> Generator[Piece]:
+        self.asked.append(sampling)
+        if tokens[0] == ord("!"):
+            raise PeerError("no device is left")
+        try:
+            for number in range(sampling.max_tokens):
+                token = tokens[number % len(tokens)]
+                last = number == sampling.max_tokens - 1 or token in self.ends
+                yield Piece(token, "" if token in self.ends else chr(token), last)
+                if last:
+                    return
+        except GeneratorExit:
+            self.cancelled += 1
+            raise
+
+
+def client_of(parrot: Parrot, host: str = "127.0.0.1:7435", key: str = "") -> TestClient:
+    return TestClient(application(cast("ModelService", parrot), port=7435, key=key), base_url=f"http://{host}")
+
+
+@pytest.fixture
+def parrot() -> Parrot:
+    return Parrot()
+
+
+def test_a_completion(parrot: Parrot) -> None:
+    asked = {"model": "parrot", "prompt": "abc", "max_tokens": 5, "temperature": 0, "user": "somebody"}
+    answer = client_of(parrot).post("/v1/completions", json=asked).json()
+    choice = {"index": 0, "finish_reason": "length", "logprobs": None, "text": "abcab"}
+    assert (answer["object"], answer["model"], answer["choices"]) == ("text_completion", "parrot", [choice])
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    assert parrot.asked == [Sampling(max_tokens=5, seed=parrot.asked[0].seed)]
+
+
+def test_several_prompts_and_tokens(parrot: Parrot) -> None:
+    asked = {"prompt": [[97, 98], [99]], "max_tokens": 3, "seed": 9, "top_p": 0.5, "top_k": 7}
+    answer = client_of(parrot).post("/v1/completions", json=asked).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["aba", "ccc"]
+    assert parrot.asked[0] == Sampling(max_tokens=3, temperature=1.0, top_p=0.5, top_k=7, seed=9)
+    echoed = client_of(parrot).post("/v1/completions", json={"prompt": "ab", "max_tokens": 2, "echo": True}).json()
+    assert echoed["choices"][0]["text"] == "abab"
+
+
+def _events(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_stream(parrot: Parrot) -> None:
+    asked = {"prompt": "abc", "max_tokens": 4, "stream": True}
+    answer = client_of(parrot).post("/v1/completions", json=asked)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    choices = [event["choices"][0] for event in _events(answer.text)]
+    assert [choice["text"] for choice in choices] == ["a", "b", "c", "a"]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, None, "length"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_and_cancels_the_rest(parrot: Parrot, stream: bool) -> None:
+    asked = {"prompt": "abcd", "max_tokens": 60, "stop": ["xyz", "da"], "stream": stream}
+    answer = client_of(parrot).post("/v1/completions", json=asked)
+    choices = [event["choices"][0] for event in _events(answer.text)] if stream else answer.json()["choices"]
+    assert "".join(choice["text"] for choice in choices) == "abc"
+    assert choices[-1]["finish_reason"] == "stop" and parrot.cancelled == 1
+
+
+def test_a_token_that_ends_texts_ends_the_answer(parrot: Parrot) -> None:
+    answer = client_of(parrot).post("/v1/completions", json={"prompt": [97, 98, 0, 99], "max_tokens": 9}).json()
+    assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("ab", "stop")
+
+
+def test_a_chat(parrot: Parrot) -> None:
+    asked: dict[str, object] = {"messages": [{"role": "user", "content": "hey"}], "max_tokens": 4}
+    answer = client_of(parrot).post("/v1/chat/completions", json=asked).json()
+    assert answer["object"] == "chat.completion"
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "heyh"}
+    streamed = client_of(parrot).post("/v1/chat/completions", json={**asked, "stream": True})
+    assert "".join(event["choices"][0]["delta"]["content"] for event in _events(streamed.text)) == "heyh"
+    without = client_of(parrot).post("/v1/chat/completions", json={"messages": asked["messages"]}).json()
+    assert without["usage"]["total_tokens"] == parrot.context
+
+
+def test_models(parrot: Parrot) -> None:
+    assert [model["id"] for model in client_of(parrot).get("/v1/models").json()["data"]] == ["parrot"]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "said"),
+    [
+        ("completions", {}, "prompt"),
+        ("completions", {"prompt": []}, "expected 1 to 64 prompts"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ("completions", {"prompt": "a", "temperature": -1}, "temperature"),
+        ("completions", {"prompt": "a", "n": 2}, "n: got 2, expected 1"),
+        ("completions", {"prompt": "a", "logprobs": 3}, "logprobs: is not supported"),
+        ("completions", {"prompt": "a", "echo": True, "stream": True}, "echo"),
+        ("completions", {"prompt": "a" * 64}, "got 64 tokens"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}] * 2}, "no chat template"),
+    ],
+)
+def test_bad_requests_get_a_line(parrot: Parrot, path: str, asked: dict[str, object], said: str) -> None:
+    answer = client_of(parrot).post(f"/v1/{path}", json=asked)
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+
+
+def test_a_lost_fleet_is_no_fault_of_the_request(parrot: Parrot) -> None:
+    answer = client_of(parrot).post("/v1/completions", json={"prompt": "!"})
+    assert answer.status_code == 503 and "no device is left" in answer.json()["error"]["message"]
+    streamed = client_of(parrot).post("/v1/completions", json={"prompt": "!", "stream": True})
+    assert "no device is left" in streamed.text and "[DONE]" not in streamed.text
+
+
+def test_who_is_refused(parrot: Parrot) -> None:
+    client = client_of(parrot)
+    assert client.get("/v1/models", headers={"host": "evil.example:7435"}).status_code == 403
+    assert client.get("/v1/models", headers={"origin": "http://evil.example"}).status_code == 403
+    guarded = client_of(parrot, "10.0.0.9:7435", "secret")
+    assert guarded.get("/v1/models").status_code == 401
+    assert guarded.get("/v1/models", headers={"authorization": "Bearer wrong"}).status_code == 401
+    assert guarded.get("/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200

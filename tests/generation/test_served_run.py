@@ -1,0 +1,181 @@
+"""A run's model served by processes, over emulated links; and what is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Generator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isthmus.api.generation import ModelService, ServingChoices, generate, prompts_of, sampling_of, served_run
+from isthmus.data.tokenizer import ByteTokenizer
+from isthmus.errors import UserError
+from isthmus.graph import Affine, Op, OpGraph, Ref, TensorSpec
+from isthmus.graph.captured import Captured
+from isthmus.graph.serving import ATTENTION, POSITIONS, check_attention
+from isthmus.graph.serving_capture import capture_serving
+from isthmus.job.served import Served, check_decoding
+from isthmus.protocol.generation import Sampling
+from isthmus.training.weights import initial_weights
+from tests.faults.real import pid_of
+
+from .runs import GPT2, by_transformers, finished_run
+
+PROMPTS = [(5, 77, 200, 31, 8), (99,), (1, 2, 3, 4, 5, 6, 7, 8, 9)]
+SAMPLINGS = [
+    Sampling(max_tokens=30),
+    Sampling(max_tokens=30, temperature=0.9, seed=3),
+    Sampling(max_tokens=30, temperature=1.4, top_k=40, top_p=0.9, seed=6),
+]
+
+
+def test_processes_generate_as_transformers_and_replace_a_device_that_is_lost(tmp_path: Path) -> None:
+    folder, module = finished_run(tmp_path / "run", "hf-gpt2", GPT2)
+    expected = [[by_transformers(module, prompt, how) for prompt in PROMPTS] for how in SAMPLINGS]
+    assert all(len(set(one)) > 5 for row in expected for one in row)
+    notes: list[str] = []
+    with served_run(folder, ServingChoices(at_once=2), notes.append) as service:
+        assert service.statistics.chain.devices == ("d0", "d1", "d2")
+        for how, row in zip(SAMPLINGS, expected, strict=True):
+            assert [answer.tokens for answer in generate(service, PROMPTS, how).answers] == row
+        halfway = threading.Barrier(2, action=lambda: os.kill(pid_of("d1"), signal.SIGKILL))
+        found: dict[int, list[int]] = {0: [], 1: []}
+
+        def ask(number: int) -> None:
+            for piece in service.stream(PROMPTS[number], SAMPLINGS[2]):
+                found[number].append(piece.token)
+                if len(found[number]) == 7:
+                    halfway.wait()
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in found]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [tuple(found[number]) for number in found] == expected[2][:2]
+        assert service.statistics.losses == 1 and "d1" not in service.statistics.chain.devices
+        stream = service.stream(PROMPTS[0], SAMPLINGS[0])
+        next(stream)
+        stream.close()  # the place of a cancelled request is free again
+        assert [answer.tokens for answer in generate(service, PROMPTS[:2], SAMPLINGS[0]).answers] == expected[0][:2]
+    assert any(note.startswith("lost d1: its ") for note in notes)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished_run(tmp_path_factory.mktemp("runs") / "run")[0]
+
+
+def refused(folder: Path, said: str) -> None:
+    with pytest.raises(UserError, match=said), served_run(folder, ServingChoices(), lambda _: None):
+        pass
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    refused(tmp_path, "not found, or not a run")
+
+
+def test_a_run_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    refused(tmp_path / "run", "no complete checkpoint")
+
+
+def test_another_kind_of_model_is_refused(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    job = msgspec.json.decode((run / "job.json").read_bytes())
+    job["model"] = {"name": "mlp"}
+    (tmp_path / "run" / "job.json").write_bytes(msgspec.json.encode(job))
+    refused(tmp_path / "run", "cannot be served: the forward of MLP takes no input_ids, position_ids")
+
+
+def attention(**given: object) -> OpGraph:
+    spec = TensorSpec("float32", (1, 2, Affine(1), 4), (8, 4, 8, 1))
+    held = tuple(Op(name=n, kind="placeholder", target=n, outputs=(spec,)) for n in "qkvm")
+    args = (Ref("q"), Ref("k"), Ref("v"))
+    op = Op(name="a", kind="operator", target=ATTENTION, args=args, kwargs=given, outputs=(spec,), module="h.0.attn")  # type: ignore[arg-type]
+    return OpGraph(name="g", mode="eval", ops=(*held, op), loss=Ref("a"))
+
+
+def test_attention_must_be_causal() -> None:
+    check_attention(attention(is_causal=True))
+    for bad in ({}, {"attn_mask": Ref("m")}, {"attn_mask": Ref("m"), "is_causal": True}):
+        with pytest.raises(UserError, match=r"attention in module 'h\.0\.attn' has a mask of its own"):
+            check_attention(attention(**bad))
+    without = msgspec.structs.replace(attention(), ops=attention().ops[:-1])
+    with pytest.raises(UserError, match="has no scaled_dot_product_attention"):
+        check_attention(without)
+
+
+class Looking(nn.Module):
+    """Attention is causal, but each token also takes the mean of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.table(input_ids)
+        heads = hidden.unflatten(-1, (2, 4)).transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        hidden = hidden + mixed.transpose(1, 2).flatten(2) + hidden.mean(dim=1, keepdim=True)
+        if position_ids is not None:
+            hidden = hidden + 0 * position_ids.unsqueeze(-1)
+        return {"logits": hidden @ self.table.weight.T}
+
+
+def test_a_model_that_looks_at_tokens_in_another_way_is_refused() -> None:
+    graph, constants, context = capture_serving(Looking, name="looking", dtype=torch.float32, trained=32)
+    torch.manual_seed(0)
+    module = Looking().eval()
+    captured = Captured(train=graph, eval=graph, constants=constants | {POSITIONS: torch.empty(0)})
+    served = Served(graph=graph, weights=initial_weights(lambda: module, captured, 0), context=context, step=0)
+    with pytest.raises(UserError, match="computed token by token its logits differ by"):
+        check_decoding(served, module, 1e-3)
+
+
+@pytest.fixture
+def service() -> Generator[ModelService]:
+    graph = attention()
+    logits = TensorSpec("float32", (1, 256), (256, 1))
+    graph = msgspec.structs.replace(
+        graph, ops=(*graph.ops[:-1], msgspec.structs.replace(graph.ops[-1], outputs=(logits,)))
+    )
+    served = Served(graph=graph, weights={}, context=16, step=0)
+    yield ModelService(None, served, ByteTokenizer(), "gpt")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", "got 0 tokens, expected 1 to 15"),
+        ("x" * 16, "got 16 tokens, expected 1 to 15"),
+        ([1, 256], "got token 256, the model has 0 to 255"),
+        ([-1], "got token -1"),
+    ],
+)
+def test_prompts_that_the_model_cannot_take(service: ModelService, given: str | list[int], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        service.tokens(given)
+
+
+def test_a_text_without_a_tokenizer_is_refused(service: ModelService) -> None:
+    without = ModelService(None, Served(graph=attention(), weights={}, context=9, step=0), None, "gpt")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="the run's data have no tokenizer"):
+        without.tokens("text")
+
+
+def test_what_the_command_reads() -> None:
+    assert prompts_of(["a"], ["1,2"]) == ["a", (1, 2)]
+    for texts, ids, said in (([], [], "got no prompt"), ([], ["1,x"], "got '1,x'")):
+        with pytest.raises(UserError, match=said):
+            prompts_of(texts, ids)
+    with pytest.raises(UserError, match="top_p"):
+        sampling_of(top_p=0.0)

@@ -1,0 +1,159 @@
+"""Which prompt runs when, and what happens when a device of a chain is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from isthmus.protocol.generation import (
+    RETRIES,
+    CallToServe,
+    ChainPlanned,
+    DeliverToken,
+    EndServing,
+    ForgetPrompt,
+    GenerationInstruction,
+    GenerationMachine,
+    LoadStages,
+    NoChain,
+    PlanChain,
+    Prompt,
+    PromptCancelled,
+    PromptFailed,
+    PromptSubmitted,
+    RefusePrompt,
+    ReportLoss,
+    Sampling,
+    ServerArrived,
+    ServerLost,
+    ServingStopped,
+    StageLoaded,
+    StageUnable,
+    StartPrompt,
+    TokenGenerated,
+)
+from isthmus.protocol.machine import FromDevice, OutOfPhase
+
+
+def prompt(number: int) -> Prompt:
+    return Prompt(number=number, tokens=(number, 1), sampling=Sampling(max_tokens=3))
+
+
+def token(place: int, of: int, last: bool = False, epoch: int = 0, device: str = "b") -> FromDevice[TokenGenerated]:
+    body = TokenGenerated(epoch=epoch, prompt=of, place=place, token=100 * of + place, last=last)
+    return FromDevice(device, body)
+
+
+def serving(at_once: int = 2) -> GenerationMachine:
+    """Stages on a and b; c is spare."""
+    machine = GenerationMachine(("a", "b"), ("a", "b", "c"), at_once=at_once)
+    assert machine.handle(ServerArrived(device="a")) == []
+    assert machine.handle(ServerArrived(device="b")) == [LoadStages(("a", "b"), 0)]
+    loaded(machine, "a", "b")
+    assert machine.phase == "serving"
+    return machine
+
+
+def loaded(machine: GenerationMachine, *devices: str) -> list[GenerationInstruction]:
+    found: list[GenerationInstruction] = []
+    for device in devices:
+        found += machine.handle(FromDevice(device, StageLoaded(epoch=machine.epoch)))
+    return found
+
+
+def test_so_many_prompts_run_at_once_and_others_wait_in_their_order() -> None:
+    machine = serving(at_once=2)
+    started = [machine.handle(PromptSubmitted(prompt=prompt(n))) for n in range(4)]
+    assert started == [[StartPrompt(prompt(0), ())], [StartPrompt(prompt(1), ())], [], []]
+    assert machine.handle(token(0, of=1)) == [DeliverToken(1, 100, last=False)]
+    assert machine.handle(token(1, of=1, last=True)) == [
+        DeliverToken(1, 101, last=True),
+        ForgetPrompt(1),
+        StartPrompt(prompt(2), ()),
+    ]
+    assert machine.handle(PromptCancelled(number=3)) == []
+    assert machine.handle(PromptCancelled(number=0)) == [ForgetPrompt(0)]
+    assert machine.handle(token(0, of=0)) == []
+
+
+def test_prompts_go_on_from_their_tokens_when_a_device_is_lost() -> None:
+    machine = serving()
+    for n in range(3):
+        machine.handle(PromptSubmitted(prompt=prompt(n)))
+    machine.handle(token(0, of=0))
+    machine.handle(token(1, of=0))
+    lost = machine.handle(ServerLost(device="b", reason="its process ended"))
+    assert isinstance(lost[0], ReportLoss) and lost[1:] == [PlanChain(("a", "c"), 1)]
+    assert machine.handle(token(2, of=0)) == [] and machine.stale == 1  # it was on its way
+    assert machine.handle(PromptSubmitted(prompt=prompt(3))) == []
+    assert machine.handle(ChainPlanned(devices=("c", "a"), epoch=1)) == [CallToServe("c")]
+    assert machine.handle(ServerArrived(device="c")) == [LoadStages(("c", "a"), 1)]
+    assert loaded(machine, "a", "c") == [StartPrompt(prompt(0), (0, 1)), StartPrompt(prompt(1), ())]
+    assert machine.handle(token(2, of=0, last=True, epoch=1, device="a")) == [
+        DeliverToken(0, 2, last=True),
+        ForgetPrompt(0),
+        StartPrompt(prompt(2), ()),
+    ]
+    assert machine.losses == 1
+
+
+def test_a_device_without_a_stage_is_lost_without_a_new_plan() -> None:
+    machine = serving()
+    assert machine.handle(ServerLost(device="c", reason="gone")) == []
+    assert machine.handle(ServerLost(device="b", reason="gone"))[1:] == [PlanChain(("a",), 1)]
+
+
+@pytest.mark.parametrize("last", [ServerLost(device="a", reason="gone"), NoChain(reason="no memory", epoch=2)])
+def test_without_a_chain_it_ends(last: ServerLost | NoChain) -> None:
+    machine = GenerationMachine(("a",), ("a", "b"), at_once=1)
+    machine.handle(ServerLost(device="a", reason="gone"))
+    machine.handle(ChainPlanned(devices=("b",), epoch=1))
+    if isinstance(last, NoChain):
+        machine = serving()
+        machine.handle(ServerLost(device="a", reason="gone"))
+        machine.handle(ServerLost(device="c", reason="gone"))
+        assert machine.handle(NoChain(reason="no memory", epoch=1)) == [EndServing("no memory")]
+    else:
+        (ended,) = machine.handle(ServerLost(device="b", reason="gone"))
+        assert isinstance(ended, EndServing) and "no device is left" in ended.reason
+    assert machine.phase == "over"
+
+
+def test_a_broken_link_loads_the_same_stages_again_a_few_times() -> None:
+    machine = serving()
+    machine.handle(PromptSubmitted(prompt=prompt(0)))
+    for epoch in range(RETRIES):
+        broken = FromDevice("a", StageUnable(epoch=epoch, reason="link lost"))
+        assert machine.handle(broken)[1:] == [LoadStages(("a", "b"), epoch + 1)]
+    broken = FromDevice("a", StageUnable(epoch=RETRIES, reason="link lost"))
+    (ended,) = machine.handle(broken)
+    assert isinstance(ended, EndServing) and "link lost" in ended.reason
+
+
+def test_a_token_between_two_broken_links_starts_the_count_again() -> None:
+    machine = serving()
+    machine.handle(PromptSubmitted(prompt=prompt(0)))
+    for n in range(2 * RETRIES):
+        machine.handle(FromDevice("a", StageUnable(epoch=n, reason="link lost")))
+        loaded(machine, "a", "b")
+        machine.handle(token(n, of=0, epoch=n + 1))
+    assert machine.phase == "serving"
+
+
+def test_a_prompt_whose_logits_are_not_finite_is_refused_alone() -> None:
+    machine = serving(at_once=1)
+    for n in range(2):
+        machine.handle(PromptSubmitted(prompt=prompt(n)))
+    failed = FromDevice("b", PromptFailed(epoch=0, prompt=0, reason="not finite"))
+    assert machine.handle(failed) == [
+        RefusePrompt(0, "not finite"),
+        ForgetPrompt(0),
+        StartPrompt(prompt(1), ()),
+    ]
+
+
+def test_tokens_before_stages_are_loaded_are_out_of_phase() -> None:
+    machine = GenerationMachine(("a",), ("a",), at_once=1)
+    machine.handle(ServerArrived(device="a"))
+    with pytest.raises(OutOfPhase):
+        machine.handle(token(0, of=0, device="a"))
+    assert machine.handle(ServingStopped()) == [EndServing("")]
