@@ -13,7 +13,7 @@ import torch
 
 from isthmus.graph.allowlist import ALLOWED
 
-PROTOCOL = 19
+PROTOCOL = 20
 """Of the messages. Raised whenever one of them changes."""
 _PROCESSORS = {"amd64": "x86_64", "arm64": "aarch64"}
 
