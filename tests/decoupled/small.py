@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from isthmus.api.replica_simulation import DecoupledSimulation, FragmentBytes, ReplicaModel, SimulatedReplicas
 from isthmus.cost import SyncPolicy
 from isthmus.data import DataSpec, load_dataset
 from isthmus.experiments import OptimizerConfig
@@ -17,7 +18,6 @@ from isthmus.protocol.decoupled_events import MergeRules
 from isthmus.runtime.decoupled.run import merge_rules
 from isthmus.runtime.decoupled.together import ReplicasTogether
 from isthmus.simulator import Fault
-from isthmus.simulator.decoupled import DecoupledSimulation, FragmentBytes, ReplicaModel, SimulatedReplicas
 
 NAMES = ("a", "b", "c", "d")
 STEP_S = (0.4, 0.4, 0.2, 0.1)

@@ -83,5 +83,5 @@ def test_a_change_that_a_lost_connection_took_away_is_given_again() -> None:
 
 
 def test_more_fragments_than_layers_are_refused() -> None:
-    with pytest.raises(UserError, match="sync.decoupled.fragments: got 99, expected at most"):
+    with pytest.raises(UserError, match="fragments: got 99, expected at most"):
         fragments_of(seeded_model(job_of()), 99)

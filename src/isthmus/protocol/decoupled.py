@@ -78,6 +78,8 @@ MERGER = Transitions(
 )
 _INTERVAL_DECAY = 0.5
 """Weight of the newest time between two merges in their mean."""
+_SHORTEST_S = 1e-3
+"""Between two looks at a merge that could not end."""
 _PATIENCE = 2.0
 """Times between two merges after which a quorum counts only replicas that show life."""
 
@@ -120,6 +122,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         self._expected: set[str] = set()
         """Those of them that it waits for."""
         self._answered: set[str] = set()
+        self._has_quorum = False
         self._held: list[dict[str, Contribution]] = [{} for _ in range(rules.fragments)]
         """Contributions that are not merged yet, by fragment and replica."""
         self.late = 0
@@ -178,8 +181,8 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
 
     def _stepped(self, replica: str, made: StepsMade) -> Out:
         member = self._members[replica]
+        self.samples += made.samples * max(1, made.steps - member.steps)  # also those made without a connection
         member.steps, member.shows_life = made.steps, True
-        self.samples += made.samples
         if replica in self._invited:
             self._expected.add(replica)  # it will answer: what it was asked is on its way
         return self._next() if self._phase == "training" else []
@@ -207,7 +210,8 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         for member in self._members.values():
             member.shows_life = False
         self._phase = "closing" if last else "collecting"
-        self.due_s = self._now_s + self._grace_s if last else None
+        self._has_quorum = False
+        self.due_s = self._now_s + (self._grace_s if last else _PATIENCE * self._interval_s)
         return [AskReplica(name, self._asked) for name in self.connected]
 
     @property
@@ -264,8 +268,10 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         complete = self._expected <= given
         enough = grace_is_over and len(given) >= self._needed
         if not given or not (complete or enough):
-            if grace_is_over or (self.due_s is None and len(given) >= self._needed):
-                self.due_s = self._now_s + max(self._grace_s, 1e-3)
+            reached = len(given) >= self._needed and not self._has_quorum
+            if grace_is_over or reached:
+                self._has_quorum |= reached
+                self.due_s = self._now_s + max(self._grace_s, _SHORTEST_S)
             return []
         asked, self._asked, self.due_s = self._asked, None, None
         self._invited, self._expected = set(), set()

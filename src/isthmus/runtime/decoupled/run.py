@@ -18,8 +18,8 @@ from isthmus.job import Job
 from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.decoupled_events import FinishMerges, MergeRules
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
-from isthmus.runtime.decoupled.together import merged_fragments
 from isthmus.runtime.decoupled.replica import ReplicaPlace, serve_replica
+from isthmus.runtime.decoupled.together import merged_fragments
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer, check_model, delta_codec, seeded_model
 from isthmus.runtime.processes.forked import Forked
 from isthmus.runtime.processes.signals import Stop

@@ -112,6 +112,8 @@ class _Replica:
         self.given: dict[int, tuple[int, int]] = {}
         """By fragment, merge and samples of a contribution whose fate is not known."""
         self.taken: list[Taken] = []
+        self.steps = 0
+        """Of this process: known before the machine counts the step, when it is told what came meanwhile."""
         self.there = self.connected = False
         self.life = 0
         """How many processes there were: what an earlier one had under way is void."""
@@ -174,7 +176,7 @@ class DecoupledSimulation:
         one.there, one.life = True, one.life + 1
         one.machine = DecoupledReplica(self._machine.rules.fragments)
         one.received.clear()
-        one.samples, one.given, one.taken = [0] * len(one.samples), {}, []
+        one.samples, one.given, one.taken, one.steps = [0] * len(one.samples), {}, [], 0
         if self._computing is not None:
             self._computing.start(name)
         self._connect(one)
@@ -324,6 +326,7 @@ class DecoupledSimulation:
                 self._clock.at(one.step_ends_s, one.model.name, partial(self._stepped, one, life, samples))
             return
         loss = None if self._computing is None else self._computing.step(one.model.name, samples)
+        one.steps += 1
         one.samples = [before + one.model.samples for before in one.samples]
         self._hear(one)
         self._act(one, StepEnded(samples=one.model.samples, loss=loss))
@@ -333,7 +336,7 @@ class DecoupledSimulation:
         one.samples[sent.fragment] -= samples if number == sent.included else 0
         if sent.first or number == sent.included:
             one.given.pop(sent.fragment, None)
-        one.taken.append(Taken(fragment=sent.fragment, merge=sent.merge, steps=one.machine.steps))
+        one.taken.append(Taken(fragment=sent.fragment, merge=sent.merge, steps=one.steps))
         if self._computing is not None:
             self._computing.take(one.model.name, sent)
 
@@ -348,7 +351,7 @@ class DecoupledSimulation:
             body = Contributed(
                 merge=collect.merge,
                 fragments=fragments,
-                steps=one.machine.steps,
+                steps=one.steps,
                 samples=samples,
                 taken=tuple(one.taken),
             )
