@@ -45,7 +45,7 @@ def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop)
             observer.note(f"run folder: {folder.path}")
             for name, seconds in step_s.items():
                 observer.note(f"{name}: {job.training.batch_size // len(step_s)} samples in {format_duration(seconds)}")
-            outcome = run.run(step_s if job.runtime.emulate else {}, watch.told, stop)
+            outcome = run.run(step_s if job.runtime.emulate else {}, watch.callbacks, stop)
             watch.end(outcome)
         if outcome.finish.outcome == "lost":
             raise PeerError(outcome.finish.reason)
@@ -82,7 +82,7 @@ class _Watch:
         self._heldout = load_dataset(job.data, "heldout") if job.evaluates else None
         self._step = self._evaluated = 0
         self._losses: list[float] = []
-        self.told = MergerWatch(stepped=self._stepped, merged=self._merged, note=observer.note)
+        self.callbacks = MergerWatch(stepped=self._stepped, merged=self._merged, note=observer.note)
         write_json(folder.path / FLEET, fleet)
         write_json(folder.path / JOB, job)
 

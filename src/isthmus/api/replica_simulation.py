@@ -113,7 +113,7 @@ class _Replica:
         """By fragment, merge and samples of a contribution whose fate is not known."""
         self.taken: list[Taken] = []
         self.steps = 0
-        """Of this process: known before the machine counts the step, when it is told what came meanwhile."""
+        """Of this process. The machine counts a step later, after what came during it."""
         self.there = self.connected = False
         self.life = 0
         """How many processes there were: what an earlier one had under way is void."""
@@ -296,9 +296,9 @@ class DecoupledSimulation:
     def _receive(self, one: _Replica, order: ReplicaOrder | LinkLost) -> None:
         one.received.append(order)
         if one.machine.phase != "training":
-            self._hear(one)
+            self._handle_received(one)
 
-    def _hear(self, one: _Replica) -> None:
+    def _handle_received(self, one: _Replica) -> None:
         while one.received:
             self._act(one, one.received.popleft())
 
@@ -328,7 +328,7 @@ class DecoupledSimulation:
         loss = None if self._computing is None else self._computing.step(one.model.name, samples)
         one.steps += 1
         one.samples = [before + one.model.samples for before in one.samples]
-        self._hear(one)
+        self._handle_received(one)
         self._act(one, StepEnded(samples=one.model.samples, loss=loss))
 
     def _take(self, one: _Replica, sent: FragmentSent) -> None:

@@ -80,7 +80,7 @@ _INTERVAL_DECAY = 0.5
 """Weight of the newest time between two merges in their mean."""
 _SHORTEST_S = 1e-3
 """Between two looks at a merge that could not end."""
-_PATIENCE = 2.0
+_QUORUM_TIMEOUT = 2.0
 """Times between two merges after which a quorum counts only replicas that show life."""
 
 
@@ -211,7 +211,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
             member.shows_life = False
         self._phase = "closing" if last else "collecting"
         self._has_quorum = False
-        self.due_s = self._now_s + (self._grace_s if last else _PATIENCE * self._interval_s)
+        self.due_s = self._now_s + (self._grace_s if last else _QUORUM_TIMEOUT * self._interval_s)
         return [AskReplica(name, self._asked) for name in self.connected]
 
     @property
@@ -246,7 +246,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
     def _needed(self) -> int:
         """The quorum, or as many as are at work if those are fewer."""
         there = {name for name in self.connected if self._members[name].shows_life} | self._given
-        if self._now_s - self._announced_s < _PATIENCE * self._interval_s:
+        if self._now_s - self._announced_s < _QUORUM_TIMEOUT * self._interval_s:
             there |= self._expected
         return max(1, min(self.rules.quorum, len(there)))
 

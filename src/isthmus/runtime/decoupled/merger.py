@@ -52,7 +52,7 @@ HALT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class MergerWatch:
-    """Who is told what. Called in the merger's thread."""
+    """Callbacks, in the merger's thread."""
 
     stepped: Callable[[str, StepsMade, int, float], None]
     """Replica, step, samples of all replicas so far, seconds since the run began."""
@@ -179,9 +179,9 @@ class MergerHost:
         except queue.Empty:
             return
         self._handle(ClockRead(now_s=self.now_s))
-        self._hear(*received)
+        self._on_message(*received)
 
-    def _hear(self, replica: str, message: AnyMessage | Exception | None, tensors: list[Tensor]) -> None:
+    def _on_message(self, replica: str, message: AnyMessage | Exception | None, tensors: list[Tensor]) -> None:
         match message:
             case JoinRun():
                 self._join(replica)

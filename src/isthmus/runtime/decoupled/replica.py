@@ -140,10 +140,10 @@ class ReplicaProcess:
         self._over = False
 
     def run(self) -> None:
-        """Until the run is over. Raises what training raised, after the merger was told."""
+        """Until the run is over. The merger gets the error of training, which is then raised."""
         try:
             while not self._over:
-                self._hear(wait=self._train is None)
+                self._receive(wait=self._train is None)
                 if (train := self._train) is not None:
                     self._train = None
                     self._step(train)
@@ -155,7 +155,7 @@ class ReplicaProcess:
         finally:
             self._link.close()
 
-    def _hear(self, *, wait: bool) -> None:
+    def _receive(self, *, wait: bool) -> None:
         """What came since the last step; at least one message if `wait`."""
         while wait or not self._link.received.empty():
             event, tensors = self._link.received.get()
@@ -166,7 +166,7 @@ class ReplicaProcess:
         began_s = time.monotonic()
         loss = self._trainer.step(train.samples)
         sleep_until(began_s + self._place.step_s)
-        self._hear(wait=False)
+        self._receive(wait=False)
         if not self._over:
             self._handle(StepEnded(samples=self._trainer.samples, loss=loss if math.isfinite(loss) else None), [])
 
