@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import isthmus
 import msgspec
+
+import isthmus
 from isthmus.cost import SyncPolicy
 from isthmus.data import DataSpec
 from isthmus.experiments import LearningRate, OptimizerConfig

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import isthmus
 import msgspec
 import torch
+from jobs import PERIOD, SHARES
+from torch import Tensor, nn
+
+import isthmus
 from isthmus.api.decoupled import step_times
 from isthmus.api.decoupled_simulation import fragment_bytes, replica_models
 from isthmus.api.replica_simulation import DecoupledSimulation
@@ -14,15 +17,13 @@ from isthmus.cost import PlanLayout, build_replicas
 from isthmus.data import Dataset, SampleOrder, load_dataset
 from isthmus.fleet import Fleet, resolve_fleet
 from isthmus.job import prepare
-from isthmus.protocol.decoupled_events import Merge
+from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.decoupled.run import merge_rules
 from isthmus.runtime.decoupled.together import ReplicasTogether
 from isthmus.runtime.decoupled.trainer import heldout_loss, seeded_model, split_outputs
 from isthmus.simulator import Fault
 from isthmus.training.decoupled import fragments_of
 from isthmus.training.optim import Optimizers, OuterStep, clip, gradient_norms
-from jobs import PERIOD, SHARES
-from torch import Tensor, nn
 
 POINTS = 10
 """Evaluations of a run."""
@@ -68,11 +69,11 @@ class _Evaluated(ReplicasTogether):
     def __init__(self, job: isthmus.Job, data: Dataset, heldout: Dataset, fleet: Fleet) -> None:
         super().__init__(job, data, fleet.names)
         self.points: list[tuple[int, int, float]] = []
-        """Merge, samples, loss."""
+        """MergeChanges, samples, loss."""
         self._job, self._heldout, self._model = job, heldout, seeded_model(job)
         self._done = 0
 
-    def merge(self, merge: Merge) -> None:
+    def merge(self, merge: MergeChanges) -> None:
         super().merge(merge)
         training = self._job.training
         whole = training.steps * training.batch_size
@@ -167,7 +168,12 @@ def _outer(job: isthmus.Job, replicas: Sequence[_Replica], weights: Sequence[flo
     def average(step: int) -> None:
         if (step + 1) % PERIOD == 0:
             deltas = [outer.deltas([p.detach() for p in replica.parameters]) for replica in replicas]
-            outer.step([sum((w * d for d, w in zip(ds, weights, strict=True)), torch.zeros_like(ds[0])) for ds in zip(*deltas, strict=True)])
+            outer.step(
+                [
+                    sum((w * d for d, w in zip(ds, weights, strict=True)), torch.zeros_like(ds[0]))
+                    for ds in zip(*deltas, strict=True)
+                ]
+            )
             for replica in replicas:
                 outer.mix_into([p.data for p in replica.parameters])
 

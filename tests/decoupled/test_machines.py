@@ -15,11 +15,11 @@ from isthmus.protocol.decoupled_events import (
     NEVER,
     AskReplica,
     ClockRead,
-    Collect,
+    CollectChanges,
     Contributed,
     FinishMerges,
     FragmentSent,
-    Merge,
+    MergeChanges,
     MergerInstruction,
     ReplicaJoined,
     ReplicaLost,
@@ -63,7 +63,7 @@ class Host:
 
 def merged(found: list[MergerInstruction]) -> list[tuple[str, int, int]]:
     """Replica, number and samples of all contributions in the only fragment."""
-    (merge,) = [one for one in found if isinstance(one, Merge)]
+    (merge,) = [one for one in found if isinstance(one, MergeChanges)]
     return [(c.replica, c.number, c.samples) for c in merge.fragments[0].contributions]
 
 
@@ -155,9 +155,9 @@ def test_a_slow_link_gets_the_newest_version_whole_and_an_end_first() -> None:
     assert delivery.next() == FragmentSent(fragment=0, merge=1, whole=False, included=1, first=False, samples=32)
     delivery.publish(0, 2, 64)
     delivery.publish(0, 3, 96)
-    delivery.ask(Collect(merge=4, fragments=(0,)))
+    delivery.ask(CollectChanges(merge=4, fragments=(0,)))
     assert delivery.next() == FragmentSent(fragment=0, merge=3, whole=True, included=1, first=False, samples=96)
-    assert delivery.next() == Collect(merge=4, fragments=(0,))
+    assert delivery.next() == CollectChanges(merge=4, fragments=(0,))
     delivery.publish(0, 4, 128)
     delivery.halt(Halt())
     assert delivery.next() == Halt()

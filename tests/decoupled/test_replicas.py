@@ -8,7 +8,7 @@ import torch
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.plans import OuterOptimizer
-from isthmus.protocol.decoupled_events import Merge
+from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.decoupled.record import replay
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer, seeded_model
 from isthmus.simulator import Fault
@@ -40,7 +40,7 @@ def test_a_replay_from_the_record_gives_the_same_bits(codec: str) -> None:
 def test_a_record_of_other_replicas_is_refused() -> None:
     job = job_of()
     run, _ = computed(job)
-    merges: list[Merge] = [merge for _, merge in run.merges]
+    merges: list[MergeChanges] = [merge for _, merge in run.merges]
     with pytest.raises(UserError, match="got contributions of d"):
         replay(job, load_dataset(job.data, "train"), NAMES[:3], merges)
 

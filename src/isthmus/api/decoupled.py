@@ -18,7 +18,7 @@ from isthmus.data import load_dataset
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, prepare
-from isthmus.protocol.decoupled_events import Merge, StepsMade
+from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.run_files import JOB, write_json
 from isthmus.runtime.decoupled.merger import MergerWatch
 from isthmus.runtime.decoupled.record import MergeLine, merges_file
@@ -97,7 +97,7 @@ class _Watch:
             self._folder.log(LossPoint(step=step, loss=known))
             self._observer.stepped(StepDone(step=step, steps=training.steps, loss=known))
 
-    def _merged(self, merge: Merge, seconds: float) -> None:
+    def _merged(self, merge: MergeChanges, seconds: float) -> None:
         self._merges.add(MergeLine(seconds=seconds, merge=merge))
         every = self._job.training.eval_every
         step = merge.samples // self._job.training.batch_size

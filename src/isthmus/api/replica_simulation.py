@@ -17,13 +17,13 @@ from isthmus.protocol.decoupled_events import (
     NEVER,
     AskReplica,
     ClockRead,
-    Collect,
+    CollectChanges,
     Contribute,
     Contributed,
     FinishMerges,
     FragmentSent,
     LinkLost,
-    Merge,
+    MergeChanges,
     MergerEvent,
     MergeRules,
     ReplicaEvent,
@@ -32,8 +32,8 @@ from isthmus.protocol.decoupled_events import (
     ReplicaOrder,
     StepEnded,
     StepsMade,
-    Taken,
     Train,
+    VersionTaken,
 )
 from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.protocol.machine import FromDevice
@@ -53,7 +53,7 @@ class Computing(Protocol):
     def step(self, replica: str, samples: int) -> float: ...
     def take(self, replica: str, sent: FragmentSent) -> None: ...
     def give(self, replica: str, fragment: int, number: int) -> None: ...
-    def merge(self, merge: Merge) -> None: ...
+    def merge(self, merge: MergeChanges) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class FragmentBytes:
 class SimulatedReplicas:
     """A whole run."""
 
-    merges: list[tuple[float, Merge]] = field(default_factory=list[tuple[float, Merge]])
+    merges: list[tuple[float, MergeChanges]] = field(default_factory=list[tuple[float, MergeChanges]])
     steps: list[tuple[float, str, StepsMade]] = field(default_factory=list[tuple[float, str, StepsMade]])
     """When the merger heard of each."""
     notes: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
@@ -111,7 +111,7 @@ class _Replica:
         """Trained on since the last contribution that was merged; used where nothing is computed."""
         self.given: dict[int, tuple[int, int]] = {}
         """By fragment, merge and samples of a contribution whose fate is not known."""
-        self.taken: list[Taken] = []
+        self.taken: list[VersionTaken] = []
         self.steps = 0
         """Of this process. The machine counts a step later, after what came during it."""
         self.there = self.connected = False
@@ -235,7 +235,7 @@ class DecoupledSimulation:
                 match instruction:
                     case AskReplica(replica=replica, collect=collect):
                         self._replicas[replica].delivery.ask(collect)
-                    case Merge():
+                    case MergeChanges():
                         self._merge(instruction)
                     case Note(text=text):
                         self._result.notes.append((self._clock.now_s, text))
@@ -256,7 +256,7 @@ class DecoupledSimulation:
             self._due_s = None
             self._decide(ClockRead(now_s=max(due_s, self._clock.now_s)))
 
-    def _merge(self, merge: Merge) -> None:
+    def _merge(self, merge: MergeChanges) -> None:
         self._result.merges.append((self._clock.now_s, merge))
         if self._computing is not None:
             self._computing.merge(merge)
@@ -336,11 +336,11 @@ class DecoupledSimulation:
         one.samples[sent.fragment] -= samples if number == sent.included else 0
         if sent.first or number == sent.included:
             one.given.pop(sent.fragment, None)
-        one.taken.append(Taken(fragment=sent.fragment, merge=sent.merge, steps=one.steps))
+        one.taken.append(VersionTaken(fragment=sent.fragment, merge=sent.merge, steps=one.steps))
         if self._computing is not None:
             self._computing.take(one.model.name, sent)
 
-    def _contribute(self, one: _Replica, collect: Collect) -> None:
+    def _contribute(self, one: _Replica, collect: CollectChanges) -> None:
         fragments = tuple(f for f in collect.fragments if collect.last or f not in one.given)
         for fragment in fragments:
             one.given[fragment] = collect.merge, one.samples[fragment]

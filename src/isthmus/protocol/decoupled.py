@@ -18,11 +18,11 @@ from typing import Literal
 from isthmus.protocol.decoupled_events import (
     AskReplica,
     ClockRead,
-    Collect,
+    CollectChanges,
     Contributed,
     Contribution,
     FinishMerges,
-    Merge,
+    MergeChanges,
     MergedFragment,
     MergerEvent,
     MergerInstruction,
@@ -116,7 +116,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         """Of all replicas, when the newest merge was announced."""
         self._turn = 0
         """The fragment of the next merge."""
-        self._asked: Collect | None = None
+        self._asked: CollectChanges | None = None
         self._invited: set[str] = set()
         """Those that were asked for a contribution to the open merge."""
         self._expected: set[str] = set()
@@ -203,7 +203,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         lately_s = self._now_s - self._announced_s
         self._interval_s += (lately_s - self._interval_s) * (_INTERVAL_DECAY if self.merge > 1 else 1.0)
         self._announced_s, self._merged_samples = self._now_s, self.samples
-        self._asked = Collect(merge=self.merge, fragments=fragments, last=last)
+        self._asked = CollectChanges(merge=self.merge, fragments=fragments, last=last)
         self._invited = set(self.connected)
         self._expected = {name for name in self.connected if self._members[name].shows_life}
         self._answered = set()
@@ -275,7 +275,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
             return []
         asked, self._asked, self.due_s = self._asked, None, None
         self._invited, self._expected = set(), set()
-        merged = Merge(
+        merged = MergeChanges(
             merge=asked.merge,
             fragments=tuple(map(self._taken_out, asked.fragments)),
             samples=self.samples,

@@ -6,7 +6,7 @@ newest one whole.
 
 from __future__ import annotations
 
-from isthmus.protocol.decoupled_events import NEVER, Collect, FragmentSent, ReplicaOrder
+from isthmus.protocol.decoupled_events import NEVER, CollectChanges, FragmentSent, ReplicaOrder
 from isthmus.protocol.run_messages import Halt
 
 
@@ -21,7 +21,7 @@ class Delivery:
         """The version that each newest one was made from."""
         self._included = [NEVER] * fragments
         self._samples = [0] * fragments
-        self._asked: Collect | None = None
+        self._asked: CollectChanges | None = None
         self._halt: Halt | None = None
 
     def publish(self, fragment: int, merge: int, samples: int, included: int = NEVER) -> None:
@@ -36,7 +36,7 @@ class Delivery:
         self._sent = [NEVER] * len(self._sent)
         self._asked = None
 
-    def ask(self, collect: Collect) -> None:
+    def ask(self, collect: CollectChanges) -> None:
         self._asked = collect
 
     def halt(self, halt: Halt) -> None:

@@ -49,7 +49,7 @@ class StepsMade(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unkn
     """None for one that is not a number."""
 
 
-class Taken(msgspec.Struct, frozen=True, array_like=True):
+class VersionTaken(msgspec.Struct, frozen=True, array_like=True):
     """A fragment's version that a replica took, and how many steps it had made."""
 
     fragment: Count
@@ -65,7 +65,7 @@ class Contributed(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_un
     steps: Count
     samples: tuple[Count, ...]
     """Of each fragment: trained on since the last contribution that was merged."""
-    taken: tuple[Taken, ...] = ()
+    taken: tuple[VersionTaken, ...] = ()
     """Versions since the newest contribution that it knows to be merged."""
     taken_before: Count = 0
     """How many it took before those."""
@@ -77,7 +77,7 @@ ReplicaReport = StepsMade | Contributed
 # Merger to replica
 
 
-class Collect(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class CollectChanges(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Contribute after the present step."""
 
     merge: Count
@@ -101,7 +101,7 @@ class FragmentSent(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_u
     """Of all replicas until then: the learning rate follows it."""
 
 
-ReplicaOrder = Collect | FragmentSent | Halt
+ReplicaOrder = CollectChanges | FragmentSent | Halt
 
 
 # Events of the merger's host
@@ -136,7 +136,7 @@ MergerEvent = FromDevice[StepsMade] | FromDevice[Contributed] | ReplicaJoined | 
 
 class AskReplica(msgspec.Struct, frozen=True):
     replica: str
-    collect: Collect
+    collect: CollectChanges
 
 
 class SendAll(msgspec.Struct, frozen=True):
@@ -155,7 +155,7 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True):
     """That the replica had made."""
     samples: int
     """Trained on since its contribution before."""
-    taken: tuple[Taken, ...]
+    taken: tuple[VersionTaken, ...]
     taken_before: int
 
 
@@ -165,7 +165,7 @@ class MergedFragment(msgspec.Struct, frozen=True, kw_only=True):
     """In the order of the replicas' names."""
 
 
-class Merge(msgspec.Struct, frozen=True, kw_only=True):
+class MergeChanges(msgspec.Struct, frozen=True, kw_only=True):
     """Make the outer step of these fragments with these contributions, weighted by samples; then every replica is to
     have the result. It is a line of the run's record."""
 
@@ -183,7 +183,7 @@ class FinishMerges(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-MergerInstruction = AskReplica | SendAll | Merge | FinishMerges | Note
+MergerInstruction = AskReplica | SendAll | MergeChanges | FinishMerges | Note
 
 
 # The replica
@@ -198,7 +198,7 @@ class LinkLost(msgspec.Struct, frozen=True, kw_only=True):
     """The merger cannot be reached. Steps go on; the host dials again."""
 
 
-ReplicaEvent = Collect | FragmentSent | Halt | StepEnded | LinkLost
+ReplicaEvent = CollectChanges | FragmentSent | Halt | StepEnded | LinkLost
 
 
 class Train(msgspec.Struct, frozen=True):
@@ -209,7 +209,7 @@ class Train(msgspec.Struct, frozen=True):
 
 
 class Contribute(msgspec.Struct, frozen=True):
-    collect: Collect
+    collect: CollectChanges
 
 
 class StopReplica(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Literal
 
 from isthmus.protocol.decoupled_events import (
-    Collect,
+    CollectChanges,
     Contribute,
     FragmentSent,
     LinkLost,
@@ -33,20 +33,20 @@ REPLICA = Transitions(
     {
         "joining": {
             FragmentSent: "joining training",
-            Collect: "joining",
+            CollectChanges: "joining",
             LinkLost: "joining",
             Halt: "over",
         },
         "training": {
             StepEnded: "training ending",
             FragmentSent: "training",
-            Collect: "training",
+            CollectChanges: "training",
             LinkLost: "training",
             Halt: "over",
         },
         "ending": {
             FragmentSent: "ending",
-            Collect: "ending",
+            CollectChanges: "ending",
             LinkLost: "over",
             Halt: "over",
         },
@@ -65,7 +65,7 @@ class DecoupledReplica(Machine[Phase, ReplicaEvent, ReplicaInstruction]):
         """Fragments that it has no version of yet."""
         self.steps = 0
         self._samples = 0
-        self._asked: Collect | None = None
+        self._asked: CollectChanges | None = None
 
     def _is_stale(self, event: ReplicaEvent) -> bool:
         return False
@@ -76,7 +76,7 @@ class DecoupledReplica(Machine[Phase, ReplicaEvent, ReplicaInstruction]):
                 return self._fragment(event)
             case StepEnded():
                 return self._stepped(event)
-            case Collect():
+            case CollectChanges():
                 self._asked = event if self._phase == "training" else None
             case LinkLost():
                 self._asked = None

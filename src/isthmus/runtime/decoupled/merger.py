@@ -18,11 +18,11 @@ from isthmus.protocol.decoupled_events import (
     NEVER,
     AskReplica,
     ClockRead,
-    Collect,
+    CollectChanges,
     Contributed,
     FinishMerges,
     FragmentSent,
-    Merge,
+    MergeChanges,
     MergerEvent,
     ReplicaJoined,
     ReplicaLost,
@@ -56,7 +56,7 @@ class MergerWatch:
 
     stepped: Callable[[str, StepsMade, int, float], None]
     """Replica, step, samples of all replicas so far, seconds since the run began."""
-    merged: Callable[[Merge, float], None]
+    merged: Callable[[MergeChanges, float], None]
     note: Callable[[str], None]
 
 
@@ -91,7 +91,7 @@ class _ReplicaLink:
         self._heartbeats = 1
         self.wake()
 
-    def ask(self, order: Collect | Halt) -> None:
+    def ask(self, order: CollectChanges | Halt) -> None:
         with self._lock:
             self.delivery.halt(order) if isinstance(order, Halt) else self.delivery.ask(order)
         self.wake()
@@ -248,14 +248,14 @@ class MergerHost:
                     self._links[replica].ask(collect)
                 case SendAll(replica=replica):
                     self._links[replica].wake()
-                case Merge():
+                case MergeChanges():
                     self._merge(instruction)
                 case Note(text=text):
                     self._watch.note(text)
                 case FinishMerges():
                     self._finish = instruction
 
-    def _merge(self, merge: Merge) -> None:
+    def _merge(self, merge: MergeChanges) -> None:
         for merged in merge.fragments:
             fragment, own = merged.fragment, self._deltas[merged.fragment]
             numbers = {contribution.replica: contribution.number for contribution in merged.contributions}

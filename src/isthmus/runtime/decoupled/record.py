@@ -12,7 +12,7 @@ import msgspec
 from isthmus.data import Dataset
 from isthmus.errors import UserError
 from isthmus.job import Job
-from isthmus.protocol.decoupled_events import NEVER, Contribution, FragmentSent, Merge
+from isthmus.protocol.decoupled_events import NEVER, Contribution, FragmentSent, MergeChanges
 from isthmus.run_files import LinesFile
 from isthmus.runtime.decoupled.together import ReplicasTogether
 from isthmus.training.decoupled import MergedFragments
@@ -25,7 +25,7 @@ class MergeLine(msgspec.Struct, frozen=True, kw_only=True):
 
     seconds: float
     """Since the run began."""
-    merge: Merge
+    merge: MergeChanges
 
 
 def merges_file(run: Path) -> LinesFile[MergeLine]:
@@ -54,7 +54,7 @@ def _acts(contributions: Iterable[tuple[int, Contribution]]) -> deque[_Act]:
 
 
 class _Replay:
-    def __init__(self, job: Job, data: Dataset, names: Sequence[str], merges: Sequence[Merge]) -> None:
+    def __init__(self, job: Job, data: Dataset, names: Sequence[str], merges: Sequence[MergeChanges]) -> None:
         self.together = ReplicasTogether(job, data, names)
         self._merges = merges
         merged = [fragment for merge in merges for fragment in merge.fragments]
@@ -106,7 +106,7 @@ class _Replay:
         self._known[replica] = max(self._known[replica], samples)
 
 
-def replay(job: Job, data: Dataset, names: Sequence[str], merges: Sequence[Merge]) -> MergedFragments:
+def replay(job: Job, data: Dataset, names: Sequence[str], merges: Sequence[MergeChanges]) -> MergedFragments:
     """The merged fragments after these merges, the same bits as in the run. `names` are those of all replicas, in their
     order. UserError for merges that are no run's of theirs."""
     strange = {c.replica for merge in merges for f in merge.fragments for c in f.contributions} - set(names)

@@ -25,8 +25,8 @@ from isthmus.protocol.decoupled_events import (
     StepEnded,
     StepsMade,
     StopReplica,
-    Taken,
     Train,
+    VersionTaken,
 )
 from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.protocol.run_messages import DeviceFailed
@@ -130,7 +130,7 @@ class ReplicaProcess:
         self._machine = DecoupledReplica(fragments)
         self._trainer, self._place = trainer, place
         self._link = MergerLink(place)
-        self._taken: list[Taken] = []
+        self._taken: list[VersionTaken] = []
         """Since the newest contribution that is known to be merged."""
         self._taken_before = 0
         """How many came before those."""
@@ -187,7 +187,7 @@ class ReplicaProcess:
     def _take(self, sent: FragmentSent, tensors: list[Tensor]) -> None:
         (values,) = tensors
         self._trainer.fragments.take(sent.fragment, values, whole=sent.whole, included=sent.included, first=sent.first)
-        self._taken.append(Taken(fragment=sent.fragment, merge=sent.merge, steps=self._trainer.steps))
+        self._taken.append(VersionTaken(fragment=sent.fragment, merge=sent.merge, steps=self._trainer.steps))
         self._forget(sent.included)
 
     def _forget(self, included: int) -> None:

@@ -10,7 +10,7 @@ from isthmus.data import Dataset
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.plans import OuterOptimizer
-from isthmus.protocol.decoupled_events import FragmentSent, Merge
+from isthmus.protocol.decoupled_events import FragmentSent, MergeChanges
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer, change_codec, delta_codec, seeded_model
 from isthmus.training.decoupled import MergedFragments
 
@@ -53,7 +53,7 @@ class ReplicasTogether:
     def has_given(self, replica: str, fragment: int, number: int) -> bool:
         return (replica, fragment, number) in self._payloads
 
-    def merge(self, merge: Merge) -> None:
+    def merge(self, merge: MergeChanges) -> None:
         for merged in merge.fragments:
             deltas: list[tuple[Tensor, int]] = []
             for c in merged.contributions:
