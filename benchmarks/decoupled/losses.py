@@ -1,4 +1,4 @@
-"""Losses at equal tokens and at equal seconds: each mode's arithmetic in one process, on the modelled time of its steps."""
+"""Losses at equal tokens and at equal seconds: each mode's arithmetic in one process, with modelled times."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Evaluated(ReplicasTogether):
     def __init__(self, job: isthmus.Job, data: Dataset, heldout: Dataset, fleet: Fleet) -> None:
         super().__init__(job, data, fleet.names)
         self.points: list[tuple[int, int, float]] = []
-        """MergeChanges, samples, loss."""
+        """Merge, samples, loss."""
         self._job, self._heldout, self._model = job, heldout, seeded_model(job)
         self._done = 0
 
@@ -139,9 +139,12 @@ def _mean(job: isthmus.Job, replicas: Sequence[_Replica], weights: Sequence[floa
     """The replicas' mean: within a period they differ."""
     model = seeded_model(job)
     for number, parameter in enumerate(model.parameters()):
-        pairs = zip(replicas, weights, strict=True)
-        parameter.copy_(sum((w * r.parameters[number] for r, w in pairs), torch.zeros_like(parameter)))
+        parameter.copy_(_weighted([replica.parameters[number] for replica in replicas], weights))
     return model
+
+
+def _weighted(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    return sum((w * t for t, w in zip(tensors, weights, strict=True)), torch.zeros_like(tensors[0]))
 
 
 def _parts(replicas: Sequence[_Replica], weights: Sequence[float], chosen: Callable[[int, int], bool]) -> Average:
@@ -152,7 +155,7 @@ def _parts(replicas: Sequence[_Replica], weights: Sequence[float], chosen: Calla
         for number in range(len(replicas[0].parameters)):
             if chosen(step, number):
                 own = [replica.parameters[number] for replica in replicas]
-                mean = sum((w * p for p, w in zip(own, weights, strict=True)), torch.zeros_like(own[0]))
+                mean = _weighted(own, weights)
                 for parameter in own:
                     parameter.copy_(mean)
 
@@ -168,12 +171,7 @@ def _outer(job: isthmus.Job, replicas: Sequence[_Replica], weights: Sequence[flo
     def average(step: int) -> None:
         if (step + 1) % PERIOD == 0:
             deltas = [outer.deltas([p.detach() for p in replica.parameters]) for replica in replicas]
-            outer.step(
-                [
-                    sum((w * d for d, w in zip(ds, weights, strict=True)), torch.zeros_like(ds[0]))
-                    for ds in zip(*deltas, strict=True)
-                ]
-            )
+            outer.step([_weighted(own, weights) for own in zip(*deltas, strict=True)])
             for replica in replicas:
                 outer.mix_into([p.data for p in replica.parameters])
 
