@@ -38,3 +38,15 @@ def job_of(mode: str, *, seed: int = 0, steps: int = 400, rate: float = 3e-3, **
         learning_rate=LearningRate(schedule="cosine", warmup_steps=20, final=0.1),
         sync=msgspec.convert(sync, SyncPolicy),
     )
+
+
+def large_job_of(mode: str, hours: float, full_speed: float) -> isthmus.Job:
+    """Of 6.6 million parameters, for as long: seconds for a step, as long for an exchange of gradients."""
+    small = job_of(mode)
+    options = {"vocab_size": 256, "sequence_length": 128, "width": 512, "layers": 2, "heads": 8}
+    data = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 128, "max_bytes": 4_000_000})
+    batch, period = small.training.batch_size, small.sync.period
+    steps = max(1, round(hours * 3600 * full_speed / batch / period)) * period
+    training = TrainingConfig(steps=steps, batch_size=batch, micro_batches=8)
+    model = ModelSpec(name="gpt", options=options)
+    return msgspec.structs.replace(small, model=model, data=data, training=training)
