@@ -20,7 +20,7 @@ LENGTH = 32
 PERIOD = 16
 
 
-def job_of(mode: str, *, seed: int = 0, steps: int = 400, rate: float = 3e-3, **decoupled: object) -> isthmus.Job:
+def job_of(mode: str, *, seed: int = 0, steps: int = 400, lr: float = 3e-3, **decoupled: object) -> isthmus.Job:
     """32 samples a batch. `decoupled` are keys of its table."""
     sync: dict[str, object] = {"mode": mode, "period": 1 if mode == "every-step" else PERIOD}
     if mode == "decoupled":
@@ -34,7 +34,7 @@ def job_of(mode: str, *, seed: int = 0, steps: int = 400, rate: float = 3e-3, **
         training=TrainingConfig(
             steps=steps, batch_size=32, micro_batches=8, seed=seed, clip_norm=1.0, eval_every=steps, eval_samples=512
         ),
-        optimizer=(OptimizerConfig(name="adamw", lr=rate, weight_decay=0.01),),
+        optimizer=(OptimizerConfig(name="adamw", lr=lr, weight_decay=0.01),),
         learning_rate=LearningRate(schedule="cosine", warmup_steps=20, final=0.1),
         sync=msgspec.convert(sync, SyncPolicy),
     )

@@ -25,8 +25,7 @@ from isthmus.runtime.decoupled.record import replay
 from isthmus.runtime.decoupled.run import DecoupledRun
 from isthmus.runtime.processes.signals import Stop
 
-BEFORE_S, STOPPED_S, AFTER_S = 62.0, 60.0, 20.0
-SETTLED_S = 2.0
+BEFORE_S, STOPPED_S, AFTER_S = 60.0, 60.0, 20.0
 STEP_S = {"fast-0": 0.25, "middle-0": 0.5, "slow-0": 1.0, "slow-1": 1.0}
 """So long that this machine's other work matters little."""
 
@@ -34,9 +33,9 @@ STEP_S = {"fast-0": 0.25, "middle-0": 0.5, "slow-0": 1.0, "slow-1": 1.0}
 class Stopped(msgspec.Struct, frozen=True, kw_only=True):
     replica: str
     """That was stopped."""
-    before: dict[str, int]
-    """Steps of each replica in the minute before."""
-    meanwhile: dict[str, int]
+    before: dict[str, float]
+    """Steps of each replica per second, from when all had begun."""
+    meanwhile: dict[str, float]
     merges_before: int
     merges_meanwhile: int
     longest_merge_s: float
@@ -83,6 +82,7 @@ def stopped(replica: str) -> Stopped:
         run.run(STEP_S, watch, stop)
         again = replay(job, load_dataset(job.data, "train"), fleet.names, [merge for _, merge in merges])
         same = all(torch.equal(a, b) for a, b in zip(again.known, run.merged.known, strict=True))
+    begun_s = max(min(s for s, n in made if n == name) for name in STEP_S) + 1
     since_s, until_s = BEFORE_S, BEFORE_S + STOPPED_S
     times = [seconds for seconds, _ in merges if since_s - 5 <= seconds]
     back = [
@@ -90,9 +90,9 @@ def stopped(replica: str) -> Stopped:
     ]
     return Stopped(
         replica=replica,
-        before=_steps(made, SETTLED_S, since_s),
+        before=_steps(made, begun_s, since_s),
         meanwhile=_steps(made, since_s, until_s),
-        merges_before=sum(SETTLED_S <= s < since_s for s, _ in merges),
+        merges_before=sum(begun_s <= s < since_s for s, _ in merges),
         merges_meanwhile=sum(since_s <= s < until_s for s, _ in merges),
         longest_merge_s=max(b - a for a, b in pairwise(times)),
         back_after_s=back[0] - until_s,
@@ -104,8 +104,9 @@ def _rules(sync: SyncPolicy) -> SyncPolicy:
     return msgspec.structs.replace(sync, decoupled=msgspec.structs.replace(sync.decoupled, fragments=2))
 
 
-def _steps(made: list[tuple[float, str]], begin_s: float, end_s: float) -> dict[str, int]:
-    return {name: sum(n == name and begin_s <= s < end_s for s, n in made) for name in STEP_S}
+def _steps(made: list[tuple[float, str]], begin_s: float, end_s: float) -> dict[str, float]:
+    """By replica, per second."""
+    return {name: sum(n == name and begin_s <= s < end_s for s, n in made) / (end_s - begin_s) for name in STEP_S}
 
 
 if __name__ == "__main__":
