@@ -17,7 +17,7 @@ FLEET = Path(__file__).parent / "fleet.toml"
 SHARES = {"fast-0": 4, "middle-0": 2, "slow-0": 1, "slow-1": 1}
 """Micro-batches of each device's replica where replicas wait for each other: by its speed."""
 LENGTH = 32
-PERIOD = 16
+PERIOD = 8
 
 
 def job_of(mode: str, *, seed: int = 0, steps: int = 400, lr: float = 3e-3, **decoupled: object) -> isthmus.Job:

@@ -59,10 +59,10 @@ class Decoupled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Replicas without whose contribution a merge does not end; fewer where fewer are at work."""
     grace: Annotated[float, msgspec.Meta(ge=0)] = 0.5
     """How long a merge with its quorum waits for other replicas, as a share of the time between two merges."""
-    rate: Annotated[float, msgspec.Meta(gt=0)] = RATE
-    """Learning rate of the outer step."""
-    momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = MOMENTUM
-    """Of the outer step. The defaults are DiLoCo's."""
+    rate: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Learning rate of the outer step. With 1 and no momentum a merge is the weighted mean."""
+    momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    """Of the outer step. DiLoCo's 0.7 and 0.9 are for periods of 50 and more."""
     codec: Literal["none", "bf16", "int8", "int4", "sparse2bit"] = "int4"
     """What packs the changes of replicas."""
     ratio: Annotated[float, msgspec.Meta(ge=1)] = 1.0
