@@ -1,7 +1,7 @@
 """Replicas that never wait, beside those that do: losses, goodput under faults, and the cost of a stop.
 
-`python benchmarks/decoupled/run.py [--part losses|goodput|stop] [--only PATTERN] [--most N] [--json PATH]`. What came out:
-README.md.
+`python benchmarks/decoupled/run.py [--part losses|goodput|stop] [--only PATTERN] [--most N] [--json PATH]`.
+What came out: README.md.
 
 Figures that the results file holds are not made again. `--most` bounds how many are made at once, `--only` names them.
 """
