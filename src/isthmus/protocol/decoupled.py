@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from isthmus.protocol.deadlines import STARTING
 from isthmus.protocol.decoupled_events import (
     AskReplica,
     ClockRead,
@@ -46,7 +47,6 @@ MERGER = Transitions(
         "waiting": {
             ReplicaJoined: "training",
             ReplicaLost: "waiting",
-            StepsMade: "waiting",
             ClockRead: "waiting done",
             RunStopped: "done",
         },
@@ -106,7 +106,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         """Of all replicas so far."""
         self.merge = 0
         """Number of the newest merge that was announced."""
-        self.due_s: float | None = None
+        self.due_s: float | None = STARTING * rules.timeout_s
         """When the host is to say `ClockRead`, whatever else happens."""
         self._members: dict[str, _Member] = {}
         self._now_s = self._announced_s = 0.0
@@ -165,7 +165,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
             self._phase, self.due_s = "training", None
             self._announced_s = self._announced_s if self.merge else self._now_s
         note = f"{replica} is back after {steps} steps: it takes the current fragments and goes on"
-        return [*([Note(note)] if again else []), SendAll(replica), *self._look()]
+        return [*([Note(note)] if again else []), SendAll(replica)]
 
     def _lost(self, replica: str, reason: str) -> Out:
         self._members[replica].connected = False
@@ -256,7 +256,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
             return []
         if self._phase == "waiting":
             self._phase, self.due_s = "done", None
-            return [FinishMerges("lost", f"no replica has been there for {self.rules.timeout_s:g} s")]
+            return [FinishMerges("lost", f"no replica came within {self.rules.timeout_s:g} s")]
         self.due_s = None
         return self._look(grace_is_over=True)
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -68,6 +69,7 @@ class _ReplicaLink:
         fragments = len(merged.known)
         self.delivery = Delivery(fragments)
         self.outgoing: OutgoingLink | None = None
+        self._connections = 0
         self.changes: dict[int, Tensor] = {}
         """By fragment, the payload of its newest change."""
         self._run, self._merged, self._lock, self._shape = run, merged, lock, shape
@@ -78,9 +80,13 @@ class _ReplicaLink:
             self.delivery.publish(fragment, 0, 0)
 
     def connect(self, channel: SocketChannel) -> None:
+        """From now on over this channel, and no other."""
         with self._lock:
             self.delivery.restart()
-        self.outgoing = OutgoingLink(channel, self._shape, self._following)
+            self._connections += 1
+        if self.outgoing is not None:
+            self.outgoing.finish(0.0)
+        self.outgoing = OutgoingLink(channel, self._shape, partial(self._following, self._connections))
 
     def wake(self) -> None:
         if self.outgoing is not None:
@@ -96,11 +102,12 @@ class _ReplicaLink:
             self.delivery.halt(order) if isinstance(order, Halt) else self.delivery.ask(order)
         self.wake()
 
-    def _following(self) -> Outgoing | None:
-        """In the link's thread. Versions are never changed in place: they may be sent without the lock."""
+    def _following(self, connection: int) -> Outgoing | None:
+        """In the link's thread; nothing for that of an earlier connection. Versions are never changed in place: they
+        may be sent without the lock."""
         tensors: list[Tensor] = []
         with self._lock:
-            order = self.delivery.next()
+            order = self.delivery.next() if connection == self._connections else None
             if isinstance(order, FragmentSent):
                 tensors = [self._merged.known[order.fragment] if order.whole else self.changes[order.fragment]]
         if order is None:
@@ -160,6 +167,8 @@ class MergerHost:
                     if name not in gone:
                         gone.add(name)
                         self._watch.note(f"{name}: {how}")
+                if len(gone) == len(self._links) and not self._machine.connected:
+                    self._finish = FinishMerges("lost", "every replica's process has ended")
                 self._receive()
             return self._finish
         finally:
@@ -182,9 +191,12 @@ class MergerHost:
         self._on_message(*received)
 
     def _on_message(self, replica: str, message: AnyMessage | Exception | None, tensors: list[Tensor]) -> None:
+        if isinstance(message, JoinRun):
+            self._join(replica)
+            return
+        if replica not in self._machine.connected:  # received before it was lost
+            return
         match message:
-            case JoinRun():
-                self._join(replica)
             case FromReplica(body=DeviceFailed(reason=reason)):
                 self._lost(replica, reason)
             case FromReplica(body=StepsMade() as body):
@@ -208,8 +220,7 @@ class MergerHost:
 
     def _lost(self, replica: str, reason: str) -> None:
         self.acceptor.forget(replica)
-        if replica in self._machine.connected:
-            self._handle(ReplicaLost(replica=replica, reason=reason))
+        self._handle(ReplicaLost(replica=replica, reason=reason))
 
     def _contributed(self, replica: str, body: Contributed, tensors: list[Tensor]) -> None:
         for fragment, payload in zip(body.fragments, tensors, strict=True):

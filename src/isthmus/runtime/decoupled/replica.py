@@ -40,7 +40,7 @@ from isthmus.runtime.transport.shaping import sleep_until
 from isthmus.training.layout import header_of
 
 REDIAL_S = 1.0
-LAST_WORDS_S = 10.0
+EXIT_GRACE_S = 10.0
 """For what is on its way when a replica ends."""
 Received = tuple[ReplicaEvent, list[Tensor]]
 
@@ -67,8 +67,8 @@ class MergerLink:
     def __init__(self, place: ReplicaPlace) -> None:
         self._place = place
         self.received: queue.SimpleQueue[Received] = queue.SimpleQueue()
-        self._waiting: deque[Outgoing] = deque()
-        self._outgoing: OutgoingLink | None = None
+        self._connection: tuple[deque[Outgoing], OutgoingLink] | None = None
+        """What waits to be sent over it."""
         self._over = threading.Event()
         threading.Thread(target=self._live, name="connect to merger", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
@@ -81,16 +81,14 @@ class MergerLink:
     def close(self) -> None:
         """Send what waits, and end."""
         self._over.set()
-        if self._outgoing is not None:
-            self._outgoing.finish(LAST_WORDS_S)
+        if (connection := self._connection) is not None:
+            connection[1].finish(EXIT_GRACE_S)
 
     def _put(self, message: Outgoing) -> None:
-        if self._outgoing is not None:
-            self._waiting.append(message)
-            self._outgoing.wake()
-
-    def _following(self) -> Outgoing | None:
-        return self._waiting.popleft() if self._waiting else None
+        if (connection := self._connection) is not None:
+            waiting, outgoing = connection
+            waiting.append(message)
+            outgoing.wake()
 
     def _beat(self) -> None:
         while not self._over.wait(self._place.timeout_s / PER_TIMEOUT):
@@ -110,8 +108,9 @@ class MergerLink:
         host, _, port = place.address.rpartition(":")
         channel = dial(host, int(port), "merger", place.timeout_s)
         channel.send(JoinRun(run=place.run, device=place.name, host="", port=0))
-        self._waiting.clear()
-        self._outgoing = OutgoingLink(channel, place.link, self._following)
+        waiting = deque[Outgoing]()
+        outgoing = OutgoingLink(channel, place.link, lambda: waiting.popleft() if waiting else None)
+        self._connection = waiting, outgoing
         try:
             while (received := channel.receive(idle_s=place.timeout_s)) is not None:
                 message, tensors = received
@@ -119,7 +118,8 @@ class MergerLink:
                     self.received.put((message.body, tensors))
             raise PeerError("merger: closed the connection")
         finally:
-            self._outgoing = None
+            self._connection = None
+            outgoing.finish(0.0)
             channel.close()
 
 
