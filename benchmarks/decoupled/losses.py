@@ -45,12 +45,16 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decoupled(job: isthmus.Job, faults: Sequence[Fault] = ()) -> Curve:
-    """On the virtual clock, with what replicas compute."""
+    """On the virtual clock, with what replicas compute. Every codec has the times of int4, so that the same changes are
+    merged in the same order, and losses differ by the codec alone."""
     fleet, data, heldout = resolve_fleet(job.fleet), load_dataset(job.data, "train"), load_dataset(job.data, "heldout")
     together = _Evaluated(job, data, heldout, fleet)
     models = replica_models(job, fleet, step_times(prepare(job), fleet))
     sizes = fragment_bytes(job, together.merged)
-    simulation = DecoupledSimulation(merge_rules(job), models, sizes, faults, together)
+    rules = msgspec.structs.replace(job.sync.decoupled, codec="int4", ratio=1.0)
+    timed = msgspec.structs.replace(job, sync=msgspec.structs.replace(job.sync, decoupled=rules))
+    times = fragment_bytes(timed, together.merged)
+    simulation = DecoupledSimulation(merge_rules(job), models, times, faults, together)
     run = simulation.run()
     seconds = {merge.merge: time_s for time_s, merge in run.merges}
     contributed = sum(sizes.delta[f.fragment] * len(f.contributions) for _, m in run.merges for f in m.fragments)

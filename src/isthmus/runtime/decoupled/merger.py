@@ -248,6 +248,8 @@ class MergerHost:
             known, fragments = self._merged.known, message.body.fragments
             if any(fragment >= len(known) for fragment in fragments) or len(fragments) != len(message.body.samples):
                 raise PeerError(f"contributed to fragments {list(fragments)}, expected some of {len(known)}")
+            if not all(message.body.samples):
+                raise PeerError("contributed without a step")
             expected = [self._codec.wire_bytes(known[f].numel(), known[f].dtype) for f in fragments]
         if sizes != expected:
             raise PeerError(f"sent tensors of {sizes} bytes, expected {expected}")
