@@ -7,16 +7,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 from jobs import PERIOD, SHARES
+from times import times
 from torch import Tensor, nn
 
 import isthmus
-from isthmus.api.decoupled import step_times
 from isthmus.api.decoupled_simulation import fragment_bytes, replica_models
 from isthmus.api.replica_simulation import DecoupledSimulation
-from isthmus.cost import PlanLayout, build_replicas
 from isthmus.data import Dataset, SampleOrder, load_dataset
 from isthmus.fleet import Fleet, resolve_fleet
-from isthmus.job import prepare
 from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.decoupled.run import merge_rules
 from isthmus.runtime.decoupled.together import ReplicasTogether
@@ -49,12 +47,12 @@ def decoupled(job: isthmus.Job, faults: Sequence[Fault] = ()) -> Curve:
     merged in the same order, and losses differ by the codec alone."""
     fleet, data, heldout = resolve_fleet(job.fleet), load_dataset(job.data, "train"), load_dataset(job.data, "heldout")
     together = _Evaluated(job, data, heldout, fleet)
-    models = replica_models(job, fleet, step_times(prepare(job), fleet))
+    models = replica_models(job, fleet, times().alone_s)
     sizes = fragment_bytes(job, together.merged)
     rules = msgspec.structs.replace(job.sync.decoupled, codec="int4", ratio=1.0)
     timed = msgspec.structs.replace(job, sync=msgspec.structs.replace(job.sync, decoupled=rules))
-    times = fragment_bytes(timed, together.merged)
-    simulation = DecoupledSimulation(merge_rules(job), models, times, faults, together)
+    as_timed = fragment_bytes(timed, together.merged)
+    simulation = DecoupledSimulation(merge_rules(job), models, as_timed, faults, together)
     run = simulation.run()
     seconds = {merge.merge: time_s for time_s, merge in run.merges}
     contributed = sum(sizes.delta[f.fragment] * len(f.contributions) for _, m in run.merges for f in m.fragments)
@@ -89,13 +87,6 @@ class _Evaluated(ReplicasTogether):
             self.points.append((merge.merge, merge.samples, loss))
 
 
-def barrier_step_s(job: isthmus.Job) -> float:
-    """A step of replicas that wait for each other, by the cost model."""
-    fleet = resolve_fleet(job.fleet)
-    layouts = [PlanLayout((name,), (), SHARES[name]) for name in fleet.names]
-    return build_replicas(prepare(job).problem(fleet), layouts, planner="benchmark").predicted.step_s
-
-
 class _Replica:
     def __init__(self, job: isthmus.Job) -> None:
         self.model = seeded_model(job)
@@ -119,7 +110,7 @@ def waiting(job: isthmus.Job) -> Curve:
     shares = [training.batch_size] if mode == "every-step" else [job.micro_batch_size * n for n in SHARES.values()]
     replicas = [_Replica(job) for _ in shares]
     average = _AVERAGES[mode](job, replicas, [share / sum(shares) for share in shares])
-    step_s = barrier_step_s(job)
+    step_s = times().together_s[mode]
     curve = Curve(samples=[], seconds=[], losses=[])
     for step in range(training.steps):
         start = step * training.batch_size

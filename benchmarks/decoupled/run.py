@@ -48,23 +48,23 @@ class Report(msgspec.Struct, kw_only=True):
 Act = Callable[[], None]
 
 
-def _losses(report: Report) -> Iterator[tuple[str, Act]]:
+def _losses(report: Report, steps: int) -> Iterator[tuple[str, Act]]:
     for seed in SEEDS:
         for mode in WAITING:
             yield (
                 name := f"{mode} {seed}",
-                partial(_put, report.curves, name, lambda m=mode, s=seed: waiting(job_of(m, seed=s, steps=STEPS))),
+                partial(_put, report.curves, name, lambda m=mode, s=seed: waiting(job_of(m, seed=s, steps=steps))),
             )
         for codec in CODECS:
             ratio = 16.0 if codec == "sparse2bit" else 1.0
-            make = partial(job_of, "decoupled", seed=seed, steps=STEPS, codec=codec, ratio=ratio)
+            make = partial(job_of, "decoupled", seed=seed, steps=steps, codec=codec, ratio=ratio)
             yield (
                 name := f"decoupled {codec} {seed}",
                 partial(_put, report.curves, name, lambda j=make: decoupled(j())),
             )
 
 
-def _goodputs(report: Report) -> Iterator[tuple[str, Act]]:
+def _goodputs(report: Report, steps: int) -> Iterator[tuple[str, Act]]:
     names = resolve_fleet(str(FLEET)).names
     for mode in ("decoupled", *WAITING):
         for seed in SEEDS:
@@ -73,7 +73,7 @@ def _goodputs(report: Report) -> Iterator[tuple[str, Act]]:
             yield name, partial(_put, report.goodputs, name, make)
 
 
-def _stops(report: Report) -> Iterator[tuple[str, Act]]:
+def _stops(report: Report, steps: int) -> Iterator[tuple[str, Act]]:
     yield "fast-0", partial(_put, report.stops, "fast-0", lambda: stopped("fast-0"))
 
 
@@ -86,6 +86,7 @@ def main() -> None:
     options = options_of(__doc__, LATEST)
     options.add_argument("--part", choices=("losses", "goodput", "stop"), help="only this one")
     options.add_argument("--only", default="", help="figures whose name has a match of this pattern")
+    options.add_argument("--steps", type=int, default=STEPS, help="of the runs with losses")
     options.add_argument("--most", type=int, default=1 << 30, help="figures to make at most")
     given = options.parse_args()
     torch.set_num_threads(1)
@@ -101,7 +102,7 @@ def main() -> None:
     for part, (items, known) in parts.items():
         if given.part not in (None, part):
             continue
-        for name, act in items(report):
+        for name, act in items(report, given.steps):
             if name in known or not left or not re.search(given.only, name):
                 continue
             act()

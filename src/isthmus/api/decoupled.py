@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import msgspec
@@ -64,9 +65,9 @@ def step_times(prepared: Prepared, fleet: Fleet) -> dict[str, float]:
             f"samples a step, expected a multiple of {count}"
         )
     alone = msgspec.structs.replace(prepared.job, sync=SyncPolicy())
-    problem = msgspec.structs.replace(prepared, job=alone).problem(fleet)
     micro_batches = samples // prepared.job.micro_batch_size
-    problem = problem.cut_into(micro_batches)
+    whole = msgspec.structs.replace(prepared, job=alone).problem(fleet)
+    problem = dataclasses.replace(whole, micro_batches=micro_batches)
     found: dict[str, float] = {}
     for name in fleet.names:
         plan = build_replicas(problem, [PlanLayout((name,), (), micro_batches)], planner="decoupled")
