@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import isthmus
+from isthmus.api.decoupled import step_times
 from isthmus.api.decoupled_simulation import simulate_decoupled
-from isthmus.cost import SyncPolicy
+from isthmus.cost import PlanLayout, SyncPolicy, build_replicas
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.fleet import resolve_fleet
@@ -78,6 +79,17 @@ def test_a_job_is_simulated_with_its_faults(job: Job) -> None:
     assert set(found.steps) == {"a-0", "b-0"}
     gone = simulate_decoupled(job, [Fault(kind="lost", device=name, time_s=late_s) for name in ("a-0", "b-0")])
     assert gone.exit_code == 4
+
+
+def test_a_step_takes_what_a_plan_of_one_device_predicts_for_as_many_samples(job: Job) -> None:
+    fleet = resolve_fleet(job.fleet)
+    own = msgspec.structs.replace(job.training, batch_size=8, micro_batches=1)
+    problem = prepare(msgspec.structs.replace(job, training=own, sync=SyncPolicy())).problem(fleet)
+    expected = {
+        name: build_replicas(problem, [PlanLayout((name,), (), 1)], planner="test").predicted.step_s
+        for name in fleet.names
+    }
+    assert step_times(prepare(job), fleet) == expected
 
 
 def test_nothing_is_to_be_planned(job: Job) -> None:

@@ -128,7 +128,7 @@ class RunStopped(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody wants the run to end."""
 
 
-MergerEvent = FromDevice[StepsMade] | FromDevice[Contributed] | ReplicaJoined | ReplicaLost | ClockRead | RunStopped
+MergerEvent = FromDevice[ReplicaReport] | ReplicaJoined | ReplicaLost | ClockRead | RunStopped
 
 
 # Instructions of the merger
