@@ -13,6 +13,8 @@ from typing import Any
 from isthmus.cli.app import commands
 from isthmus.option_docs import OptionDoc
 from isthmus.protocol import federated_transitions as federated
+from isthmus.protocol.decoupled import MERGER
+from isthmus.protocol.decoupled_replica import REPLICA
 from isthmus.protocol.device_session import SESSION
 from isthmus.protocol.generation import GENERATION
 from isthmus.protocol.machine import Transitions
@@ -51,6 +53,16 @@ MACHINES = {
         federated.EXECUTOR,
         "src/isthmus/protocol/federated_transitions.py",
         "the clients of one process or site",
+    ),
+    "The merger of decoupled replicas": (
+        MERGER,
+        "src/isthmus/protocol/decoupled.py",
+        "the merges of a run with sync.mode 'decoupled'",
+    ),
+    "The decoupled replica": (
+        REPLICA,
+        "src/isthmus/protocol/decoupled_replica.py",
+        "one of its replicas",
     ),
     "Secure aggregation, the coordinator": (
         SECURE_COORDINATOR,

@@ -33,6 +33,13 @@ COMPONENTS = {
     "cohort": ("isthmus.planners.cohort",),
     "compression": ("isthmus.training.compression",),
     "compression_convergence": ("isthmus.runtime.coordinator.stages", "isthmus.training"),  # stages in one process
+    "decoupled": (
+        "isthmus.api",
+        "isthmus.protocol",
+        "isthmus.runtime.decoupled",
+        "isthmus.runtime.processes",
+        "isthmus.training",
+    ),  # what replicas compute on the virtual clock, and one that is stopped
     "delayed": ("isthmus.protocol",),  # a run's length on the virtual clock
     "dream": ("isthmus.planners.sync",),
     "dtfm": ("isthmus.cost.blocks", "isthmus.planners"),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from isthmus.api.background_audits import BackgroundAudits
+from isthmus.api.decoupled import run_decoupled
 from isthmus.api.folder import RunFolder
 from isthmus.api.make_plan import fleet_for, plan_for, predict_periods
 from isthmus.api.observer import Observer
@@ -60,6 +61,10 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
     """To its end, or to a good end once it is to stop: then what is leased is finished, and a checkpoint saved. Raises
     Interrupted where it ended at once: before it began, or by a second Ctrl-C."""
     stop.check()
+    if job.sync.mode == "decoupled":
+        if choices.plan is not None or choices.backend is not None:
+            raise UserError("sync.mode: got 'decoupled' with a plan or a fleet's devices, expected neither")
+        return run_decoupled(job, choices, observer, stop)
     with run_session(job, choices, observer) as session:
         folder = session.folder
         start = _start(job, choices, folder, observer.note)

@@ -111,12 +111,18 @@ def simulate(
     Without --steps it simulates 4; with faults the whole run: when each is detected, how the run recovers, its new
     plans; the exit code is the run's. Of a job with a table [federated]: its rounds, with clients' times by its fleet
     or as measured here; faults are of its sites, of its fleet's devices or of executor-0, executor-1, ...
+
+    Of a job with sync.mode "decoupled": its replicas, to the end.
     """
     api.output.check_folder("--picture", picture)
     faults = api.fault_simulation.read_faults(struck.given)
     job = asked.any_job(job_file, None, plan=plan_file, trace=trace_file, picture=picture)
     if isinstance(job, isthmus.FederatedJob):
         raise typer.Exit(_simulate_rounds(api.federated_simulation.simulate_rounds(job, faults), json=json))
+    if job.sync.mode == "decoupled":
+        if plan_file or trace_file or picture:
+            raise UserError("simulate: got --plan, --trace or --picture with sync.mode 'decoupled', expected none")
+        raise typer.Exit(_simulate_replicas(job, faults, json=json))
     if faults:
         found = api.fault_simulation.simulate_faults(job, faults, _terminal(), isthmus.Stop(), plan_file)
         code = found.exit_code
@@ -195,6 +201,8 @@ def train(
             show_run(lambda terminal: api.federated_run.run_simulated(job, how, terminal, stop), json=json)
         )
     if dry_run:
+        if job.sync.mode == "decoupled":
+            raise typer.Exit(_simulate_replicas(job, (), json=json))
         api.pipeline.places_of(job)
         return _plan(job, explain=False, picture=None, json=json, prove=None)
     api.pipeline.fork_before_threads()
@@ -262,6 +270,13 @@ def _verify(job: isthmus.Job, document: Path, *, bound_unchecked: bool, json: bo
     stated = {"holds": holds, **msgspec.to_builtins(verdict)}
     show(stated, lambda: api.output.verdict_table(verdict, plan, str(document)), json=json)
     return 0 if holds else 1
+
+
+def _simulate_replicas(job: isthmus.Job, faults: tuple[api.fault_simulation.Fault, ...], *, json: bool) -> int:
+    """The exit code: that of a real run."""
+    found = api.decoupled_simulation.simulate_decoupled(job, faults)
+    show(found.summary(), lambda: "\n".join(found.lines()), json=json)
+    return found.exit_code
 
 
 def _simulate_rounds(found: api.federated_simulation.SimulatedRounds, *, json: bool) -> int:

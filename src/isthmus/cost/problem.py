@@ -13,7 +13,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, Op
 from isthmus.graph.cuts import last_start
-from isthmus.plans import CHOICES, Constraints, Objective, OuterOptimizer, Schedule
+from isthmus.plans import CHOICES, Constraints, Objective, OuterOptimizer, Packing, Schedule
 from isthmus.plans.exchanges import DELAY, MIXING, MOMENTUM, RATE
 from isthmus.plans.sync import MODES_OF
 
@@ -50,18 +50,42 @@ def parameter_state(optimizer: str, *, momentum: bool = False, narrow: bool = Fa
     )
 
 
+class Decoupled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Replicas that never wait: how their changes are merged (Decoupled DiLoCo)."""
+
+    fragments: Annotated[int, msgspec.Meta(ge=1)] = 4
+    """Parts of the model that are merged in turn."""
+    quorum: Annotated[int, msgspec.Meta(ge=1)] = 2
+    """Replicas without whose contribution a merge does not end; fewer where fewer are at work."""
+    grace: Annotated[float, msgspec.Meta(ge=0)] = 0.5
+    """How long a merge with its quorum waits for other replicas, as a share of the time between two merges."""
+    rate: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Learning rate of the outer step. With 1 and no momentum a merge is the weighted mean."""
+    momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    """Of the outer step. DiLoCo's 0.7 and 0.9 are for periods of 50 and more."""
+    codec: Literal["none", "bf16", "int8", "int4", "sparse2bit"] = "int4"
+    """What packs the changes of replicas."""
+    ratio: Annotated[float, msgspec.Meta(ge=1)] = 1.0
+    """With `sparse2bit`: elements of a change per element that is sent."""
+
+    def __post_init__(self) -> None:
+        Packing(codec=self.codec, ratio=self.ratio)
+
+
 class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The state that replicas sum, and how often."""
 
-    mode: Literal["every-step", "local", "partial", "dream", "dreamddp", "outer", "streaming"] = "every-step"
+    mode: Literal["every-step", "local", "partial", "dream", "dreamddp", "outer", "streaming", "decoupled"] = (
+        "every-step"
+    )
     """`every-step`: gradients, in each step. Then those that average parameters, each once in a period: `local` all of
     them in its last step (LSGD), `partial` the same number in each step (PLSGD-ENP), `dream` so many in each step that
     the period is short, more than once where that costs nothing; `dreamddp` does so by the paper's search and fillings.
     `outer` and `streaming` exchange what parameters have moved and make an outer step on its mean: all in the last step
     of a period (DiLoCo), or in fragments that take turns, on their way while the next steps compute (Streaming
-    DiLoCo)."""
+    DiLoCo). `decoupled`: every device trains the whole model and waits for none; changes are merged in fragments."""
     period: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Steps; 1 for `every-step`."""
+    """Steps; 1 for `every-step`. With `decoupled`: batches in which every fragment is merged once."""
     outer_rate: Annotated[float, msgspec.Meta(gt=0)] = RATE
     """`outer` and `streaming`: learning rate of the outer step."""
     outer_momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = MOMENTUM
@@ -70,6 +94,8 @@ class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`streaming`: steps between the start of a fragment's exchange and its use; a period at most."""
     mixing: Annotated[float, msgspec.Meta(ge=0, lt=1)] = MIXING
     """`streaming`: share of a replica's own parameters that stays when the outer ones arrive."""
+    decoupled: Decoupled = Decoupled()
+    """With `decoupled`: fragments, quorum, outer step and codec."""
 
     @property
     def outer(self) -> OuterOptimizer | None:
@@ -84,9 +110,10 @@ class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.mode == "streaming" and self.delay > self.period:
             raise ValueError(f"delay: got {self.delay}, expected at most the period of {self.period}")
         for option in msgspec.structs.fields(self):
-            modes = MODES_OF.get(option.name, (self.mode,))
+            modes = ("decoupled",) if option.name == "decoupled" else MODES_OF.get(option.name, (self.mode,))
             if self.mode not in modes and (value := getattr(self, option.name)) != option.default:
                 expected = " or ".join(map(repr, modes))
+                value = "a table" if option.name == "decoupled" else value
                 raise ValueError(f"{option.name}: got {value} with mode {self.mode!r}, expected mode {expected}")
         if self.mode == "every-step" and self.period != 1:
             raise ValueError(f"period: got {self.period}, expected 1 where mode is 'every-step'")

@@ -81,7 +81,7 @@ def _check_training(job: Job) -> None:
         if t.batch_size % count:
             field = "plan.micro_batches" if job.plan.micro_batches else "training.micro_batches"
             raise UserError(f"training.batch_size: got {t.batch_size}, expected a multiple of {field} ({count})")
-    if t.steps % job.sync.period:
+    if t.steps % job.sync.period and job.sync.mode != "decoupled":
         raise UserError(
             f"training.steps: got {t.steps}, expected a multiple of sync.period ({job.sync.period}): replicas are "
             "equal only at the end of a period"

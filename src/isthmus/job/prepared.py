@@ -81,7 +81,11 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def problem(self, fleet: Fleet) -> Problem:
-        """What a planner is asked."""
+        """What a planner is asked. UserError where nothing is to be planned."""
+        if self.job.sync.mode == "decoupled":
+            raise UserError(
+                "sync.mode: got 'decoupled', expected another for a plan: every device trains the whole model"
+            )
         t = self.job.training
         return Problem(
             flow=self.flow,

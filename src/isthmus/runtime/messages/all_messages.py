@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from isthmus.runtime.messages.decoupled import DecoupledMessage, FromReplica, ToReplica
 from isthmus.runtime.messages.federated import FederatedMessage, FromExecutor, ToExecutor
 from isthmus.runtime.messages.fleet import DataMessage, FleetMessage
 from isthmus.runtime.messages.generation import GenerationMessage
@@ -19,6 +20,7 @@ from isthmus.runtime.messages.state_transfer import (
 AnyMessage = (
     RunMessage
     | FederatedMessage
+    | DecoupledMessage
     | FleetMessage
     | ProbeMessage
     | RecoveryMessage
@@ -32,7 +34,7 @@ FROM_DEVICES = ToCoordinator | Heartbeat | StateMessage | StatePart
 """What devices tell the coordinator of a run."""
 
 
-_Frame = ToDevice | ToCoordinator | ToPeer | ToExecutor | FromExecutor
+_Frame = ToDevice | ToCoordinator | ToPeer | ToExecutor | FromExecutor | ToReplica | FromReplica
 
 
 def content(message: msgspec.Struct) -> msgspec.Struct:

@@ -1,0 +1,161 @@
+"""A run of replicas that never wait, in a folder that explains it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import msgspec
+
+from isthmus.api.folder import FLEET
+from isthmus.api.losses import LossPoint
+from isthmus.api.observer import Observer
+from isthmus.api.run import Run
+from isthmus.api.run_log import RunLog
+from isthmus.api.run_session import RunChoices, RunSession, run_session
+from isthmus.callbacks import Evaluated, RunEnded, RunStarted, StepDone
+from isthmus.cost import PlanLayout, SyncPolicy, build_replicas
+from isthmus.data import Dataset, load_dataset
+from isthmus.errors import PeerError, UserError
+from isthmus.fleet import Fleet
+from isthmus.job import Job, Prepared, fleet_of, prepare
+from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
+from isthmus.run_files import JOB, write_json
+from isthmus.runtime.decoupled.merger import MergerWatch
+from isthmus.runtime.decoupled.record import MergeLine, merges_file
+from isthmus.runtime.decoupled.run import DecoupledOutcome, DecoupledRun, check_decoupled
+from isthmus.runtime.decoupled.trainer import heldout_loss
+from isthmus.runtime.processes.signals import Stop
+from isthmus.training.checkpoint import CheckpointWriter, Manifest
+from isthmus.units import format_duration, format_size
+
+
+def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop) -> Run:
+    """To its end, or until it is to stop: then what replicas have is merged and saved. UserError for a job that cannot
+    be run like this, PeerError where no replica was left."""
+    stop.check()
+    fleet = fleet_of(job)
+    check_decoupled(job, fleet)
+    if choices.resume:
+        raise UserError("--resume: got a job with sync.mode 'decoupled', expected a new run: replicas are not saved")
+    with run_session(job, choices, observer) as session:
+        path = session.folder.path
+        with DecoupledRun(job, fleet, path) as run:
+            step_s = step_times(prepare(job), fleet)
+            watch = _Watch(job, run, session, observer)
+            watch.start(fleet, stop)
+            observer.note(f"run folder: {path}")
+            for name, seconds in step_s.items():
+                observer.note(f"{name}: {job.training.batch_size // len(step_s)} samples in {format_duration(seconds)}")
+            outcome = run.run(step_s if job.runtime.emulate else {}, watch.merger, stop)
+            watch.end(outcome)
+        if outcome.finish.outcome == "lost":
+            raise PeerError(outcome.finish.reason)
+        return Run(path, outcome=outcome.finish.outcome)
+
+
+def step_times(prepared: Prepared, fleet: Fleet) -> dict[str, float]:
+    """By device, how long a step of its replica takes, as the cost model says. UserError for a device that cannot hold
+    the model."""
+    count = len(fleet.names)
+    samples = prepared.job.training.batch_size // count
+    if samples % prepared.job.micro_batch_size:
+        raise UserError(
+            f"training.micro_batches: got {prepared.job.training.micro_batches} with {count} replicas of {samples} "
+            f"samples a step, expected a multiple of {count}"
+        )
+    alone = msgspec.structs.replace(prepared.job, sync=SyncPolicy())
+    micro_batches = samples // prepared.job.micro_batch_size
+    whole = msgspec.structs.replace(prepared, job=alone).problem(fleet)
+    problem = dataclasses.replace(whole, micro_batches=micro_batches)
+    found: dict[str, float] = {}
+    for name in fleet.names:
+        plan = build_replicas(problem, [PlanLayout((name,), (), micro_batches)], planner="decoupled")
+        found[name] = plan.predicted.step_s
+    return found
+
+
+class _Watch:
+    """Turns what the merger sees into lines of files, events for who observes it, and calls of the job's callbacks."""
+
+    def __init__(self, job: Job, run: DecoupledRun, session: RunSession, observer: Observer) -> None:
+        self._job, self._run, self._observer = job, run, observer
+        self._folder, self._callbacks, _ = session
+        self._log = RunLog(self._folder.path, observer.note)
+        self._merges = merges_file(self._folder.path)
+        self._heldout = load_dataset(job.data, "heldout") if job.evaluates else None
+        self._step = self._evaluated = 0
+        self._losses: list[float] = []
+        self.merger = MergerWatch(stepped=self._stepped, merged=self._merged, note=self._noted)
+
+    def start(self, fleet: Fleet, stop: Stop) -> None:
+        """The folder is the run's from now on."""
+        path, steps = self._folder.path, self._job.training.steps
+        write_json(path / FLEET, fleet)
+        write_json(path / JOB, self._job)
+        self._log.began(0, steps)
+        settings = msgspec.to_builtins(self._job)
+        started = RunStarted(
+            run=path, kind="pipeline", steps=steps, first_step=0, settings=settings, pictures={}, stop=stop.request
+        )
+        self._callbacks.start(started)
+
+    def _at(self, samples: int) -> int:
+        """The step of the job after so many samples of all replicas."""
+        return min(samples // self._job.training.batch_size, self._job.training.steps)
+
+    def _noted(self, text: str) -> None:
+        self._log.noted(text)
+        self._observer.note(text)
+
+    def _stepped(self, replica: str, made: StepsMade, samples: int, seconds: float) -> None:
+        self._losses.append(math.nan if made.loss is None else made.loss)
+        if (step := self._at(samples)) == self._step:
+            return
+        loss = sum(self._losses) / len(self._losses)
+        known = loss if math.isfinite(loss) else None
+        self._step, self._losses = step, []
+        done = StepDone(step=step, steps=self._job.training.steps, loss=known, samples_per_s=samples / seconds)
+        self._folder.log(LossPoint(step=step, loss=known))
+        self._log.stepped(done, ())
+        self._observer.stepped(done)
+        self._callbacks.step(done)
+
+    def _merged(self, merge: MergeChanges, seconds: float) -> None:
+        self._merges.add(MergeLine(seconds=seconds, merge=merge))
+        step, every = self._at(merge.samples), self._job.training.eval_every
+        if self._heldout is not None and step // every > self._evaluated // every:
+            self._evaluate(step, self._heldout)
+
+    def _evaluate(self, step: int, heldout: Dataset) -> None:
+        self._evaluated = step
+        training = self._job.training
+        self._run.fill()
+        loss = heldout_loss(self._run.model, heldout, training.eval_samples, training.batch_size)
+        self._folder.log(LossPoint(step=step, loss=loss if math.isfinite(loss) else None, split="heldout"))
+        self._log.evaluated(step, loss)
+        self._observer.evaluated(step, loss)
+        self._callbacks.evaluation(Evaluated(step=step, loss=loss))
+
+    def end(self, outcome: DecoupledOutcome) -> None:
+        """Save the merged model, and say what it took."""
+        training, step = self._job.training, self._at(outcome.samples)
+        if self._heldout is not None and self._evaluated < step:
+            self._evaluate(step, self._heldout)
+        weights = dict(self._run.model.named_parameters()) | dict(self._run.model.named_buffers())
+        writer = CheckpointWriter(self._folder.checkpoints)
+        writer.write(step, "merged", weights)
+        manifest = Manifest(step=step, seed=training.seed, batch=training.batch_size, shuffle=training.shuffle)
+        saved = writer.commit(manifest)
+        self._log.saved(step)
+        self._observer.saved(step, saved)
+        self._observer.ended()
+        self._noted(
+            f"{outcome.samples} samples in {format_duration(outcome.seconds)}; {outcome.merges} merges, "
+            f"{outcome.late} contributions too late; {format_size(outcome.received_bytes)} of changes received, "
+            f"{format_size(outcome.sent_bytes)} of fragments sent"
+        )
+        self._log.ended(outcome.finish.outcome, outcome.finish.reason)
+        if outcome.finish.outcome != "lost":
+            ended = "interrupted" if outcome.finish.outcome == "interrupted" else "done"
+            self._callbacks.end(RunEnded(run=self._folder.path, outcome=ended))

@@ -1,0 +1,110 @@
+"""Decoupled replicas of a job, simulated: how fast they are together, and what faults cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from isthmus.api.decoupled import step_times
+from isthmus.api.fault_simulation import fault_text
+from isthmus.api.replica_simulation import DecoupledSimulation, FragmentBytes, ReplicaModel, SimulatedReplicas
+from isthmus.errors import PeerError, UserError
+from isthmus.fleet import Fleet
+from isthmus.job import Job, fleet_of, prepare
+from isthmus.runtime.decoupled.run import check_decoupled, links_of, merge_rules
+from isthmus.runtime.decoupled.together import merged_fragments
+from isthmus.runtime.decoupled.trainer import change_codec, delta_codec
+from isthmus.simulator import Fault
+from isthmus.simulator.simulate import check_faults
+from isthmus.training.decoupled import MergedFragments
+from isthmus.units import format_duration
+
+
+class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
+    """A simulated run beside its devices that are never disturbed."""
+
+    run: SimulatedReplicas
+    faults: tuple[Fault, ...]
+    full_speed: float
+    """Samples per second of all devices, none of which ever waits or fails."""
+
+    @property
+    def exit_code(self) -> int:
+        """That a real run would end with."""
+        return PeerError.exit_code if self.run.finish.outcome == "lost" else 0
+
+    @property
+    def goodput(self) -> float:
+        """Samples per second whose steps are in the result, over the full speed."""
+        return self.run.useful_samples / (self.run.seconds * self.full_speed) if self.run.seconds else 0.0
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """By replica."""
+        return dict(sorted(Counter(name for _, name, _ in self.run.steps).items()))
+
+    def lines(self) -> list[str]:
+        """What happened, and what came of it."""
+        run = self.run
+        happened = [(f.time_s, fault_text(f)) for f in self.faults if f.time_s <= run.seconds] + run.notes
+        found = [f"{time_s:8.1f} s  {text}" for time_s, text in sorted(happened)]
+        steps = ", ".join(f"{name} {count}" for name, count in self.steps.items())
+        return [
+            *found,
+            f"steps: {steps}; {len(run.merges)} merges, {run.late} contributions too late for theirs",
+            f"{run.finish.outcome} after {format_duration(run.seconds)}: {100 * self.goodput:.1f} % of what the "
+            f"devices could do undisturbed. {run.finish.reason}".rstrip(" ."),
+        ]
+
+    def summary(self) -> dict[str, object]:
+        """As JSON has it."""
+        run = self.run
+        return {
+            "outcome": run.finish.outcome,
+            "reason": run.finish.reason,
+            "seconds": run.seconds,
+            "goodput": self.goodput,
+            "useful_samples": run.useful_samples,
+            "steps": self.steps,
+            "merges": len(run.merges),
+            "late_contributions": run.late,
+            "timeline": [{"time_s": time_s, "text": text} for time_s, text in run.notes],
+        }
+
+
+def simulate_decoupled(job: Job, faults: Sequence[Fault] = ()) -> DecoupledForecast:
+    """The job's whole run. UserError for a job that cannot run like this, or a fault that the fleet cannot have."""
+    fleet = fleet_of(job)
+    check_decoupled(job, fleet)
+    check_faults(tuple(faults), fleet)
+    if {fault.device for fault in faults if fault.kind == "join"} >= set(fleet.names):
+        raise UserError("--join: got all devices, expected one that is there from the start")
+    step_s = step_times(prepare(job), fleet)
+    models = replica_models(job, fleet, step_s)
+    sizes = fragment_bytes(job, merged_fragments(job))
+    run = DecoupledSimulation(merge_rules(job), models, sizes, faults, seed=job.training.seed).run()
+    return DecoupledForecast(
+        run=run, faults=tuple(faults), full_speed=sum(model.samples / model.step_s for model in models)
+    )
+
+
+def replica_models(job: Job, fleet: Fleet, step_s: dict[str, float]) -> list[ReplicaModel]:
+    """The times of the fleet's replicas."""
+    samples = job.training.batch_size // len(fleet.names)
+    return [
+        ReplicaModel(name=name, step_s=step_s[name], samples=samples, up=up, down=down)
+        for name, (up, down) in links_of(fleet).items()
+    ]
+
+
+def fragment_bytes(job: Job, merged: MergedFragments) -> FragmentBytes:
+    """The sizes of the job's messages."""
+    elements, floats = [values.numel() for values in merged.known], torch.float32
+    return FragmentBytes(
+        delta=tuple(delta_codec(job).wire_bytes(n, floats) for n in elements),
+        change=tuple(change_codec(job).wire_bytes(n, floats) for n in elements),
+        whole=tuple(n * floats.itemsize for n in elements),
+    )

@@ -1,0 +1,376 @@
+"""Decoupled replicas on a virtual clock: the machines of a real run, with modelled steps and messages, and faults."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from isthmus.errors import UserError
+from isthmus.fleet import Link
+from isthmus.protocol.decoupled import Merger
+from isthmus.protocol.decoupled_delivery import Delivery
+from isthmus.protocol.decoupled_events import (
+    NEVER,
+    AskReplica,
+    ClockRead,
+    CollectChanges,
+    Contribute,
+    Contributed,
+    FinishMerges,
+    FragmentSent,
+    LinkLost,
+    MergeChanges,
+    MergerEvent,
+    MergeRules,
+    ReplicaEvent,
+    ReplicaJoined,
+    ReplicaLost,
+    ReplicaOrder,
+    StepEnded,
+    StepsMade,
+    Train,
+    VersionTaken,
+)
+from isthmus.protocol.decoupled_replica import DecoupledReplica
+from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_events import Note
+from isthmus.simulator.clock import VirtualClock
+from isthmus.simulator.options import Fault
+
+SMALL_BYTES = 128
+"""Of a message without tensors."""
+
+
+class Computing(Protocol):
+    """What replicas and the merger compute, where more than times is asked for. A replica that starts anew is another
+    one: `start` says so."""
+
+    def start(self, replica: str) -> None: ...
+    def step(self, replica: str, samples: int) -> float: ...
+    def take(self, replica: str, sent: FragmentSent) -> None: ...
+    def give(self, replica: str, fragment: int, number: int) -> None: ...
+    def merge(self, merge: MergeChanges) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaModel:
+    """One replica's times."""
+
+    name: str
+    step_s: float
+    samples: int
+    """Of a step."""
+    up: Link | None = None
+    """To the merger; None: no time."""
+    down: Link | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FragmentBytes:
+    """Of each fragment's messages."""
+
+    delta: tuple[int, ...]
+    change: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
+@dataclass(kw_only=True)
+class SimulatedReplicas:
+    """A whole run."""
+
+    merges: list[tuple[float, MergeChanges]] = field(default_factory=list[tuple[float, MergeChanges]])
+    steps: list[tuple[float, str, StepsMade]] = field(default_factory=list[tuple[float, str, StepsMade]])
+    """When the merger heard of each."""
+    notes: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
+    finish: FinishMerges = field(default_factory=lambda: FinishMerges("lost", "nobody has anything to do"))
+    seconds: float = 0.0
+    late: int = 0
+
+    @property
+    def useful_samples(self) -> float:
+        """Whose steps are in the result: the mean over fragments."""
+        merged = [fragment for _, merge in self.merges for fragment in merge.fragments]
+        fragments = len({fragment.fragment for fragment in merged}) or 1
+        return sum(c.samples for fragment in merged for c in fragment.contributions) / fragments
+
+
+class _Replica:
+    """A device, and the process on it if there is one."""
+
+    def __init__(self, model: ReplicaModel, fragments: int) -> None:
+        self.model = model
+        self.machine = DecoupledReplica(fragments)
+        self.delivery = Delivery(fragments)
+        self.received: deque[ReplicaEvent] = deque()
+        """Since the last step ended."""
+        self.samples = [0] * fragments
+        """Trained on since the last contribution that was merged; used where nothing is computed."""
+        self.given: dict[int, tuple[int, int]] = {}
+        """By fragment, merge and samples of a contribution whose fate is not known."""
+        self.taken: list[VersionTaken] = []
+        self.steps = 0
+        """Of this process. The machine counts a step later, after what came during it."""
+        self.there = self.connected = False
+        self.life = 0
+        """How many processes there were: what an earlier one had under way is void."""
+        self.step_ends_s = math.nan
+        self.silent_until_s = 0.0
+        self.factor = 1.0
+        self.up_free_s = self.down_free_s = 0.0
+        self.receiving = False
+
+
+class DecoupledSimulation:
+    """`run` returns what came of it. UserError for a fault that it does not know."""
+
+    def __init__(
+        self,
+        rules: MergeRules,
+        replicas: Sequence[ReplicaModel],
+        sizes: FragmentBytes,
+        faults: Sequence[Fault] = (),
+        computing: Computing | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._machine, self._sizes, self._computing = Merger(rules), sizes, computing
+        self._clock = VirtualClock(seed)
+        self._replicas = {model.name: _Replica(model, rules.fragments) for model in replicas}
+        self._result = SimulatedReplicas()
+        self._over = False
+        self._due_s: float | None = None
+        for one in self._replicas.values():
+            for fragment in range(rules.fragments):
+                one.delivery.publish(fragment, 0, 0)
+        later = {fault.device for fault in faults if fault.kind == "join"}
+        for name in self._replicas.keys() - later:
+            self._clock.at(0.0, name, partial(self._start, name))
+        acts: Mapping[str, Callable[[Fault], None]] = {
+            "lost": self._lose,
+            "leave": self._lose,
+            "silent": self._silence,
+            "slow": self._slow,
+            "join": lambda fault: self._start(fault.device),
+        }
+        for fault in faults:
+            if fault.kind not in acts:
+                raise UserError(
+                    f"{fault.option}: got a fault of kind {fault.kind!r}, expected one of a replica's device"
+                )
+            self._clock.at(fault.time_s, fault.device, partial(acts[fault.kind], fault))
+
+    def run(self) -> SimulatedReplicas:
+        self._clock.run()
+        self._result.late = self._machine.late
+        return self._result
+
+    # Faults
+
+    def _start(self, name: str) -> None:
+        one = self._replicas[name]
+        if self._over or one.there:
+            return
+        one.there, one.life = True, one.life + 1
+        one.machine = DecoupledReplica(self._machine.rules.fragments)
+        one.received.clear()
+        one.samples, one.given, one.taken, one.steps = [0] * len(one.samples), {}, [], 0
+        if self._computing is not None:
+            self._computing.start(name)
+        self._connect(one)
+
+    def _connect(self, one: _Replica) -> None:
+        one.connected = True
+        one.delivery.restart()
+        self._decide(ReplicaJoined(replica=one.model.name))
+
+    def _lose(self, fault: Fault) -> None:
+        one = self._replicas[fault.device]
+        if self._over or not one.there:
+            return
+        one.there, one.life = False, one.life + 1
+        self._cut(one, "its process ended")
+        if math.isfinite(fault.lasts_s):
+            self._clock.at(self._clock.now_s + fault.lasts_s, fault.device, partial(self._start, fault.device))
+
+    def _cut(self, one: _Replica, reason: str) -> None:
+        if one.connected:
+            one.connected = one.receiving = False
+            self._decide(ReplicaLost(replica=one.model.name, reason=reason))
+
+    def _silence(self, fault: Fault) -> None:
+        """Its process is stopped, and goes on later where it was."""
+        one, now_s, timeout_s = self._replicas[fault.device], self._clock.now_s, self._machine.rules.timeout_s
+        one.silent_until_s = now_s + fault.lasts_s
+        one.step_ends_s += fault.lasts_s
+        if fault.lasts_s > timeout_s:
+            life = one.life
+
+            def give_up() -> None:
+                if one.life == life:
+                    self._cut(one, f"silent for {timeout_s:g} s")
+
+            self._clock.at(now_s + timeout_s, fault.device, give_up)
+        if math.isfinite(fault.lasts_s):
+            self._clock.at(one.silent_until_s, fault.device, partial(self._wake, one))
+
+    def _wake(self, one: _Replica) -> None:
+        if one.there and not one.connected and not self._over:
+            self._receive(one, LinkLost())
+            self._connect(one)
+        self._send(one)
+
+    def _slow(self, fault: Fault) -> None:
+        self._replicas[fault.device].factor = fault.factor
+
+    # The merger
+
+    def _decide(self, event: MergerEvent) -> None:
+        if self._over:
+            return
+        for one in (ClockRead(now_s=self._clock.now_s), event):
+            for instruction in self._machine.handle(one):
+                match instruction:
+                    case AskReplica(replica=replica, collect=collect):
+                        self._replicas[replica].delivery.ask(collect)
+                    case MergeChanges():
+                        self._merge(instruction)
+                    case Note(text=text):
+                        self._result.notes.append((self._clock.now_s, text))
+                    case FinishMerges():
+                        self._result.finish, self._result.seconds = instruction, self._clock.now_s
+                        self._over = True
+                    case _:
+                        pass
+        for one in self._replicas.values():
+            self._send(one)
+        due_s = self._machine.due_s
+        if due_s is not None and due_s != self._due_s and not self._over:
+            self._due_s = due_s
+            self._clock.at(max(due_s, self._clock.now_s), "merger", partial(self._tick, due_s))
+
+    def _tick(self, due_s: float) -> None:
+        if self._due_s == due_s:
+            self._due_s = None
+            self._decide(ClockRead(now_s=max(due_s, self._clock.now_s)))
+
+    def _merge(self, merge: MergeChanges) -> None:
+        self._result.merges.append((self._clock.now_s, merge))
+        if self._computing is not None:
+            self._computing.merge(merge)
+        for merged in merge.fragments:
+            numbers = {contribution.replica: contribution.number for contribution in merged.contributions}
+            for name, one in self._replicas.items():
+                one.delivery.publish(merged.fragment, merge.merge, merge.samples, numbers.get(name, NEVER))
+
+    def _send(self, one: _Replica) -> None:
+        """The next message to a replica, if its link is free."""
+        now_s = self._clock.now_s
+        if self._over or not one.connected or one.receiving or now_s < one.silent_until_s:
+            return
+        if (order := one.delivery.next()) is None:
+            return
+        size_bytes = SMALL_BYTES
+        if isinstance(order, FragmentSent):
+            size_bytes += (self._sizes.whole if order.whole else self._sizes.change)[order.fragment]
+        left_s, latency_s = _times(one.model.down, size_bytes)
+        one.receiving, life = True, one.life
+
+        def left() -> None:
+            if one.life == life:
+                one.receiving = False
+                self._send(one)
+
+        def arrived() -> None:
+            if one.life == life and one.connected:
+                self._receive(one, order)
+
+        lane = f"to {one.model.name}"
+        self._clock.at(now_s + left_s, lane, left)
+        self._clock.at(now_s + left_s + latency_s, lane, arrived)
+
+    # A replica
+
+    def _receive(self, one: _Replica, order: ReplicaOrder | LinkLost) -> None:
+        one.received.append(order)
+        if one.machine.phase != "training":
+            self._handle_received(one)
+
+    def _handle_received(self, one: _Replica) -> None:
+        while one.received:
+            self._act(one, one.received.popleft())
+
+    def _act(self, one: _Replica, event: ReplicaEvent) -> None:
+        name = one.model.name
+        for instruction in one.machine.handle(event):
+            match instruction:
+                case FragmentSent():
+                    self._take(one, instruction)
+                case Contribute(collect=collect):
+                    self._contribute(one, collect)
+                case StepsMade():
+                    self._report(one, instruction, SMALL_BYTES)
+                case Train(samples=samples):
+                    one.step_ends_s = self._clock.now_s + one.model.step_s * one.factor
+                    self._clock.at(one.step_ends_s, name, partial(self._stepped, one, one.life, samples))
+                case _:
+                    pass
+
+    def _stepped(self, one: _Replica, life: int, samples: int) -> None:
+        if one.life != life or self._over:
+            return
+        if self._clock.now_s < one.step_ends_s:  # it was stopped meanwhile
+            if math.isfinite(one.step_ends_s):
+                self._clock.at(one.step_ends_s, one.model.name, partial(self._stepped, one, life, samples))
+            return
+        loss = None if self._computing is None else self._computing.step(one.model.name, samples)
+        one.steps += 1
+        one.samples = [before + one.model.samples for before in one.samples]
+        self._handle_received(one)
+        self._act(one, StepEnded(samples=one.model.samples, loss=loss))
+
+    def _take(self, one: _Replica, sent: FragmentSent) -> None:
+        number, samples = one.given.get(sent.fragment, (0, 0))
+        one.samples[sent.fragment] -= samples if number == sent.included else 0
+        if sent.first or number == sent.included:
+            one.given.pop(sent.fragment, None)
+        one.taken.append(VersionTaken(fragment=sent.fragment, merge=sent.merge, steps=one.steps))
+        if self._computing is not None:
+            self._computing.take(one.model.name, sent)
+
+    def _contribute(self, one: _Replica, collect: CollectChanges) -> None:
+        fragments = tuple(f for f in collect.fragments if collect.last or f not in one.given)
+        for fragment in fragments:
+            one.given[fragment] = collect.merge, one.samples[fragment]
+            if self._computing is not None:
+                self._computing.give(one.model.name, fragment, collect.merge)
+        if fragments:
+            samples = tuple(one.samples[fragment] for fragment in fragments)
+            body = Contributed(
+                merge=collect.merge,
+                fragments=fragments,
+                steps=one.steps,
+                samples=samples,
+                taken=tuple(one.taken),
+            )
+            self._report(one, body, SMALL_BYTES + sum(self._sizes.delta[fragment] for fragment in fragments))
+
+    def _report(self, one: _Replica, body: StepsMade | Contributed, size_bytes: int) -> None:
+        left_s, latency_s = _times(one.model.up, size_bytes)
+        one.up_free_s = max(one.up_free_s, self._clock.now_s) + left_s
+        life = one.life
+
+        def arrived() -> None:
+            if one.life == life and one.connected:
+                if isinstance(body, StepsMade):
+                    self._result.steps.append((self._clock.now_s, one.model.name, body))
+                self._decide(FromDevice(one.model.name, body))
+
+        self._clock.at(one.up_free_s + latency_s, f"from {one.model.name}", arrived)
+
+
+def _times(link: Link | None, size_bytes: int) -> tuple[float, float]:
+    """How long a message occupies its link, and how long it is then on its way."""
+    return (0.0, 0.0) if link is None else (size_bytes / link.bandwidth_bytes_per_s, link.latency_s)

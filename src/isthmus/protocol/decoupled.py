@@ -1,0 +1,303 @@
+"""The merger of decoupled replicas: it decides when their changes are merged, and with which weights (Decoupled DiLoCo,
+arXiv 2604.21428).
+
+    waiting ──a replica joins──► training ──enough samples──► collecting ──all, or quorum and grace──► training
+                                     └────────── samples of the whole run ──────────► closing ──► done
+
+Fragments take turns. Nobody waits for a merge: replicas contribute after the step that they make, and go on. A merge
+waits for those that have made a step since it was announced or since the merge before, so not for one that is away; it
+ends when all of them have contributed, or when the quorum has and the grace is over. A contribution counts by the
+samples that it was trained on. One that comes too late is part of the fragment's next merge: a slow replica gives less
+often, and nothing that it has learned is lost.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from isthmus.protocol.deadlines import STARTING
+from isthmus.protocol.decoupled_events import (
+    AskReplica,
+    ClockRead,
+    CollectChanges,
+    Contributed,
+    Contribution,
+    FinishMerges,
+    MergeChanges,
+    MergedFragment,
+    MergerEvent,
+    MergerInstruction,
+    MergeRules,
+    ReplicaJoined,
+    ReplicaLost,
+    RunStopped,
+    SendAll,
+    StepsMade,
+)
+from isthmus.protocol.machine import FromDevice, Machine, Transitions
+from isthmus.protocol.run_events import Note
+
+Phase = Literal["waiting", "training", "collecting", "closing", "done"]
+Out = list[MergerInstruction]
+
+MERGER = Transitions(
+    "waiting",
+    "done",
+    {
+        "waiting": {
+            ReplicaJoined: "training",
+            ReplicaLost: "waiting",
+            ClockRead: "waiting done",
+            RunStopped: "done",
+        },
+        "training": {
+            ReplicaJoined: "training",
+            ReplicaLost: "training waiting",
+            StepsMade: "training collecting closing",
+            Contributed: "training",
+            ClockRead: "training",
+            RunStopped: "closing",
+        },
+        "collecting": {
+            ReplicaJoined: "collecting",
+            ReplicaLost: "collecting training closing waiting",
+            StepsMade: "collecting",
+            Contributed: "collecting training closing",
+            ClockRead: "collecting training closing",
+            RunStopped: "closing",
+        },
+        "closing": {
+            ReplicaJoined: "closing",
+            ReplicaLost: "closing done",
+            StepsMade: "closing",
+            Contributed: "closing done",
+            ClockRead: "closing done",
+            RunStopped: "closing",
+        },
+    },
+)
+_INTERVAL_DECAY = 0.5
+"""Weight of the newest time between two merges in their mean."""
+_SHORTEST_S = 1e-3
+"""Between two looks at a merge that could not end."""
+_QUORUM_TIMEOUT = 2.0
+"""Times between two merges after which a quorum counts only replicas that show life."""
+
+
+class _Member:
+    """A replica that is connected, or was."""
+
+    def __init__(self) -> None:
+        self.connected = True
+        self.steps = 0
+        self.shows_life = False
+        """Whether it has made a step since the newest merge was announced."""
+
+
+class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
+    """Events in, instructions out. The host says `ClockRead` before each other event, and at `due_s`."""
+
+    transitions = MERGER
+
+    def __init__(self, rules: MergeRules) -> None:
+        super().__init__()
+        self.rules = rules
+        self.samples = 0
+        """Of all replicas so far."""
+        self.merge = 0
+        """Number of the newest merge that was announced."""
+        self.due_s: float | None = STARTING * rules.timeout_s
+        """When the host is to say `ClockRead`, whatever else happens."""
+        self._members: dict[str, _Member] = {}
+        self._now_s = self._announced_s = 0.0
+        self._interval_s = 0.0
+        """From one announcement to the next, as it was lately."""
+        self._merged_samples = 0
+        """Of all replicas, when the newest merge was announced."""
+        self._turn = 0
+        """The fragment of the next merge."""
+        self._asked: CollectChanges | None = None
+        self._invited: set[str] = set()
+        """Those that were asked for a contribution to the open merge."""
+        self._expected: set[str] = set()
+        """Those of them that it waits for."""
+        self._answered: set[str] = set()
+        self._has_quorum = False
+        self._held: list[dict[str, Contribution]] = [{} for _ in range(rules.fragments)]
+        """Contributions that are not merged yet, by fragment and replica."""
+        self.late = 0
+        """Contributions that came after their merge had ended."""
+        self._outcome = "done"
+
+    @property
+    def connected(self) -> list[str]:
+        """Replicas that are there, by name."""
+        return sorted(name for name, member in self._members.items() if member.connected)
+
+    def _is_stale(self, event: MergerEvent) -> bool:
+        return False
+
+    def _take(self, event: MergerEvent) -> Out:
+        match event:
+            case FromDevice(device=replica, body=StepsMade() as body):
+                return self._stepped(replica, body)
+            case FromDevice(device=replica, body=Contributed() as body):
+                return self._contributed(replica, body)
+            case ReplicaJoined(replica=replica):
+                return self._joined(replica)
+            case ReplicaLost(replica=replica, reason=reason):
+                return self._lost(replica, reason)
+            case ClockRead(now_s=now_s):
+                return self._clock(now_s)
+            case _:
+                return self._stop()
+
+    def _joined(self, replica: str) -> Out:
+        again = replica in self._members
+        steps = self._members[replica].steps if again else 0
+        self._members[replica] = member = _Member()
+        member.steps = steps
+        self._invited.discard(replica)
+        self._expected.discard(replica)
+        for held in self._held:
+            held.pop(replica, None)  # it gives the same again
+        if self._phase == "waiting":
+            self._phase, self.due_s = "training", None
+            self._announced_s = self._announced_s if self.merge else self._now_s
+        note = f"{replica} is back after {steps} steps: it takes the current fragments and goes on"
+        return [*([Note(note)] if again else []), SendAll(replica)]
+
+    def _lost(self, replica: str, reason: str) -> Out:
+        self._members[replica].connected = False
+        self._expected.discard(replica)
+        out: Out = [Note(f"{replica} is lost: {reason}; the others go on"), *self._look()]
+        if self.connected or self._phase == "done":
+            return out
+        if self._phase == "closing":
+            return [*out, *self._finish()]
+        self._phase, self._asked = "waiting", None
+        self.due_s = self._now_s + self.rules.timeout_s
+        return out
+
+    def _stepped(self, replica: str, made: StepsMade) -> Out:
+        member = self._members[replica]
+        self.samples += made.samples * max(1, made.steps - member.steps)  # also those made without a connection
+        member.steps, member.shows_life = made.steps, True
+        if replica in self._invited:
+            self._expected.add(replica)  # it will answer: what it was asked is on its way
+        return self._next() if self._phase == "training" else []
+
+    def _next(self) -> Out:
+        """Announce a merge where one is due. No merge is open."""
+        if not self.connected:
+            return []
+        if self.samples >= self.rules.samples:
+            return self._announce(tuple(range(self.rules.fragments)), last=True)
+        if self.samples - self._merged_samples >= self.rules.merge_every:
+            turn, self._turn = self._turn, (self._turn + 1) % self.rules.fragments
+            return [*self._announce((turn,), last=False), *self._look()]  # all may have given before
+        return []
+
+    def _announce(self, fragments: tuple[int, ...], *, last: bool) -> Out:
+        self.merge += 1
+        lately_s = self._now_s - self._announced_s
+        self._interval_s += (lately_s - self._interval_s) * (_INTERVAL_DECAY if self.merge > 1 else 1.0)
+        self._announced_s, self._merged_samples = self._now_s, self.samples
+        self._asked = CollectChanges(merge=self.merge, fragments=fragments, last=last)
+        self._invited = set(self.connected)
+        self._expected = {name for name in self.connected if self._members[name].shows_life}
+        self._answered = set()
+        for member in self._members.values():
+            member.shows_life = False
+        self._phase = "closing" if last else "collecting"
+        self._has_quorum = False
+        self.due_s = self._now_s + (self._grace_s if last else _QUORUM_TIMEOUT * self._interval_s)
+        return [AskReplica(name, self._asked) for name in self.connected]
+
+    @property
+    def _grace_s(self) -> float:
+        return self.rules.grace * self._interval_s
+
+    def _contributed(self, replica: str, body: Contributed) -> Out:
+        for fragment, samples in zip(body.fragments, body.samples, strict=True):
+            self._held[fragment][replica] = Contribution(
+                replica=replica,
+                number=body.merge,
+                steps=body.steps,
+                samples=samples,
+                taken=body.taken,
+                taken_before=body.taken_before,
+            )
+        if self._asked is None or body.merge != self._asked.merge:
+            self.late += 1
+        else:
+            self._answered.add(replica)
+        return self._look()
+
+    @property
+    def _given(self) -> set[str]:
+        """Replicas of which there is what the open merge asked for."""
+        assert self._asked is not None, "asked while a merge is open"
+        if self._asked.last:
+            return self._answered
+        return set.intersection(*({*self._held[fragment]} for fragment in self._asked.fragments))
+
+    @property
+    def _needed(self) -> int:
+        """The quorum, or as many as are at work if those are fewer."""
+        there = {name for name in self.connected if self._members[name].shows_life} | self._given
+        if self._now_s - self._announced_s < _QUORUM_TIMEOUT * self._interval_s:
+            there |= self._expected
+        return max(1, min(self.rules.quorum, len(there)))
+
+    def _clock(self, now_s: float) -> Out:
+        self._now_s = now_s
+        if self.due_s is None or now_s < self.due_s:
+            return []
+        if self._phase == "waiting":
+            self._phase, self.due_s = "done", None
+            return [FinishMerges("lost", f"no replica came within {self.rules.timeout_s:g} s")]
+        self.due_s = None
+        return self._look(grace_is_over=True)
+
+    def _look(self, *, grace_is_over: bool = False) -> Out:
+        """End the open merge where nothing more is to be waited for."""
+        if self._asked is None:
+            return []
+        given = self._given
+        complete = self._expected <= given
+        enough = grace_is_over and len(given) >= self._needed
+        if not given or not (complete or enough):
+            reached = len(given) >= self._needed and not self._has_quorum
+            if grace_is_over or reached:
+                self._has_quorum |= reached
+                self.due_s = self._now_s + max(self._grace_s, _SHORTEST_S)
+            return []
+        asked, self._asked, self.due_s = self._asked, None, None
+        self._invited, self._expected = set(), set()
+        merged = MergeChanges(
+            merge=asked.merge,
+            fragments=tuple(map(self._taken_out, asked.fragments)),
+            samples=self.samples,
+        )
+        if asked.last:
+            return [merged, *self._finish()]
+        self._phase = "training"
+        return [merged, *self._next()]
+
+    def _taken_out(self, fragment: int) -> MergedFragment:
+        held, self._held[fragment] = self._held[fragment], {}
+        return MergedFragment(fragment=fragment, contributions=tuple(held[name] for name in sorted(held)))
+
+    def _stop(self) -> Out:
+        self._outcome = "interrupted"
+        if self._phase == "closing":
+            return []
+        if not self.connected:
+            self._asked = None
+            return self._finish()
+        return self._announce(tuple(range(self.rules.fragments)), last=True)
+
+    def _finish(self) -> Out:
+        self._phase, self.due_s = "done", None
+        return [FinishMerges(self._outcome)]

@@ -1,0 +1,64 @@
+"""What one replica is to be sent next: the newest version of each fragment, then what it is asked for.
+
+A replica that is stopped or slow to receive piles up nothing: versions that it missed are skipped, and it gets the
+newest one whole.
+"""
+
+from __future__ import annotations
+
+from isthmus.protocol.decoupled_events import NEVER, CollectChanges, FragmentSent, ReplicaOrder
+from isthmus.protocol.run_messages import Halt
+
+
+class Delivery:
+    """To one replica. `next` is what fits on its link now."""
+
+    def __init__(self, fragments: int) -> None:
+        self._sent = [NEVER] * fragments
+        """The version of each fragment that it has, or will once what is on its way has arrived."""
+        self._newest = [NEVER] * fragments
+        self._before = [NEVER] * fragments
+        """The version that each newest one was made from."""
+        self._included = [NEVER] * fragments
+        self._samples = [0] * fragments
+        self._asked: CollectChanges | None = None
+        self._halt: Halt | None = None
+
+    def publish(self, fragment: int, merge: int, samples: int, included: int = NEVER) -> None:
+        """A version is made. `included`: the contribution of this replica that is in it."""
+        self._before[fragment], self._newest[fragment] = self._newest[fragment], merge
+        self._samples[fragment] = samples
+        if included != NEVER:
+            self._included[fragment] = included
+
+    def restart(self) -> None:
+        """The connection is another one: what was on its way may not have arrived."""
+        self._sent = [NEVER] * len(self._sent)
+        self._asked = None
+
+    def ask(self, collect: CollectChanges) -> None:
+        self._asked = collect
+
+    def halt(self, halt: Halt) -> None:
+        self._halt = halt
+
+    def next(self) -> ReplicaOrder | None:
+        """The next message, which counts as sent; None where nothing is to be sent. A fragment comes before what is
+        asked of it: a replica must know of one contribution's fate before it makes the next. Nothing follows the end of
+        the run."""
+        if self._halt is not None:
+            halt, self._halt = self._halt, None
+            return halt
+        for fragment, (sent, newest) in enumerate(zip(self._sent, self._newest, strict=True)):
+            if sent != newest:
+                self._sent[fragment] = newest
+                return FragmentSent(
+                    fragment=fragment,
+                    merge=newest,
+                    whole=sent == NEVER or sent != self._before[fragment],
+                    included=self._included[fragment],
+                    first=sent == NEVER,
+                    samples=self._samples[fragment],
+                )
+        asked, self._asked = self._asked, None
+        return asked

@@ -1,0 +1,219 @@
+"""What the machines of decoupled replicas take and give: messages between the two, events of their hosts, instructions.
+
+A merge has a number, from 1 on. A fragment's version is the number of the merge that made it; 0 is the start.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_events import Note
+from isthmus.protocol.run_messages import Halt
+
+NEVER = -1
+"""In place of a merge's number."""
+Count = Annotated[int, Meta(ge=0)]
+
+
+class MergeRules(msgspec.Struct, frozen=True, kw_only=True):
+    """When a merge begins and ends, and when the run does."""
+
+    samples: int
+    """After which the run ends, all replicas together."""
+    merge_every: float
+    """Samples of all replicas together from one merge to the next."""
+    fragments: int
+    quorum: int
+    """Contributions without which a merge does not end, where so many replicas are there."""
+    grace: float
+    """How long a merge that has its quorum waits for others, as a share of the time between two merges."""
+    timeout_s: float
+    """After which a run ends that has no replica."""
+
+
+# Replica to merger
+
+
+class StepsMade(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """A step is done."""
+
+    steps: Count
+    """Of this replica, this one included."""
+    samples: Count
+    """Of this step."""
+    loss: float | None = None
+    """None for one that is not a number."""
+
+
+class VersionTaken(msgspec.Struct, frozen=True, array_like=True):
+    """A fragment's version that a replica took, and how many steps it had made."""
+
+    fragment: Count
+    merge: Count
+    steps: Count
+
+
+class Contributed(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """With it come the packed changes of the fragments that were asked for."""
+
+    merge: Count
+    fragments: tuple[Count, ...]
+    steps: Count
+    samples: tuple[Count, ...]
+    """Of each fragment: trained on since the last contribution that was merged."""
+    taken: tuple[VersionTaken, ...] = ()
+    """Versions since the newest contribution that it knows to be merged."""
+    taken_before: Count = 0
+    """How many it took before those."""
+
+
+ReplicaReport = StepsMade | Contributed
+
+
+# Merger to replica
+
+
+class CollectChanges(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Contribute after the present step."""
+
+    merge: Count
+    fragments: tuple[Count, ...]
+    last: bool = False
+    """No step comes after it."""
+
+
+class FragmentSent(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """With it comes the fragment: what has changed since the version that this replica has, or all of it."""
+
+    fragment: Count
+    merge: Count
+    """The version."""
+    whole: bool
+    included: int
+    """The newest contribution of this replica to this fragment that is merged, by the merge that asked for it."""
+    first: bool
+    """On this connection: a contribution that is not merged yet is void, and its change is to be given again."""
+    samples: Count
+    """Of all replicas until then: the learning rate follows it."""
+
+
+ReplicaOrder = CollectChanges | FragmentSent | Halt
+
+
+# Events of the merger's host
+
+
+class ReplicaJoined(msgspec.Struct, frozen=True, kw_only=True):
+    """A connection of a replica: the first one, or one after another was lost."""
+
+    replica: str
+
+
+class ReplicaLost(msgspec.Struct, frozen=True, kw_only=True):
+    replica: str
+    reason: str
+
+
+class ClockRead(msgspec.Struct, frozen=True, kw_only=True):
+    """Comes before each event that may open or end a merge."""
+
+    now_s: float
+
+
+class RunStopped(msgspec.Struct, frozen=True, kw_only=True):
+    """Somebody wants the run to end."""
+
+
+MergerEvent = FromDevice[ReplicaReport] | ReplicaJoined | ReplicaLost | ClockRead | RunStopped
+
+
+# Instructions of the merger
+
+
+class AskReplica(msgspec.Struct, frozen=True):
+    replica: str
+    collect: CollectChanges
+
+
+class SendAll(msgspec.Struct, frozen=True):
+    """Give a replica every fragment, whatever it was given before."""
+
+    replica: str
+
+
+class Contribution(msgspec.Struct, frozen=True, kw_only=True):
+    """To one fragment."""
+
+    replica: str
+    number: int
+    """Of the merge that asked for it: that in which it is, or an earlier one that it came too late for."""
+    steps: int
+    """That the replica had made."""
+    samples: int
+    """Trained on since its contribution before."""
+    taken: tuple[VersionTaken, ...]
+    taken_before: int
+
+
+class MergedFragment(msgspec.Struct, frozen=True, kw_only=True):
+    fragment: int
+    contributions: tuple[Contribution, ...]
+    """In the order of the replicas' names."""
+
+
+class MergeChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """Make the outer step of these fragments with these contributions, weighted by samples; then every replica is to
+    have the result. It is a line of the run's record."""
+
+    merge: int
+    fragments: tuple[MergedFragment, ...]
+    samples: int
+    """Of all replicas so far."""
+
+
+class FinishMerges(msgspec.Struct, frozen=True):
+    """The run is over."""
+
+    outcome: str
+    """`done`, `interrupted` or `lost`."""
+    reason: str = ""
+
+
+MergerInstruction = AskReplica | SendAll | MergeChanges | FinishMerges | Note
+
+
+# The replica
+
+
+class StepEnded(msgspec.Struct, frozen=True, kw_only=True):
+    samples: int
+    loss: float | None = None
+
+
+class LinkLost(msgspec.Struct, frozen=True, kw_only=True):
+    """The merger cannot be reached. Steps go on; the host dials again."""
+
+
+ReplicaEvent = CollectChanges | FragmentSent | Halt | StepEnded | LinkLost
+
+
+class Train(msgspec.Struct, frozen=True):
+    """Make the next step."""
+
+    samples: int
+    """Of all replicas, as far as this one knows."""
+
+
+class Contribute(msgspec.Struct, frozen=True):
+    collect: CollectChanges
+
+
+class StopReplica(msgspec.Struct, frozen=True):
+    """Nothing follows."""
+
+
+ReplicaInstruction = Train | FragmentSent | Contribute | StepsMade | StopReplica

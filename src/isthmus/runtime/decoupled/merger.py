@@ -1,0 +1,292 @@
+"""The merger's process: receives from replicas, lets the machine decide, merges, sends to each as its link allows."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.fleet import Link
+from isthmus.protocol.decoupled import Merger
+from isthmus.protocol.decoupled_delivery import Delivery
+from isthmus.protocol.decoupled_events import (
+    NEVER,
+    AskReplica,
+    ClockRead,
+    CollectChanges,
+    Contributed,
+    FinishMerges,
+    FragmentSent,
+    MergeChanges,
+    MergerEvent,
+    ReplicaJoined,
+    ReplicaLost,
+    RunStopped,
+    SendAll,
+    StepsMade,
+)
+from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_events import Note
+from isthmus.protocol.run_messages import DeviceFailed, Halt
+from isthmus.runtime.decoupled.outgoing import Outgoing, OutgoingLink
+from isthmus.runtime.messages.all_messages import AnyMessage
+from isthmus.runtime.messages.decoupled import FromReplica, ToReplica
+from isthmus.runtime.messages.run import Heartbeat, JoinRun
+from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.message_sender import start_heartbeats
+from isthmus.training.compression import Codec
+from isthmus.training.decoupled import MergedFragments
+from isthmus.training.layout import header_of
+
+POLL_S = 0.2
+"""Between looks at processes that may have ended."""
+HALT_S = 5.0
+"""For the last message to a replica."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergerWatch:
+    """Callbacks, in the merger's thread."""
+
+    stepped: Callable[[str, StepsMade, int, float], None]
+    """Replica, step, samples of all replicas so far, seconds since the run began."""
+    merged: Callable[[MergeChanges, float], None]
+    note: Callable[[str], None]
+
+
+class _ReplicaLink:
+    """What one replica is to be sent, and its connection."""
+
+    def __init__(self, run: str, merged: MergedFragments, lock: threading.Lock, shape: Link | None) -> None:
+        """The `lock` is held while versions change, and while it is decided what is sent."""
+        fragments = len(merged.known)
+        self.delivery = Delivery(fragments)
+        self.outgoing: OutgoingLink | None = None
+        self._connections = 0
+        self.changes: dict[int, Tensor] = {}
+        """By fragment, the payload of its newest change."""
+        self._run, self._merged, self._lock, self._shape = run, merged, lock, shape
+        self._heartbeats = 0
+        self.sent_bytes = 0
+
+        for fragment in range(fragments):
+            self.delivery.publish(fragment, 0, 0)
+
+    def connect(self, channel: SocketChannel) -> None:
+        """From now on over this channel, and no other."""
+        with self._lock:
+            self.delivery.restart()
+            self._connections += 1
+        if self.outgoing is not None:
+            self.outgoing.finish(0.0)
+        self.outgoing = OutgoingLink(channel, self._shape, partial(self._following, self._connections))
+
+    def wake(self) -> None:
+        if self.outgoing is not None:
+            self.outgoing.wake()
+
+    def put(self, message: Heartbeat, /) -> None:
+        """As other senders of heartbeats: one that waits is enough."""
+        self._heartbeats = 1
+        self.wake()
+
+    def ask(self, order: CollectChanges | Halt) -> None:
+        with self._lock:
+            self.delivery.halt(order) if isinstance(order, Halt) else self.delivery.ask(order)
+        self.wake()
+
+    def _following(self, connection: int) -> Outgoing | None:
+        """In the link's thread; nothing for that of an earlier connection. Versions are never changed in place: they
+        may be sent without the lock."""
+        tensors: list[Tensor] = []
+        with self._lock:
+            order = self.delivery.next() if connection == self._connections else None
+            if isinstance(order, FragmentSent):
+                tensors = [self._merged.known[order.fragment] if order.whole else self.changes[order.fragment]]
+        if order is None:
+            beats, self._heartbeats = self._heartbeats, 0
+            return (Heartbeat(run=self._run), []) if beats else None
+        headers = tuple(header_of("fragment", tensor) for tensor in tensors)
+        self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
+        return ToReplica(run=self._run, body=order, tensors=headers), tensors
+
+
+class MergerHost:
+    """Drives the machine over TCP. `coordinate` returns when the run is over."""
+
+    def __init__(
+        self,
+        machine: Merger,
+        merged: MergedFragments,
+        codec: Codec,
+        links: Mapping[str, Link | None],
+        run: str,
+        timeout_s: float,
+        watch: MergerWatch,
+    ) -> None:
+        """`links` are those of all replicas, emulated or None; `codec` is that of their payloads."""
+        self._machine, self._merged, self._codec = machine, merged, codec
+        self._run, self._timeout_s, self._watch = run, timeout_s, watch
+        self._lock = threading.Lock()
+        self._links = {name: _ReplicaLink(run, merged, self._lock, shape) for name, shape in links.items()}
+        self._events: queue.SimpleQueue[ReceivedMessage] = queue.SimpleQueue()
+        self._deltas: list[dict[str, Tensor]] = [{} for _ in range(machine.rules.fragments)]
+        """That are not merged yet, by fragment and replica."""
+        self.received_bytes = 0
+        """Of contributions."""
+        self._began_s = time.monotonic()
+        self._finish: FinishMerges | None = None
+        self.acceptor = Acceptor(run, list(links), on_message=self._events.put, guard=self._guard, timeout_s=timeout_s)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of fragments, to all replicas."""
+        return sum(link.sent_bytes for link in self._links.values())
+
+    def coordinate(self, ended: Callable[[], Mapping[str, str]], stopped: Callable[[], bool]) -> FinishMerges:
+        """`ended` names processes that have ended other than well, and how; `stopped` says that somebody wants the run
+        to end."""
+        over = threading.Event()
+        start_heartbeats(self._run, self._timeout_s, over, lambda: list(self._links.values()))
+        gone: set[str] = set()
+        stopping = False
+        try:
+            while self._finish is None:
+                self._handle(ClockRead(now_s=self.now_s))
+                if stopped() and not stopping:
+                    stopping = True
+                    self._handle(RunStopped())
+                for name, how in ended().items():
+                    if name not in gone:
+                        gone.add(name)
+                        self._watch.note(f"{name}: {how}")
+                if len(gone) == len(self._links) and not self._machine.connected:
+                    self._finish = FinishMerges("lost", "every replica's process has ended")
+                self._receive()
+            return self._finish
+        finally:
+            over.set()
+            self._end()
+
+    @property
+    def now_s(self) -> float:
+        """Since the run began."""
+        return time.monotonic() - self._began_s
+
+    def _receive(self) -> None:
+        due_s = self._machine.due_s
+        wait_s = POLL_S if due_s is None else min(POLL_S, max(0.0, due_s - self.now_s))
+        try:
+            received = self._events.get(timeout=wait_s)
+        except queue.Empty:
+            return
+        self._handle(ClockRead(now_s=self.now_s))
+        self._on_message(*received)
+
+    def _on_message(self, replica: str, message: AnyMessage | Exception | None, tensors: list[Tensor]) -> None:
+        if isinstance(message, JoinRun):
+            self._join(replica)
+            return
+        if replica not in self._machine.connected:  # received before it was lost
+            return
+        match message:
+            case FromReplica(body=DeviceFailed(reason=reason)):
+                self._lost(replica, reason)
+            case FromReplica(body=StepsMade() as body):
+                self._handle(FromDevice(replica, body))
+                self._watch.stepped(replica, body, self._machine.samples, self.now_s)
+            case FromReplica(body=Contributed() as body):
+                self._contributed(replica, body, tensors)
+            case Heartbeat():
+                pass
+            case _:
+                self._lost(replica, str(message) if message is not None else "its connection closed")
+
+    def _join(self, replica: str) -> None:
+        try:
+            channel = self.acceptor.channel(replica)
+        except KeyError:  # it is gone already
+            return
+        assert isinstance(channel, SocketChannel), "replicas are reached over sockets"
+        self._links[replica].connect(channel)
+        self._handle(ReplicaJoined(replica=replica))
+
+    def _lost(self, replica: str, reason: str) -> None:
+        self.acceptor.forget(replica)
+        self._handle(ReplicaLost(replica=replica, reason=reason))
+
+    def _contributed(self, replica: str, body: Contributed, tensors: list[Tensor]) -> None:
+        for fragment, payload in zip(body.fragments, tensors, strict=True):
+            try:
+                delta = self._merged.unpacked(fragment, payload, self._codec)
+            except PeerError as e:
+                self._lost(replica, str(e))
+                return
+            if delta is None:
+                self._lost(replica, f"its change of fragment {fragment} is not finite")
+                return
+            self._deltas[fragment][replica] = delta
+            self.received_bytes += payload.nbytes
+        self._handle(FromDevice(replica, body))
+
+    def _guard(self, replica: str, message: AnyMessage) -> None:
+        """In the connection's thread: PeerError for a message whose tensors must not be received."""
+        if isinstance(message, Heartbeat):
+            return
+        if not isinstance(message, FromReplica):
+            raise PeerError(f"sent {type(message).__name__}, expected steps and contributions")
+        sizes = [tensor.nbytes for tensor in message.tensors]
+        expected: list[int] = []
+        if isinstance(message.body, Contributed):
+            known, fragments = self._merged.known, message.body.fragments
+            if any(fragment >= len(known) for fragment in fragments) or len(fragments) != len(message.body.samples):
+                raise PeerError(f"contributed to fragments {list(fragments)}, expected some of {len(known)}")
+            if not all(message.body.samples):
+                raise PeerError("contributed without a step")
+            expected = [self._codec.wire_bytes(known[f].numel(), known[f].dtype) for f in fragments]
+        if sizes != expected:
+            raise PeerError(f"sent tensors of {sizes} bytes, expected {expected}")
+
+    def _handle(self, event: MergerEvent) -> None:
+        for instruction in self._machine.handle(event):
+            match instruction:
+                case AskReplica(replica=replica, collect=collect):
+                    self._links[replica].ask(collect)
+                case SendAll(replica=replica):
+                    self._links[replica].wake()
+                case MergeChanges():
+                    self._merge(instruction)
+                case Note(text=text):
+                    self._watch.note(text)
+                case FinishMerges():
+                    self._finish = instruction
+
+    def _merge(self, merge: MergeChanges) -> None:
+        for merged in merge.fragments:
+            fragment, own = merged.fragment, self._deltas[merged.fragment]
+            numbers = {contribution.replica: contribution.number for contribution in merged.contributions}
+            deltas = [(own.pop(c.replica), c.samples) for c in merged.contributions]
+            with self._lock:
+                change = self._merged.merge(fragment, deltas)
+                for name, link in self._links.items():
+                    link.changes[fragment] = change
+                    link.delivery.publish(fragment, merge.merge, merge.samples, numbers.get(name, NEVER))
+        for link in self._links.values():
+            link.wake()
+        self._watch.merged(merge, self.now_s)
+
+    def _end(self) -> None:
+        for link in self._links.values():
+            link.ask(Halt())
+        deadline_s = time.monotonic() + HALT_S
+        for link in self._links.values():
+            if link.outgoing is not None:
+                link.outgoing.finish(max(0.0, deadline_s - time.monotonic()))
+        self.acceptor.close()

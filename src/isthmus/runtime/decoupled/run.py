@@ -1,0 +1,176 @@
+"""A run of decoupled replicas on this machine: one process for each device of the fleet, and the merger in this one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import nn
+
+from isthmus.data import load_dataset
+from isthmus.errors import UserError
+from isthmus.fleet import Fleet, Link
+from isthmus.job import Job
+from isthmus.protocol.decoupled import Merger
+from isthmus.protocol.decoupled_events import FinishMerges, MergeRules
+from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
+from isthmus.runtime.decoupled.replica import ReplicaPlace, serve_replica
+from isthmus.runtime.decoupled.together import merged_fragments
+from isthmus.runtime.decoupled.trainer import ReplicaTrainer, check_model, delta_codec, seeded_model
+from isthmus.runtime.processes.forked import Forked
+from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.transport.listener import Listener
+from isthmus.training.decoupled import MergedFragments, fragments_of
+
+
+def merge_rules(job: Job) -> MergeRules:
+    """What the job says of merges and of its end."""
+    training, rules = job.training, job.sync.decoupled
+    return MergeRules(
+        samples=training.steps * training.batch_size,
+        merge_every=job.sync.period * training.batch_size / rules.fragments,
+        fragments=rules.fragments,
+        quorum=rules.quorum,
+        grace=rules.grace,
+        timeout_s=job.timeout_s,
+    )
+
+
+def check_decoupled(job: Job, fleet: Fleet) -> None:
+    """UserError for what replicas that never wait cannot do, or a batch that the fleet's devices cannot share."""
+    training, runtime = job.training, job.runtime
+    count = len(fleet.names)
+    if training.batch_size % count:
+        raise UserError(
+            f"training.batch_size: got {training.batch_size} for {count} replicas, expected a multiple of {count}"
+        )
+    settings: list[tuple[str, object, object]] = [
+        ("training.precision", training.precision, "fp32"),
+        ("training.non_finite", training.non_finite, "stop"),
+        ("training.save_every", training.save_every, 0),
+        ("plan.data_holder", ", ".join(job.plan.holders), ""),
+        ("compression", "a table" if job.compression is not None else None, None),
+        ("store", "a table" if job.store is not None else None, None),
+        ("runtime.device", runtime.device, "cpu"),
+        ("runtime.engine", runtime.engine, "torch"),
+        ("runtime.compile", runtime.compile, False),
+        ("runtime.changes", "changes" if runtime.changes else None, None),
+    ]
+    for field, value, expected in settings:
+        if value != expected:
+            what = "none" if expected in (None, "") else repr(expected)
+            raise UserError(f"{field}: got {value!r} with sync.mode 'decoupled', expected {what}")
+
+
+def links_of(fleet: Fleet) -> dict[str, tuple[Link | None, Link | None]]:
+    """By device, its links to the merger and back. The merger is where the fleet's first device is."""
+    first = fleet.names[0]
+    others = {name: (fleet.link(name, first), fleet.link(first, name)) for name in fleet.names[1:]}
+    return {first: (None, None), **others}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoupledOutcome:
+    """What came of a run."""
+
+    finish: FinishMerges
+    samples: int
+    merges: int
+    late: int
+    """Contributions that came after their merge had ended, and were part of the next."""
+    sent_bytes: int
+    """Of fragments, to all replicas."""
+    received_bytes: int
+    """Of contributions."""
+    seconds: float
+
+
+class _Begin(msgspec.Struct, frozen=True):
+    """What a replica's process waits for."""
+
+    address: str
+    step_s: dict[str, float]
+
+
+class DecoupledRun:
+    """Replicas are forked when it is made, so before this process has threads. A context manager, which ends them."""
+
+    def __init__(self, job: Job, fleet: Fleet, folder: Path) -> None:
+        """UserError for a job or a model that does not fit."""
+        check_decoupled(job, fleet)
+        torch.set_num_threads(job.runtime.threads)
+        self._job, self._fleet = job, fleet
+        self.model: nn.Module = seeded_model(job)
+        check_model(self.model)
+        self.machine = Merger(merge_rules(job))
+        self.merged: MergedFragments = merged_fragments(job)
+        self._run = secrets.token_hex(16)
+        self._links = links_of(fleet) if job.runtime.emulate else dict.fromkeys(fleet.names, (None, None))
+        data = load_dataset(job.data, "train")
+
+        def serve(number: int, name: str) -> Callable[[str], None]:
+            def act(text: str) -> None:
+                begin = msgspec.json.decode(text, type=_Begin)
+                place = ReplicaPlace(
+                    name=name,
+                    run=self._run,
+                    address=begin.address,
+                    timeout_s=job.timeout_s,
+                    step_s=begin.step_s.get(name, 0.0),
+                    link=self._links[name][0],
+                )
+                count = len(fleet.names)
+                serve_replica(lambda: ReplicaTrainer(job, data, number, count), place, job.sync.decoupled.fragments)
+
+            return act
+
+        acts = {name: serve(number, name) for number, name in enumerate(fleet.names)}
+        self.processes = Forked(acts, folder / "logs")
+
+    def run(self, step_s: Mapping[str, float], watch: MergerWatch, stop: Stop) -> DecoupledOutcome:
+        """To the end. `step_s` is how long a step of each replica takes at least."""
+        job = self._job
+        host = MergerHost(
+            self.machine,
+            self.merged,
+            delta_codec(job),
+            {name: back for name, (_, back) in self._links.items()},
+            self._run,
+            job.timeout_s,
+            watch,
+        )
+        listener = Listener("127.0.0.1", timeout_s=job.timeout_s)
+        listener.start(host.acceptor.on_connection)
+        begin = _Begin(f"127.0.0.1:{listener.port}", dict(step_s))
+        self.processes.begin(msgspec.json.encode(begin).decode())
+        try:
+            with stop.calls(lambda: None):
+                finish = host.coordinate(self.processes.ended, lambda: stop.requested)
+        finally:
+            listener.close()
+        self.fill()
+        return DecoupledOutcome(
+            finish=finish,
+            samples=self.machine.samples,
+            merges=self.machine.merge,
+            late=self.machine.late,
+            sent_bytes=host.sent_bytes,
+            received_bytes=host.received_bytes,
+            seconds=host.now_s,
+        )
+
+    def fill(self) -> None:
+        """Put what is merged into `model`."""
+        self.merged.fill(fragments_of(self.model, self._job.sync.decoupled.fragments))
+
+    def __enter__(self) -> DecoupledRun:
+        self.processes.__enter__()
+        return self
+
+    def __exit__(self, *why: object) -> None:
+        kind, error, trace = why
+        self.processes.__exit__(kind, error, trace)  # pyright: ignore[reportArgumentType]

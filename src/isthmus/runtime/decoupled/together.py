@@ -1,0 +1,65 @@
+"""All replicas and their merger in one process: what they compute, in whatever order a simulation or a record says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from isthmus.data import Dataset
+from isthmus.errors import UserError
+from isthmus.job import Job
+from isthmus.plans import OuterOptimizer
+from isthmus.protocol.decoupled_events import FragmentSent, MergeChanges
+from isthmus.runtime.decoupled.trainer import ReplicaTrainer, change_codec, delta_codec, seeded_model
+from isthmus.training.decoupled import MergedFragments
+
+
+def merged_fragments(job: Job) -> MergedFragments:
+    """The merger's side at the start."""
+    rules = job.sync.decoupled
+    outer = OuterOptimizer(rate=rules.rate, momentum=rules.momentum)
+    return MergedFragments(seeded_model(job), rules.fragments, outer, change_codec(job))
+
+
+class ReplicasTogether:
+    """A simulation's `Computing`."""
+
+    def __init__(self, job: Job, data: Dataset, names: Sequence[str]) -> None:
+        self.merged = merged_fragments(job)
+        self.trainers: dict[str, ReplicaTrainer] = {}
+        self._job, self._data, self._names = job, data, list(names)
+        self._codec = delta_codec(job)
+        self._versions = {(fragment, 0): values for fragment, values in enumerate(self.merged.known)}
+        self._payloads: dict[tuple[str, int, int], Tensor] = {}
+
+    def start(self, replica: str) -> None:
+        number = self._names.index(replica)
+        self.trainers[replica] = ReplicaTrainer(self._job, self._data, number, len(self._names))
+
+    def step(self, replica: str, samples: int) -> float:
+        return self.trainers[replica].step(samples)
+
+    def take(self, replica: str, sent: FragmentSent) -> None:
+        """UserError for a version that no merge has made."""
+        if (values := self._versions.get((sent.fragment, sent.merge))) is None:
+            raise UserError(f"merges: fragment {sent.fragment} has no version {sent.merge} yet")
+        own = self.trainers[replica].fragments
+        own.take(sent.fragment, values, whole=True, included=sent.included, first=sent.first)
+
+    def give(self, replica: str, fragment: int, number: int) -> None:
+        self._payloads[replica, fragment, number] = self.trainers[replica].fragments.give(fragment, number)
+
+    def has_given(self, replica: str, fragment: int, number: int) -> bool:
+        return (replica, fragment, number) in self._payloads
+
+    def merge(self, merge: MergeChanges) -> None:
+        for merged in merge.fragments:
+            deltas: list[tuple[Tensor, int]] = []
+            for c in merged.contributions:
+                payload = self._payloads.pop((c.replica, merged.fragment, c.number))
+                delta = self.merged.unpacked(merged.fragment, payload, self._codec)
+                assert delta is not None, "a codec refuses what is not finite"
+                deltas.append((delta, c.samples))
+            self.merged.merge(merged.fragment, deltas)
+            self._versions[merged.fragment, merge.merge] = self.merged.known[merged.fragment]

@@ -1,0 +1,111 @@
+"""The steps of one replica on the whole model, on one device: its own share of the samples, its own optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from isthmus.data import Dataset, batch_at, sample_order
+from isthmus.errors import UserError
+from isthmus.extensions import import_object
+from isthmus.job import Job
+from isthmus.models import build_model
+from isthmus.plans import Packing
+from isthmus.training.compression import Codec, codec_of
+from isthmus.training.decoupled import ReplicaFragments
+from isthmus.training.optim import Optimizers, clip, gradient_norms
+
+_Split = Callable[[object], tuple[Tensor, Tensor | None, dict[str, Tensor]]]
+
+
+def seeded_model(job: Job) -> nn.Module:
+    """As every replica and the merger begin with it."""
+    torch.manual_seed(job.training.seed)
+    return build_model(job.model)
+
+
+def delta_codec(job: Job) -> Codec:
+    """Of what replicas send."""
+    return codec_of(Packing(codec=job.sync.decoupled.codec, ratio=job.sync.decoupled.ratio))
+
+
+def change_codec(job: Job) -> Codec:
+    """Of what the merger sends: every element has changed, so a sparse codec would leave most of it for later."""
+    codec = delta_codec(job)
+    return codec_of(Packing(codec="int4")) if job.sync.decoupled.ratio > 1 else codec
+
+
+def split_outputs(result: object) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    """As captured graphs have it. Imported when it is needed: it comes with torch.export, for seconds."""
+    split = cast("_Split", import_object("isthmus", "isthmus.graph.capture:split_outputs"))
+    return split(result)
+
+
+class ReplicaTrainer:
+    """Replica `number` of `count`. What it does follows from the job, and from which versions it took after how many
+    steps."""
+
+    def __init__(self, job: Job, data: Dataset, number: int, count: int) -> None:
+        self.samples = job.training.batch_size // count
+        """Of a step."""
+        self.steps = 0
+        """That were made."""
+        self._job, self._number = job, number
+        self._data, self._columns = data, list(data.columns)
+        self._order = sample_order(data, job.training.seed, job.training.shuffle)
+        self._module = seeded_model(job)
+        self.parameters = [p for p in self._module.parameters() if p.requires_grad]
+        named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        steps = job.training.steps
+        self._optimizers = Optimizers(job.optimizer, named, job.learning_rate.tabled(steps), steps)
+        self.fragments = ReplicaFragments(self._module, job.sync.decoupled.fragments, delta_codec(job))
+
+    def step(self, samples: int) -> float:
+        """One step, where all replicas had trained on so many samples; returns the loss."""
+        training = self._job.training
+        seeds = np.random.SeedSequence([training.seed, self._number, self.steps])
+        torch.manual_seed(int(seeds.generate_state(1)[0]))  # of dropout
+        start = self.steps * training.batch_size + self._number * self.samples
+        batch = batch_at(self._data, self._order, start, self.samples, self._columns)
+        loss, count, _ = split_outputs(self._module(**batch))
+        loss = loss if count is None else loss / count.clamp(min=1)
+        self._optimizers.drop_gradients()
+        loss.backward()
+        if training.clip_norm > 0:
+            gradients = [p.grad for p in self.parameters if p.grad is not None]
+            clip(gradients, gradient_norms(gradients), training.clip_norm)
+        self._optimizers.step(min(samples // training.batch_size, training.steps - 1))
+        self.steps += 1
+        self.fragments.trained(self.samples)
+        return float(loss.detach())
+
+
+@torch.no_grad()
+def heldout_loss(module: nn.Module, data: Dataset, most: int, batch_size: int) -> float:
+    """Of the first `most` held-out samples, or of all where there are fewer."""
+    module.eval()
+    losses, counts = list[float](), list[float]()
+    for start in range(0, min(most, len(data)), batch_size):
+        indices = range(start, min(start + batch_size, most, len(data)))
+        loss, count, _ = split_outputs(module(**data.batch(indices, list(data.columns))))
+        losses.append(float(loss) * (len(indices) if count is None else 1))
+        counts.append(len(indices) if count is None else float(count))
+    module.train()
+    return sum(losses) / (sum(counts) or 1.0)
+
+
+def check_model(module: nn.Module) -> None:
+    """UserError for a model whose replicas cannot be merged."""
+    running = [name for name, kind in module.named_modules() if isinstance(kind, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
+    if running:
+        raise UserError(
+            f"sync.mode: got 'decoupled' for a model with running statistics ({running[0]}), which are not merged: "
+            "expected one with other norms"
+        )
+    kinds: Sequence[torch.dtype] = sorted({p.dtype for p in module.parameters() if p.requires_grad}, key=str)
+    if kinds != [torch.float32]:
+        raise UserError(f"sync.mode: got 'decoupled' for parameters of {', '.join(map(str, kinds))}, expected float32")

@@ -1,0 +1,162 @@
+"""Fragments of replicas that never wait: what a replica gives, what the merger makes of it, what a replica takes.
+
+    given     delta = outer - w + error            packed; error <- delta - unpacked, once it is merged
+    merged    outer <- Nesterov(outer, mean of the deltas, weighted by samples)      known = outer <- outer + packed change
+    taken     w <- known + what the replica has moved since it gave
+
+A replica keeps what it has moved and not given yet, and what it gave until it hears that this is merged. What a lost
+connection took away is given again: nothing is lost, and nothing counts twice. What packing leaves out of a merged
+change is dropped: replicas train on from what they know, and a correction that came a merge later would disturb them
+(1 % of the loss of a small GPT, in benchmarks/decoupled).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isthmus.errors import UserError
+from isthmus.plans import OuterOptimizer
+from isthmus.training.compression import DeltaCodec
+from isthmus.training.optim import OuterStep
+
+
+def fragments_of(module: nn.Module, count: int) -> list[list[nn.Parameter]]:
+    """The trainable parameters in so many fragments, strided over the modules that own them, so that each holds some of
+    the first layers and some of the last. UserError where there are fewer layers."""
+    layers: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            layers.setdefault(name.rpartition(".")[0], []).append(parameter)
+    if count > len(layers):
+        raise UserError(f"sync.decoupled.fragments: got {count}, expected at most the model's {len(layers)} layers")
+    found: list[list[nn.Parameter]] = [[] for _ in range(count)]
+    for number, parameters in enumerate(layers.values()):
+        found[number % count] += parameters
+    return found
+
+
+@torch.no_grad()
+def flat(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """A copy of all elements, float32 [elements]."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+
+
+@torch.no_grad()
+def spread(values: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    """Write `flat` elements back."""
+    for parameter, part in zip(parameters, values.split([p.numel() for p in parameters]), strict=True):
+        parameter.copy_(part.view(parameter.shape))
+
+
+class _Given(NamedTuple):
+    """A contribution whose fate is not known yet."""
+
+    number: int
+    """Of the merge that asked for it."""
+    values: Tensor
+    """The replica's own when it gave, moved since then with what is known."""
+    error: Tensor
+    """What the payload left out."""
+    samples: int
+
+
+class ReplicaFragments:
+    """A replica's side. What it has of the merger's is nothing until every fragment was taken once."""
+
+    def __init__(self, module: nn.Module, count: int, codec: DeltaCodec) -> None:
+        self._parameters = fragments_of(module, count)
+        self._codec = codec
+        self._known: list[Tensor | None] = [None] * count
+        self._errors: list[Tensor | None] = [None] * count
+        self._given: list[_Given | None] = [None] * count
+        self._samples = [0] * count
+
+    def trained(self, samples: int) -> None:
+        """A step was made on so many samples."""
+        self._samples = [before + samples for before in self._samples]
+
+    def samples(self, fragment: int) -> int:
+        """Trained on since the last contribution of this fragment that was merged."""
+        return self._samples[fragment]
+
+    def waits(self, fragment: int) -> bool:
+        """Whether a contribution of this replica is not merged yet, as far as it knows."""
+        return self._given[fragment] is not None
+
+    @torch.no_grad()
+    def give(self, fragment: int, number: int) -> Tensor:
+        """The payload of what this replica has moved, for the merge `number`. UserError where that is not finite."""
+        own, known = flat(self._parameters[fragment]), self._known[fragment]
+        assert known is not None, "nothing is asked before everything was taken"
+        delta = known - own
+        if (error := self._errors[fragment]) is not None:
+            delta += error
+        payload = self._codec.encode(delta, f"fragment {fragment}")
+        left = delta - self._codec.decode(payload, delta.shape, delta.dtype)
+        self._given[fragment] = _Given(number, own, left, self._samples[fragment])
+        return payload
+
+    @torch.no_grad()
+    def take(self, fragment: int, values: Tensor, *, whole: bool, included: int, first: bool) -> None:
+        """`values` is a version of the fragment if `whole`, else the payload of its change. `included` is the newest
+        contribution of this replica that is merged; with `first` one that is not is void."""
+        parameters, known = self._parameters[fragment], self._known[fragment]
+        own = flat(parameters)
+        if known is None:
+            assert whole, "a change is of something that was taken before"
+            new, moved = values, torch.zeros_like(own)
+        else:
+            new = values if whole else known + self._codec.decode(values, known.shape, known.dtype)
+            moved = own - known
+        given, self._given[fragment] = self._given[fragment], None
+        if given is not None and given.number == included:
+            moved, self._errors[fragment] = own - given.values, given.error
+            self._samples[fragment] -= given.samples
+        elif given is not None and known is not None and not first:
+            self._given[fragment] = given._replace(values=given.values + (new - known))
+        self._known[fragment] = new
+        spread(new + moved, parameters)
+
+
+class MergedFragments:
+    """The merger's side."""
+
+    def __init__(self, module: nn.Module, count: int, config: OuterOptimizer, codec: DeltaCodec) -> None:
+        """`codec` packs changes on their way to replicas."""
+        self._parameters = fragments_of(module, count)
+        start = [flat(parameters) for parameters in self._parameters]
+        self._outer = [OuterStep([values.clone()], config) for values in start]
+        self.known = start
+        """What every replica that has the newest versions knows. A version is never changed in place."""
+        self._codec = codec
+
+    @torch.no_grad()
+    def unpacked(self, fragment: int, payload: Tensor, codec: DeltaCodec) -> Tensor | None:
+        """A replica's delta; None where it is not finite. PeerError for what is no payload."""
+        known = self.known[fragment]
+        delta = codec.decode(payload, known.shape, known.dtype, f"fragment {fragment}")
+        return delta if bool(torch.isfinite(delta).all()) else None
+
+    @torch.no_grad()
+    def merge(self, fragment: int, deltas: Sequence[tuple[Tensor, int]]) -> Tensor:
+        """Make the outer step with the mean of the deltas, weighted by samples; returns the payload of the change."""
+        total = sum(samples for _, samples in deltas)
+        mean = torch.zeros_like(self.known[fragment])
+        for delta, samples in deltas:
+            mean.add_(delta, alpha=samples / total)
+        outer, known = self._outer[fragment], self.known[fragment]
+        outer.step([mean])
+        change = outer.values[0] - known
+        payload = self._codec.encode(change, f"fragment {fragment}")
+        self.known[fragment] = known + self._codec.decode(payload, known.shape, known.dtype)
+        outer.values[0].copy_(self.known[fragment])
+        return payload
+
+    def fill(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Write the merged values into a module's fragments."""
+        for known, own in zip(self.known, parameters, strict=True):
+            spread(known, own)

@@ -1,0 +1,60 @@
+"""Small jobs of decoupled replicas, simulated with what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from isthmus.api.replica_simulation import DecoupledSimulation, FragmentBytes, ReplicaModel, SimulatedReplicas
+from isthmus.cost import SyncPolicy
+from isthmus.data import DataSpec, load_dataset
+from isthmus.experiments import OptimizerConfig
+from isthmus.fleet import Link
+from isthmus.job import Job, TrainingConfig
+from isthmus.models import ModelSpec
+from isthmus.protocol.decoupled_events import MergeRules
+from isthmus.runtime.decoupled.run import merge_rules
+from isthmus.runtime.decoupled.together import ReplicasTogether
+from isthmus.simulator import Fault
+
+NAMES = ("a", "b", "c", "d")
+STEP_S = (0.4, 0.4, 0.2, 0.1)
+"""Speeds 1:1:2:4."""
+LINK = Link(0.02, 20e6 / 8)
+SIZES = FragmentBytes(delta=(20_000,) * 2, change=(20_000,) * 2, whole=(140_000,) * 2)
+
+
+def job_of(**decoupled: object) -> Job:
+    """An MLP on digits, 16 samples a batch, two fragments."""
+    torch.set_num_threads(1)
+    sync = {"mode": "decoupled", "period": 4, "decoupled": {"fragments": 2, **decoupled}}
+    return Job(
+        name="small",
+        model=ModelSpec(name="mlp"),
+        data=DataSpec(kind="digits"),
+        training=TrainingConfig(steps=40, batch_size=16, micro_batches=4),
+        optimizer=(OptimizerConfig(name="sgd", lr=0.05, momentum=0.9),),
+        sync=msgspec.convert(sync, SyncPolicy),
+    )
+
+
+def replicas(samples: int = 4, names: Sequence[str] = NAMES) -> list[ReplicaModel]:
+    return [
+        ReplicaModel(name=name, step_s=step_s, samples=samples, up=LINK, down=LINK)
+        for name, step_s in zip(names, STEP_S, strict=False)
+    ]
+
+
+def rules(samples: int = 9600, fragments: int = 2, quorum: int = 2) -> MergeRules:
+    return MergeRules(
+        samples=samples, merge_every=64 / fragments, fragments=fragments, quorum=quorum, grace=0.5, timeout_s=60
+    )
+
+
+def computed(job: Job, faults: Sequence[Fault] = ()) -> tuple[SimulatedReplicas, ReplicasTogether]:
+    """The job on the virtual clock, with what its replicas compute."""
+    together = ReplicasTogether(job, load_dataset(job.data, "train"), NAMES)
+    simulation = DecoupledSimulation(merge_rules(job), replicas(), SIZES, faults, together)
+    return simulation.run(), together

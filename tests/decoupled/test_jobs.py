@@ -1,0 +1,121 @@
+"""Jobs with `[sync] mode = "decoupled"`: trained, simulated, and refused in a line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+import isthmus
+from isthmus.api.decoupled import step_times
+from isthmus.api.decoupled_simulation import simulate_decoupled
+from isthmus.cost import PlanLayout, SyncPolicy, build_replicas
+from isthmus.data import load_dataset
+from isthmus.errors import UserError
+from isthmus.fleet import resolve_fleet
+from isthmus.job import Job, RuntimeConfig, prepare
+from isthmus.models import build_model
+from isthmus.runtime.decoupled.record import merges_file, replay
+from isthmus.runtime.decoupled.run import check_decoupled
+from isthmus.simulator import Fault
+from isthmus.training.decoupled import fragments_of
+
+from .small import job_of
+
+FLEET = """
+name = "pair"
+[[device]]
+name = "a"
+region = "x"
+compute = "100 MFLOPS"
+memory = "1 GiB"
+count = 1
+[[device]]
+name = "b"
+region = "y"
+compute = "200 MFLOPS"
+memory = "1 GiB"
+count = 1
+[[link]]
+from = "x"
+to = "y"
+latency = "5 ms"
+bandwidth = "100 Mbit/s"
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    (tmp_path / "fleet.toml").write_text(FLEET)
+    found = job_of()
+    training = msgspec.structs.replace(found.training, micro_batches=2, eval_every=20, eval_samples=64)
+    fleet = str(tmp_path / "fleet.toml")
+    return msgspec.structs.replace(found, fleet=fleet, run_dir=str(tmp_path / "runs"), training=training)
+
+
+def test_a_job_leaves_the_merged_model_and_a_record_that_gives_its_bits(job: Job) -> None:
+    run = isthmus.train(job)
+    assert run.outcome == "done"
+    assert run.losses[-1].step == 40
+    assert [point.step >= at for point, at in zip(run.heldout, (20, 40), strict=True)] == [True, True]
+    module = build_model(job.model)
+    assert run.load(module) == 40
+    merges = [line.merge for line in merges_file(run.path).lines()]
+    names = resolve_fleet(job.fleet).names
+    again, expected = build_model(job.model), replay(job, load_dataset(job.data, "train"), names, merges)
+    expected.fill(fragments_of(again, 2))
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+
+
+def test_a_job_is_simulated_with_its_faults(job: Job) -> None:
+    undisturbed = simulate_decoupled(job)
+    late_s = undisturbed.run.seconds / 2
+    found = simulate_decoupled(job, [Fault(kind="lost", device="b-0", time_s=late_s)])
+    assert (undisturbed.exit_code, found.exit_code) == (0, 0)
+    assert found.run.seconds > undisturbed.run.seconds
+    assert any("b-0 is lost" in line for line in found.lines())
+    assert set(found.steps) == {"a-0", "b-0"}
+    gone = simulate_decoupled(job, [Fault(kind="lost", device=name, time_s=late_s) for name in ("a-0", "b-0")])
+    assert gone.exit_code == 4
+
+
+def test_a_step_takes_what_a_plan_of_one_device_predicts_for_as_many_samples(job: Job) -> None:
+    fleet = resolve_fleet(job.fleet)
+    own = msgspec.structs.replace(job.training, batch_size=8, micro_batches=1)
+    problem = prepare(msgspec.structs.replace(job, training=own, sync=SyncPolicy())).problem(fleet)
+    expected = {
+        name: build_replicas(problem, [PlanLayout((name,), (), 1)], planner="test").predicted.step_s
+        for name in fleet.names
+    }
+    assert step_times(prepare(job), fleet) == expected
+
+
+def test_nothing_is_to_be_planned(job: Job) -> None:
+    with pytest.raises(UserError, match="expected another for a plan"):
+        prepare(job).problem(resolve_fleet(job.fleet))
+
+
+def test_what_replicas_cannot_do_is_refused(job: Job) -> None:
+    fleet = resolve_fleet(job.fleet)
+    changed = msgspec.structs.replace
+    odd = changed(job.training, batch_size=15, micro_batches=1)
+    refused = {
+        "training.batch_size: got 15 for 2 replicas, expected a multiple of 2": changed(job, training=odd),
+        "training.precision: got 'bf16' with sync.mode 'decoupled', expected 'fp32'": changed(
+            job, training=changed(job.training, precision="bf16")
+        ),
+        "runtime.engine: got 'jax' with sync.mode 'decoupled', expected 'torch'": changed(
+            job, runtime=RuntimeConfig(engine="jax")
+        ),
+    }
+    for text, wrong in refused.items():
+        with pytest.raises(UserError) as error:
+            check_decoupled(wrong, fleet)
+        assert str(error.value) == text
+
+
+def test_settings_of_another_mode_are_refused() -> None:
+    with pytest.raises(ValueError, match="decoupled: got a table with mode 'outer', expected mode 'decoupled'"):
+        msgspec.convert({"mode": "outer", "period": 5, "decoupled": {"quorum": 3}}, SyncPolicy)

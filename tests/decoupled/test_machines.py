@@ -1,0 +1,214 @@
+"""When changes are merged, by the machine alone and with simulated replicas: nobody waits, and nothing counts twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from isthmus.api.replica_simulation import DecoupledSimulation, SimulatedReplicas
+from isthmus.errors import UserError
+from isthmus.protocol.decoupled import Merger
+from isthmus.protocol.decoupled_delivery import Delivery
+from isthmus.protocol.decoupled_events import (
+    NEVER,
+    AskReplica,
+    ClockRead,
+    CollectChanges,
+    Contributed,
+    FinishMerges,
+    FragmentSent,
+    MergeChanges,
+    MergerInstruction,
+    ReplicaJoined,
+    ReplicaLost,
+    SendAll,
+    StepsMade,
+)
+from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_messages import Halt
+from isthmus.simulator import Fault
+
+from .small import NAMES, SIZES, STEP_S, replicas, rules
+
+
+class Host:
+    """Says the time before each event, as a host does."""
+
+    def __init__(self, *, quorum: int = 2) -> None:
+        self.machine = Merger(rules(samples=1000, fragments=1, quorum=quorum))
+        self.now_s = 0.0
+        self.steps: Counter[str] = Counter()
+
+    def at(self, now_s: float) -> list[MergerInstruction]:
+        self.now_s = now_s
+        return self.machine.handle(ClockRead(now_s=now_s))
+
+    def join(self, *names: str) -> None:
+        for name in names:
+            assert self.machine.handle(ReplicaJoined(replica=name))[-1] == SendAll(name)
+
+    def step(self, name: str, samples: int = 32) -> list[MergerInstruction]:
+        self.steps[name] += 1
+        return self.machine.handle(FromDevice(name, StepsMade(steps=self.steps[name], samples=samples)))
+
+    def give(self, name: str, merge: int, samples: int = 32) -> list[MergerInstruction]:
+        body = Contributed(merge=merge, fragments=(0,), steps=self.steps[name], samples=(samples,))
+        return self.machine.handle(FromDevice(name, body))
+
+    def lose(self, name: str) -> list[MergerInstruction]:
+        return self.machine.handle(ReplicaLost(replica=name, reason="test"))
+
+
+def merged(found: list[MergerInstruction]) -> list[tuple[str, int, int]]:
+    """Replica, number and samples of all contributions in the only fragment."""
+    (merge,) = [one for one in found if isinstance(one, MergeChanges)]
+    return [(c.replica, c.number, c.samples) for c in merge.fragments[0].contributions]
+
+
+def announced(host: Host) -> None:
+    """Three replicas, and the first merge is due at second 1."""
+    host.join("a", "b", "c")
+    host.at(1.0)
+    assert host.step("a") == []
+    asked = host.step("b")
+    assert [one.replica for one in asked if isinstance(one, AskReplica)] == ["a", "b", "c"]
+
+
+def test_a_merge_ends_when_all_that_made_a_step_have_given() -> None:
+    host = Host()
+    announced(host)
+    assert host.give("b", 1, 40) == []
+    assert merged(host.give("a", 1, 24)) == [("a", 1, 24), ("b", 1, 40)]
+    assert host.machine.phase == "training"
+
+
+def test_after_its_quorum_a_merge_waits_for_the_grace_and_no_longer() -> None:
+    host = Host()
+    announced(host)
+    host.step("c")
+    host.give("a", 1)
+    host.give("b", 1)
+    assert host.machine.due_s == pytest.approx(1.5)  # half of the second since the start
+    assert host.at(1.4) == []
+    assert merged(host.at(1.5)) == [("a", 1, 32), ("b", 1, 32)]
+
+
+def test_what_comes_too_late_is_in_the_next_merge() -> None:
+    host = Host()
+    announced(host)
+    host.step("c")
+    host.give("a", 1)
+    host.give("b", 1)
+    host.at(1.5)
+    assert host.give("c", 1, 8) == []
+    assert host.machine.late == 1
+    host.at(2.0)
+    host.step("a")
+    host.step("b")
+    host.give("a", 2)
+    assert merged(host.give("b", 2)) == [("a", 2, 32), ("b", 2, 32), ("c", 1, 8)]
+
+
+def test_a_quorum_is_of_those_that_are_at_work() -> None:
+    host = Host(quorum=3)
+    announced(host)
+    host.give("a", 1)
+    assert host.at(1.5) == []  # b was at work when the merge was announced
+    host.step("a")
+    assert merged(host.at(3.5)) == [("a", 1, 32)]  # and shows no life since
+
+
+def test_the_loss_of_the_last_that_a_merge_waits_for_ends_it() -> None:
+    host = Host()
+    announced(host)
+    host.give("a", 1)
+    assert merged(host.lose("b")) == [("a", 1, 32)]
+
+
+def test_one_that_is_back_gives_again_what_was_not_merged() -> None:
+    host = Host()
+    announced(host)
+    host.give("a", 1)
+    host.lose("a")
+    host.join("a")
+    assert merged(host.give("b", 1)) == [("b", 1, 32)]
+
+
+def test_without_a_replica_the_run_waits_and_then_ends() -> None:
+    host = Host()
+    host.join("a")
+    host.lose("a")
+    assert host.machine.phase == "waiting"
+    (finish,) = host.at(61.0)
+    assert isinstance(finish, FinishMerges)
+    assert finish.outcome == "lost"
+
+
+def test_a_slow_link_gets_the_newest_version_whole_and_an_end_first() -> None:
+    delivery = Delivery(1)
+    delivery.publish(0, 0, 0)
+    first = delivery.next()
+    assert first == FragmentSent(fragment=0, merge=0, whole=True, included=NEVER, first=True, samples=0)
+    delivery.publish(0, 1, 32, included=1)
+    assert delivery.next() == FragmentSent(fragment=0, merge=1, whole=False, included=1, first=False, samples=32)
+    delivery.publish(0, 2, 64)
+    delivery.publish(0, 3, 96)
+    delivery.ask(CollectChanges(merge=4, fragments=(0,)))
+    assert delivery.next() == FragmentSent(fragment=0, merge=3, whole=True, included=1, first=False, samples=96)
+    assert delivery.next() == CollectChanges(merge=4, fragments=(0,))
+    delivery.publish(0, 4, 128)
+    delivery.halt(Halt())
+    assert delivery.next() == Halt()
+
+
+def simulated(*faults: Fault, samples: int = 9600) -> SimulatedReplicas:
+    return DecoupledSimulation(rules(samples=samples), replicas(), SIZES, faults).run()
+
+
+def steps_between(run: SimulatedReplicas, begin_s: float, end_s: float) -> Counter[str]:
+    return Counter(name for time_s, name, _ in run.steps if begin_s <= time_s < end_s)
+
+
+def test_undisturbed_replicas_make_their_own_steps_and_all_of_them_count() -> None:
+    run = simulated()
+    full_speed = sum(4 / step_s for step_s in STEP_S)
+    assert run.useful_samples >= 0.99 * full_speed * run.seconds
+    assert steps_between(run, 10, 50) == dict(zip(NAMES, (100, 100, 200, 400), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["silent", "lost"])
+@pytest.mark.parametrize("device", NAMES)
+def test_one_that_is_away_costs_the_others_nothing(kind: str, device: str) -> None:
+    fault = Fault(kind="silent" if kind == "silent" else "lost", device=device, time_s=20, lasts_s=50)
+    run, undisturbed = simulated(fault), simulated()
+    found, expected = (steps_between(one, 20, 70) for one in (run, undisturbed))
+    del expected[device]
+    found.pop(device, None)
+    assert found == expected
+    merges = [time_s for time_s, _ in run.merges]
+    assert max(b - a for a, b in pairwise(merges)) < 2.5  # merges go on; it was less than 1
+
+
+def test_what_a_stopped_replica_had_learned_counts_when_it_is_back() -> None:
+    run = simulated(Fault(kind="silent", device="d", time_s=20, lasts_s=70))  # also its connection is given up
+    done = sum(made.samples for _, _, made in run.steps)
+    assert run.useful_samples >= done - 100
+    assert [text for _, text in run.notes] == [
+        "d is lost: silent for 60 s; the others go on",
+        "d is back after 198 steps: it takes the current fragments and goes on",
+    ]
+
+
+def test_no_contribution_is_merged_twice() -> None:
+    faults = [Fault(kind="silent", device=name, time_s=9 * n, lasts_s=62) for n, name in enumerate(NAMES)]
+    run = simulated(*faults, Fault(kind="lost", device="c", time_s=30, lasts_s=3), samples=6000)
+    numbers = [(f.fragment, c.replica, c.number) for _, m in run.merges for f in m.fragments for c in f.contributions]
+    assert len(numbers) == len(set(numbers))
+    assert run.useful_samples <= sum(made.samples for _, _, made in run.steps)
+
+
+def test_a_fault_of_a_link_is_refused() -> None:
+    with pytest.raises(UserError, match="got a fault of kind 'link'"):
+        simulated(Fault(kind="link", device="a", other="b", time_s=1))
