@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import queue
 import sys
 import traceback
@@ -65,7 +64,7 @@ from isthmus.runtime.device.parcel_checks import expected_parcels, expected_part
 from isthmus.runtime.device.peer_connections import Endpoint, PeerConnections
 from isthmus.runtime.device.snapshots import SnapshotReceiver
 from isthmus.runtime.device.stage_data import Batches, stage_data
-from isthmus.runtime.device.stage_preparation import check_operators, check_samples_apart, compile_stage
+from isthmus.runtime.device.stage_preparation import check_operators, check_room, check_samples_apart, compile_stage
 from isthmus.runtime.device.stage_runner import StageRunner
 from isthmus.runtime.device.stage_server import StageServer
 from isthmus.runtime.device.state_transfer import StateDonor, StateJoiner
@@ -336,7 +335,8 @@ class DeviceWorker:
     def _start(self, assignment: Assignment, values: Mapping[str, Tensor]) -> None:
         assert self._pending is not None, "links are there before weights are used"
         _, channels = self._pending
-        self._check_room(assignment.memory_bytes)
+        planned_bytes = assignment.memory_bytes // (self._site.ranks if self._site.sharded else 1)
+        self._before = check_room(self._accelerator, planned_bytes)
         check_operators(assignment, self._site.engine)
         if assignment.frozen or not assignment.discloses:
             check_samples_apart(assignment, values, Batches(assignment, self._data))
@@ -382,19 +382,6 @@ class DeviceWorker:
         )
         self._executor, self._pending = executor, None
         self._handle(StageStarted(epoch=assignment.epoch))
-
-    def _check_room(self, planned: int) -> None:
-        """An accelerator whose memory is less than the plan thinks is known before the stage is made."""
-        if self._accelerator.asynchronous:
-            gc.collect()  # the stage before is a cycle, of executor and links, that holds much memory and few objects
-            self._accelerator.release_cached()
-        found = self._accelerator.memory()
-        self._before = found.allocated
-        self._accelerator.reset_peak()
-        room = found.free + found.reserved - found.allocated
-        planned //= self._site.ranks if self._site.sharded else 1
-        if self._accelerator.asynchronous and planned > room:
-            raise torch.OutOfMemoryError(f"tried to allocate {planned} bytes, {room} are there")
 
     def _engine(self, assignment: Assignment, values: Mapping[str, Tensor], fingerprints: Fingerprinter) -> Engine:
         if fingerprints.on and self._accelerator.asynchronous:

@@ -8,6 +8,7 @@ for another: nothing but its own values may change.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import queue
 import threading
@@ -17,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from isthmus.accelerators import Accelerator
 from isthmus.accelerators.copies import to_device
 from isthmus.engines import EngineName
 from isthmus.errors import PeerError, UserError
@@ -59,6 +61,20 @@ def _by_jax(engine: Engine, assignment: Assignment, batches: Batches) -> str:
     if isinstance(engine, SplitEngine):
         return "computed by torch, not JAX: the schedule computes weight gradients apart"
     return compute_by_jax(engine, _columns(engine, assignment, batches))
+
+
+def check_room(accelerator: Accelerator, planned_bytes: int) -> int:
+    """Bytes that are in use before the stage. torch.OutOfMemoryError where an accelerator has less memory than the plan
+    thinks."""
+    if accelerator.asynchronous:
+        gc.collect()  # the stage before is a cycle, of executor and links, that holds much memory and few objects
+        accelerator.release_cached()
+    found = accelerator.memory()
+    accelerator.reset_peak()
+    room = found.free + found.reserved - found.allocated
+    if accelerator.asynchronous and planned_bytes > room:
+        raise torch.OutOfMemoryError(f"tried to allocate {planned_bytes} bytes, {room} are there")
+    return found.allocated
 
 
 def check_operators(assignment: Assignment, name: EngineName) -> None:
