@@ -71,7 +71,8 @@ class CompletionRequest(AnyRequest, kw_only=True):
         if isinstance(self.prompt, str):
             return [self.prompt]
         ids = [token for token in self.prompt if isinstance(token, int)]
-        found = [ids] if ids else [given for given in self.prompt if not isinstance(given, int)]
+        texts = [given for given in self.prompt if not isinstance(given, int)]
+        found: list[str | list[int]] = [ids] if ids else texts
         if not 0 < len(found) <= MOST_PROMPTS or len(ids) not in (0, len(self.prompt)):
             raise UserError(f"prompt: got a list of {len(self.prompt)}, expected 1 to {MOST_PROMPTS} prompts")
         return found
