@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -20,9 +19,8 @@ from isthmus.runtime.identity import Identity, decode_ticket
 from isthmus.runtime.messages.fleet import StartRun
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service.agent import Agent, Membership, join_fleet
+from isthmus.runtime.transport.tcp import Unreached
 
-JOINING_AT_ONCE = 4
-"""Devices of one process: the coordinator cuts connections of an address that opens more than 16 at a time."""
 TIMEOUT_S = 60.0
 SITE = "site.toml"
 """In the folder: what devices do for federated runs. Without it they work as stages."""
@@ -83,14 +81,21 @@ def _run(root: Path, names: Sequence[str], tickets: Sequence[str]) -> None:
     torch.set_num_threads(1)
     threading.stack_size(1 << 18)
 
-    def join(name: str, ticket: str) -> None:
+    # One after the other: the coordinator cuts connections of an address that opens more than 16 at a time.
+    for name, ticket in zip(names, tickets, strict=True):
         folder = root / name
-        membership = join_fleet(decode_ticket(ticket), {name: folder}, TIMEOUT_S)[name]
+        membership = _joined(name, folder, ticket)
         threading.Thread(target=_stay, args=(name, folder, membership), daemon=True).start()
-
-    with ThreadPoolExecutor(JOINING_AT_ONCE) as pool:
-        list(pool.map(join, names, tickets))
     threading.Event().wait()
+
+
+def _joined(name: str, folder: Path, ticket: str) -> Membership:
+    """Once the coordinator has room."""
+    while True:
+        try:
+            return join_fleet(decode_ticket(ticket), {name: folder}, TIMEOUT_S)[name]
+        except Unreached as e:
+            _failed(e)
 
 
 def _stay(name: str, folder: Path, membership: Membership) -> None:

@@ -245,7 +245,7 @@ class Agent:
             now_s = time.monotonic()
             if self._over.is_set():
                 channel.close()
-            if now_s - looked_s >= self._timeout_s:  # reading a certificate takes as long as all else in a tick
+            if now_s - looked_s >= self._timeout_s:
                 looked_s = now_s
                 if self._identity.is_due(time.time()):
                     lane.put(Renew(run="", request=self._identity.request()))
