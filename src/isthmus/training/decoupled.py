@@ -1,13 +1,14 @@
 """Fragments of replicas that never wait: what a replica gives, what the merger makes of it, what a replica takes.
 
-    given     delta = outer - w + error            packed; error <- delta - unpacked, once it is merged
-    merged    outer <- Nesterov(outer, mean of the deltas, weighted by samples)      known = outer <- outer + packed change
-    taken     w <- known + what the replica has moved since it gave
+    given     delta = outer - w
+    merged    change = Nesterov(outer, mean of the deltas, weighted by samples) - outer       outer <- outer + unpacked
+    taken     w <- outer + what the replica has moved and not given
 
 A replica keeps what it has moved and not given yet, and what it gave until it hears that this is merged. What a lost
-connection took away is given again: nothing is lost, and nothing counts twice. What packing leaves out of a merged
-change is dropped: replicas train on from what they know, and a correction that came a merge later would disturb them
-(1 % of the loss of a small GPT, in benchmarks/decoupled).
+connection took away is given again: nothing is lost, and nothing counts twice. So it is with what packing leaves out of
+a delta: it stays in the replica's own weights, and is part of the next delta. What packing leaves out of a merged
+change is dropped. Error feedback, which adds either to later messages, was worse: training has gone on from what was
+sent (benchmarks/decoupled).
 """
 
 from __future__ import annotations
@@ -58,9 +59,7 @@ class _Given(NamedTuple):
     number: int
     """Of the merge that asked for it."""
     values: Tensor
-    """The replica's own when it gave, moved since then with what is known."""
-    error: Tensor
-    """What the payload left out."""
+    """The replica's own when it gave, as the payload has them; moved since then with what is known."""
     samples: int
 
 
@@ -71,7 +70,6 @@ class ReplicaFragments:
         self._parameters = fragments_of(module, count)
         self._codec = codec
         self._known: list[Tensor | None] = [None] * count
-        self._errors: list[Tensor | None] = [None] * count
         self._given: list[_Given | None] = [None] * count
         self._samples = [0] * count
 
@@ -92,12 +90,9 @@ class ReplicaFragments:
         """The payload of what this replica has moved, for the merge `number`. UserError where that is not finite."""
         own, known = flat(self._parameters[fragment]), self._known[fragment]
         assert known is not None, "nothing is asked before everything was taken"
-        delta = known - own
-        if (error := self._errors[fragment]) is not None:
-            delta += error
-        payload = self._codec.encode(delta, f"fragment {fragment}")
-        left = delta - self._codec.decode(payload, delta.shape, delta.dtype)
-        self._given[fragment] = _Given(number, own, left, self._samples[fragment])
+        payload = self._codec.encode(known - own, f"fragment {fragment}")
+        sent = known - self._codec.decode(payload, known.shape, known.dtype)
+        self._given[fragment] = _Given(number, sent, self._samples[fragment])
         return payload
 
     @torch.no_grad()
@@ -114,7 +109,7 @@ class ReplicaFragments:
             moved = own - known
         given, self._given[fragment] = self._given[fragment], None
         if given is not None and given.number == included:
-            moved, self._errors[fragment] = own - given.values, given.error
+            moved = own - given.values
             self._samples[fragment] -= given.samples
         elif given is not None and known is not None and not first:
             self._given[fragment] = given._replace(values=given.values + (new - known))
