@@ -108,7 +108,7 @@ def test_two_versions_of_torch_in_one_run(joined: Joined, fleet: Fleet, tmp_path
         env={**os.environ, "PYTHONPATH": source},
     ) as process:
         try:
-            soon(lambda: "d1" in fleet.service.present)
+            soon(lambda: "d1" in fleet.service.present, 300)
             notes = _Notes()
             run = run_job(job, Choices(backend=fleet.service), notes, Stop())
         finally:
