@@ -179,10 +179,13 @@ def test_fields_may_be_null(parrot: Parrot) -> None:
 
 
 def test_a_client_that_hangs_up_cancels_its_request(parrot: Parrot) -> None:
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
-    scope["headers"] = [(b"host", b"127.0.0.1:7435")]  # type: ignore[assignment]
+    scope: dict[str, object] = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    scope["headers"] = [(b"host", b"127.0.0.1:7435")]
     body = json.dumps({"prompt": "ab", "max_tokens": 1 << 40}).encode()
-    said = [{"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"}]
+    said: list[dict[str, object]] = [
+        {"type": "http.request", "body": body, "more_body": False},
+        {"type": "http.disconnect"},
+    ]
 
     async def receive() -> dict[str, object]:
         return said.pop(0)

@@ -86,7 +86,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_a_run_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    refused(tmp_path / "run", "no complete checkpoint")
+    refused(tmp_path / "run", "nothing saved there yet")
 
 
 def test_another_kind_of_model_is_refused(run: Path, tmp_path: Path) -> None:
