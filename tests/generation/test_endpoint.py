@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
+import threading
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, cast
 
@@ -11,7 +14,7 @@ from starlette.testclient import TestClient
 
 from isthmus.api.generation import ModelService, Piece
 from isthmus.data.tokenizer import ByteTokenizer
-from isthmus.endpoint.server import application
+from isthmus.endpoint.server import _until_ended, application  # pyright: ignore[reportPrivateUsage]
 from isthmus.errors import PeerError, UserError
 from isthmus.protocol.generation import Sampling
 
@@ -48,6 +51,26 @@ class Parrot:
         except GeneratorExit:
             self.cancelled += 1
             raise
+
+
+class Stuck(Parrot):
+    """Gives no token before it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.stopped = threading.Event(), threading.Event()
+
+    def stream(self, tokens: Sequence[int], sampling: Sampling) -> Generator[Piece]:
+        self.begun.set()
+        self.stopped.wait()
+        raise PeerError("the service was stopped")
+        yield
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def wait_ended(self) -> None:
+        self.begun.wait()
 
 
 def client_of(parrot: Parrot, host: str = "127.0.0.1:7435", key: str = "") -> TestClient:
@@ -128,6 +151,8 @@ def test_models(parrot: Parrot) -> None:
         ("completions", {"prompt": []}, "expected 1 to 64 prompts"),
         ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ("completions", {"prompt": "a", "temperature": -1}, "temperature"),
+        ("completions", {"prompt": "a", "seed": 1 << 64}, "seed: got 18446744073709551616"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}, "max_tokens"),
         ("completions", {"prompt": "a", "n": 2}, "n: got 2, expected 1"),
         ("completions", {"prompt": "a", "logprobs": 3}, "logprobs: is not supported"),
         ("completions", {"prompt": "a", "echo": True, "stream": True}, "echo"),
@@ -145,6 +170,50 @@ def test_a_lost_fleet_is_no_fault_of_the_request(parrot: Parrot) -> None:
     assert answer.status_code == 503 and "no device is left" in answer.json()["error"]["message"]
     streamed = client_of(parrot).post("/v1/completions", json={"prompt": "!", "stream": True})
     assert "no device is left" in streamed.text and "[DONE]" not in streamed.text
+
+
+def test_fields_may_be_null(parrot: Parrot) -> None:
+    nothing = dict.fromkeys(("max_tokens", "stream", "echo", "seed", "stop", "n"))
+    answer = client_of(parrot).post("/v1/completions", json={"prompt": "ab", **nothing}).json()
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+def test_a_client_that_hangs_up_cancels_its_request(parrot: Parrot) -> None:
+    scope: dict[str, object] = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    scope["headers"] = [(b"host", b"127.0.0.1:7435")]
+    body = json.dumps({"prompt": "ab", "max_tokens": 1 << 40}).encode()
+    said: list[dict[str, object]] = [
+        {"type": "http.request", "body": body, "more_body": False},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> dict[str, object]:
+        return said.pop(0)
+
+    async def send(_: object) -> None: ...
+
+    app = cast("Any", application(cast("ModelService", parrot), port=7435))
+    asyncio.run(app(scope, receive, send))
+    assert parrot.cancelled == 1
+
+
+def test_a_server_that_ends_waits_for_no_token() -> None:
+    stuck, answers = Stuck(), list[bytes]()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+
+        def ask() -> None:
+            with socket.create_connection(address) as connection:
+                body = b'{"prompt": "ab"}'
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{address[1]}\r\n"
+                connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                answers.append(connection.makefile("rb").read())
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        _until_ended(cast("ModelService", stuck), listener, "")
+        asking.join()
+    assert b"503" in answers[0] and b"the service was stopped" in answers[0]
 
 
 def test_who_is_refused(parrot: Parrot) -> None:

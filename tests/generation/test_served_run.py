@@ -23,6 +23,7 @@ from isthmus.graph.serving import ATTENTION, POSITIONS, check_attention
 from isthmus.graph.serving_capture import capture_serving
 from isthmus.job.served import Served, check_decoding
 from isthmus.protocol.generation import Sampling
+from isthmus.training.generation import TokenChooser
 from isthmus.training.weights import initial_weights
 from tests.faults.real import pid_of
 
@@ -85,7 +86,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_a_run_without_a_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    refused(tmp_path / "run", "no complete checkpoint")
+    refused(tmp_path / "run", "nothing saved there yet")
 
 
 def test_another_kind_of_model_is_refused(run: Path, tmp_path: Path) -> None:
@@ -141,6 +142,12 @@ def test_a_model_that_looks_at_tokens_in_another_way_is_refused() -> None:
         check_decoding(served, module, 1e-3)
 
 
+def test_logits_that_a_temperature_makes_infinite_are_refused() -> None:
+    chooser = TokenChooser(Sampling(temperature=1e-40), 0, 8)
+    with pytest.raises(UserError, match="temperature: got 1e-40"):
+        chooser.choose(torch.arange(8.0).unsqueeze(0))
+
+
 @pytest.fixture
 def service() -> Generator[ModelService]:
     graph = attention()
@@ -158,7 +165,7 @@ def service() -> Generator[ModelService]:
         ("", "got 0 tokens, expected 1 to 15"),
         ("x" * 16, "got 16 tokens, expected 1 to 15"),
         ([1, 256], "got token 256, the model has 0 to 255"),
-        ([-1], "got token -1"),
+        ([9, -1], "got token -1"),
     ],
 )
 def test_prompts_that_the_model_cannot_take(service: ModelService, given: str | list[int], said: str) -> None:

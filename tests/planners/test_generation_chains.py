@@ -120,3 +120,9 @@ def test_a_training_plan_becomes_a_chain() -> None:
 def test_two_stages_on_one_device_are_refused() -> None:
     with pytest.raises(UserError, match="several stages on one device"):
         chain_of_plan(problem_of(fleet_of(0)), ["d0", "d1", "d0"], [0, 1, 1, 2, 2])
+
+
+def test_a_training_plan_without_memory_for_the_caches_is_refused() -> None:
+    problem = problem_of(fleet_of(0, memory_bytes=(10_000,)))
+    with pytest.raises(FleetTooSmall, match=r"device d1: weights .* caches of 4 requests"):
+        chain_of_plan(problem, ["d0", "d1"], [0, 1, 1, 1, 1])

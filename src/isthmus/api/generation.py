@@ -30,6 +30,8 @@ from isthmus.units import format_duration
 
 INCOMPLETE = "\ufffd"
 """Of a character whose last bytes are still to come."""
+MOST = 1 << 63
+"""Whole numbers of a request are below it: torch's seeds, and what a frame can say."""
 
 
 class ServingChoices(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,8 +82,8 @@ class ModelService:
         most, vocabulary = self._served.context - 1, self._served.vocabulary
         if not 0 < len(found) <= most:
             raise UserError(f"prompt: got {len(found)} tokens, expected 1 to {most}: the model knows {most + 1} places")
-        if max(found) >= vocabulary or min(found) < 0:
-            raise UserError(f"prompt: got token {max(found)}, the model has 0 to {vocabulary - 1}")
+        if strange := [token for token in found if not 0 <= token < vocabulary]:
+            raise UserError(f"prompt: got token {strange[0]}, the model has 0 to {vocabulary - 1}")
         return found
 
     def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
@@ -116,6 +118,10 @@ class ModelService:
         finally:
             if not last:
                 self._host.cancel(number)
+
+    def stop(self) -> None:
+        """Refuse what is not answered yet."""
+        self._host.stop()
 
     def wait_ended(self) -> None:
         """Until it answers no more."""
@@ -245,6 +251,9 @@ class Generation(NamedTuple):
 
 def sampling_of(**options: object) -> Sampling:
     """UserError for an option out of its range."""
+    for name, given in options.items():
+        if isinstance(given, int) and given >= MOST:
+            raise UserError(f"sampling: {name}: got {given}, expected less than {MOST}")
     try:
         return msgspec.convert(options, Sampling)
     except msgspec.ValidationError as e:

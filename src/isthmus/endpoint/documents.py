@@ -14,11 +14,14 @@ from isthmus.errors import UserError
 from isthmus.protocol.generation import Sampling
 
 MOST_PROMPTS = 64
+MAX_TOKENS = 16
+"""Of a completion that says none: OpenAI's."""
 Finish = Literal["stop", "length"]
 
 
 class AnyRequest(msgspec.Struct, kw_only=True):
-    """Of both kinds of request. Fields that are not here are ignored, as other servers have more of them."""
+    """Of both kinds of request. Fields that are not here are ignored, as other servers have more of them. None is a
+    field that was not sent, or as null."""
 
     model: str = ""
     """Any name: there is one model."""
@@ -28,7 +31,7 @@ class AnyRequest(msgspec.Struct, kw_only=True):
     """Not OpenAI's: as in other servers."""
     seed: int | None = None
     stop: str | list[str] | None = None
-    stream: bool = False
+    stream: bool | None = None
     n: int | None = None
     best_of: int | None = None
     logprobs: int | bool | None = None
@@ -62,8 +65,8 @@ class AnyRequest(msgspec.Struct, kw_only=True):
 class CompletionRequest(AnyRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     """A text, token ids, or several of these."""
-    max_tokens: int = 16
-    echo: bool = False
+    max_tokens: int | None = None
+    echo: bool | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -87,6 +90,10 @@ class ChatRequest(AnyRequest, kw_only=True):
     messages: list[ChatMessage]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class Answer:

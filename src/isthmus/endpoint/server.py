@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
 import socket
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -20,7 +21,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from isthmus.api.generation import ModelService
-from isthmus.endpoint.documents import Answer, AnyRequest, ChatRequest, CompletionRequest, Finish, refusal
+from isthmus.endpoint.documents import (
+    MAX_TOKENS,
+    Answer,
+    AnyRequest,
+    ChatRequest,
+    CompletionRequest,
+    Finish,
+    refusal,
+)
 from isthmus.endpoint.text_stream import TextPiece, text_stream
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.listening import is_loopback, listening_socket
@@ -68,32 +77,32 @@ class ModelEndpoint:
             raise UserError("echo: got true with stream, expected one of the two")
         prompts = [self._service.tokens(prompt) for prompt in asked.prompts]
         before = [p if asked.echo and isinstance(p, str) else "" for p in asked.prompts]
-        return await self._answered(asked, prompts, asked.sampling(asked.max_tokens), before, chat=False)
+        sampling = asked.sampling(MAX_TOKENS if asked.max_tokens is None else asked.max_tokens)
+        return await self._answered(request, asked, prompts, sampling, before)
 
     async def chat(self, request: Request) -> Response:
         asked = await _read(request, ChatRequest)
         messages = [{"role": m.role, "content": m.content} for m in asked.messages]
         tokens = await run_in_threadpool(self._service.chat_tokens, messages)
         room = self._service.context - len(tokens)
-        sampling = asked.sampling(asked.max_completion_tokens or asked.max_tokens or room)
-        return await self._answered(asked, [tokens], sampling, [""], chat=True)
+        sampling = asked.sampling(room if asked.most_tokens is None else asked.most_tokens)
+        return await self._answered(request, asked, [tokens], sampling, [""])
 
     async def _answered(
         self,
+        request: Request,
         asked: AnyRequest,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         before: Sequence[str],
-        *,
-        chat: bool,
     ) -> Response:
         streams = [
             text_stream(self._service.stream(tokens, sampling), asked.stops, self._service.ends) for tokens in prompts
         ]
-        answer = Answer(self._service.name, chat=chat)
+        answer = Answer(self._service.name, chat=isinstance(asked, ChatRequest))
         if asked.stream:
             return StreamingResponse(_events(answer, streams), media_type="text/event-stream")
-        found = await run_in_threadpool(_side_by_side, streams)
+        found = await _whole(request, streams)
         texts = [first + "".join(piece.text for piece in one) for first, one in zip(before, found, strict=True)]
         finishes: list[Finish] = [one[-1].finish or "stop" for one in found]
         given, made = sum(map(len, prompts)), sum(map(len, found))
@@ -101,14 +110,33 @@ class ModelEndpoint:
         return _document(answer.whole(texts, finishes, usage))
 
 
-def _side_by_side(streams: Sequence[Iterator[TextPiece]]) -> list[list[TextPiece]]:
-    """All streams read to their ends at the same time. PeerError where one fails."""
+async def _whole(request: Request, streams: Sequence[Generator[TextPiece]]) -> list[list[TextPiece]]:
+    """All answers, unless the client hangs up before. PeerError where one fails."""
+    left = threading.Event()
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    watching = asyncio.create_task(watch())
+    try:
+        return await run_in_threadpool(_side_by_side, streams, left)
+    finally:
+        watching.cancel()
+
+
+def _side_by_side(streams: Sequence[Generator[TextPiece]], left: threading.Event) -> list[list[TextPiece]]:
+    """All streams read at the same time, to their ends or until the client has `left`."""
     found: list[list[TextPiece]] = [[] for _ in streams]
     failures: list[IsthmusError] = []
 
     def read(number: int) -> None:
         try:
-            found[number].extend(streams[number])
+            for piece in streams[number]:
+                found[number].append(piece)
+                if left.is_set():
+                    streams[number].close()
         except IsthmusError as e:
             failures.append(e)
 
@@ -122,7 +150,7 @@ def _side_by_side(streams: Sequence[Iterator[TextPiece]]) -> list[list[TextPiece
     return found
 
 
-async def _events(answer: Answer, streams: Sequence[Iterator[TextPiece]]) -> AsyncGenerator[bytes]:
+async def _events(answer: Answer, streams: Sequence[Generator[TextPiece]]) -> AsyncGenerator[bytes]:
     """One prompt's answer after the other's: clients stream one."""
     try:
         for number, stream in enumerate(streams):
@@ -187,10 +215,22 @@ def serve(service: ModelService, host: str, port: int, log: Callable[[str], None
     _until_ended(service, listener, key)
 
 
+class _Server(uvicorn.Server):
+    """Ends requests with itself: their threads would else wait for the last token."""
+
+    def __init__(self, service: ModelService, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.stop()
+        await super().shutdown(sockets)
+
+
 def _until_ended(service: ModelService, listener: socket.socket, key: str) -> None:
     app = application(service, port=listener.getsockname()[1], key=key)
     config = uvicorn.Config(app, log_level="error", lifespan="off", server_header=False, timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    server = _Server(service, config)
 
     def end() -> None:
         service.wait_ended()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class TextPiece(NamedTuple):
     """Why the answer ends with it; None where it goes on."""
 
 
-def text_stream(pieces: Generator[Piece], stops: Sequence[str], ends: Sequence[int]) -> Iterator[TextPiece]:
+def text_stream(pieces: Generator[Piece], stops: Sequence[str], ends: Sequence[int]) -> Generator[TextPiece]:
     """`ends` are the tokens with which the model ends a text. What may be the beginning of a stop string waits."""
     held, waits = "", max((len(stop) - 1 for stop in stops), default=0)
     with closing(pieces):  # an answer that is not read to its end is cancelled

@@ -141,7 +141,7 @@ def plan_chain(problem: ServingProblem, objective: Objective) -> Chain:
 
 def chain_of_plan(problem: ServingProblem, devices: Sequence[str], stages: Sequence[int]) -> Chain:
     """The chain of a training plan: `stages` is the stage of each operator. Stages without one are left out, and what
-    a stage would run before an operator of an earlier one, it runs behind it. UserError where a device has two."""
+    a stage would run before an operator of an earlier one, it runs behind it. UserError where a device has two, or not the memory for caches."""
     boundaries: list[int] = []
     used = [stages[0]]
     for position, stage in enumerate(stages):
@@ -151,6 +151,14 @@ def chain_of_plan(problem: ServingProblem, devices: Sequence[str], stages: Seque
     names = [devices[stage] for stage in used]
     if len(set(names)) < len(names):
         raise UserError("the run's plan has several stages on one device: --objective latency plans another chain")
+    ends = [*boundaries, len(stages)]
+    for name, start, end in zip(names, [0, *boundaries], ends, strict=True):
+        needed, room = problem.memory_bytes(start, end), problem.fleet.device(name).memory_bytes
+        if needed > room:
+            raise FleetTooSmall(
+                f"device {name}: weights of the run's plan and caches of {problem.at_once} requests take "
+                f"{format_size(needed)}, it has {format_size(room)}: --objective latency plans another chain"
+            )
     return problem.priced(names, boundaries)
 
 

@@ -129,7 +129,7 @@ class TokenChooser:
 
     def choose(self, logits: Tensor) -> tuple[int, bool]:
         """The next token of [1, vocabulary] float32 logits, and whether it is the last one. UserError where they are
-        not finite."""
+        not finite, or not after division by the temperature."""
         if not bool(torch.isfinite(logits).all()):
             raise UserError("the model's logits are not finite")
         token = self._drawn(logits.cpu()) if self._sampling.temperature else int(logits.argmax(dim=-1))
@@ -138,6 +138,8 @@ class TokenChooser:
 
     def _drawn(self, logits: Tensor) -> int:
         scores = logits / self._sampling.temperature
+        if not bool(torch.isfinite(scores).all()):
+            raise UserError(f"temperature: got {self._sampling.temperature:g}, which is too small for these logits")
         if (top_k := min(self._sampling.top_k, scores.shape[-1])) > 0:
             scores = scores.masked_fill(scores < torch.topk(scores, top_k)[0][..., -1, None], -torch.inf)
         if self._sampling.top_p < 1:
