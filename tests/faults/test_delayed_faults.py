@@ -39,7 +39,7 @@ def test_a_lost_device_and_a_resumed_run_equal_the_plain_loop(tmp_path: Path, jo
     assert dict(found.losses) == dict(enumerate(losses))
     _same(found.weights, module)
 
-    (start,) = (c for c in (tmp_path / "checkpoints").iterdir() if read_manifest(c).step == SAVE_EVERY)
+    (start,) = (c for c in (tmp_path / "checkpoints").iterdir() if c.is_dir() and read_manifest(c).step == SAVE_EVERY)
     prepared, fleet, after = prepared_of(job), fleet_of(3), dict[int, float | None]()
     plan = keeps_cuts(prepared, random_cut(prepared, 3, 1, once=True))(fleet)
     watcher = Watcher(advanced=lambda item, loss, _: after.update({item.step: loss} if item.kind == "train" else {}))

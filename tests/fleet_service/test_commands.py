@@ -19,6 +19,8 @@ from isthmus.errors import PeerError, UserError
 from isthmus.protocol import fleet_membership
 from isthmus.protocol.membership_events import DeviceConnected, PeerIdentified
 from isthmus.runtime.identity.database import StoreError
+from isthmus.runtime.messages.fleet import DevicePresent
+from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.service import presence
 from isthmus.runtime.service.enrollment import check_name
 from isthmus.runtime.service.fleet_state import FleetState
@@ -146,7 +148,7 @@ def test_who_is_waited_for_is_said(fleet: Fleet, tmp_path: Path, monkeypatch: py
     def end(name: str = "bob") -> None:
         here = fleet.service._presence  # pyright: ignore[reportPrivateUsage]
         here.handle(PeerIdentified(id=f"id of {name}", name=name))
-        number = here.connected(mock.Mock(), mock.Mock(), name, "")
+        number = here.connected(mock.Mock(), mock.Mock(), name, DevicePresent(run="", versions=versions_here()))
         here.handle(DeviceConnected(device=name, id=f"id of {name}", connection=number))
 
     with in_background(lambda: fleet.service.wait_for(["bob"]), end):

@@ -45,10 +45,10 @@ class _Notes(Observer):
 
 def job_on_two(folder: Path) -> Job:
     path = folder / "fleet.toml"
-    path.write_text(dump_fleet(fleet_of(2, 2e9)))
+    path.write_text(dump_fleet(fleet_of(2, 2e6)))
     job = job_of("mlp", {"layers": 2}, DIGITS, steps=4)
     runtime = msgspec.structs.replace(job.runtime, emulate=False)
-    return msgspec.structs.replace(job, fleet=str(path), planner="even", runtime=runtime, run_dir=str(folder / "run"))
+    return msgspec.structs.replace(job, fleet=str(path), planner="chain", runtime=runtime, run_dir=str(folder / "run"))
 
 
 def other(without: str, changed: str = "") -> EngineOperators:

@@ -183,7 +183,7 @@ FAULTS: Mapping[str, tuple[Spoil, int, str]] = {
     "gradient": (wrong_gradient, WRONG_STEP + 1, "gradients"),
     "forward": (wrong_value("forward"), WRONG_STEP + 1, "sent forward 2"),
     "backward": (wrong_value("backward"), WRONG_STEP + 1, "sent backward 0"),
-    "update": (wrong_update, WRONG_STEP + 2, "state"),
+    "update": (wrong_update, WRONG_STEP + 2, "sent forward 2"),
 }
 """By what is wrong in one bit: the step in which it shows, and where."""
 

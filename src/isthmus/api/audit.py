@@ -89,7 +89,7 @@ def audit_run(run: Path, step: int, fleet: str | None = None, note: Callable[[st
     after, checkpoint = checkpoint_before(folder.checkpoints, step)
     plan = kept[step].plan
     job = job.cut_into(plan.micro_batches)
-    check_can_audit(job, plan, after)
+    check_can_audit(job, plan, folder.fleet(), after)
     prepared = kept_prepared(job, folder.captured) or prepare(job)
     span = {n: one for n, one in kept.items() if after < n <= step}
     steps = {n: one for n, one in span.items() if (one.plan, one.key) == (plan, kept[step].key)}
@@ -224,7 +224,7 @@ def _by_node(digests: Mapping[str, str]) -> Leaves:
     return found
 
 
-def check_can_audit(job: Job, plan: Plan, after: int) -> None:
+def check_can_audit(job: Job, plan: Plan, fleet: Fleet, after: int) -> None:
     """UserError where a step computed again would not have the same bits, on whatever cut."""
     edges = [edge for replica in plan.replicas for edge in replica.edges]
     packed = [e.backward_compression for e in edges if e.backward_compression is not None]
@@ -233,7 +233,7 @@ def check_can_audit(job: Job, plan: Plan, after: int) -> None:
         reason = "the run is of Python objects, expected a job that names its model and data"
     elif job.privacy is not None:
         reason = "[privacy]: noise on activations is drawn from the system, expected none"
-    elif job.runtime.compile or job.runtime.engine != "torch":
+    elif job.runtime.compile or fleet.engines != {"torch"}:
         reason = "[runtime] compile, engine: their rounding is the device's own, expected false and 'torch'"
     elif plan.sync.averages != "gradients":
         reason = f"[sync]: replicas average {plan.sync.averages}, expected sums of gradients in every step"

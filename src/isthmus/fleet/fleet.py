@@ -193,6 +193,11 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         in_turn = (device for device in chain.from_iterable(zip_longest(*members)) if device is not None)
         return self.subset(device.name for device, _ in zip(in_turn, range(count), strict=False))
 
+    @property
+    def engines(self) -> frozenset[str]:
+        """What computes on its devices."""
+        return frozenset(device.engine for device in self.devices)
+
     def subset(self, names: Iterable[str]) -> Fleet:
         """The fleet of these devices alone, in their declared order. Raises `UserError` for a name it does not have."""
         kept = {self.device(name).name for name in names}

@@ -127,8 +127,9 @@ class GPT(nn.Module):
         if length > self.config.sequence_length:
             raise UserError(f"gpt: got {length} tokens per sample, expected at most {self.config.sequence_length}")
         # A slice of the table, not a look-up by arange: no device is baked into the exported graph.
-        position = self.position.weight[:length] if position_ids is None else self.position(position_ids)
-        hidden = self.embedding_dropout(self.token(input_ids) + position)
+        hidden = self.token(input_ids)
+        hidden = hidden + (self.position.weight[:length] if position_ids is None else self.position(position_ids))
+        hidden = self.embedding_dropout(hidden)
         for block in self.blocks:
             hidden = block(hidden)
         logits = self.head(self.norm(hidden))
