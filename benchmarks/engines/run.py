@@ -198,11 +198,14 @@ def main() -> None:
         print(msgspec.json.encode(measured(options.one, options.passes)).decode())
         return
     names = list(MODELS)[:1] if options.quick else list(MODELS)
-    rows = [row(name, 3 if options.quick else options.passes, options.threads) for name in names]
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    found = Report(when=now, host=machine(), threads=options.threads, torch=str(torch.__version__), rows=tuple(rows))
-    Console().print(table(found))
-    write_figures(options.json, found)
+    rows, now = list[Row](), datetime.now(UTC).isoformat(timespec="seconds")
+    for name in names:  # figures are kept after each model: all take minutes
+        rows.append(row(name, 3 if options.quick else options.passes, options.threads))
+        report = Report(
+            when=now, host=machine(), threads=options.threads, torch=str(torch.__version__), rows=tuple(rows)
+        )
+        Console().print(table(report))
+        write_figures(options.json, report)
 
 
 if __name__ == "__main__":

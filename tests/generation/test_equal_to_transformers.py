@@ -16,7 +16,7 @@ from isthmus.training.generation import ServedStage, TokenChooser
 
 from .runs import GPT, LLAMA, by_transformers, finished_run
 
-PROMPT = (5, 77, 200, 31, 8)
+PROMPT: tuple[int, ...] = (5, 77, 200, 31, 8)
 SAMPLINGS = {
     "greedy": Sampling(max_tokens=24),
     "sampled": Sampling(max_tokens=24, temperature=0.9, seed=3),

@@ -76,8 +76,10 @@ def generate(
     with api.generation.served_run(run, where.choices, log) as service:
         if streams:
             typer.echo(prompts[0], nl=False)
-            found = api.generation.generate(service, prompts, sampling, lambda p: typer.echo(p.text, nl=False))
-            typer.echo()
+            try:
+                found = api.generation.generate(service, prompts, sampling, lambda p: typer.echo(p.text, nl=False))
+            finally:
+                typer.echo()
         else:
             found = api.generation.generate(service, prompts, sampling)
     if json:

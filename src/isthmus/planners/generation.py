@@ -142,7 +142,7 @@ def plan_chain(problem: ServingProblem, objective: Objective) -> Chain:
 def chain_of_plan(problem: ServingProblem, devices: Sequence[str], stages: Sequence[int]) -> Chain:
     """The chain of a training plan: `stages` is the stage of each operator. Stages without one are left out, and what
     a stage would run before an operator of an earlier one, it runs behind it. UserError where a device has two, or not
-    the memory for caches."""
+    the memory for the caches."""
     boundaries: list[int] = []
     used = [stages[0]]
     for position, stage in enumerate(stages):
