@@ -15,7 +15,7 @@ from isthmus.cost import PlanLayout, SyncPolicy, build_replicas
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.fleet import resolve_fleet
-from isthmus.job import Job, RuntimeConfig, prepare
+from isthmus.job import Job, RuntimeConfig, fleet_of, prepare
 from isthmus.models import build_model
 from isthmus.runtime.decoupled.record import merges_file, replay
 from isthmus.runtime.decoupled.run import check_decoupled
@@ -98,7 +98,6 @@ def test_nothing_is_to_be_planned(job: Job) -> None:
 
 
 def test_what_replicas_cannot_do_is_refused(job: Job) -> None:
-    fleet = resolve_fleet(job.fleet)
     changed = msgspec.structs.replace
     odd = changed(job.training, batch_size=15, micro_batches=1)
     refused = {
@@ -112,7 +111,7 @@ def test_what_replicas_cannot_do_is_refused(job: Job) -> None:
     }
     for text, wrong in refused.items():
         with pytest.raises(UserError) as error:
-            check_decoupled(wrong, fleet)
+            check_decoupled(wrong, fleet_of(wrong))
         assert str(error.value) == text
 
 

@@ -56,7 +56,7 @@ def check_decoupled(job: Job, fleet: Fleet) -> None:
         ("compression", "a table" if job.compression is not None else None, None),
         ("store", "a table" if job.store is not None else None, None),
         ("runtime.device", runtime.device, "cpu"),
-        ("runtime.engine", runtime.engine, "torch"),
+        ("runtime.engine", ", ".join({d.engine for d in fleet.devices} - {"torch"}) or "torch", "torch"),
         ("runtime.compile", runtime.compile, False),
         ("runtime.changes", "changes" if runtime.changes else None, None),
     ]
