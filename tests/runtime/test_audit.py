@@ -22,7 +22,7 @@ from isthmus.api.background_audits import BackgroundAudits
 from isthmus.api.folder import RunFolder
 from isthmus.cli import main
 from isthmus.cost import build_plan
-from isthmus.errors import UserError
+from isthmus.errors import Interrupted, UserError
 from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import dump_fleet
 from isthmus.job import Job, Prepared, keep_prepared, prepare, prepared_again
@@ -31,6 +31,7 @@ from isthmus.run_files import FINGERPRINTS
 from isthmus.runtime.coordinator.fingerprint_log import FingerprintLog, read_fingerprints
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.messages.assignment import Fingerprinting
+from isthmus.runtime.processes.signals import Stop
 from isthmus.training.engine import Engine
 from tests.accelerators.thread_backend import ThreadCrew
 
@@ -261,6 +262,13 @@ def test_steps_under_different_plans_are_compared_one_after_the_other(honest: Pa
 
     path.write_text("\n".join(line for line in lines if json.loads(line)["step"] != 2) + "\n")
     assert audit_run(changed, 4).missing == ("d0", "d1", "d2"), "a step of which every report is gone"
+
+
+def test_an_audit_that_is_interrupted_says_so(honest: Path) -> None:
+    stop = Stop()
+    stop.request()
+    with pytest.raises(Interrupted):
+        audit_run(honest, 2, stop=stop)
 
 
 def test_a_run_whose_rounding_is_not_torchs_is_refused(honest: Path) -> None:

@@ -26,6 +26,7 @@ from isthmus.runtime.coordinator.fingerprint_log import Fingerprinted, read_fing
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
 from isthmus.runtime.coordinator.stages import StagePair, stage_pairs
 from isthmus.runtime.messages.assignment import Fingerprinting
+from isthmus.runtime.processes.signals import Stop
 from isthmus.training.checkpoint import checkpoint_before
 from isthmus.training.digests import fold
 from isthmus.training.snapshot import part_of
@@ -68,11 +69,17 @@ class Audited(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def audit_run(run: Path, step: int, fleet: str | None = None, note: Callable[[str], None] = lambda _: None) -> Audited:
+def audit_run(
+    run: Path,
+    step: int,
+    fleet: str | None = None,
+    note: Callable[[str], None] = lambda _: None,
+    stop: Stop | None = None,
+) -> Audited:
     """Compute the run again from the newest checkpoint before a step until the step, and compare.
 
     By default with the run's own plan, over processes of this machine; with `fleet` cut for that one. UserError where
-    the bits would not be the same, or nothing was kept to compare with.
+    the bits would not be the same, or nothing was kept to compare with; Interrupted where it was to stop.
     """
     folder = RunFolder.existing(run)
     folder.check_kind(federated=False)
@@ -102,7 +109,7 @@ def audit_run(run: Path, step: int, fleet: str | None = None, note: Callable[[st
         again = _own_cut(prepared, plan, folder.fleet()) if fleet is None else _other_cut(prepared, plan, fleet)
         where = "the beginning" if checkpoint is None else f"the checkpoint of step {after}"
         note(f"computing {_steps(after, last)} again from {where}, on {', '.join(again.plan.used)}")
-        found = _judged(found, period, _computed(again, checkpoint, key, last))
+        found = _judged(found, period, _computed(again, checkpoint, key, last, stop or Stop()))
         if not found.holds:
             break
     return found
@@ -121,7 +128,7 @@ def _periods(kept: Mapping[int, Fingerprinted]) -> list[dict[int, Fingerprinted]
     return found
 
 
-def _computed(again: _Again, checkpoint: Path | None, key: bytes, until: int) -> dict[int, Reports]:
+def _computed(again: _Again, checkpoint: Path | None, key: bytes, until: int, stop: Stop) -> dict[int, Reports]:
     """What should have been reported of each step until this one."""
     with tempfile.TemporaryDirectory() as temporary:
         options = RunOptions(
@@ -129,10 +136,12 @@ def _computed(again: _Again, checkpoint: Path | None, key: bytes, until: int) ->
             resume_from=checkpoint,
             fingerprints=Fingerprinting(key=key, leaves=True),
             until=until,
+            stop=stop,
             backend=LocalBackend(places=local_places("cpu", again.fleet.names)),
         )
         outcome = run_plan(again.prepared, again.plan, again.fleet, Path(temporary), options, Watcher())
         check_outcome(outcome)
+        stop.check()
         return {n: again.expected(one) for n, one in read_fingerprints(Path(temporary)).items()}
 
 
