@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -16,19 +17,21 @@ import torch
 from torch import Tensor
 
 from isthmus.api import audit, background_audits
-from isthmus.api.audit import audit_run
+from isthmus.api.audit import audit_run, check_can_audit
 from isthmus.api.background_audits import BackgroundAudits
 from isthmus.api.folder import RunFolder
 from isthmus.cli import main
 from isthmus.cost import build_plan
-from isthmus.errors import UserError
+from isthmus.errors import Interrupted, UserError
 from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import dump_fleet
 from isthmus.job import Job, Prepared, keep_prepared, prepare, prepared_again
 from isthmus.protocol.fingerprints import StepFingerprint
+from isthmus.run_files import FINGERPRINTS
 from isthmus.runtime.coordinator.fingerprint_log import FingerprintLog, read_fingerprints
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.messages.assignment import Fingerprinting
+from isthmus.runtime.processes.signals import Stop
 from isthmus.training.engine import Engine
 from tests.accelerators.thread_backend import ThreadCrew
 
@@ -183,7 +186,7 @@ FAULTS: Mapping[str, tuple[Spoil, int, str]] = {
     "gradient": (wrong_gradient, WRONG_STEP + 1, "gradients"),
     "forward": (wrong_value("forward"), WRONG_STEP + 1, "sent forward 2"),
     "backward": (wrong_value("backward"), WRONG_STEP + 1, "sent backward 0"),
-    "update": (wrong_update, WRONG_STEP + 2, "sent forward 2"),
+    "update": (wrong_update, WRONG_STEP + 2, "sent forward 2"),  # its state too, after what others sent back
 }
 """By what is wrong in one bit: the step in which it shows, and where."""
 
@@ -234,6 +237,48 @@ def test_audits_in_the_background_are_drawn_one_at_a_time(tmp_path: Path, monkey
     assert after("echo error: no data; exit 2", 1.0, [2], waits=True) == ["audit: no data"]
     assert after("echo step $1: fine", 0.0, [2, 4], waits=True) == []
     assert after("exec sleep 600", 1.0, [2, 4], waits=False) == [], "it is ended with the run"
+
+
+def test_steps_under_different_plans_are_compared_one_after_the_other(honest: Path, tmp_path: Path) -> None:
+    """Those of an earlier plan first: a fault under it is not laid at the door of a later one's devices."""
+    changed = tmp_path / "run"
+    shutil.copytree(honest, changed)
+    shutil.rmtree(changed / "checkpoints")
+    path = changed / FINGERPRINTS
+    lines = path.read_text().splitlines()
+    first = json.loads(lines[0])
+    at = next(n for n, line in enumerate(lines) if json.loads(line).get("step") == 3)
+    again = {**first, "step": 2, "plan": {**first["plan"], "planner": "another"}}
+    path.write_text("\n".join([*lines[:at], json.dumps(again), *lines[at:]]) + "\n")
+    found = audit_run(changed, 4)
+    assert found.holds and found.after == 0 and found.compared == 4 * 23 + 2 * 3
+
+    wrong = json.loads(lines[1])
+    assert wrong["step"] == 1
+    wrong["digests"]["gradients"] = "0" * 32
+    path.write_text("\n".join([lines[0], json.dumps(wrong), *lines[2:at], json.dumps(again), *lines[at:]]) + "\n")
+    found = audit_run(changed, 4)
+    assert found.wrong_step == 1 and [finding.workers for finding in found.findings] == [(wrong["worker"],)]
+
+    path.write_text("\n".join(line for line in lines if json.loads(line)["step"] != 2) + "\n")
+    assert audit_run(changed, 4).missing == ("d0", "d1", "d2"), "a step of which every report is gone"
+
+
+def test_an_audit_that_is_interrupted_says_so(honest: Path) -> None:
+    stop = Stop()
+    stop.request()
+    with pytest.raises(Interrupted):
+        audit_run(honest, 2, stop=stop)
+
+
+def test_a_run_whose_rounding_is_not_torchs_is_refused(honest: Path) -> None:
+    folder = RunFolder(honest)
+    devices = folder.fleet().devices
+    fleet = msgspec.structs.replace(
+        folder.fleet(), devices=(*devices[:-1], msgspec.structs.replace(devices[-1], engine="jax"))
+    )
+    with pytest.raises(UserError, match="audit: engine: got jax, whose rounding is each device's own, expected torch"):
+        check_can_audit(folder.job(), folder.plan(), fleet, 0)
 
 
 def test_what_no_honest_device_reports_is_ignored(honest: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from isthmus.runtime.coordinator.fingerprint_log import Fingerprinted, read_fing
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
 from isthmus.runtime.coordinator.stages import StagePair, stage_pairs
 from isthmus.runtime.messages.assignment import Fingerprinting
+from isthmus.runtime.processes.signals import Stop
 from isthmus.training.checkpoint import checkpoint_before
 from isthmus.training.digests import fold
 from isthmus.training.snapshot import part_of
@@ -68,11 +69,17 @@ class Audited(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def audit_run(run: Path, step: int, fleet: str | None = None, note: Callable[[str], None] = lambda _: None) -> Audited:
+def audit_run(
+    run: Path,
+    step: int,
+    fleet: str | None = None,
+    note: Callable[[str], None] = lambda _: None,
+    stop: Stop | None = None,
+) -> Audited:
     """Compute the run again from the newest checkpoint before a step until the step, and compare.
 
     By default with the run's own plan, over processes of this machine; with `fleet` cut for that one. UserError where
-    the bits would not be the same, or nothing was kept to compare with.
+    the bits would not be the same, or nothing was kept to compare with; Interrupted where it was to stop.
     """
     folder = RunFolder.existing(run)
     folder.check_kind(federated=False)
@@ -87,40 +94,64 @@ def audit_run(run: Path, step: int, fleet: str | None = None, note: Callable[[st
             f"--step: got {step}, expected a step of which something was reported: {min(kept)} to {max(kept)}"
         )
     after, checkpoint = checkpoint_before(folder.checkpoints, step)
-    plan = kept[step].plan
-    job = job.cut_into(plan.micro_batches)
-    check_can_audit(job, plan, folder.fleet(), after)
-    prepared = kept_prepared(job, folder.captured) or prepare(job)
-    span = {n: one for n, one in kept.items() if after < n <= step}
-    steps = {n: one for n, one in span.items() if (one.plan, one.key) == (plan, kept[step].key)}
-    if fleet is not None or len(steps) < len(span):
-        check_any_cut(prepared, plan)
-    again = _own_cut(prepared, plan, folder.fleet()) if fleet is None else _other_cut(prepared, plan, fleet)
-    where = "the beginning" if checkpoint is None else f"the checkpoint of step {after}"
-    note(f"computing {_steps(after, step)} again from {where}, on {', '.join(again.plan.used)}")
+    periods = _periods({n: one for n, one in kept.items() if after < n <= step})
+    unreported = set(range(after + 1, step + 1)) - kept.keys()
+    silent = {device_of(worker) for worker in kept[step].plan.worker_ids} if unreported else set[str]()
+    found = Audited(run=str(run), step=step, after=after, compared=0, devices=(), missing=tuple(sorted(silent)))
+    for period in periods:
+        last = max(period)
+        plan, key = period[last].plan, period[last].key
+        cut_job = job.cut_into(plan.micro_batches)
+        check_can_audit(cut_job, plan, folder.fleet(), after)
+        prepared = kept_prepared(cut_job, folder.captured) or prepare(cut_job)
+        if fleet is not None or len(periods) > 1:
+            check_any_cut(prepared, plan)
+        again = _own_cut(prepared, plan, folder.fleet()) if fleet is None else _other_cut(prepared, plan, fleet)
+        where = "the beginning" if checkpoint is None else f"the checkpoint of step {after}"
+        note(f"computing {_steps(after, last)} again from {where}, on {', '.join(again.plan.used)}")
+        found = _judged(found, period, _computed(again, checkpoint, key, last, stop or Stop()))
+        if not found.holds:
+            break
+    return found
+
+
+def _periods(kept: Mapping[int, Fingerprinted]) -> list[dict[int, Fingerprinted]]:
+    """Steps under one plan and one key together. Each is compared for itself, the first one first: a fault of an
+    earlier plan makes every later step differ, and none of its devices is to be blamed for that."""
+    found: list[dict[int, Fingerprinted]] = []
+    for number in sorted(kept):
+        one = kept[number]
+        before = next(iter(found[-1].values())) if found else None
+        if before is None or (before.plan, before.key) != (one.plan, one.key):
+            found.append({})
+        found[-1][number] = one
+    return found
+
+
+def _computed(again: _Again, checkpoint: Path | None, key: bytes, until: int, stop: Stop) -> dict[int, Reports]:
+    """What should have been reported of each step until this one."""
     with tempfile.TemporaryDirectory() as temporary:
         options = RunOptions(
             emulate=False,
             resume_from=checkpoint,
-            fingerprints=Fingerprinting(key=kept[step].key, leaves=True),
-            until=step,
-            backend=LocalBackend(places=local_places(again.prepared.job.runtime.device, again.fleet.names)),
+            fingerprints=Fingerprinting(key=key, leaves=True),
+            until=until,
+            stop=stop,
+            backend=LocalBackend(places=local_places("cpu", again.fleet.names)),
         )
-        found = run_plan(again.prepared, again.plan, again.fleet, Path(temporary), options, Watcher())
-        check_outcome(found)
-        computed = read_fingerprints(Path(temporary))
-    return _judged(run, (after, step), steps, {n: again.expected(one) for n, one in computed.items()})
+        outcome = run_plan(again.prepared, again.plan, again.fleet, Path(temporary), options, Watcher())
+        check_outcome(outcome)
+        stop.check()
+        return {n: again.expected(one) for n, one in read_fingerprints(Path(temporary)).items()}
 
 
 def _steps(after: int, step: int) -> str:
     return numbered("step", range(after + 1, step + 1))
 
 
-def _judged(
-    run: Path, span: tuple[int, int], kept: Mapping[int, Fingerprinted], expected: Mapping[int, Reports]
-) -> Audited:
-    after, step = span
-    compared, missing, seen = 0, set[str](), set[str]()
+def _judged(found: Audited, kept: Mapping[int, Fingerprinted], expected: Mapping[int, Reports]) -> Audited:
+    """With what these steps show."""
+    compared, missing, seen = found.compared, set(found.missing), set(found.devices)
     wrong_step: int | None = None
     findings: tuple[StepFinding, ...] = ()
     for number in sorted(kept):
@@ -133,10 +164,8 @@ def _judged(
         if findings:
             wrong_step = number
             break
-    return Audited(
-        run=str(run),
-        step=step,
-        after=after,
+    return msgspec.structs.replace(
+        found,
         compared=compared,
         devices=tuple(sorted(seen)),
         missing=tuple(sorted(missing)),
@@ -172,7 +201,9 @@ def _other_cut(prepared: Prepared, plan: Plan, name: str) -> _Again:
         schedule="1f1b",
         plan=PlanConfig(),
         compression=None,
-        runtime=msgspec.structs.replace(prepared.job.runtime, changes=(), snapshots=False),
+        runtime=msgspec.structs.replace(
+            prepared.job.runtime, changes=(), snapshots=False, device="cpu", engine="torch"
+        ),
     )
     fleet, pairs = fleet_of(job), stage_pairs(plan, prepared.captured, clips=False)
     watched = with_boundaries(prepared.flow, [pair.train for pair in pairs])
@@ -228,13 +259,16 @@ def check_can_audit(job: Job, plan: Plan, fleet: Fleet, after: int) -> None:
     """UserError where a step computed again would not have the same bits, on whatever cut."""
     edges = [edge for replica in plan.replicas for edge in replica.edges]
     packed = [e.backward_compression for e in edges if e.backward_compression is not None]
+    engines = sorted({d.engine for d in fleet.devices if d.name in plan.used} - {"torch"})
     reason = ""
     if is_given(job):
         reason = "the run is of Python objects, expected a job that names its model and data"
     elif job.privacy is not None:
         reason = "[privacy]: noise on activations is drawn from the system, expected none"
-    elif job.runtime.compile or fleet.engines != {"torch"}:
-        reason = "[runtime] compile, engine: their rounding is the device's own, expected false and 'torch'"
+    elif job.runtime.compile:
+        reason = "[runtime] compile: got true, whose rounding is each device's own, expected false"
+    elif engines:
+        reason = f"engine: got {', '.join(engines)}, whose rounding is each device's own, expected torch"
     elif plan.sync.averages != "gradients":
         reason = f"[sync]: replicas average {plan.sync.averages}, expected sums of gradients in every step"
     elif after and any(packing.feedback for packing in packed):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import signal
 import subprocess
 import sys
 import threading
@@ -43,7 +42,8 @@ class BackgroundAudits:
     ) -> None:
         self._ending = True
         if self._process is not None and self.working is not None:
-            self._process.send_signal(signal.SIGINT)  # it removes its temporary folder
+            # It removes its temporary folder. No Ctrl-C: who is started in the background inherits that it is ignored.
+            self._process.terminate()
             self.working.join()
 
     def saved(self, step: int) -> None:

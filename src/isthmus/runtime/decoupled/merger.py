@@ -223,6 +223,7 @@ class MergerHost:
         self._handle(ReplicaLost(replica=replica, reason=reason))
 
     def _contributed(self, replica: str, body: Contributed, tensors: list[Tensor]) -> None:
+        deltas: dict[int, Tensor] = {}
         for fragment, payload in zip(body.fragments, tensors, strict=True):
             try:
                 delta = self._merged.unpacked(fragment, payload, self._codec)
@@ -232,8 +233,10 @@ class MergerHost:
             if delta is None:
                 self._lost(replica, f"its change of fragment {fragment} is not finite")
                 return
-            self._deltas[fragment][replica] = delta
+            deltas[fragment] = delta
             self.received_bytes += payload.nbytes
+        for fragment, delta in deltas.items():
+            self._deltas[fragment][replica] = delta
         self._handle(FromDevice(replica, body))
 
     def _guard(self, replica: str, message: AnyMessage) -> None:
