@@ -20,8 +20,8 @@ CODECS = {"bf16": 0.0, "int8": 0.0, "int4": 0.0413 / 14}
 TOPK = {1.0: 0.0, 10.0: 0.205 / 2, 100.0: 0.205 / 2}
 """The same of top-K, by ratio."""
 BOUNDARIES = {
-    "subspace": {16.0: 0.0, 50.0: 0.0293},
-    "residual": dict[float, float](),
+    "subspace": {16.0: 0.0, 50.0: 0.0293, 100.0: 0.1702},
+    "residual": {50.0: 0.0747, 100.0: 0.1681},
 }
 """By method and rate: of a subspace, and of seven bottlenecks."""
 BOTTLENECKS = 7
