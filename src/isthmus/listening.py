@@ -1,9 +1,14 @@
-"""The one place that opens a port: for devices' connections, and for the page."""
+"""The one place that opens a port: for devices' connections, for the page, and for requests to a model.
+
+But for `runtime.transport.simultaneous_open`, which for seconds listens at a port that a connection has already.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import secrets
 import socket
+from typing import NamedTuple
 
 from isthmus.errors import UserError
 
@@ -24,3 +29,29 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+class PrivateListener(NamedTuple):
+    """For HTTP of this machine, or of who has the secret."""
+
+    socket: socket.socket
+    secret: str
+    """Empty where only this machine can reach the address."""
+    address: str
+    """Without a path."""
+
+
+def private_listener(host: str, port: int, command: str) -> PrivateListener:
+    """UserError, beginning with the command, for an address that cannot be bound."""
+    try:
+        listener = listening_socket(host, port)
+    except UserError as e:
+        raise UserError(f"{command}: {e}; --port 0 takes a free one") from None
+    shown = f"[{host}]" if ":" in host else host
+    secret = "" if is_loopback(host) else secrets.token_urlsafe(24)
+    return PrivateListener(listener, secret, f"http://{shown}:{listener.getsockname()[1]}")
+
+
+def own_hosts(port: int) -> frozenset[str]:
+    """What a client of this machine calls it. A page of another site may point its own name here: that is none."""
+    return frozenset(f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import math
-import secrets
 import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -28,8 +27,7 @@ from isthmus.dashboard.run_folder import WatchedRun
 from isthmus.dashboard.run_view import head, overview, state_at, state_of
 from isthmus.dashboard.sources import Source
 from isthmus.dashboard.timeline import Timelines
-from isthmus.errors import UserError
-from isthmus.listening import is_loopback, listening_socket
+from isthmus.listening import own_hosts, private_listener
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/" if path.name == "index.html" else f"/{path.name}": path for path in sorted(PAGE.glob("*.*"))}
@@ -53,7 +51,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, *, port: int, token: str) -> None:
         self._app, self._token = app, token
-        self._hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")}
+        self._hosts = own_hosts(port)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
@@ -189,11 +187,6 @@ def serve_page(source: Source, listener: socket.socket, token: str = "") -> None
 
 def serve(source: Source, host: str, port: int, log: Callable[[str], None]) -> None:
     """Until Ctrl-C. `log` gets the page's address. UserError where nothing can listen there."""
-    token = "" if is_loopback(host) else secrets.token_urlsafe(24)
-    try:
-        listener = listening_socket(host, port)
-    except UserError as e:
-        raise UserError(f"dashboard: {e}; --port 0 takes a free one") from None
-    shown = f"[{host}]" if ":" in host else host
-    log(f"http://{shown}:{listener.getsockname()[1]}/{f'?token={token}' if token else ''}")
+    listener, token, address = private_listener(host, port, "dashboard")
+    log(f"{address}/{f'?token={token}' if token else ''}")
     serve_page(source, listener, token)

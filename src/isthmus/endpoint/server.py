@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import secrets
 import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -32,7 +31,7 @@ from isthmus.endpoint.documents import (
 )
 from isthmus.endpoint.text_stream import TextPiece, text_stream
 from isthmus.errors import IsthmusError, PeerError, UserError
-from isthmus.listening import is_loopback, listening_socket
+from isthmus.listening import own_hosts, private_listener
 from isthmus.protocol.generation import Sampling
 
 MOST_BYTES = 1 << 22
@@ -46,7 +45,7 @@ class KeyGuard:
 
     def __init__(self, app: ASGIApp, *, port: int, key: str) -> None:
         self._app, self._key = app, key
-        self._hosts = {f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")}
+        self._hosts = own_hosts(port)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
@@ -205,13 +204,8 @@ def application(service: ModelService, *, port: int, key: str = "") -> Starlette
 def serve(service: ModelService, host: str, port: int, log: Callable[[str], None]) -> None:
     """Until Ctrl-C or SIGTERM, or until no device is left. `log` gets the address, and the key where one is needed.
     UserError where nothing can listen there."""
-    key = "" if is_loopback(host) else secrets.token_urlsafe(24)
-    try:
-        listener = listening_socket(host, port)
-    except UserError as e:
-        raise UserError(f"serve-model: {e}; --port 0 takes a free one") from None
-    shown = f"[{host}]" if ":" in host else host
-    log(f"http://{shown}:{listener.getsockname()[1]}/v1{f' key {key}' if key else ''}")
+    listener, key, address = private_listener(host, port, "serve-model")
+    log(f"{address}/v1{f' key {key}' if key else ''}")
     _until_ended(service, listener, key)
 
 
