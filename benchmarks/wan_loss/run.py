@@ -17,7 +17,7 @@ from pathlib import Path
 import matplotlib as mpl
 import msgspec
 import torch
-from networks import NETWORKS, Network
+from networks import NETWORKS, Network, Step
 from rich.console import Console
 from rich.table import Table
 from step_times import Times, times_of
@@ -50,7 +50,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     variant: str
-    step_s: dict[Network, float]
+    step: dict[Network, Step]
     steps: tuple[float, ...]
     """To the target, by seed; inf where the training ended above it."""
     final: tuple[float, ...]
@@ -59,7 +59,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Of that loss to the dense model's of the same seed, as a share of it."""
 
     def total_s(self, network: Network = "tcp") -> float:
-        return self.step_s[network] * statistics.fmean(self.steps)
+        return self.step[network].seconds * statistics.fmean(self.steps)
 
 
 def steps_to(run: Trained, target: float) -> float:
@@ -91,12 +91,12 @@ def rows_of(report: Report, steps: int) -> list[Row]:
     for variant in VARIANTS:
         if not (runs := by_variant.get(variant.name, [])):
             continue
-        for order, step_s in report.times[variant.name].steps_s.items():
+        for order, step in report.times[variant.name].steps.items():
             found.append(
                 Row(
                     name=variant.name if order == "delayed" else f"{variant.name}, {order}",
                     variant=variant.name,
-                    step_s=step_s,
+                    step=step,
                     steps=tuple(steps_to(r, target) for r in runs),
                     final=tuple(r.final for r in runs),
                     gaps=tuple(r.final / finals[r.seed] - 1 for r in runs if r.seed in finals),
@@ -108,19 +108,19 @@ def rows_of(report: Report, steps: int) -> list[Row]:
 def show(report: Report, steps: int) -> None:
     rows = {row.name: row for row in rows_of(report, steps)}
     peer = rows["dense, 1f1b"]
-    budget_s = rows["dense, deep"].step_s["tcp"] * steps / 4
+    budget_s = rows["dense, deep"].step["tcp"].seconds * steps / 4
     table = Table(
-        *("", "step, meter", "step, TCP", "steps to target", "T, meter", "T, TCP", "of 1f1b's"),
+        *("", "step, meter (micro-batches)", "step, TCP", "steps to target", "T, meter", "T, TCP", "of 1f1b's"),
         *(f"loss after {steps} steps", "gap", f"loss after {budget_s:.0f} s"),
         title=f"{steps} steps of {TOKENS} tokens",
     )
     for row in rows.values():
         runs = [r for r in report.runs if (r.variant, r.steps) == (row.variant, steps)]
-        timed = statistics.fmean(loss_after(r, budget_s, row.step_s["tcp"]) for r in runs)
+        timed = statistics.fmean(loss_after(r, budget_s, row.step["tcp"].seconds) for r in runs)
         reached = math.isfinite(row.total_s())
         table.add_row(
             row.name,
-            *(f"{row.step_s[network]:.3f} s" for network in NETWORKS),
+            *(f"{row.step[network].seconds:.3f} s ({row.step[network].micro_batches})" for network in NETWORKS),
             _spread(row.steps, 0, "not reached"),
             *(f"{row.total_s(network):.0f} s" if reached else "" for network in NETWORKS),
             f"{row.total_s() / peer.total_s():.3f}" if reached else "",

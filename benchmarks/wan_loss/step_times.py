@@ -1,4 +1,8 @@
-"""How long a step of a variant takes on the virtual clock, by network and order of computation."""
+"""How long a step of a variant takes on the virtual clock, by network and order of computation.
+
+Each has the number of micro-batches that suits it best. The numbers of a training do not depend on it, except with
+top-K, which chooses within a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,22 @@ import functools
 from collections.abc import Iterable
 
 import msgspec
-from networks import NETWORKS, Network, Order, bound_s, step_of
-from twin import FLOPS_PER_S, LINK, STAGES, Variant, fleet
+from networks import NETWORKS, Network, Order, Step, bound_s, step_of
+from twin import FLOPS_PER_S, LINK, MICRO_BATCHES, STAGES, Variant, fleet
 
 from isthmus.cost import build_plan, plan_compression
 from isthmus.graph import Cut, Flow, cuts
 from isthmus.job import Prepared, prepare
 from isthmus.plans import Plan
 
+COUNTS = (4, 8, 16, MICRO_BATCHES)
+TOP_K = ("uniform", "adatopk", "just-enough")
+
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds per step, and bytes per micro-batch on the busiest link."""
+    """Steps, and bytes on the busiest link of one of `MICRO_BATCHES` micro-batches."""
 
-    steps_s: dict[Order, dict[Network, float]]
+    steps: dict[Order, dict[Network, Step]]
     bound_s: float
     """Over TCP."""
     forward_bytes: int
@@ -28,8 +35,14 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 def times_of(variant: Variant) -> Times:
     plan = plan_of(variant)
     orders: tuple[Order, ...] = ("delayed",) if variant.delayed else ("1f1b", "deep")
+    counts = (MICRO_BATCHES,) if variant.compression in TOP_K else COUNTS
+    plans = [plan_of(variant, count) for count in counts]
+
+    def best(network: Network, order: Order) -> Step:
+        return min((step_of(p, LINK, FLOPS_PER_S, network, order) for p in plans), key=lambda step: step.seconds)
+
     return Times(
-        steps_s={o: {n: step_of(plan, LINK, FLOPS_PER_S, n, o).seconds for n in NETWORKS} for o in orders},
+        steps={order: {network: best(network, order) for network in NETWORKS} for order in orders},
         bound_s=bound_s(plan, LINK, FLOPS_PER_S),
         forward_bytes=max(e.forward_wire_bytes for e in plan.replica.edges),
         backward_bytes=max(e.backward_wire_bytes for e in plan.replica.edges),
@@ -37,9 +50,9 @@ def times_of(variant: Variant) -> Times:
 
 
 @functools.cache
-def plan_of(variant: Variant) -> Plan:
+def plan_of(variant: Variant, micro_batches: int = MICRO_BATCHES) -> Plan:
     """A block a stage, cut where least crosses near its end; messages packed as the variant has it."""
-    prepared = prepared_of(variant.method, variant.rate)
+    prepared = prepared_of(variant.method, variant.rate, micro_batches)
     problem = prepared.problem(fleet())
     places = places_of(prepared.flow, range(STAGES - 1))
     plan = build_plan(problem, fleet().names, places, planner="a block a stage")
@@ -49,9 +62,9 @@ def plan_of(variant: Variant) -> Plan:
 
 
 @functools.cache
-def prepared_of(method: str, rate: float) -> Prepared:
+def prepared_of(method: str, rate: float, micro_batches: int) -> Prepared:
     """Of the model alone: variants that train it otherwise share it."""
-    return prepare(Variant(name="", method=method, rate=rate).job())
+    return prepare(Variant(name="", method=method, rate=rate).job(micro_batches))
 
 
 def places_of(flow: Flow, blocks: Iterable[int]) -> list[int]:

@@ -61,9 +61,9 @@ class Variant:
         }
         return ModelSpec(name="gpt", options=options, boundary=self.boundary)
 
-    def job(self) -> Job:
+    def job(self, micro_batches: int) -> Job:
         batch = MICRO_BATCHES * MICRO_BATCH_SIZE
-        training = TrainingConfig(steps=3, batch_size=batch, micro_batches=MICRO_BATCHES)
+        training = TrainingConfig(steps=3, batch_size=batch, micro_batches=micro_batches)
         return Job(name="twin", model=self.model, data=DATA, training=training)
 
 
@@ -101,6 +101,8 @@ VARIANTS = (
     Variant(name="delayed int4 muon", compression="int4", optimizer="muon", delayed=True),
     _combined("residual", 4, "int4"),
     _combined("residual", 16, "bf16"),
+    _combined("subspace", 6.4, "int4"),
+    _combined("subspace", 6.4, "int8"),
     _combined("subspace", 16, "bf16"),
     Variant(name="dense muon", optimizer="muon"),
     Variant(name="int8", compression="int8"),
