@@ -69,7 +69,7 @@ COMPONENTS = {
     "sync": ("isthmus.sync",),
     "thousand": ("isthmus.federated", "isthmus.runtime"),  # devices without processes of their own
     "transport": ("isthmus.protocol.run_messages", "isthmus.runtime", "isthmus.training.layout"),  # a channel alone
-    "wan_loss": ("isthmus.protocol",),  # a run's length on the virtual clock, without a job
+    "wan_loss": ("isthmus.cost.compression", "isthmus.protocol"),  # where its losses go; a run's length, without a job
 }
 """Benchmarks that measure a part below the API, and where that part is. All others use public packages alone."""
 

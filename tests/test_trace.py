@@ -69,8 +69,8 @@ def test_a_step_without_a_neighbour_or_an_end_has_no_time() -> None:
     assert step_times(Trace(source="runtime", run="gap", spans=spans)) == {2: 2.0}
 
 
-def test_steady_step_leaves_out_the_first() -> None:
-    assert steady_step_s(two_devices()) == 5.5
+def test_steady_step_leaves_out_the_first_and_the_last() -> None:
+    assert steady_step_s(two_devices()) == 6.0
     first_only = Trace(source="runtime", run="one", spans=two_devices().spans[:7])
     assert steady_step_s(first_only) == 5.0
 

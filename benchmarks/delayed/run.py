@@ -1,11 +1,16 @@
-"""Step time of steps that overlap, beside the bound max(stage compute, wire) x micro-batches and beside the simulator.
+"""Step time of steps that overlap, beside their bound and beside the simulator, on the cases of pipeline_vs_torch.
 
-    python benchmarks/delayed/run.py [--quick] [--slower 4] [--schedules delayed] [--wires 0.05]
+    python benchmarks/delayed/run.py [--quick] [--slower 4] [--schedules delayed] [--networks wan]
         [--stages 2] [--counts 8] [--json PATH]
 
-Processes over an emulated fleet: the slowest stage computes 100 ms per micro-batch, links have 50 ms one way, and
-their bandwidth is such that a message takes half as long as the compute, or twice as long. Bounds and simulations
-use no measured time. `--slower` stretches all of these alike, so that what else the machine does weighs less.
+Processes over an emulated fleet. A message takes its link, and a micro-batch the slowest stage, as long as they do in
+pipeline_vs_torch. Bounds and simulations use no measured time. `--slower` stretches all of these alike, so that what
+else the machine does weighs less.
+
+bound         max(stage compute, wire) x micro-batches
+two versions  not less than that, and not less than half of a step alone in the pipeline: step t + 2 computes at what
+              the update of step t leaves, so two steps take no less than one step takes from its first forward to its
+              last backward
 """
 
 from __future__ import annotations
@@ -34,30 +39,45 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import machine, options_of, write_figures
 
 FIGURES = Path(__file__).parent / "results" / "latest.json"
-COMPUTE_S, LATENCY_S, STEPS, SIZE, LENGTH, WIDTH, LAYERS = 0.1, 0.05, 9, 4, 32, 32, 4
+STEPS, SIZE, LENGTH, WIDTH, LAYERS = 11, 16, 32, 32, 4
 MESSAGE_BYTES = SIZE * LENGTH * WIDTH * 4
+"""64 KiB: a header of 300 bytes is half a percent of it."""
+COMPUTE_S = {2: 0.0225, 4: 0.0140}
+"""By stages: what a micro-batch takes the slowest one in pipeline_vs_torch, on two cores with nothing else on them."""
+LINKS = {"loopback": (1e-4, 0.0005), "wan": (0.050, 0.0419)}
+"""Latency, and what a message takes there besides."""
 
 
 class Case(NamedTuple):
+    network: str
     stages: int
     micro_batches: int
-    wire_s: float
-    """Of a message."""
     slower: float = 1.0
     """Factor on all durations."""
 
+    @property
+    def compute_s(self) -> float:
+        """Of a micro-batch on the slowest stage."""
+        return COMPUTE_S[self.stages] * self.slower
 
-CASES = [Case(stages, n, wire_s) for wire_s in (0.05, 0.2) for stages in (2, 4) for n in (8, 32)]
+    @property
+    def wire_s(self) -> float:
+        """Of a message."""
+        return LINKS[self.network][1] * self.slower
+
+
+CASES = [Case(network, stages, n) for network in LINKS for stages in COMPUTE_S for n in (8, 32)]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str
+    network: str
     stages: int
     micro_batches: int
-    wire_s: float
-    slower: float = 1.0
+    slower: float
     bound_s: float
     predicted_s: float
+    """In the closed form, which for `delayed` is the bound of two versions."""
     simulated_s: float
     measured_s: float
 
@@ -67,9 +87,9 @@ class Report(msgspec.Struct, kw_only=True):
     rows: list[Row]
 
 
-def _key(row: Row) -> tuple[str, int, int, float]:
+def _key(row: Row) -> tuple[str, str, int, int]:
     """A case that is measured again replaces its row."""
-    return row.schedule, row.stages, row.micro_batches, row.wire_s
+    return row.schedule, row.network, row.stages, row.micro_batches
 
 
 def fleet_of(case: Case, flops_per_s: float) -> Fleet:
@@ -80,7 +100,7 @@ def fleet_of(case: Case, flops_per_s: float) -> Fleet:
 
 
 def _link(case: Case) -> Link:
-    return Link(LATENCY_S * case.slower, MESSAGE_BYTES / case.wire_s / case.slower)
+    return Link(LINKS[case.network][0] * case.slower, MESSAGE_BYTES / case.wire_s)
 
 
 def prepared_of(case: Case, schedule: str) -> Prepared:
@@ -116,13 +136,13 @@ def blocks_of(flow: Flow, stages: int) -> list[int]:
 
 
 def planned(prepared: Prepared, case: Case) -> tuple[Plan, Fleet]:
-    """On devices whose slowest stage takes `COMPUTE_S`."""
+    """On devices whose slowest stage takes the case's compute."""
 
     def plan_on(fleet: Fleet) -> Plan:
         return build_plan(prepared.problem(fleet), fleet.names, blocks_of(prepared.flow, case.stages), planner="blocks")
 
     most = max(stage.flops_forward + stage.flops_backward for stage in plan_on(fleet_of(case, 1e9)).stages)
-    fleet = fleet_of(case, most / COMPUTE_S / case.slower)
+    fleet = fleet_of(case, most / case.compute_s)
     return plan_on(fleet), fleet
 
 
@@ -136,11 +156,11 @@ def row_of(case: Case, schedule: str) -> Row:
     measured = Trace(source="runtime", run="delayed", spans=tuple(outcome.spans), period=plan.period)
     return Row(
         schedule=schedule,
+        network=case.network,
         stages=case.stages,
         micro_batches=case.micro_batches,
-        wire_s=case.wire_s,
         slower=case.slower,
-        bound_s=case.micro_batches * max(COMPUTE_S, case.wire_s) * case.slower,
+        bound_s=case.micro_batches * max(case.compute_s, case.wire_s),
         predicted_s=plan.predicted.step_s,
         simulated_s=steady_step_s(simulate(plan, fleet, spec, SimulationOptions(clips=True))),
         measured_s=steady_step_s(measured),
@@ -148,13 +168,13 @@ def row_of(case: Case, schedule: str) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    head = f"{'schedule':9}{'stages':>7}{'n':>4}{'wire':>6}{'bound':>8}{'closed':>8}{'simulated':>11}{'measured':>10}"
-    lines = [f"{head}{'/ bound':>9}{'/ simulated':>13}"]
+    head = f"{'schedule':9}{'network':>9}{'stages':>7}{'n':>4}{'bound':>8}{'closed':>8}{'simulated':>10}{'measured':>9}"
+    lines = [f"{head}{'/ bound':>8}{'/ closed':>9}{'/ simulated':>12}"]
     for r in rows:
         lines.append(
-            f"{r.schedule:9}{r.stages:7}{r.micro_batches:4}{r.wire_s:6.2f}{r.bound_s:8.3f}{r.predicted_s:8.3f}"
-            f"{r.simulated_s:11.3f}{r.measured_s:10.3f}{r.measured_s / r.bound_s:9.3f}"
-            f"{r.measured_s / r.simulated_s:13.3f}"
+            f"{r.schedule:9}{r.network:>9}{r.stages:7}{r.micro_batches:4}{r.bound_s:8.3f}{r.predicted_s:8.3f}"
+            f"{r.simulated_s:10.3f}{r.measured_s:9.3f}{r.measured_s / r.bound_s:8.3f}"
+            f"{r.measured_s / r.predicted_s:9.3f}{r.measured_s / r.simulated_s:12.3f}"
         )
     return "\n".join(lines)
 
@@ -163,12 +183,12 @@ def main() -> None:
     parser = options_of(__doc__, FIGURES, quick="cases of 8 micro-batches alone")
     parser.add_argument("--slower", type=float, default=1.0, help="factor on all durations")
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "delayed"], choices=["1f1b", "delayed"])
-    parser.add_argument("--wires", type=float, nargs="+", default=[0.05, 0.2], help="seconds of a message")
+    parser.add_argument("--networks", nargs="+", default=list(LINKS), choices=list(LINKS))
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--counts", type=int, nargs="+", default=[8, 32], help="numbers of micro-batches")
     given = parser.parse_args()
-    chosen = [c for c in CASES if c.wire_s in given.wires and c.stages in given.stages]
-    cases = [Case(*c[:3], given.slower) for c in chosen if c.micro_batches in given.counts]
+    chosen = [c for c in CASES if c.network in given.networks and c.stages in given.stages]
+    cases = [c._replace(slower=given.slower) for c in chosen if c.micro_batches in given.counts]
     kept = msgspec.json.decode(given.json.read_bytes(), type=Report).rows if given.json.exists() else []
     rows = {_key(row): row for row in kept}
     for case in cases:

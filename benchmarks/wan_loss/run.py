@@ -1,18 +1,22 @@
 """Time to a target loss over a wide-area pipeline, on a scaled-down twin of Protocol NanoGPT.
 
-`python benchmarks/wan_loss/run.py [--steps N] [--seeds N] [--only NAME ...] [--most N] [--json PATH]`
+`python benchmarks/wan_loss/run.py [--steps N] [--seeds N] [--only NAME ...] [--most N] [--publish] [--json PATH]`
 
 T = steps to the target x seconds per step. Steps come from trainings in one process with the numbers of each plan;
 seconds from the simulator, under the original's meter and over TCP. Every training is written when it is done, and a
-run that is given again trains only what is missing.
+run that is given again trains only what is missing. `--publish` draws the picture of docs/wan.md and writes the losses
+that `isthmus plan --loss-budget` expects.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import matplotlib as mpl
 import msgspec
@@ -21,8 +25,9 @@ from networks import NETWORKS, Network, Step
 from rich.console import Console
 from rich.table import Table
 from step_times import Times, times_of
-from twin import TOKENS, VARIANTS, Variant
+from twin import STAGES, TOKENS, VARIANTS, Variant
 
+from isthmus.cost.compression.expected_loss import MEASURED_FILE, MeasuredLosses
 from training import Trained, train
 
 mpl.use("Agg")
@@ -31,6 +36,7 @@ from matplotlib import pyplot as plt
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import machine, options_of, write_figures
 
+K = TypeVar("K")
 HERE = Path(__file__).parent
 LATEST = HERE / "results" / "latest.json"
 PICTURE = HERE.parents[1] / "docs" / "wan-loss.png"
@@ -136,7 +142,6 @@ def show(report: Report, steps: int) -> None:
         against = " and ".join(f"1/{o.total_s(network) / least_s:.1f} of {o.name}" for o in others)
         console.print(f"{network}: best T {least_s:.0f} s, {best}: {against}")
     console.print(gaps(report, steps))
-    draw(list(rows.values()), PICTURE)
 
 
 def gaps(report: Report, steps: int) -> Table:
@@ -171,12 +176,45 @@ def draw(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def measured_losses(rows: list[Row], steps: int, before: MeasuredLosses) -> MeasuredLosses:
+    """What plans expect from now on: the mean gap of each variant, what was not trained as before."""
+    gaps = {row.variant: statistics.fmean(row.gaps) for row in rows if all(map(math.isfinite, row.final))}
+    seeds = max(len(row.gaps) for row in rows)
+
+    def by_number(prefix: str, known: Mapping[float, float]) -> dict[float, float]:
+        found = {float(v.removeprefix(prefix)[:-1]): gap for v, gap in gaps.items() if v.startswith(prefix)}
+        return _rising(dict(sorted({**known, **found}.items())))
+
+    codecs = _rising({name: gaps.get(name, before.codecs[name]) for name in ("bf16", "int8", "int4")})
+    return MeasuredLosses(
+        measured_on=f"a GPT of {STAGES} blocks after {steps} steps, {seeds} {'seed' if seeds == 1 else 'seeds'}",
+        codecs=codecs,
+        topk=by_number("uniform top-K ", before.topk),
+        subspace=by_number("subspace ", before.subspace),
+        residual=by_number("residual ", before.residual),
+    )
+
+
+def _rising(values: dict[K, float]) -> dict[K, float]:
+    """None below 0, and none below that of something milder, which comes before it."""
+    highest = itertools.accumulate(values.values(), max, initial=0.0)
+    return dict(zip(values, itertools.islice(highest, 1, None), strict=True))
+
+
+def publish(rows: list[Row], steps: int) -> None:
+    draw(rows, PICTURE)
+    path = Path(str(MEASURED_FILE))
+    before = msgspec.json.decode(path.read_bytes(), type=MeasuredLosses)
+    write_figures(path, measured_losses(rows, steps, before))
+
+
 def main() -> None:
     parser = options_of(__doc__, LATEST)
     parser.add_argument("--steps", type=int, default=240, help="of each training; each length has a table of its own")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each variant")
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="train these variants")
     parser.add_argument("--most", type=int, help="train so many and end; 0: show what there is")
+    parser.add_argument("--publish", action="store_true", help="what docs/wan.md shows and plans expect is this")
     options = parser.parse_args()
     torch.set_num_threads(1)
     path: Path = options.json
@@ -191,6 +229,8 @@ def main() -> None:
     if not any((r.variant, r.steps) == ("dense", options.steps) for r in report.runs):
         sys.exit(f"no table: {path} has no training of the dense model over {options.steps} steps")
     show(report, options.steps)
+    if options.publish:
+        publish(rows_of(report, options.steps), options.steps)
 
 
 def known(report: Report, variant: Variant, seed: int, steps: int) -> bool:

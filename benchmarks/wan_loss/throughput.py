@@ -6,9 +6,9 @@
 Protocol Models (arXiv 2506.01260) says that 100 times fewer bytes let 80 Mbit/s keep up with a data centre. Twelve
 layers of width 1,024, two a stage, 64 micro-batches of 4 x 512 tokens, devices of 5 TFLOP/s, 20 ms.
 
-The twin has layers of width 128, one a stage, 32 micro-batches of 32 tokens. Its devices take 100 ms for a micro-batch;
-latency and the bytes that a link carries stand to that as they do in the original. So it is slower, and all its ratios
-are the same.
+The twin has layers of width 128, one a stage, 32 micro-batches of 32 tokens. Its devices take 100 ms for a micro-batch,
+or `--compute` seconds; latency and the bytes that a link carries stand to that as they do in the original. So it is
+slower, and all its ratios are the same. Devices that are slower than this host share its cores without loss.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ from harness import options_of, write_figures
 
 FIGURES = Path(__file__).parent / "results" / "throughput.json"
 STAGES, SPEED, LINK = 6, 5e12, Link(0.02, 80e6 / 8)
-STEPS = 6
-TWIN_COMPUTE_S = 0.1
-"""Of a dense micro-batch on the slowest stage, forward and backward."""
+STEPS = 9
 
 
 class Size(NamedTuple):
@@ -131,13 +129,13 @@ def slowest_flops(prepared: Prepared, size: Size) -> int:
     return max(stage.flops_forward + stage.flops_backward for stage in stages)
 
 
-def twin_of(dense: Prepared) -> tuple[float, Link]:
+def twin_of(dense: Prepared, compute_s: float) -> tuple[float, Link]:
     """The twin's speed and narrow link: latency, and the time that a dense message takes, as multiples of the dense
-    model's compute, are the original's."""
+    model's compute, are the original's. `compute_s`: of a dense micro-batch on the slowest stage, both ways."""
     original_s = slowest_flops(prepare(ORIGINAL.job("dense", "1f1b")), ORIGINAL) / SPEED
-    slower = TWIN_COMPUTE_S / original_s
+    slower = compute_s / original_s
     message_s = ORIGINAL.message_bytes / LINK.bandwidth_bytes_per_s * slower
-    return slowest_flops(dense, TWIN) / TWIN_COMPUTE_S, Link(LINK.latency_s * slower, TWIN.message_bytes / message_s)
+    return slowest_flops(dense, TWIN) / compute_s, Link(LINK.latency_s * slower, TWIN.message_bytes / message_s)
 
 
 def row_of(size: Size, method: str, schedule: str, speed: float, link: Link, *, measure: bool) -> Row:
@@ -170,15 +168,17 @@ def main() -> None:
     parser = options_of(__doc__, FIGURES)
     parser.add_argument("--measure", action="store_true", help="run the twin over processes")
     parser.add_argument("--methods", nargs="+", default=["dense", "subspace", "residual"])
+    parser.add_argument("--schedules", nargs="+", default=["1f1b", "delayed"])
+    parser.add_argument("--compute", type=float, default=0.1, help="seconds of a micro-batch on the twin's devices")
     given = parser.parse_args()
     size, speed, link = ORIGINAL, SPEED, LINK
     if given.measure:
-        size, (speed, link) = TWIN, twin_of(prepare(TWIN.job("dense", "1f1b")))
+        size, (speed, link) = TWIN, twin_of(prepare(TWIN.job("dense", "1f1b")), given.compute)
     path: Path = given.json
     figures = msgspec.json.decode(path.read_bytes(), type=dict[str, Row]) if path.exists() else {}
     print("seconds per step: simulated over narrow links and unlimited, share kept; then the same measured")
     for method in given.methods:
-        for schedule in ("1f1b", "delayed"):
+        for schedule in given.schedules:
             row = row_of(size, method, schedule, speed, link, measure=given.measure)
             figures[f"{'twin' if given.measure else 'original'}, {method}, {schedule}"] = row
             print(line(row), flush=True)

@@ -140,12 +140,17 @@ def step_times(trace: Trace) -> dict[int, float]:
 
 
 def steady_step_s(trace: Trace) -> float:
-    """Duration of a step without the first, which also warms up: the mean over a period of averaging, the median of
-    periods. UserError when no step was finished."""
-    times = [duration for _, duration in sorted(step_times(trace).items())]
+    """Duration of a step between those that fill the pipeline and the one that drains it: the mean over a period of
+    averaging, the median of periods. The first period and the last step are left out, if a whole period is left, else
+    the first step. UserError when no step was finished."""
+    times = sorted(step_times(trace).items())
     if not times:
         raise UserError(f"trace {trace.run!r}: no training step was finished")
-    return statistics.median(map(statistics.fmean, in_periods(times[1:] or times, trace.period)))
+    last = max(span.step for span in trace.spans if span.track == "compute" and span.name == "F")
+    between = [duration for step, duration in times[trace.period :] if step != last]
+    if len(between) < trace.period:
+        between = [duration for _, duration in times[1:] or times]
+    return statistics.median(map(statistics.fmean, in_periods(between, trace.period)))
 
 
 def in_periods(steps: Sequence[T], period: int) -> list[Sequence[T]]:

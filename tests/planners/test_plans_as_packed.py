@@ -23,7 +23,8 @@ from isthmus.protocol import RunSpec
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
 
-METHODS = ratio_planner_names()
+METHODS = [name.replace("int8", "int4/int8") for name in ratio_planner_names()]
+"""A codec of gradients stands behind a slash: `int8` alone is planned as `int4` is."""
 QUICK = sorted({*planner_names()} - {"auto", "dtfm-genetic", "dtfm-kl", "sky-optimal"})
 SLACK = 1 + 1e-9
 
@@ -33,7 +34,9 @@ def asked(seed: int, method: str, *, operators: int = 5, devices: int = 3, ratio
     rng = random.Random(seed)
     memory = None if rng.random() < 0.6 else [rng.randint(300, 1500) for _ in range(devices)]
     fleet = fleet_of([rng.choice([3, 30, 300]) * rng.uniform(1, 3) for _ in range(devices)], seed, memory=memory)
-    constraints = Constraints(compression=CompressionConfig(method=method, ratio=ratio))
+    there, _, back = method.partition("/")
+    packed = CompressionConfig(method=there, ratio=ratio, backward=back or None)
+    constraints = Constraints(compression=packed)
     return problem_of(random_graph(seed, operators), fleet, constraints=constraints)
 
 
@@ -143,6 +146,15 @@ def test_feedback_is_asked_of_gradients_alone() -> None:
     (edge,) = replicated(replace(problem, constraints=Constraints(compression=feedback))).replicas[0].edges
     assert edge.backward_compression is not None and edge.backward_compression.feedback
     assert edge.forward_compression is not None and not edge.forward_compression.feedback
+
+
+def test_gradients_may_have_a_codec_of_their_own() -> None:
+    (edge,) = replicated(asked(3, "int4/int8")).replicas[0].edges
+    assert edge.forward_compression is not None and edge.forward_compression.codec == "int4"
+    assert edge.backward_compression is not None and edge.backward_compression.codec == "int8"
+    words = "backward: got 'int8' with method 'uniform', expected each of them among bf16, int8, int4"
+    with pytest.raises(ValueError, match=words):
+        CompressionConfig(method="uniform", backward="int8")
 
 
 @pytest.mark.parametrize("elements", [1, 2, 7, 100, 257, 5000])

@@ -77,8 +77,8 @@ def test_links(predicted: Trace, measured: Trace, plan: Plan) -> None:
 
 
 def test_an_evaluation_changes_neither_bytes_per_step_nor_step_time(plan: Plan, fleet: Fleet) -> None:
-    plain = play(plan, fleet, steps=6)
-    with_evaluation = play(plan, fleet, steps=6, eval_after=3)
+    plain = play(plan, fleet, steps=7)
+    with_evaluation = play(plan, fleet, steps=7, eval_after=3)
     summary = comparison_summary(plain, with_evaluation, plan)
     assert summary.error == pytest.approx(0, abs=1e-9)
     assert all(use.predicted_bytes == use.measured_bytes for use in summary.links)

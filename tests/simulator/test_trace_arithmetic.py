@@ -16,10 +16,10 @@ def trace(*spans: Span) -> Trace:
     return Trace(source="simulator", run="r", spans=spans)
 
 
-def test_the_steady_step_leaves_out_the_first():
+def test_the_steady_step_neither_fills_nor_drains():
     starts = [0, 10, 11, 14]  # the last step ends with its update
     steps = [compute("F", start, start + 0.5, step) for step, start in enumerate(starts)]
-    assert steady_step_s(trace(*steps, compute("update", 19, 20, 3))) == 3  # of 1, 3 and 6, without the 10
+    assert steady_step_s(trace(*steps, compute("update", 19, 20, 3))) == 2  # of 1 and 3, without the 10 and the 6
     assert steady_step_s(trace(steps[0], compute("update", 2, 4))) == 4  # the only one
 
 

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from isthmus.errors import UserError
+from isthmus.plans.packing import DENSE
 from isthmus.units import format_share
 
 Objective = Literal["time", "cost"]
@@ -23,6 +24,8 @@ class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """A ratio planner (`cost.compression`)."""
     ratio: Annotated[float, Meta(ge=1)] = 100.0
     """Elements per element that is sent; what it bounds is the method's."""
+    backward: str | None = None
+    """Of `bf16`, `int8` and `int4`: which of them packs gradients. None: the same."""
     feedback: bool = False
     """Whether what is left out of a sample's gradients is added when the sample comes again."""
     loss_budget: Annotated[float, Meta(ge=0)] | None = None
@@ -31,10 +34,14 @@ class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def __post_init__(self) -> None:
         if self.loss_budget is not None and self.method != "just-enough":
             raise ValueError(f"loss_budget: got a budget with method {self.method!r}, expected method 'just-enough'")
+        if self.backward is not None and not {self.method, self.backward} <= set(DENSE):
+            got = f"got {self.backward!r} with method {self.method!r}"
+            raise ValueError(f"backward: {got}, expected each of them among {', '.join(DENSE)}")
 
     def __str__(self) -> str:
         budget = "" if self.loss_budget is None else f" within {format_share(self.loss_budget)} of loss"
-        return f"{self.method} at {self.ratio:g}{budget}"
+        back = "" if self.backward is None else f", {self.backward} back"
+        return f"{self.method} at {self.ratio:g}{back}{budget}"
 
 
 class OwnSamples(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

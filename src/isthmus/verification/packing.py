@@ -25,7 +25,7 @@ def offers(asked: CompressionConfig | None) -> tuple[Packing, ...]:
         return ()
     match asked.method:
         case method if method in DENSE:
-            return (Packing(codec=method),)
+            return tuple(Packing(codec=codec) for codec in (method, asked.backward or method))
         case "uniform":
             return (Packing(codec="topk", ratio=asked.ratio),)
         case "just-enough":
@@ -47,7 +47,7 @@ def wire_bytes(question: Question, value: GraphValue) -> int:
 
 def is_exact(asked: CompressionConfig | None) -> bool:
     """Whether `as_requested` knows the bytes, rather than an upper bound on them."""
-    return asked is None or asked.method in (*DENSE, "uniform")
+    return asked is None or (asked.method in (*DENSE, "uniform") and asked.backward in (None, asked.method))
 
 
 def as_requested(question: Question, graph: CutGraph, devices: Sequence[str], *, least: bool = False) -> CutGraph:
@@ -62,7 +62,8 @@ def as_requested(question: Question, graph: CutGraph, devices: Sequence[str], *,
     if asked.method in ("adatopk", "adatopk-paper"):
         codecs = _in_proportion(question, asked, graph, devices, 1 / MILDER if least else MILDER)
     else:
-        codecs = [offers(asked) * 2] * len(graph.flowing)
+        there, *_, back = offers(asked) * 2
+        codecs = [(there, back)] * len(graph.flowing)
     return graph._replace(
         flowing=tuple(
             f._replace(

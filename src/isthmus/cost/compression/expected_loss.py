@@ -1,30 +1,47 @@
 """What packed messages are expected to cost in loss, from trainings that were measured.
 
-A held-out loss at equal steps, relative to the dense model's. Each message of a plan is charged an equal part of what
-all packed messages of the measured pipeline cost together: an assumption.
-
-    bf16, int8, top-K   a GPT of 4 blocks, 120 steps, codecs in the evaluation too  (benchmarks/compression_convergence)
-    int4, boundaries    a GPT of 8 blocks, 120 steps                                (benchmarks/wan_loss)
+A held-out loss at equal steps, relative to the dense model's: `measured_losses.json`, which benchmarks/wan_loss writes,
+from a pipeline of eight stages. Each message of a plan is charged an equal part of what all packed messages of the
+measured pipeline cost together: an assumption.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from importlib import resources
+
+import msgspec
 
 from isthmus.plans import Compression, Packing, Replica
 
-MEASURED_ON = "small GPTs after 120 steps"
-CODECS = {"bf16": 0.0, "int8": 0.0, "int4": 0.0413 / 14}
-"""Increase of the loss by one message; none below that of a milder codec."""
-TOPK = {1.0: 0.0, 10.0: 0.205 / 2, 100.0: 0.205 / 2}
-"""The same of top-K, by ratio."""
-BOUNDARIES = {
-    "subspace": {16.0: 0.0, 50.0: 0.0293, 100.0: 0.1702},
-    "residual": {50.0: 0.0747, 100.0: 0.1681},
-}
-"""By method and rate: of a subspace, and of seven bottlenecks."""
 BOTTLENECKS = 7
+MESSAGES = 2 * BOTTLENECKS
+"""Of the measured pipeline, there and back."""
+
+
+class MeasuredLosses(msgspec.Struct, frozen=True, kw_only=True):
+    """Increases of the loss, none negative and none below that of something milder."""
+
+    measured_on: str
+    codecs: dict[str, float]
+    """Of all messages."""
+    topk: dict[float, float]
+    """The same, by ratio."""
+    subspace: dict[float, float]
+    """By rate."""
+    residual: dict[float, float]
+    """Of all bottlenecks, by rate."""
+
+
+MEASURED_FILE = resources.files("isthmus.cost.compression").joinpath("measured_losses.json")
+_MEASURED = msgspec.json.decode(MEASURED_FILE.read_bytes(), type=MeasuredLosses)
+MEASURED_ON = _MEASURED.measured_on
+CODECS = {name: increase / MESSAGES for name, increase in _MEASURED.codecs.items()}
+"""By one message."""
+TOPK = {1.0: 0.0} | {ratio: increase / MESSAGES for ratio, increase in _MEASURED.topk.items()}
+"""The same of top-K, by ratio."""
+BOUNDARIES = {"subspace": _MEASURED.subspace, "residual": _MEASURED.residual}
 
 
 def expected_increase(packing: Packing) -> float:

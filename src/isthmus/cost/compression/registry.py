@@ -73,7 +73,10 @@ def as_requested(problem: Problem, sender: Sender) -> tuple[Edge, ...]:
     asked = problem.constraints.compression
     if asked is None:
         return sender.edges
-    edges = packed_edges(sender, ratio_planner(asked.method).choose(problem, sender, asked.ratio))
+    packings = dict(ratio_planner(asked.method).choose(problem, sender, asked.ratio))
+    if asked.backward is not None:
+        packings |= {message: Packing(codec=asked.backward) for message in packings if message.backward}
+    edges = packed_edges(sender, packings)
     return tuple(map(with_feedback, edges)) if asked.feedback else edges
 
 
@@ -81,22 +84,27 @@ def packs_alike(problem: Problem) -> bool:
     """Whether a tensor takes the same bytes in every plan: then planners price messages exactly before they have a
     plan, else from below (`least_bytes`)."""
     asked = problem.constraints.compression
-    return asked is None or ratio_planner(asked.method).alike
+    return asked is None or (ratio_planner(asked.method).alike and asked.backward in (None, asked.method))
 
 
 def harshest_codec(problem: Problem) -> CompressionConfig | None:
-    """A compression that packs every message alike, by the last codec that the problem's method offers."""
+    """A compression that packs every message alike, by the harshest codec that the problem's method offers."""
     asked = problem.constraints.compression
     if asked is None:
         return None
-    last = ratio_planner(asked.method).offers(problem, asked.ratio)[-1]
-    return CompressionConfig(method="uniform" if last.codec == "topk" else last.codec, ratio=last.ratio)
+    harshest = min(_offers(problem, asked), key=Packing.bytes_per_element)
+    return CompressionConfig(method="uniform" if harshest.codec == "topk" else harshest.codec, ratio=harshest.ratio)
+
+
+def _offers(problem: Problem, asked: CompressionConfig) -> tuple[Packing, ...]:
+    back = () if asked.backward is None else (Packing(codec=asked.backward),)
+    return (*ratio_planner(asked.method).offers(problem, asked.ratio), *back)
 
 
 def least_bytes(problem: Problem) -> Callable[[TensorSpec], int]:
     """The fewest bytes in which a tensor that carries a gradient ever travels for one micro-batch."""
     asked, size = problem.constraints.compression, problem.micro_batch_size
-    offers = ratio_planner(asked.method).offers(problem, asked.ratio) if asked is not None else ()
+    offers = _offers(problem, asked) if asked is not None else ()
 
     def least(spec: TensorSpec) -> int:
         return spec.nbytes(size) - max((packing.saves(*tensor_of(spec, size)) for packing in offers), default=0)
