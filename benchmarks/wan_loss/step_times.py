@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
 
 import msgspec
 from networks import NETWORKS, Network, Order, Step, bound_s, step_of
 from twin import FLOPS_PER_S, LINK, MICRO_BATCHES, STAGES, Variant, fleet
 
-from isthmus.cost import build_plan, plan_compression
+from isthmus.cost import build_plan
 from isthmus.graph import Cut, Flow, cuts
 from isthmus.job import Prepared, prepare
 from isthmus.plans import Plan
@@ -54,11 +55,9 @@ def plan_of(variant: Variant, micro_batches: int = MICRO_BATCHES) -> Plan:
     """A block a stage, cut where least crosses near its end; messages packed as the variant has it."""
     prepared = prepared_of(variant.method, variant.rate, micro_batches)
     problem = prepared.problem(fleet())
+    constraints = msgspec.structs.replace(problem.constraints, compression=variant.packing)
     places = places_of(prepared.flow, range(STAGES - 1))
-    plan = build_plan(problem, fleet().names, places, planner="a block a stage")
-    if variant.compression:
-        plan = plan_compression(variant.compression, problem, plan, variant.ratio)
-    return plan
+    return build_plan(replace(problem, constraints=constraints), fleet().names, places, planner="a block a stage")
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from isthmus.data import DataSpec
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.job import Job, TrainingConfig
 from isthmus.models import BoundaryOptions, ModelSpec
+from isthmus.plans import CompressionConfig
 
 STAGES = 8
 WIDTH, HEADS, SEQUENCE = 128, 4, 32
@@ -38,8 +39,16 @@ class Variant:
     """A method of `[compression]`."""
     ratio: float = 50.0
     """Of a method that has one."""
+    backward: str | None = None
+    """The codec of gradients; None: that of the activations."""
     delayed: bool = False
     optimizer: str = "adamw"
+
+    @property
+    def packing(self) -> CompressionConfig | None:
+        if not self.compression:
+            return None
+        return CompressionConfig(method=self.compression, ratio=self.ratio, backward=self.backward)
 
     @property
     def boundary(self) -> BoundaryOptions | None:
@@ -99,6 +108,7 @@ VARIANTS = (
     Variant(name="delayed int4", compression="int4", delayed=True),
     Variant(name="delayed muon", optimizer="muon", delayed=True),
     Variant(name="delayed int4 muon", compression="int4", optimizer="muon", delayed=True),
+    Variant(name="delayed int4-int8 muon", compression="int4", backward="int8", optimizer="muon", delayed=True),
     _combined("residual", 4, "int4"),
     _combined("residual", 16, "bf16"),
     _combined("subspace", 6.4, "int4"),
