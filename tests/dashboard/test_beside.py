@@ -18,6 +18,7 @@ from isthmus.api import page
 from isthmus.api.page import page_beside
 from isthmus.errors import UserError
 from isthmus.listening import listening_socket
+from tests.interpreters import processes
 
 RUN = """
 import sys, time
@@ -67,10 +68,9 @@ def test_a_page_that_is_killed_does_not_disturb_the_run(recorded: Path, monkeypa
     monkeypatch.setattr(page, "PORT", 0)
     notes: list[str] = []
     with page_beside(recorded, notes.append):
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        for child in map(int, children):
-            if b"isthmus.dashboard" in Path(f"/proc/{child}/cmdline").read_bytes():
-                os.kill(child, signal.SIGKILL)
+        for pid, process in processes().items():
+            if process.parent == os.getpid() and "isthmus.dashboard" in process.title:
+                os.kill(pid, signal.SIGKILL)
     assert len(notes) == 1
 
 

@@ -12,18 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.runtime.processes import device_processes, fork_server
 from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace
 from isthmus.runtime.processes.early_fork import safe_path
 from isthmus.runtime.transport.listener import Listener
 
 from .commands import devices_of, is_running, wait_until
-
-
-@pytest.fixture
-def own_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that forks devices of the test alone, which it may kill."""
-    monkeypatch.setattr(device_processes, "ForkServer", fork_server.ForkServer)
 
 
 @pytest.fixture
@@ -81,9 +74,7 @@ def test_a_place_that_cannot_be_entered(tmp_path: Path) -> None:
         assert "no such place" in (tmp_path / "logs" / "oslo.log").read_text()
 
 
-def test_when_the_forking_process_is_killed_its_devices_end(
-    own_fork_server: None, address: str, tmp_path: Path
-) -> None:
+def test_when_the_forking_process_is_killed_its_devices_end(address: str, tmp_path: Path) -> None:
     launcher, pids = started(address, tmp_path, "oslo")
     stat = Path(f"/proc/{pids['oslo']}/stat").read_text()
     os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
