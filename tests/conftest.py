@@ -65,7 +65,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """An interpreter that others are copied from, and captured models: in a cache folder of all workers, not the user's."""
+    """The interpreter that others are copied from, and captured models: in a cache folder of all workers."""
     folder = tmp_path_factory.getbasetemp()
     session = folder.parent if hasattr(request.config, "workerinput") else folder
     with pytest.MonkeyPatch.context() as patch, copied():

@@ -1,4 +1,4 @@
-"""Interpreters that run a module of Isthmus, as copies of one that has imported torch: that takes a core three seconds.
+"""Interpreters that run a script, or a module of Isthmus: copies of one that has imported torch for three seconds.
 
 Within `copied()` a process that is wanted of `subprocess` is a copy of the one that this file is the program of. It has
 its own arguments, folder, environment, descriptors and session, and ends as any interpreter does. It is a child of the
@@ -43,12 +43,15 @@ IMPORTED = (
 """What most of them import; each imports the rest by itself."""
 EARLY = ("PYTHON", "OMP_", "LD_", "MALLOC_", "TORCH_", "PYTORCH_")
 """How the names of variables begin that are read before torch is imported, or then."""
+LATE = {"PYTHONPATH", "PYTHONUNBUFFERED"}
+"""But for these, which copies heed."""
 MESSAGE_BYTES = 1 << 18
 STATUS_BYTES = 4
 
 
 class Wanted(msgspec.Struct, frozen=True):
     module: str
+    """Of Isthmus; "" for a script, whose path is the first of the arguments."""
     arguments: tuple[str, ...]
     safe: bool
     """`-P`: modules do not come from the current folder."""
@@ -92,7 +95,7 @@ class Original:
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
-    return {k: v for k, v in environment.items() if k.startswith(EARLY) and k != "PYTHONUNBUFFERED"}
+    return {k: v for k, v in environment.items() if k.startswith(EARLY) and k not in LATE}
 
 
 _Popen = subprocess.Popen
@@ -146,14 +149,17 @@ def _wanted(asked: Mapping[str, Any], original: Original) -> Wanted | None:
     words = [os.fspath(word) for word in asked["args"]] if isinstance(asked["args"], list | tuple) else []
     if safe := words[1:2] == ["-P"]:
         del words[1]
-    if words[:2] != [sys.executable, "-m"] or not words[2].startswith("isthmus"):
+    is_module = words[1:2] == ["-m"] and words[2].startswith("isthmus")
+    is_script = not safe and words[1:2] != [] and words[1].endswith(".py")
+    if words[:1] != [sys.executable] or not (is_module or is_script):
         return None
     environment = dict(os.environ if asked["env"] is None else asked["env"])
     folder, group = os.path.abspath(asked["cwd"] or "."), asked["process_group"]
     other = any(asked[name] for name in ("executable", "preexec_fn", "pass_fds", "shell", "gids"))
     if other or not original.could_be(environment) or not os.path.isdir(folder):
         return None
-    return Wanted(words[2], tuple(words[3:]), safe, folder, environment, asked["start_new_session"], group)
+    module, arguments = (words[2], words[3:]) if is_module else ("", words[1:])
+    return Wanted(module, tuple(arguments), safe, folder, environment, asked["start_new_session"], group)
 
 
 @contextlib.contextmanager
@@ -217,7 +223,7 @@ def _say(end: int, number: int) -> None:
 
 
 def _become(wanted: Wanted, descriptors: list[int]) -> None:
-    """As `python -m MODULE ARGUMENTS`."""
+    """As `python -m MODULE ARGUMENTS` or `python SCRIPT ARGUMENTS`."""
     if wanted.session:
         os.setsid()
     elif wanted.group >= 0:
@@ -225,22 +231,33 @@ def _become(wanted: Wanted, descriptors: list[int]) -> None:
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
     os.closerange(3, 1 << 16)
-    setproctitle.setproctitle(" ".join([sys.executable, "-m", wanted.module, *wanted.arguments]))
+    words = ["-m", wanted.module, *wanted.arguments] if wanted.module else wanted.arguments
+    setproctitle.setproctitle(" ".join([sys.executable, *words]))
     os.environ.clear()
     os.environ.update(wanted.environment)
     os.chdir(wanted.folder)
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         before, unbuffered = getattr(sys, name), "PYTHONUNBUFFERED" in os.environ
-        stream = open(number, mode, encoding=before.encoding, errors=before.errors, closefd=False)
+        stream = os.fdopen(number, mode, encoding=before.encoding, errors=before.errors, closefd=False)
         by_line = not unbuffered and (name == "stderr" or stream.isatty())
         stream.reconfigure(line_buffering=by_line, write_through=unbuffered)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    sys.path[:1] = [] if wanted.safe else [wanted.folder]
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry not in sys.path]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = ["", *wanted.arguments]
-    sys.modules.pop(wanted.module, None)
-    runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)
+    if wanted.module:
+        sys.path[:1] = path if wanted.safe else [wanted.folder, *path]
+        sys.argv = ["", *wanted.arguments]
+        sys.modules.pop(wanted.module, None)
+        runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, script = list(wanted.arguments), wanted.arguments[0]
+        sys.path[:1] = [os.path.dirname(os.path.realpath(script)), *path]
+        main = {"__name__": "__main__", "__file__": os.path.abspath(script), "__builtins__": __builtins__}
+        code, names = compile(Path(script).read_bytes(), script, "exec"), globals()
+        names.clear()  # not `runpy`, which takes the script's names apart before the interpreter ends
+        names.update(main, __spec__=None, __annotations__={})
+        exec(code, names)
 
 
 if __name__ == "__main__":

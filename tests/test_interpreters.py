@@ -30,15 +30,18 @@ sys.exit(3)
 """
 
 
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+HOW = [["-m", "isthmus_facts"], ["isthmus_facts.py"]]
+
+
+@pytest.fixture(params=HOW, ids=["module", "script"])
+def command(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "isthmus_facts.py").write_text(FACTS)
     monkeypatch.chdir(tmp_path)
-    return [sys.executable, "-m", "isthmus_facts", "a b", "--c"]
+    return [sys.executable, *request.param, "a b", "--c"]
 
 
 def test_it_knows_and_is_given_what_any_is(command: list[str]) -> None:
-    environment = {**os.environ, "OWN": "this", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "OWN": "this", "PYTHONUNBUFFERED": "1", "PYTHONPATH": "/here:/there"}
     found = list[dict[str, object]]()
     for executable in (None, sys.executable):  # with one that is named, it is no copy
         done = subprocess.run(
@@ -56,6 +59,7 @@ def test_it_knows_and_is_given_what_any_is(command: list[str]) -> None:
     assert copy["code"] == 3 and copy["err"] == "so\n" and copy["input"] == "words"
 
 
+@pytest.mark.parametrize("command", HOW[:1], indirect=True)
 def test_a_safe_one_takes_nothing_from_its_folder(command: list[str]) -> None:
     done = subprocess.run([command[0], "-P", *command[1:]], capture_output=True, text=True)
     assert done.returncode == 1 and "No module named isthmus_facts" in done.stderr
@@ -67,7 +71,7 @@ def test_it_is_waited_for_signalled_and_killed(command: list[str]) -> None:
         with subprocess.Popen(command, **pipes) as process:
             assert isinstance(process, Copied) and process.status is not None
             found = processes()[process.pid]
-            assert found.parent == os.getpid() and found.title.endswith("-m isthmus_facts a b --c")
+            assert found == (os.getpid(), " ".join(command))
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(0.01)
             assert process.poll() is None
