@@ -168,6 +168,13 @@ def copied() -> Generator[None]:
         yield
 
 
+def script(text: str, folder: Path) -> list[str]:
+    """The beginning of a command line: unlike `python -c`, this is copied."""
+    path = folder / "script.py"
+    path.write_text(text)
+    return [sys.executable, str(path)]
+
+
 def processes() -> dict[int, Process]:
     """All of this machine that have not ended, by pid. The parent of a copy is who wanted it."""
     found: dict[int, Process] = {}

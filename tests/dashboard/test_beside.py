@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -18,7 +17,7 @@ from isthmus.api import page
 from isthmus.api.page import page_beside
 from isthmus.errors import UserError
 from isthmus.listening import listening_socket
-from tests.interpreters import processes
+from tests.interpreters import processes, script
 
 RUN = """
 import sys, time
@@ -50,8 +49,8 @@ def test_a_page_shows_the_run_and_ends_with_it(recorded: Path, monkeypatch: pyte
             _runs(address)
 
 
-def test_a_run_that_is_killed_takes_its_page_along(recorded: Path) -> None:
-    run = subprocess.Popen([sys.executable, "-c", RUN, str(recorded)], stdout=subprocess.PIPE, text=True)
+def test_a_run_that_is_killed_takes_its_page_along(recorded: Path, tmp_path: Path) -> None:
+    run = subprocess.Popen([*script(RUN, tmp_path), str(recorded)], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     try:
         address = run.stdout.readline().strip().removeprefix("dashboard: ")

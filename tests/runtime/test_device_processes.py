@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace
 from isthmus.runtime.processes.early_fork import safe_path
 from isthmus.runtime.transport.listener import Listener
+from tests.interpreters import script
 
 from .commands import devices_of, is_running, wait_until
 
@@ -127,7 +127,7 @@ time.sleep(60)
 @pytest.mark.parametrize("fork_server_is", ["early", "its own interpreter"])
 def test_they_end_with_a_launcher_that_is_killed(address: str, tmp_path: Path, fork_server_is: str) -> None:
     arguments = [address, str(tmp_path), fork_server_is]
-    with subprocess.Popen([sys.executable, "-c", LAUNCHED, *arguments]) as parent:
+    with subprocess.Popen([*script(LAUNCHED, tmp_path), *arguments]) as parent:
         wait_until(lambda: parent.poll() is not None or "oslo" in devices_of(parent.pid))
         pid = devices_of(parent.pid)["oslo"]
         parent.kill()
