@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -74,16 +75,18 @@ class Original:
     def __init__(self) -> None:
         self._environment = dict(os.environ)
         self._line: socket.socket | None = None
+        self._starting = threading.Lock()
 
     def could_be(self, environment: Mapping[str, str]) -> bool:
         return _early(environment) == _early(self._environment)
 
     def copy(self, wanted: Wanted, descriptors: list[int]) -> tuple[int, int]:
         """Its pid, and the end of a pipe from which its exit status will come."""
-        if self._line is None:
-            self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                _Popen([sys.executable, __file__], stdin=theirs, env=self._environment, cwd="/")
+        with self._starting:
+            if self._line is None:
+                self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with theirs:
+                    _Popen([sys.executable, __file__], stdin=theirs, env=self._environment, cwd="/")
         read, write = os.pipe()
         try:
             socket.send_fds(self._line, [msgspec.json.encode(wanted)], [*descriptors, write])
@@ -261,7 +264,7 @@ def _become(wanted: Wanted, descriptors: list[int]) -> None:
         sys.argv, script = list(wanted.arguments), wanted.arguments[0]
         sys.path[:1] = [os.path.dirname(os.path.realpath(script)), *path]
         main = {"__name__": "__main__", "__file__": os.path.abspath(script), "__builtins__": __builtins__}
-        code, names = compile(Path(script).read_bytes(), script, "exec"), globals()
+        code, names = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), globals()
         names.clear()  # not `runpy`, which takes the script's names apart before the interpreter ends
         names.update(main, __spec__=None, __annotations__={})
         exec(code, names)

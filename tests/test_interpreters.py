@@ -15,12 +15,16 @@ from .interpreters import Copied, processes
 
 FACTS = """
 import atexit, json, os, signal, sys
+
+def annotated(number: int): ...
+
 streams = sys.stdin, sys.stdout, sys.stderr
 facts = {
     "module": (__name__, __file__, sys.argv, sys.path),
     "place": (os.getcwd(), {name: os.environ[name] for name in ("HOME", "OWN")}, sorted(os.listdir("/proc/self/fd"))),
     "streams": [(s.fileno(), s.encoding, s.errors, s.line_buffering, s.write_through, s.isatty()) for s in streams],
     "signals": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)],
+    "annotations": str(annotated.__annotations__),
     "leads": (os.getpid() == os.getsid(0), os.getpid() == os.getpgid(0)),
     "input": sys.stdin.read(),
 }
