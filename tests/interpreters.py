@@ -219,12 +219,11 @@ def _serve() -> tuple[Wanted, list[int]]:
                 wanted = msgspec.json.decode(said, type=Wanted)
                 pid = os.fork()
                 if not pid:
-                    return msgspec.structs.replace(wanted, environment={**made, **wanted.environment}), descriptors[:3]
+                    return msgspec.structs.replace(wanted, environment={**made, **wanted.environment}), descriptors
                 *streams, ends[pid] = descriptors
                 for descriptor in streams:
                     os.close(descriptor)
                 waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-                _say(ends[pid], pid)
 
 
 def _say(end: int, number: int) -> None:
@@ -238,11 +237,13 @@ def _become(wanted: Wanted, descriptors: list[int]) -> None:
         os.setsid()
     elif wanted.group >= 0:
         os.setpgid(0, wanted.group)
-    for target, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, target)
-    os.closerange(3, 1 << 16)
     words = ["-m", wanted.module, *wanted.arguments] if wanted.module else wanted.arguments
     setproctitle.setproctitle(" ".join([sys.executable, *words]))
+    for target, descriptor in enumerate(descriptors[:3]):
+        os.dup2(descriptor, target)
+    _say(descriptors[3], os.getpid())
+    os.closerange(3, 1 << 16)
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ.clear()
     os.environ.update(wanted.environment)
     os.chdir(wanted.folder)
@@ -253,7 +254,8 @@ def _become(wanted: Wanted, descriptors: list[int]) -> None:
         stream.reconfigure(line_buffering=by_line, write_through=unbuffered)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry not in sys.path]
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[1:] = [entry for entry in sys.path[1:] if entry not in inherited]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if wanted.module:
         sys.path[:1] = path if wanted.safe else [wanted.folder, *path]
