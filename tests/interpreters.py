@@ -38,10 +38,13 @@ IMPORTED = (
     "isthmus.api.join",
     "isthmus.api.serve",
     "isthmus.api.sweep_run",
+    "isthmus.graph.capture",
+    "isthmus.report.run_pictures",
     "isthmus.runtime.device.fork_server",
     "isthmus.runtime.launchers.agent_fork_server",
+    "torch._dynamo",  # at the first capture
 )
-"""What most of them import; each imports the rest by itself."""
+"""What most of them import, before or while they work; each imports the rest by itself."""
 EARLY = ("PYTHON", "OMP_", "LD_", "MALLOC_", "TORCH_", "PYTORCH_")
 """How the names of variables begin that are read before torch is imported, or then."""
 LATE = {"PYTHONPATH", "PYTHONUNBUFFERED"}
