@@ -113,7 +113,7 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
 
 
 def wait_until(
-    condition: Callable[[], object], process: subprocess.Popen[str] | None = None, *, within_s: float = 90
+    condition: Callable[[], object], process: subprocess.Popen[str] | None = None, *, within_s: float = 300
 ) -> None:
     """Wait for something that a command does."""
     deadline_s = time.monotonic() + within_s
