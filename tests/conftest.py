@@ -20,7 +20,7 @@ from isthmus.job import prepared
 from isthmus.runtime.launchers import forked_agents
 from isthmus.runtime.processes import device_processes
 from tests.captures import kept
-from tests.fork_servers import end_all, kept_fork_server
+from tests.interpreters import copied
 
 from . import examples
 
@@ -65,15 +65,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fork servers, and captured models: in a cache folder of both workers, not the user's."""
+    """The interpreter that others are copied from, and captured models: in a cache folder of all workers."""
     folder = tmp_path_factory.getbasetemp()
     session = folder.parent if hasattr(request.config, "workerinput") else folder
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, copied():
         patch.setenv("XDG_CACHE_HOME", str(session / "cache"))
         patch.setattr(prepared, "cached_capture", kept(prepared.cached_capture))
-        patch.setattr(device_processes, "ForkServer", kept_fork_server)
         for module in (device_processes, forked_agents):  # for commands that are called in this process
             patch.setattr(module, "fork_early", lambda *_: None)
         patch.setattr(gc, "unfreeze", lambda: None)  # as it ends a fork of executors, which would undo the freeze
         yield
-    end_all()

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+HYPOTHESIS, ALONE = "_hypothesis_pytestplugin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
+"""The only plugin of these runs: importing all that are installed takes longer than what they do."""
 CONFTEST = """
 from pathlib import Path
 import pytest
@@ -39,11 +41,11 @@ def test_fails_at_large_numbers(number):
 
 def pytest_run(folder: Path, *arguments: str, hash_seed: str = "0") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *arguments],
+        [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "-p", HYPOTHESIS, *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed, ALONE: "1"},
     )
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -18,6 +17,7 @@ from isthmus.api import page
 from isthmus.api.page import page_beside
 from isthmus.errors import UserError
 from isthmus.listening import listening_socket
+from tests.interpreters import processes, script
 
 RUN = """
 import sys, time
@@ -49,8 +49,8 @@ def test_a_page_shows_the_run_and_ends_with_it(recorded: Path, monkeypatch: pyte
             _runs(address)
 
 
-def test_a_run_that_is_killed_takes_its_page_along(recorded: Path) -> None:
-    run = subprocess.Popen([sys.executable, "-c", RUN, str(recorded)], stdout=subprocess.PIPE, text=True)
+def test_a_run_that_is_killed_takes_its_page_along(recorded: Path, tmp_path: Path) -> None:
+    run = subprocess.Popen([*script(RUN, tmp_path), str(recorded)], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     try:
         address = run.stdout.readline().strip().removeprefix("dashboard: ")
@@ -67,10 +67,9 @@ def test_a_page_that_is_killed_does_not_disturb_the_run(recorded: Path, monkeypa
     monkeypatch.setattr(page, "PORT", 0)
     notes: list[str] = []
     with page_beside(recorded, notes.append):
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        for child in map(int, children):
-            if b"isthmus.dashboard" in Path(f"/proc/{child}/cmdline").read_bytes():
-                os.kill(child, signal.SIGKILL)
+        for pid, process in processes().items():
+            if process.parent == os.getpid() and "isthmus.dashboard" in process.title:
+                os.kill(pid, signal.SIGKILL)
     assert len(notes) == 1
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.interpreters import script
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "python" / "first-plan-and-run.ipynb"
 RUNNER = """
@@ -46,7 +47,7 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 
 def test_the_notebook_runs_and_shows_tables_and_pictures(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", RUNNER, str(NOTEBOOK)]
+    command = [*script(RUNNER, tmp_path), str(NOTEBOOK)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "shown: picture PNG" in done.stdout

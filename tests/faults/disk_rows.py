@@ -140,5 +140,5 @@ def _unmount(home: Path) -> None:
 
 ROWS = (
     Row(name="torn", description="torn checkpoint, then resumed", once=torn, limit_s=700),
-    Row(name="full-disk", description="disk full, then resumed", once=full_disk, starts_afresh=True, limit_s=700),
+    Row(name="full-disk", description="disk full, then resumed", once=full_disk, limit_s=700),
 )

@@ -43,8 +43,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     once: Callable[[int, Path], Found]
     """With a seed, and a folder of its own for all moments of a process: raises whatever it likes."""
     moments: int = 20
-    starts_afresh: bool = False
-    """Device processes are forked from a process of the moment's own, not from one that others have used."""
     limit_s: float = 400.0
     """Nothing of it takes longer, on a busy machine either."""
 

@@ -26,14 +26,12 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from types import FrameType
-from unittest import mock
 
 import msgspec
 import torch
 from rich.console import Console
 
-from isthmus.runtime.processes import device_processes
-from tests.fork_servers import kept_fork_server
+from tests.interpreters import copied
 
 from . import disk_rows, fleet_rows, process_rows
 from .kept import Moment, append, read, summed_up, table
@@ -97,7 +95,7 @@ def _do(due: list[tuple[Row, int]], at_once: int, until_s: float, kept: Path) ->
     left, count = iter(due), 0
     # Processes: what is done to a device is done to a child of the process that conducts.
     fresh = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(at_once, mp_context=fresh, initializer=torch.set_num_threads, initargs=(1,)) as lanes:
+    with ProcessPoolExecutor(at_once, mp_context=fresh, initializer=_begin) as lanes:
         at_work = {lanes.submit(_once, row.name, seed) for row, seed in _first(left, at_once)}
         count += len(at_work)
         while at_work:
@@ -120,6 +118,14 @@ def _first(left: Iterator[tuple[Row, int]], count: int) -> list[tuple[Row, int]]
 
 
 _FOLDER: list[tempfile.TemporaryDirectory[str]] = []
+_OPEN = contextlib.ExitStack()
+"""Both end with their process."""
+
+
+def _begin() -> None:
+    """In each process, for all its moments."""
+    torch.set_num_threads(1)
+    _OPEN.enter_context(copied())
 
 
 def _once(name: str, seed: int) -> Moment:
@@ -131,12 +137,7 @@ def _once(name: str, seed: int) -> Moment:
     signal.signal(signal.SIGALRM, _too_long)
     signal.setitimer(signal.ITIMER_REAL, row.limit_s)
     try:
-        with (
-            contextlib.nullcontext()
-            if row.starts_afresh
-            else mock.patch.object(device_processes, "ForkServer", kept_fork_server)
-        ):
-            found = row.once(seed, folder)
+        found = row.once(seed, folder)
     except Exception as e:  # a moment that fails is a finding, and the other moments are still of interest
         where = traceback.extract_tb(e.__traceback__)[-1]
         found = Found(wrong=f"{type(e).__name__}: {e} ({Path(where.filename).name}:{where.lineno})")

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from isthmus.cli import main
+from tests.interpreters import processes
 
 COMMAND = [sys.executable, "-m", "isthmus"]
 DEVICE_TITLE = "isthmus device "
@@ -112,7 +113,7 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
 
 
 def wait_until(
-    condition: Callable[[], object], process: subprocess.Popen[str] | None = None, *, within_s: float = 90
+    condition: Callable[[], object], process: subprocess.Popen[str] | None = None, *, within_s: float = 300
 ) -> None:
     """Wait for something that a command does."""
     deadline_s = time.monotonic() + within_s
@@ -128,18 +129,10 @@ def interrupt(process: subprocess.Popen[str]) -> None:
 
 def devices_of(pid: int) -> dict[str, int]:
     """Device name -> pid, of the device processes that a process has started: they are forked from a child of its."""
-    parents: dict[int, int] = {}
-    titles: dict[int, str] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            title = (entry / "cmdline").read_bytes().rstrip(b"\0").decode()
-            parents[int(entry.name)] = int(parent)
-            if title.startswith(DEVICE_TITLE) and state != "Z":
-                titles[int(entry.name)] = title.removeprefix(DEVICE_TITLE)
-    return {title: device for device, title in titles.items() if parents.get(parents[device]) == pid}
+    found = processes()
+    grandparents = {one: found[process.parent].parent for one, process in found.items() if process.parent in found}
+    devices = {one: process.title for one, process in found.items() if process.title.startswith(DEVICE_TITLE)}
+    return {title.removeprefix(DEVICE_TITLE): one for one, title in devices.items() if grandparents.get(one) == pid}
 
 
 def is_running(pid: int) -> bool:

@@ -5,25 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
-from isthmus.runtime.processes import device_processes, fork_server
 from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace
 from isthmus.runtime.processes.early_fork import safe_path
 from isthmus.runtime.transport.listener import Listener
+from tests.interpreters import script
 
 from .commands import devices_of, is_running, wait_until
-
-
-@pytest.fixture
-def own_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that forks devices of the test alone, which it may kill."""
-    monkeypatch.setattr(device_processes, "ForkServer", fork_server.ForkServer)
 
 
 @pytest.fixture
@@ -81,9 +74,7 @@ def test_a_place_that_cannot_be_entered(tmp_path: Path) -> None:
         assert "no such place" in (tmp_path / "logs" / "oslo.log").read_text()
 
 
-def test_when_the_forking_process_is_killed_its_devices_end(
-    own_fork_server: None, address: str, tmp_path: Path
-) -> None:
+def test_when_the_forking_process_is_killed_its_devices_end(address: str, tmp_path: Path) -> None:
     launcher, pids = started(address, tmp_path, "oslo")
     stat = Path(f"/proc/{pids['oslo']}/stat").read_text()
     os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
@@ -136,7 +127,7 @@ time.sleep(60)
 @pytest.mark.parametrize("fork_server_is", ["early", "its own interpreter"])
 def test_they_end_with_a_launcher_that_is_killed(address: str, tmp_path: Path, fork_server_is: str) -> None:
     arguments = [address, str(tmp_path), fork_server_is]
-    with subprocess.Popen([sys.executable, "-c", LAUNCHED, *arguments]) as parent:
+    with subprocess.Popen([*script(LAUNCHED, tmp_path), *arguments]) as parent:
         wait_until(lambda: parent.poll() is not None or "oslo" in devices_of(parent.pid))
         pid = devices_of(parent.pid)["oslo"]
         parent.kill()

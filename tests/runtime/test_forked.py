@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.interpreters import script
 
 SCRIPT = """
 import os, signal, sys
@@ -48,6 +49,6 @@ print("the end", os.getpid() == parent)
     ],
 )
 def test_a_signal_that_comes_at_once_takes_no_copy_on(how: str, number: str, printed: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), how, number]
+    command = [*script(SCRIPT, tmp_path), str(tmp_path), how, number]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.splitlines() == [printed, "the end True"], done.stderr

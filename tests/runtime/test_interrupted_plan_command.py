@@ -20,6 +20,7 @@ from isthmus.planners import INTERRUPTED, keep, looked_at
 from isthmus.planners.baselines.even import even
 from isthmus.planners.observer import stopped
 from isthmus.plans import Plan
+from tests.interpreters import script
 
 from .commands import isthmus, write_job
 
@@ -128,7 +129,7 @@ def test_a_terminal_shows_one_live_line(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     environment = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, __name__, "plan", str(write_job(tmp_path, planner="endless")), "--json"],
+        [*script(SCRIPT, tmp_path), __name__, "plan", str(write_job(tmp_path, planner="endless")), "--json"],
         stdout=subprocess.PIPE,
         stderr=theirs,
         env=environment,

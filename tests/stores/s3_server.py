@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
-
-from moto.server import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import make_server
 
 NEVER = b"inf"
 """Requests before the server asks for keys that it knows."""
@@ -42,10 +40,11 @@ class Gate:
 
 @contextmanager
 def s3_server() -> Generator[tuple[str, Gate]]:
-    """Its address, and the gate."""
+    """Its address, and the gate. What it needs is imported here: that takes two seconds in each of the workers."""
+    moto, serving = importlib.import_module("moto.server"), importlib.import_module("werkzeug.serving")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    gate = Gate(DomainDispatcherApplication(create_backend_app))
-    server = make_server("127.0.0.1", 0, gate, threaded=True)
+    gate = Gate(moto.DomainDispatcherApplication(moto.create_backend_app))
+    server = serving.make_server("127.0.0.1", 0, gate, threaded=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from isthmus.errors import UserError
 from isthmus.federated.history import RoundHistory
 from isthmus.stores import Store, StoreConfig, commits_in
 from isthmus.training.checkpoint import latest_checkpoint, newest_whole_checkpoint, read_manifest, read_tensors
+from tests.interpreters import script
 from tests.runtime.commands import devices_of, is_running, isthmus, refused, wait_until
 
 from .conftest import ask_for_keys
@@ -126,7 +126,7 @@ def _steps(url: str) -> list[int]:
 def test_killed_in_an_upload_it_goes_on_from_the_bucket(s3: Gate, whole: Path) -> None:
     """Another checkpoint's upload is cut off in its middle, and the machine is lost with all of its files."""
     url = "s3://bucket/runs/first"
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT], start_new_session=True)
+    process = subprocess.Popen(script(SCRIPT, Path.cwd()), start_new_session=True)
     wait_until(lambda: _steps(url) == [2], process)
     s3.hold("/stage-1.safetensors")
     Path("go").touch()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from in_process import Pipeline, batches, capture_of, copies, weights_of
+from tests.interpreters import script
 from torch import Tensor, nn
 from torch.nn import functional
 from zoo import X, model
@@ -84,7 +84,7 @@ def peer_connections(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     """Where another rank waits for sessions."""
     folder = tmp_path_factory.mktemp("island")
     folder.chmod(0o700)
-    other = subprocess.Popen([sys.executable, "-c", OTHER_RANK, str(folder)])
+    other = subprocess.Popen([*script(OTHER_RANK, tmp_path_factory.mktemp("rank")), str(folder)])
     try:
         yield folder
         assert other.poll() is None
