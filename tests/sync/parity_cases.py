@@ -400,7 +400,7 @@ def main(killed: Path) -> None:
         _run(OF_TWO, found)
         to_the_end(killed)
         if rank == 0:
-            print(json.dumps(found))
+            killed.with_suffix(".json").write_text(json.dumps(found))
         dist.destroy_process_group()
 
 
