@@ -9,12 +9,12 @@ latency alone allows. The single process runs the same stages' code without a li
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -30,9 +30,10 @@ from isthmus.job.served import prepare_served, token_input
 from isthmus.protocol.generation import Sampling
 from isthmus.training.generation import ServedStage, TokenChooser
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-from harness import machine, options_of, write_figures
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from tests.runtime.commands import devices_of
+
+from harness import machine, options_of, write_figures
 
 HERE = Path(__file__).parent
 LATENCY_S = 0.05
@@ -125,7 +126,7 @@ class Watched:
     @property
     def pause_s(self) -> float:
         ordered = sorted(self._times_s)
-        return max(after - before for before, after in zip(ordered, ordered[1:], strict=False))
+        return max(after - before for before, after in itertools.pairwise(ordered))
 
 
 def over_links(run: Path, what: str, choices: ServingChoices, tokens: int, kill: int | None = None) -> Row:
@@ -145,92 +146,6 @@ def over_links(run: Path, what: str, choices: ServingChoices, tokens: int, kill:
         predicted_tokens_per_s=None if kill is not None else chain.tokens_per_s,
         bound_tokens_per_s=choices.at_once / devices / LATENCY_S if devices > 1 and kill is None else None,
         pause_s=None if kill is None else watched.pause_s,
-    )
-
-
-def main(arguments: list[str]) -> int:")
-FLEET = f"""
-name = "four-places"
-[[device]]
-name = "place"
-compute = "100 GFLOPS"
-memory = "2 GiB"
-count = 4
-[links]
-intra = {{ latency = "{LATENCY_S * 1e3:g} ms", bandwidth = "100 Mbit/s" }}
-"""
-JOB = f"""
-name = "generate"
-planner = "equal-compute"
-[model]
-name = "gpt"
-options = {{ layers = {LAYERS}, width = {WIDTH}, sequence_length = {CONTEXT} }}
-[data]
-kind = "text"
-options = {{ files = "stdlib", sequence_length = {CONTEXT}, max_bytes = 100000 }}
-[training]
-steps = 1
-batch_size = 8
-micro_batches = 4
-[[optimizer]]
-name = "sgd"
-lr = 0.01
-"""
-
-
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    what: str
-    devices: int
-    requests: int
-    tokens_per_s: float
-    predicted_tokens_per_s: float | None = None
-    bound_tokens_per_s: float | None = None
-    """None without links."""
-    pause_s: float | None = None
-    """Longest time without a token of any request, where a device was killed."""
-
-
-def trained(folder: Path) -> Path:
-    (folder / "fleet.toml").write_text(FLEET)
-    (folder / "job.toml").write_text(JOB)
-    fleet = {"fleet": str(folder / "fleet.toml")}
-    return isthmus.train(folder / "job.toml", run=folder / "run", overrides=fleet).path
-
-
-def single_process(run: Path, tokens: int) -> Row:
-    """One request, all operators in this process, with a cache."""
-    folder = RunFolder.existing(run)
-    served = prepare_served(folder.job(), folder.checkpoints, CONTEXT)
-    flow = Flow(served.graph)
-    (graph,) = partition(flow, {op.name: 0 for op in flow.operators})
-    stage = ServedStage(graph, served.weights)
-
-    def answer() -> None:
-        cache, chooser = stage.cache(CONTEXT), TokenChooser(Sampling(max_tokens=tokens), 0, served.vocabulary)
-        given, start, last = list(PROMPT), 0, False
-        while not last:
-            inputs = {Ref(token_input(flow)): torch.tensor([given])}
-            token, last = chooser.choose(stage.run(cache, start, inputs, len(given))[served.graph.loss])
-            start, given = start + len(given), [token]
-
-    answer()  # warm
-    began_s = time.monotonic()
-    answer()
-    rate = tokens / (time.monotonic() - began_s)
-    return Row(what="single process", devices=1, requests=1, tokens_per_s=rate)
-
-
-def over_links(run: Path, what: str, choices: ServingChoices, tokens: int) -> Row:
-    with served_run(run, choices, lambda _: None) as service:
-        generate(service, [PROMPT] * choices.at_once, Sampling(max_tokens=2))  # warm
-        found = generate(service, [PROMPT] * choices.at_once, Sampling(max_tokens=tokens))
-    chain = found.statistics.chain
-    return Row(
-        what=what,
-        devices=len(chain.devices),
-        requests=choices.at_once,
-        tokens_per_s=found.tokens_per_s,
-        predicted_tokens_per_s=chain.tokens_per_s,
     )
 
 

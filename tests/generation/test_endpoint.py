@@ -18,7 +18,6 @@ from isthmus.endpoint.server import _until_ended, application  # pyright: ignore
 from isthmus.errors import PeerError, UserError
 from isthmus.protocol.generation import Sampling
 
-
 ANYIO_THREADS = 40
 """That Starlette would have."""
 

@@ -210,5 +210,5 @@ def test_what_the_command_reads() -> None:
     for texts, ids, said in (([], [], "got no prompt"), ([], ["1,x"], "got '1,x'")):
         with pytest.raises(UserError, match=said):
             prompts_of(texts, ids)
-    with pytest.raises(UserError, match="top_p"):
+    with pytest.raises(UserError, match=r"sampling: top_p: got 0\.0, expected `float` > 0\.0"):
         sampling_of(top_p=0.0)

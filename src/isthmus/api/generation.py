@@ -307,8 +307,9 @@ def sampling_of(**options: object) -> Sampling:
             raise UserError(f"sampling: {name}: got {given}, expected less than {MOST}")
     try:
         return msgspec.convert(options, Sampling)
-    except msgspec.ValidationError as e:
-        raise UserError(f"sampling: {e}") from None
+    except msgspec.ValidationError as e:  # as: Expected `float` > 0.0 - at `$.top_p`
+        expected, _, name = str(e).rstrip("`").partition(" - at `$.")
+        raise UserError(f"sampling: {name}: got {options[name]}, {expected.lower()}") from None
 
 
 def prompts_of(texts: Sequence[str], ids: Sequence[str]) -> list[str | tuple[int, ...]]:

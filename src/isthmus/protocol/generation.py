@@ -8,8 +8,8 @@ A prompt that runs is one micro-batch: several are in flight at a time. Stages k
 is lost, another chain is planned, all stages are loaded anew under the next epoch, and each prompt starts again from
 its tokens so far: they fill the caches, and the next token is the one that would have followed.
 
-A prompt may itself end the devices that compute it. So prompts start again one after the other, each when the one before
-has its next token: the prompt that was tried when a second device is lost is refused.
+A prompt may itself end the devices that compute it. So prompts start again one after the other, each when the one
+before has its next token: the prompt that was tried when a second device is lost is refused.
 """
 
 from __future__ import annotations
