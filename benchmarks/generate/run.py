@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -153,17 +154,21 @@ def main() -> None:
     torch.set_num_threads(1)
     options = options_of(__doc__, HERE / "results" / "generate.json", "16 tokens instead of 48").parse_args()
     tokens = 16 if options.quick else 48
+    many, planned = ServingChoices(at_once=REQUESTS), ServingChoices(objective="throughput", at_once=REQUESTS)
+    measured: list[Callable[[Path], Row]] = [
+        lambda run: single_process(run, tokens),
+        lambda run: over_links(run, "the run's plan", ServingChoices(at_once=1), tokens),
+        lambda run: over_links(run, "the run's plan", many, tokens),
+        lambda run: over_links(run, "the second device is killed", many, tokens, kill=1),
+        lambda run: over_links(run, "--objective throughput", planned, tokens),
+    ]
+    rows = list[Row]()
     with tempfile.TemporaryDirectory() as temporary:
         run = trained(Path(temporary))
-        rows = [single_process(run, tokens)]
-        for requests in (1, REQUESTS):
-            rows.append(over_links(run, "the run's plan", ServingChoices(at_once=requests), tokens))
-        killed = ServingChoices(at_once=REQUESTS)
-        rows.append(over_links(run, "the second device is killed", killed, tokens, kill=1))
-        planned = ServingChoices(objective="throughput", at_once=REQUESTS)
-        rows.append(over_links(run, "--objective throughput", planned, tokens))
-    Console().print(table(rows))
-    write_figures(options.json, {"machine": machine(), "tokens": tokens, "rows": rows})
+        for measure in measured:  # figures are kept after each row
+            rows.append(measure(run))
+            Console().print(table(rows))
+            write_figures(options.json, {"machine": machine(), "tokens": tokens, "rows": rows})
 
 
 def table(rows: list[Row]) -> Table:

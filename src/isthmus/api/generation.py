@@ -18,7 +18,8 @@ import msgspec
 from isthmus.api.folder import RunFolder
 from isthmus.api.given import is_given
 from isthmus.api.pipeline import places_of
-from isthmus.api.serve import Serving, serving_fleet
+from isthmus.api.serve import Serving, address_of, serving_fleet
+from isthmus.api.states import PORT
 from isthmus.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from isthmus.errors import PeerError, UserError
 from isthmus.graph import Flow, assign, decode
@@ -45,6 +46,16 @@ class ServingChoices(msgspec.Struct, frozen=True, kw_only=True):
     """Requests in flight."""
     joined: Serving | None = None
     """Devices that joined compute, coordinated from here; None: processes on this machine."""
+
+
+def joined_at(where: str | None, addresses: Sequence[str], state: Path | None) -> Serving | None:
+    """Where to listen for devices that joined, of HOST or HOST:PORT; None where nothing is given. UserError."""
+    if where is None:
+        for option in ("--address",) * bool(addresses) + ("--state",) * (state is not None):
+            raise UserError(f"{option}: got it without --joined, expected both: it is for devices that joined")
+        return None
+    host, port = address_of(where, PORT, "--joined")
+    return Serving(host=host, port=port, addresses=tuple(addresses), state=state)
 
 
 class Piece(NamedTuple):

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import typer
 
 from isthmus import api
-from isthmus.api.states import PORT
 from isthmus.cli.console import log, print_json
 from isthmus.cli.options import JsonOption, RunFolder, StateOption, with_groups
 
@@ -26,11 +25,9 @@ class ChainOptions:
     ] = None
     at_once: Annotated[int, typer.Option("--at-once", min=1, help="Requests in flight; others wait.")] = 16
     joined: Annotated[
-        bool,
-        typer.Option("--joined", help="On devices that joined, which this coordinates in place of `isthmus serve`."),
-    ] = False
-    fleet_host: Annotated[str, typer.Option("--fleet-host", help="Address to listen on for them.")] = "127.0.0.1"
-    fleet_port: Annotated[int, typer.Option("--fleet-port", min=0, max=65535, help="Port of it.")] = PORT
+        str | None,
+        typer.Option("--joined", metavar="HOST[:PORT]", help="Devices that joined compute; `isthmus serve` was there."),
+    ] = None
     address: Annotated[
         list[str] | None, typer.Option("--address", help="HOST[:PORT] by which they reach it; may be repeated.")
     ] = None
@@ -38,12 +35,8 @@ class ChainOptions:
 
     @property
     def choices(self) -> api.generation.ServingChoices:
-        joined = api.serve.Serving(
-            host=self.fleet_host, port=self.fleet_port, addresses=tuple(self.address or ()), state=self.state
-        )
-        return api.generation.ServingChoices(
-            objective=self.objective, at_once=self.at_once, joined=joined if self.joined else None
-        )
+        joined = api.generation.joined_at(self.joined, self.address or (), self.state)
+        return api.generation.ServingChoices(objective=self.objective, at_once=self.at_once, joined=joined)
 
 
 @dataclass(frozen=True)
