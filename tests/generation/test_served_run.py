@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -88,10 +89,19 @@ def test_devices_that_joined_generate_and_are_replaced(tmp_path: Path) -> None:
             joined.remove("d1")
             found += stream
             assert tuple(piece.token for piece in found) == by_transformers(module, PROMPTS[0], SAMPLINGS[2])
+            assert asyncio.run(_tokens(service)) == by_transformers(module, PROMPTS[1], SAMPLINGS[0])
             assert service.statistics.losses == 1 and set(service.statistics.chain.devices) <= {"d0", "d2"}
     finally:
         joined.end()
     assert any(note.startswith("lost d1: ") for note in notes)
+
+
+async def _tokens(service: ModelService) -> tuple[int, ...]:
+    """As the endpoint reads them, after a request that is cancelled."""
+    cancelled = service.pieces(PROMPTS[0], SAMPLINGS[0])
+    await anext(cancelled)
+    await cancelled.aclose()
+    return tuple([piece.token async for piece in service.pieces(PROMPTS[1], SAMPLINGS[0])])
 
 
 @pytest.fixture(scope="module")
