@@ -18,10 +18,11 @@ from isthmus.graph.schemas import schema_of
 from isthmus.job import Job, prepare
 from isthmus.plans import Plan
 from isthmus.runtime.device.stage_preparation import check_operators
+from isthmus.runtime.identity.files import write_private
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service import agent
 from isthmus.training.engine_operators import EngineOperators, engine_operators
-from tests.runtime.jobs import DIGITS, fleet_of, job_of, plain_run
+from tests.runtime.jobs import DIGITS, TEXT, fleet_of, job_of, plain_run
 from tests.runtime.wire import assignment
 
 from .holders import Joined
@@ -43,12 +44,15 @@ class _Notes(Observer):
         self.plan = plan
 
 
-def job_on_two(folder: Path) -> Job:
+def on_two(folder: Path, job: Job) -> Job:
     path = folder / "fleet.toml"
     path.write_text(dump_fleet(fleet_of(2, 2e6)))
-    job = job_of("mlp", {"layers": 2}, DIGITS, steps=4)
     runtime = msgspec.structs.replace(job.runtime, emulate=False)
     return msgspec.structs.replace(job, fleet=str(path), planner="chain", runtime=runtime, run_dir=str(folder / "run"))
+
+
+def job_on_two(folder: Path) -> Job:
+    return on_two(folder, job_of("mlp", {"layers": 2}, DIGITS, steps=4))
 
 
 def other(without: str, changed: str = "") -> EngineOperators:
@@ -96,11 +100,13 @@ def test_a_device_looks_itself() -> None:
 
 
 @pytest.mark.skipif(not OTHER_PYTHON, reason="ISTHMUS_OTHER_PYTHON names a Python with another version of torch")
-def test_two_versions_of_torch_in_one_run(joined: Joined, fleet: Fleet, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_two_versions_of_torch_in_one_run(joined: Joined, fleet: Fleet, tmp_path: Path, model: str) -> None:
     """Losses are those of one version."""
-    job = job_on_two(tmp_path)
+    gpt = job_of("gpt", {"layers": 2, "width": 32, "heads": 2, "sequence_length": 16}, TEXT, steps=20)
+    job = on_two(tmp_path, gpt) if model == "gpt" else job_on_two(tmp_path)
     joined.add("d0", tmp_path)
-    (tmp_path / "ticket").write_text(fleet.state.ticket())
+    write_private(tmp_path / "ticket", fleet.state.ticket().encode())
     options = ["--ticket-file", str(tmp_path / "ticket"), "--state", str(tmp_path / "d1"), "--name", "d1"]
     source = str(Path(__file__).parents[2] / "src")
     with subprocess.Popen(
@@ -108,7 +114,8 @@ def test_two_versions_of_torch_in_one_run(joined: Joined, fleet: Fleet, tmp_path
         env={**os.environ, "PYTHONPATH": source},
     ) as process:
         try:
-            soon(lambda: "d1" in fleet.service.present, 300)
+            soon(lambda: "d1" in fleet.service.present or process.poll() is not None, 300)
+            assert process.poll() is None
             notes = _Notes()
             run = run_job(job, Choices(backend=fleet.service), notes, Stop())
         finally:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, cast
 
 import pytest
@@ -17,6 +17,9 @@ from isthmus.data.tokenizer import ByteTokenizer
 from isthmus.endpoint.server import _until_ended, application  # pyright: ignore[reportPrivateUsage]
 from isthmus.errors import PeerError, UserError
 from isthmus.protocol.generation import Sampling
+
+ANYIO_THREADS = 40
+"""That Starlette would have."""
 
 
 class Parrot:
@@ -37,18 +40,19 @@ class Parrot:
     def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         return self.tokens(ByteTokenizer().chat(messages)) if len(messages) > 1 else self.tokens(messages[0]["content"])
 
-    def stream(self, tokens: Sequence[int], sampling: Sampling) -> Generator[Piece]:
+    async def pieces(self, tokens: Sequence[int], sampling: Sampling) -> AsyncGenerator[Piece]:
         self.asked.append(sampling)
         if tokens[0] == ord("!"):
             raise PeerError("no device is left")
         try:
             for number in range(sampling.max_tokens):
+                await asyncio.sleep(0)
                 token = tokens[number % len(tokens)]
                 last = number == sampling.max_tokens - 1 or token in self.ends
                 yield Piece(token, "" if token in self.ends else chr(token), last)
                 if last:
                     return
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             self.cancelled += 1
             raise
 
@@ -56,13 +60,15 @@ class Parrot:
 class Stuck(Parrot):
     """Gives no token before it is stopped."""
 
-    def __init__(self) -> None:
+    def __init__(self, requests: int) -> None:
         super().__init__()
-        self.begun, self.stopped = threading.Event(), threading.Event()
+        self.requests = requests
+        self.begun, self.stopped = threading.Semaphore(0), threading.Event()
 
-    def stream(self, tokens: Sequence[int], sampling: Sampling) -> Generator[Piece]:
-        self.begun.set()
-        self.stopped.wait()
+    async def pieces(self, tokens: Sequence[int], sampling: Sampling) -> AsyncGenerator[Piece]:
+        self.begun.release()
+        while not self.stopped.is_set():
+            await asyncio.sleep(1e-3)
         raise PeerError("the service was stopped")
         yield
 
@@ -70,7 +76,9 @@ class Stuck(Parrot):
         self.stopped.set()
 
     def wait_ended(self) -> None:
-        self.begun.wait()
+        """Once all have asked."""
+        for _ in range(self.requests):
+            self.begun.acquire()
 
 
 def client_of(parrot: Parrot, host: str = "127.0.0.1:7435", key: str = "") -> TestClient:
@@ -197,23 +205,28 @@ def test_a_client_that_hangs_up_cancels_its_request(parrot: Parrot) -> None:
     assert parrot.cancelled == 1
 
 
-def test_a_server_that_ends_waits_for_no_token() -> None:
-    stuck, answers = Stuck(), list[bytes]()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_ends_waits_for_no_token(stream: bool) -> None:
+    """Of many requests: none of them holds a thread."""
+    stuck, answers = Stuck(2 * ANYIO_THREADS), list[bytes]()
+    body = json.dumps({"prompt": "ab", "stream": stream}).encode()
+    with socket.create_server(("127.0.0.1", 0), backlog=stuck.requests) as listener:
         address = listener.getsockname()
 
         def ask() -> None:
             with socket.create_connection(address) as connection:
-                body = b'{"prompt": "ab"}'
                 head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{address[1]}\r\n"
                 connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
                 answers.append(connection.makefile("rb").read())
 
-        asking = threading.Thread(target=ask)
-        asking.start()
+        asking = [threading.Thread(target=ask) for _ in range(stuck.requests)]
+        for thread in asking:
+            thread.start()
         _until_ended(cast("ModelService", stuck), listener, "")
-        asking.join()
-    assert b"503" in answers[0] and b"the service was stopped" in answers[0]
+        for thread in asking:
+            thread.join()
+    assert len(answers) == stuck.requests and all(b"the service was stopped" in answer for answer in answers)
+    assert stream or b"503" in answers[0]
 
 
 def test_who_is_refused(parrot: Parrot) -> None:

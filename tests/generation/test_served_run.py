@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.api.generation import ModelService, ServingChoices, generate, prompts_of, sampling_of, served_run
+from isthmus.api.serve import Serving
 from isthmus.data.tokenizer import ByteTokenizer
 from isthmus.errors import UserError
 from isthmus.graph import Affine, Op, OpGraph, Ref, TensorSpec
@@ -26,6 +28,8 @@ from isthmus.protocol.generation import Sampling
 from isthmus.training.generation import TokenChooser
 from isthmus.training.weights import initial_weights
 from tests.faults.real import pid_of
+from tests.fleet_service.holders import Joined
+from tests.fleet_service.parties import serving
 
 from .runs import GPT2, by_transformers, finished_run
 
@@ -67,6 +71,37 @@ def test_processes_generate_as_transformers_and_replace_a_device_that_is_lost(tm
         stream.close()  # the place of a cancelled request is free again
         assert [answer.tokens for answer in generate(service, PROMPTS[:2], SAMPLINGS[0]).answers] == expected[0][:2]
     assert any(note.startswith("lost d1: its ") for note in notes)
+
+
+def test_devices_that_joined_generate_and_are_replaced(tmp_path: Path) -> None:
+    """d3 is in the fleet file and never joins."""
+    folder, module = finished_run(tmp_path / "run", "hf-gpt2", GPT2, stages=2)
+    with serving(tmp_path / "fleet") as fleet:
+        joined = Joined(fleet, tmp_path)
+        for name in ("d0", "d1", "d2"):
+            joined.add(name, None)
+    notes: list[str] = []
+    where = Serving(state=tmp_path / "fleet", port=fleet.address[1])
+    try:
+        with served_run(folder, ServingChoices(at_once=2, joined=where), notes.append) as service:
+            stream = service.stream(PROMPTS[0], SAMPLINGS[2])
+            found = [next(stream) for _ in range(7)]
+            joined.remove("d1")
+            found += stream
+            assert tuple(piece.token for piece in found) == by_transformers(module, PROMPTS[0], SAMPLINGS[2])
+            assert asyncio.run(_tokens(service)) == by_transformers(module, PROMPTS[1], SAMPLINGS[0])
+            assert service.statistics.losses == 1 and set(service.statistics.chain.devices) <= {"d0", "d2"}
+    finally:
+        joined.end()
+    assert any(note.startswith("lost d1: ") for note in notes)
+
+
+async def _tokens(service: ModelService) -> tuple[int, ...]:
+    """As the endpoint reads them, after a request that is cancelled."""
+    cancelled = service.pieces(PROMPTS[0], SAMPLINGS[0])
+    await anext(cancelled)
+    await cancelled.aclose()
+    return tuple([piece.token async for piece in service.pieces(PROMPTS[1], SAMPLINGS[0])])
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +201,7 @@ def service() -> Generator[ModelService]:
         ("x" * 16, "got 16 tokens, expected 1 to 15"),
         ([1, 256], "got token 256, the model has 0 to 255"),
         ([9, -1], "got token -1"),
+        ("a\udcff", r"got '\\udcff' at 1, expected a text in UTF-8"),
     ],
 )
 def test_prompts_that_the_model_cannot_take(service: ModelService, given: str | list[int], said: str) -> None:
@@ -184,5 +220,5 @@ def test_what_the_command_reads() -> None:
     for texts, ids, said in (([], [], "got no prompt"), ([], ["1,x"], "got '1,x'")):
         with pytest.raises(UserError, match=said):
             prompts_of(texts, ids)
-    with pytest.raises(UserError, match="top_p"):
+    with pytest.raises(UserError, match=r"sampling: top_p: got 0\.0, expected `float` > 0\.0"):
         sampling_of(top_p=0.0)

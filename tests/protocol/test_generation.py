@@ -87,13 +87,64 @@ def test_prompts_go_on_from_their_tokens_when_a_device_is_lost() -> None:
     assert machine.handle(PromptSubmitted(prompt=prompt(3))) == []
     assert machine.handle(ChainPlanned(devices=("c", "a"), epoch=1)) == [CallToServe("c")]
     assert machine.handle(ServerArrived(device="c")) == [LoadStages(("c", "a"), 1)]
-    assert loaded(machine, "a", "c") == [StartPrompt(prompt(0), (0, 1)), StartPrompt(prompt(1), ())]
+    assert loaded(machine, "a", "c") == [StartPrompt(prompt(0), (0, 1))]
     assert machine.handle(token(2, of=0, last=True, epoch=1, device="a")) == [
         DeliverToken(0, 2, last=True),
         ForgetPrompt(0),
+        StartPrompt(prompt(1), ()),
+    ]
+    assert machine.handle(token(0, of=1, epoch=1, device="a")) == [
+        DeliverToken(1, 100, last=False),
         StartPrompt(prompt(2), ()),
     ]
     assert machine.losses == 1
+
+
+def restarted(number: int) -> GenerationMachine:
+    """A device was lost while so many prompts ran; the first of them has started again, on c."""
+    machine = GenerationMachine(("a",), ("a", "b", "c", "d"), at_once=number)
+    machine.handle(ServerArrived(device="a"))
+    loaded(machine, "a")
+    for n in range(number):
+        machine.handle(PromptSubmitted(prompt=prompt(n)))
+    assert on_another(machine, "a", "b") == [StartPrompt(prompt(0), ())]
+    return machine
+
+
+def on_another(machine: GenerationMachine, lost: str, chosen: str) -> list[GenerationInstruction]:
+    machine.handle(ServerLost(device=lost, reason="killed"))
+    machine.handle(ChainPlanned(devices=(chosen,), epoch=machine.epoch))
+    machine.handle(ServerArrived(device=chosen))
+    return loaded(machine, chosen)
+
+
+def test_a_prompt_that_ends_a_second_device_is_refused_and_no_other() -> None:
+    machine = restarted(3)
+    assert machine.handle(token(0, of=0, epoch=1, device="b"))[1:] == [StartPrompt(prompt(1), ())]
+    lost = machine.handle(ServerLost(device="b", reason="killed"))
+    refused = RefusePrompt(1, "a second device, b, was lost while the request's next token was computed: killed")
+    assert lost[1:] == [refused, PlanChain(("c", "d"), 2)]
+    machine.handle(ChainPlanned(devices=("c",), epoch=2))
+    machine.handle(ServerArrived(device="c"))
+    assert loaded(machine, "c") == [StartPrompt(prompt(0), (0,))]
+    assert machine.handle(token(1, of=0, epoch=2, device="c"))[1:] == [StartPrompt(prompt(2), ())]
+
+
+def test_a_prompt_that_is_cancelled_while_it_is_tried_blames_no_other() -> None:
+    machine = restarted(2)
+    assert machine.handle(PromptCancelled(number=0)) == [ForgetPrompt(0), StartPrompt(prompt(1), ())]
+    assert machine.handle(token(0, of=1, epoch=1, device="b")) == [DeliverToken(1, 100, last=False)]
+    assert on_another(machine, "b", "c") == [StartPrompt(prompt(1), (100,))]
+
+
+def test_a_device_lost_before_prompts_start_again_blames_none() -> None:
+    machine = restarted(2)
+    machine.handle(token(0, of=0, epoch=1, device="b"))
+    machine.handle(token(0, of=1, epoch=1, device="b"))
+    machine.handle(ServerLost(device="b", reason="killed"))
+    machine.handle(ChainPlanned(devices=("c",), epoch=2))
+    lost = machine.handle(ServerLost(device="c", reason="did not come"))
+    assert lost[1:] == [PlanChain(("d",), 3)]
 
 
 def test_a_device_without_a_stage_is_lost_without_a_new_plan() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,8 @@ import msgspec
 from isthmus.api.folder import RunFolder
 from isthmus.api.given import is_given
 from isthmus.api.pipeline import places_of
+from isthmus.api.serve import Serving, address_of, serving_fleet
+from isthmus.api.states import PORT
 from isthmus.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from isthmus.errors import PeerError, UserError
 from isthmus.graph import Flow, assign, decode
@@ -24,7 +27,7 @@ from isthmus.graph.partition import align
 from isthmus.job.served import Served, prepare_served
 from isthmus.planners.generation import Chain, Objective, ServingProblem, chain_of_plan, plan_chain
 from isthmus.protocol.generation import Prompt, Sampling
-from isthmus.runtime.coordinator.backend import LocalBackend, RunRequest, Session
+from isthmus.runtime.coordinator.backend import Backend, LocalBackend, RunRequest, Session
 from isthmus.runtime.coordinator.generation_host import GenerationHost, ServingSettings, ServingStatistics
 from isthmus.units import format_duration
 
@@ -41,6 +44,18 @@ class ServingChoices(msgspec.Struct, frozen=True, kw_only=True):
     """Plan a chain of devices for least time per token, or most tokens per second; None: as the run's plan has it."""
     at_once: int = 16
     """Requests in flight."""
+    joined: Serving | None = None
+    """Devices that joined compute, coordinated from here; None: processes on this machine."""
+
+
+def joined_at(where: str | None, addresses: Sequence[str], state: Path | None) -> Serving | None:
+    """Where to listen for devices that joined, of HOST or HOST:PORT; None where nothing is given. UserError."""
+    if where is None:
+        for option in ("--address",) * bool(addresses) + ("--state",) * (state is not None):
+            raise UserError(f"{option}: got it without --joined, expected both: it is for devices that joined")
+        return None
+    host, port = address_of(where, PORT, "--joined")
+    return Serving(host=host, port=port, addresses=tuple(addresses), state=state)
 
 
 class Piece(NamedTuple):
@@ -48,6 +63,31 @@ class Piece(NamedTuple):
     text: str
     """What the token adds. A character may wait for the next token."""
     last: bool
+
+
+_HostAnswer = tuple[int | None, bool, str]
+"""A token and whether it is the last, or None and why there is none."""
+
+
+class _Answer:
+    """A request's tokens as text."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._made = list[int]()
+        self._given = ""
+        self.over = False
+
+    def piece(self, given: _HostAnswer) -> Piece:
+        """PeerError for the last one, where there is no further token."""
+        token, self.over, reason = given
+        if token is None:
+            raise PeerError(reason)
+        self._made.append(token)
+        text = "" if self._tokenizer is None else self._tokenizer.text(self._made)
+        whole = text if self.over else text.rstrip(INCOMPLETE)
+        before, self._given = self._given, max(self._given, whole, key=len)
+        return Piece(token, whole[len(before) :], self.over)
 
 
 class ModelService:
@@ -76,7 +116,11 @@ class ModelService:
     def tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """A prompt as token ids. UserError for one that is empty or too long, or has other ids than the model."""
         if isinstance(prompt, str):
-            found = tuple(int(token) for token in self.tokenizer.tokens(prompt.encode()))
+            try:
+                text = prompt.encode()
+            except UnicodeEncodeError as e:
+                raise UserError(f"prompt: got {prompt[e.start]!r} at {e.start}, expected a text in UTF-8") from None
+            found = tuple(int(token) for token in self.tokenizer.tokens(text))
         else:
             found = tuple(prompt)
         most, vocabulary = self._served.context - 1, self._served.vocabulary
@@ -100,23 +144,37 @@ class ModelService:
     def stream(self, tokens: Sequence[int], sampling: Sampling) -> Generator[Piece]:
         """The answer's tokens as they come. PeerError when there are no further ones. An answer that is not read to its
         end is cancelled."""
-        found: queue.SimpleQueue[tuple[int | None, bool, str]] = queue.SimpleQueue()
+        found: queue.SimpleQueue[_HostAnswer] = queue.SimpleQueue()
+        with self._asked(tokens, sampling, found.put) as answer:
+            while not answer.over:
+                yield answer.piece(found.get())
+
+    async def pieces(self, tokens: Sequence[int], sampling: Sampling) -> AsyncGenerator[Piece]:
+        """As `stream`, without a thread that waits."""
+        found: asyncio.Queue[_HostAnswer] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def put(given: _HostAnswer) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+                loop.call_soon_threadsafe(found.put_nowait, given)
+
+        with self._asked(tokens, sampling, put) as answer:
+            while not answer.over:
+                yield answer.piece(await found.get())
+
+    @contextlib.contextmanager
+    def _asked(
+        self, tokens: Sequence[int], sampling: Sampling, put: Callable[[_HostAnswer], None]
+    ) -> Generator[_Answer]:
+        """`put` gets what the host says, in the host's thread."""
         sampling = msgspec.structs.replace(sampling, stop=(*sampling.stop, *self.ends))
         prompt = Prompt(number=0, tokens=tuple(tokens), sampling=sampling)
-        number = self._host.submit(prompt, lambda *answer: found.put(answer))
-        made, given, last = list[int](), "", False
+        answer = _Answer(self._tokenizer)
+        number = self._host.submit(prompt, lambda *given: put(given))
         try:
-            while not last:
-                token, last, reason = found.get()
-                if token is None:
-                    raise PeerError(reason)
-                made.append(token)
-                text = "" if self._tokenizer is None else self._tokenizer.text(made)
-                whole = text if last else text.rstrip(INCOMPLETE)
-                piece, given = whole[len(given) :], max(given, whole, key=len)
-                yield Piece(token, piece, last)
+            yield answer
         finally:
-            if not last:
+            if not answer.over:
                 self._host.cancel(number)
 
     def stop(self) -> None:
@@ -130,9 +188,9 @@ class ModelService:
 
 @contextlib.contextmanager
 def served_run(run: str | Path, choices: ServingChoices, note: Callable[[str], None]) -> Generator[ModelService]:
-    """The model of a run's newest checkpoint, served by a process for each device while the block lasts. UserError for
-    a run that is not there, has no checkpoint or has a model that cannot be served; PeerError when too few devices
-    come."""
+    """The model of a run's newest checkpoint, served while the block lasts: by a process for each device, or by devices
+    that joined, once all of the chain are there. UserError for a run that is not there, has no checkpoint or has a
+    model that cannot be served; PeerError when too few devices come."""
     folder = RunFolder.existing(Path(run))
     folder.check_kind(federated=False)
     job, fleet = folder.job(), folder.fleet()
@@ -151,7 +209,7 @@ def served_run(run: str | Path, choices: ServingChoices, note: Callable[[str], N
         run=secrets.token_hex(16),
         timeout_s=job.timeout_s,
         threads=job.runtime.threads,
-        emulate=job.runtime.emulate,
+        emulate=choices.joined is None and job.runtime.emulate,
     )
     host = GenerationHost(served, chain, fleet, settings, lambda left: plan_chain(problem(left), again), note)
     note(chain_text(chain))
@@ -164,7 +222,11 @@ def served_run(run: str | Path, choices: ServingChoices, note: Callable[[str], N
         logs=folder.path / "logs" / "serving",
     )
     failures: list[Exception] = []
-    with LocalBackend(places=places_of(job)).at_work(call, host.acceptor) as session:
+    with contextlib.ExitStack() as stack:
+        backend: Backend = LocalBackend(places=places_of(job))
+        if choices.joined is not None:
+            backend = stack.enter_context(serving_fleet(choices.joined, note))
+        session = stack.enter_context(backend.at_work(call, host.acceptor))
         thread = threading.Thread(target=partial(_serve, host, session, failures), name="serving", daemon=True)
         thread.start()
         try:
@@ -256,8 +318,9 @@ def sampling_of(**options: object) -> Sampling:
             raise UserError(f"sampling: {name}: got {given}, expected less than {MOST}")
     try:
         return msgspec.convert(options, Sampling)
-    except msgspec.ValidationError as e:
-        raise UserError(f"sampling: {e}") from None
+    except msgspec.ValidationError as e:  # as: Expected `float` > 0.0 - at `$.top_p`
+        expected, _, name = str(e).rstrip("`").partition(" - at `$.")
+        raise UserError(f"sampling: {name}: got {options[name]}, {expected.lower()}") from None
 
 
 def prompts_of(texts: Sequence[str], ids: Sequence[str]) -> list[str | tuple[int, ...]]:

@@ -110,7 +110,7 @@ def serving_fleet(serving: Serving, log: Callable[[str], None]) -> Generator[Fle
 def _addresses(serving: Serving, port: int) -> Addresses:
     """UserError where nobody could tell how the coordinator is reached."""
     if serving.addresses:
-        return tuple(_address(text, port) for text in serving.addresses)
+        return tuple(address_of(text, port) for text in serving.addresses)
     if _is_wildcard(serving.host):
         raise UserError(f"--host {serving.host!r}: tickets need an address that devices can dial: add --address HOST")
     return ((serving.host, port),)
@@ -122,15 +122,15 @@ def _is_wildcard(host: str) -> bool:
     return any(ipaddress.ip_address(entry[4][0]).is_unspecified for entry in found)
 
 
-def _address(text: str, port: int) -> tuple[str, int]:
-    """HOST, HOST:PORT, or [HOST]:PORT for one with colons."""
+def address_of(text: str, port: int, option: str = "--address") -> tuple[str, int]:
+    """HOST, HOST:PORT, or [HOST]:PORT for one with colons. UserError, which names the option."""
     if not text.strip("[]: "):
-        raise UserError(f"--address: got {text!r}, expected HOST or HOST:PORT")
+        raise UserError(f"{option}: got {text!r}, expected HOST or HOST:PORT")
     host, colon, number = text.rpartition(":")
     if not colon or text.endswith("]") or (":" in host.strip("[]") and not host.startswith("[")):
         return text.strip("[]"), port
     if not number.isdecimal() or not 0 < int(number) < 65536:
-        raise UserError(f"--address {text}: port: got {number!r}, expected a number up to 65535")
+        raise UserError(f"{option} {text}: port: got {number!r}, expected a number up to 65535")
     return host.strip("[]"), int(number)
 
 

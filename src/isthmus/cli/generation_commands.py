@@ -10,7 +10,7 @@ import typer
 
 from isthmus import api
 from isthmus.cli.console import log, print_json
-from isthmus.cli.options import JsonOption, RunFolder, with_groups
+from isthmus.cli.options import JsonOption, RunFolder, StateOption, with_groups
 
 app = typer.Typer()
 
@@ -24,10 +24,19 @@ class ChainOptions:
         typer.Option("--objective", help="Plan anew, for time per token or tokens/s; default: as the run's plan."),
     ] = None
     at_once: Annotated[int, typer.Option("--at-once", min=1, help="Requests in flight; others wait.")] = 16
+    joined: Annotated[
+        str | None,
+        typer.Option("--joined", metavar="HOST[:PORT]", help="Devices that joined compute; `isthmus serve` was there."),
+    ] = None
+    address: Annotated[
+        list[str] | None, typer.Option("--address", help="HOST[:PORT] by which they reach it; may be repeated.")
+    ] = None
+    state: StateOption = None
 
     @property
     def choices(self) -> api.generation.ServingChoices:
-        return api.generation.ServingChoices(objective=self.objective, at_once=self.at_once)
+        joined = api.generation.joined_at(self.joined, self.address or (), self.state)
+        return api.generation.ServingChoices(objective=self.objective, at_once=self.at_once, joined=joined)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ import asyncio
 import hmac
 import socket
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from typing import TypeVar
 
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
-from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -71,7 +72,7 @@ class ModelEndpoint:
         return _document({"object": "list", "data": [model]})
 
     async def completions(self, request: Request) -> Response:
-        asked = await _read(request, CompletionRequest)
+        asked = await _document_of(request, CompletionRequest)
         if asked.echo and asked.stream:
             raise UserError("echo: got true with stream, expected one of the two")
         prompts = [self._service.tokens(prompt) for prompt in asked.prompts]
@@ -80,7 +81,7 @@ class ModelEndpoint:
         return await self._answered(request, asked, prompts, sampling, before)
 
     async def chat(self, request: Request) -> Response:
-        asked = await _read(request, ChatRequest)
+        asked = await _document_of(request, ChatRequest)
         messages = [{"role": m.role, "content": m.content} for m in asked.messages]
         tokens = await run_in_threadpool(self._service.chat_tokens, messages)
         room = self._service.context - len(tokens)
@@ -96,7 +97,7 @@ class ModelEndpoint:
         before: Sequence[str],
     ) -> Response:
         streams = [
-            text_stream(self._service.stream(tokens, sampling), asked.stops, self._service.ends) for tokens in prompts
+            text_stream(self._service.pieces(tokens, sampling), asked.stops, self._service.ends) for tokens in prompts
         ]
         answer = Answer(self._service.name, chat=isinstance(asked, ChatRequest))
         if asked.stream:
@@ -109,53 +110,46 @@ class ModelEndpoint:
         return _document(answer.whole(texts, finishes, usage))
 
 
-async def _whole(request: Request, streams: Sequence[Generator[TextPiece]]) -> list[list[TextPiece]]:
-    """All answers, unless the client hangs up before. PeerError where one fails."""
-    left = threading.Event()
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        left.set()
-
-    watching = asyncio.create_task(watch())
+async def _whole(request: Request, streams: Sequence[AsyncGenerator[TextPiece]]) -> list[list[TextPiece]]:
+    """All answers. PeerError where one fails, or the client hangs up before."""
+    reading, watching = asyncio.create_task(_side_by_side(streams)), asyncio.create_task(_hung_up(request))
     try:
-        return await run_in_threadpool(_side_by_side, streams, left)
+        await asyncio.wait((reading, watching), return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            return reading.result()
+        raise PeerError("the client hung up")
     finally:
+        reading.cancel()
         watching.cancel()
 
 
-def _side_by_side(streams: Sequence[Generator[TextPiece]], left: threading.Event) -> list[list[TextPiece]]:
-    """All streams read at the same time, to their ends or until the client has `left`."""
-    found: list[list[TextPiece]] = [[] for _ in streams]
-    failures: list[IsthmusError] = []
-
-    def read(number: int) -> None:
-        try:
-            for piece in streams[number]:
-                found[number].append(piece)
-                if left.is_set():
-                    streams[number].close()
-        except IsthmusError as e:
-            failures.append(e)
-
-    threads = [threading.Thread(target=read, args=(number,), daemon=True) for number in range(len(streams))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return found
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
-async def _events(answer: Answer, streams: Sequence[Generator[TextPiece]]) -> AsyncGenerator[bytes]:
+async def _side_by_side(streams: Sequence[AsyncGenerator[TextPiece]]) -> list[list[TextPiece]]:
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_read(stream)) for stream in streams]
+    except ExceptionGroup as e:
+        raise e.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _read(stream: AsyncGenerator[TextPiece]) -> list[TextPiece]:
+    async with aclosing(stream):
+        return [piece async for piece in stream]
+
+
+async def _events(answer: Answer, streams: Sequence[AsyncGenerator[TextPiece]]) -> AsyncGenerator[bytes]:
     """One prompt's answer after the other's: clients stream one."""
     try:
         for number, stream in enumerate(streams):
-            async for piece in iterate_in_threadpool(stream):
-                if piece.text or piece.finish:
-                    yield _event(answer.chunk(number, piece.text, piece.finish))
+            async with aclosing(stream):
+                async for piece in stream:
+                    if piece.text or piece.finish:
+                        yield _event(answer.chunk(number, piece.text, piece.finish))
     except IsthmusError as e:
         yield _event(refusal(str(e), "server_error"))
         return
@@ -170,7 +164,7 @@ def _document(document: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(document), status, media_type="application/json")
 
 
-async def _read(request: Request, kind: type[Wanted]) -> Wanted:
+async def _document_of(request: Request, kind: type[Wanted]) -> Wanted:
     """UserError for a document that is none, or too large."""
     body = bytearray()
     async for part in request.stream():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import closing
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import NamedTuple
 
 from isthmus.api.generation import Piece
@@ -18,11 +18,13 @@ class TextPiece(NamedTuple):
     """Why the answer ends with it; None where it goes on."""
 
 
-def text_stream(pieces: Generator[Piece], stops: Sequence[str], ends: Sequence[int]) -> Generator[TextPiece]:
+async def text_stream(
+    pieces: AsyncGenerator[Piece], stops: Sequence[str], ends: Sequence[int]
+) -> AsyncGenerator[TextPiece]:
     """`ends` are the tokens with which the model ends a text. What may be the beginning of a stop string waits."""
     held, waits = "", max((len(stop) - 1 for stop in stops), default=0)
-    with closing(pieces):  # an answer that is not read to its end is cancelled
-        for piece in pieces:
+    async with aclosing(pieces):  # an answer that is not read to its end is cancelled
+        async for piece in pieces:
             held += piece.text
             at = min((found for stop in stops if (found := held.find(stop)) >= 0), default=-1)
             if at >= 0:

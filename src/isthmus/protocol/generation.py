@@ -7,6 +7,9 @@
 A prompt that runs is one micro-batch: several are in flight at a time. Stages keep its keys and values. When a device
 is lost, another chain is planned, all stages are loaded anew under the next epoch, and each prompt starts again from
 its tokens so far: they fill the caches, and the next token is the one that would have followed.
+
+A prompt may itself end the devices that compute it. So prompts start again one after the other, each when the one
+before has its next token: the prompt that was tried when a second device is lost is refused.
 """
 
 from __future__ import annotations
@@ -248,6 +251,10 @@ class GenerationMachine(Machine[GenerationPhase, GenerationEvent, GenerationInst
         self._at_once = at_once
         self._running: dict[int, tuple[Prompt, list[int]]] = {}
         self._waiting: deque[Prompt] = deque()
+        self._restarts: deque[int] = deque()
+        """Prompts in flight when stages are loaded anew, which have not started again."""
+        self._tried: int | None = None
+        """The one of them that has started and has no token since."""
         self._retries = 0
 
     def _is_stale(self, event: GenerationEvent) -> bool:
@@ -302,11 +309,18 @@ class GenerationMachine(Machine[GenerationPhase, GenerationEvent, GenerationInst
         if not self._loaded.issuperset(self.chain):
             return []
         self._phase = "serving"
-        return [*(StartPrompt(prompt, tuple(made)) for prompt, made in self._running.values()), *self._admit()]
+        self._restarts, self._tried = deque(self._running), None
+        return self._admit()
 
     def _admit(self) -> list[GenerationInstruction]:
+        if self._phase != "serving" or self._tried is not None:
+            return []
+        if self._restarts:
+            self._tried = self._restarts.popleft()
+            prompt, made = self._running[self._tried]
+            return [StartPrompt(prompt, tuple(made))]
         found: list[GenerationInstruction] = []
-        while self._phase == "serving" and self._waiting and len(self._running) < self._at_once:
+        while self._waiting and len(self._running) < self._at_once:
             prompt = self._waiting.popleft()
             self._running[prompt.number] = (prompt, [])
             found.append(StartPrompt(prompt, ()))
@@ -318,13 +332,18 @@ class GenerationMachine(Machine[GenerationPhase, GenerationEvent, GenerationInst
             return []  # of one that was cancelled
         before.append(made.token)
         self._retries = 0
+        if made.prompt == self._tried:
+            self._tried = None
         deliver = DeliverToken(made.prompt, made.token, made.last)
-        return [deliver, *self._cancel(made.prompt)] if made.last else [deliver]
+        return [deliver, *(self._cancel(made.prompt) if made.last else self._admit())]
 
     def _cancel(self, number: int) -> list[GenerationInstruction]:
         self._waiting = deque(prompt for prompt in self._waiting if prompt.number != number)
         if self._running.pop(number, None) is None:
             return []
+        self._restarts = deque(other for other in self._restarts if other != number)
+        if self._tried == number:
+            self._tried = None
         return [ForgetPrompt(number), *self._admit()]
 
     def _lost(self, device: str, reason: str) -> list[GenerationInstruction]:
@@ -337,8 +356,17 @@ class GenerationMachine(Machine[GenerationPhase, GenerationEvent, GenerationInst
         if not self._usable:
             return self._end(f"no device is left: {device}: {reason}")
         self._phase = "planning"
+        refused = self._refuse_tried(device, reason)
         text = f"lost {device}: {reason}; {len(self._running)} requests go on with other devices"
-        return [ReportLoss(text), PlanChain(self._usable, self.epoch)]
+        return [ReportLoss(text), *refused, PlanChain(self._usable, self.epoch)]
+
+    def _refuse_tried(self, device: str, reason: str) -> list[GenerationInstruction]:
+        if (number := self._tried) is None:
+            return []
+        self._tried = None
+        del self._running[number]
+        text = f"a second device, {device}, was lost while the request's next token was computed: {reason}"
+        return [RefusePrompt(number, text)]
 
     def _again(self, device: str, reason: str) -> list[GenerationInstruction]:
         self._retries += 1

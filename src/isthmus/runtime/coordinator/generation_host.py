@@ -274,8 +274,12 @@ class GenerationHost:
                 self._ended = reason
 
     def _planned(self, wanted: PlanChain) -> ChainPlanned | NoChain:
+        there = {*self._devices, *self._session.offers()}
+        devices = [name for name in wanted.devices if name in there or self._session.starting(name)]
+        if not devices:
+            return NoChain(reason="no device is left", epoch=wanted.epoch)
         try:
-            self._chain = self._plan(wanted.devices)
+            self._chain = self._plan(devices)
         except IsthmusError as e:
             return NoChain(reason=str(e), epoch=wanted.epoch)
         self._note(f"stages on {' > '.join(self._chain.devices)}")

@@ -38,6 +38,7 @@ from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.message_sender import headers_of, start_heartbeats
+from isthmus.training.engine_operators import engine_operators
 from isthmus.training.generation import PromptCache, ServedStage, TokenChooser
 
 FORGOTTEN = 1024
@@ -91,6 +92,11 @@ class StageServer:
     def _load(self, order: ServeStage) -> None:
         self.close()
         torch.set_num_threads(order.threads)
+        here = engine_operators("torch")
+        if lacked := here.lacks(order.graph.schemas):
+            raise UserError(
+                f"operators: torch {here.torch} lacks {', '.join(lacked)} at the schema of the coordinator's"
+            )
         names = {op.target for op in order.graph.variables()}
         self._weights = {name: value for name, value in self._weights.items() if name in names}
         try:
