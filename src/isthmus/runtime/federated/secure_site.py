@@ -128,7 +128,9 @@ class SecureSiteExecutor(SiteExecutor):
                     case RevealShares(phase=phase, seeds=seeds, keys=keys):
                         of_seeds, of_keys = self._own_secrets.reveal(seeds, keys)
                         if seeds:
-                            of = f"the seeds of {', '.join(seeds)}" + (f", the keys of {', '.join(keys)}" if keys else "")
+                            of = f"the seeds of {', '.join(seeds)}" + (
+                                f", the keys of {', '.join(keys)}" if keys else ""
+                            )
                             self._left(phase, f"shares of {of}", 0, seeds)
                         self._report(SharesRevealed(phase=phase, seeds=tuple(of_seeds), keys=tuple(of_keys)))
                     case ForgetSecrets():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from isthmus.errors import PeerError, UserError
@@ -200,6 +200,10 @@ class FleetCoordinator:
     def computes(self) -> Mapping[str, EngineOperators]:
         """As `Backend`."""
         return self._presence.computes
+
+    def idle(self, like: Collection[str]) -> list[str]:
+        """As `Backend`."""
+        return self._presence.idle(like)
 
     @contextlib.contextmanager
     def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[Session]:
