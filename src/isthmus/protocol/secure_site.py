@@ -7,9 +7,9 @@ Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Lea
 believed: a site reveals of each peer one share, of its seed or of its key, and only once; and only if as many sites are
 in the sum as it takes to give back a secret. So nobody can take off both masks of one update.
 
-A round may be repeated. Two sums of it with different sites differ by the others' updates. So a site reveals shares for
-one set of sites in each pass of a round, in whatever attempt, also after a restart. A sum takes shares of more than half
-of its sites, so of the sums that differ each takes some that no other takes: no combination of them is one update.
+A round may be repeated. Two sums of it with different sites differ by the others' updates. So in each pass of a round a
+site reveals shares for one set of sites, whatever the attempt, also after a restart. A sum takes shares of more than
+half of its sites, so each of the sums that differ takes some that no other takes: no combination is one update.
 """
 
 from __future__ import annotations
@@ -132,12 +132,12 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
 
     transitions = SECURE_SITE
 
-    def __init__(self, site: str, share: float, revealed: Revealed = {}) -> None:
-        """More than `share` of a secret's shares give it back. `revealed` is of this run, before."""
+    def __init__(self, site: str, share: float, revealed: Revealed | None = None) -> None:
+        """More than `share` of a secret's shares give it back. `revealed` is of this run, before; None: nothing."""
         super().__init__()
         self._site = site
         self._share = share
-        self._revealed = dict(revealed)
+        self._revealed = dict(revealed or {})
         self._phase_id: PhaseId | None = None
         self._holders: frozenset[str] = frozenset()
         """Of this site's secrets: its neighbours and itself."""

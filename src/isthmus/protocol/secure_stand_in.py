@@ -47,7 +47,7 @@ class SimulatedSecrets:
     def __init__(self, site: str, rules: SecureRules, before: SimulatedSecrets | None = None) -> None:
         """`before` are those of the site's connection before this one."""
         self._site = site
-        self._machine = SecureSiteMachine(site, rules.share, {} if before is None else before._machine.revealed)
+        self._machine = SecureSiteMachine(site, rules.share, None if before is None else before._machine.revealed)
         self._client = 0
         self._sums: SumsSent | None = None
 
