@@ -83,8 +83,8 @@ def audit_run(
     """Compute the run again from the newest checkpoint before a step until the step, and compare.
 
     By default with the run's own plan, over processes of this machine; with `fleet` cut for that one; with `idle` cut
-    for devices that have nothing to do. UserError where the bits would not be the same, nothing was
-    kept to compare with, or no device is idle; Interrupted where it was to stop.
+    for devices that have nothing to do. UserError where the bits would not be the same, nothing was kept to compare
+    with, or no device is idle; Interrupted where it was to stop.
     """
     folder = RunFolder.existing(run)
     folder.check_kind(federated=False)

@@ -66,8 +66,11 @@ class SiteLog(LinesFile[SiteLogLine]):
 
     def revealed(self, run: str) -> dict[tuple[int, int], frozenset[str]]:
         """By round and pass of a run, from 0 on, the sites of the sum for which this one revealed shares."""
-        lines = (line for line in self.lines() if line.run == run and line.summed and line.round)
-        return {(line.round - 1, line.pass_ - 1): frozenset(line.summed) for line in lines if line.round}
+        found: dict[tuple[int, int], frozenset[str]] = {}
+        for line in self.lines():
+            if line.run == run and line.summed and line.round is not None:
+                found[line.round - 1, line.pass_ - 1] = frozenset(line.summed)
+        return found
 
     def open_request(self) -> SiteLogLine | None:
         """What was asked last, if it has no answer."""
