@@ -1,8 +1,8 @@
 """Keyed digests of tensors: a leaf for each tensor, and a node over leaves (BLAKE3).
 
-Gradients, of which only the device itself speaks, have leaves of XXH3-128, three times as fast. Whoever knows the key
-could find two tensors with one such digest. A device that lies need not: it reports the digest of what it should have
-computed, and is found by what it sends in the step after. A bit that flips is found by either hash.
+Gradients, of which only the device itself speaks, have leaves of XXH3-128, three times as fast. A device that knows the
+key could find two tensors with one such digest. A device that lies need not: it reports the digest of what it should
+have computed, and is found by what it sends in the step after. A bit that flips is found by either hash.
 """
 
 from __future__ import annotations
