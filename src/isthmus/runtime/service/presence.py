@@ -221,9 +221,11 @@ class Presence:
     def idle(self, like: Collection[str]) -> list[str]:
         """Devices that work for no run, of the hardware and engine that all of `like` are of."""
         with self._changed:
-            kinds = {(self._hardware.get(name), self._computes.get(name)) for name in like}
             free = self._machine.offers(sorted(self._machine.connected), run="")
-            return [d for d in free if {(self._hardware.get(d), self._computes.get(d))} == kinds]
+            return [device for device in free if all(self._are_alike(device, other) for other in like)]
+
+    def _are_alike(self, one: str, other: str) -> bool:
+        return all(known.get(one) == known.get(other) for known in (self._hardware, self._computes))
 
     # Waits and questions
 
