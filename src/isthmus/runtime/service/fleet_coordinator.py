@@ -402,7 +402,7 @@ class _FleetSession:
         return self._presence.offers((*self._call.devices, *self._call.others), self._call.run)
 
     def leaving(self) -> list[str]:
-        return self._service.leaving()
+        return [] if self._call.yields else self._service.leaving()  # each is said once, to the run that does not yield
 
     def linked(self, device: str, paths: Sequence[PeerPath]) -> None:
         self._presence.linked(device, self._call.run, paths)
