@@ -249,10 +249,10 @@ class WithIdle(ThreadCrew, frozen=True):
 
 
 def test_idle_devices_compute_steps_again(honest: Path) -> None:
-    crew = WithIdle(accelerators=defaultdict(lambda: "cpu"))
-    holders = DataHolders(crew.asks(Stop()), RunFolder(honest).job().data, (), heldout=False)
+    backend = WithIdle(accelerators=defaultdict(lambda: "cpu"))
+    holders = DataHolders(backend.asks(Stop()), RunFolder(honest).job().data, (), heldout=False)
     notes: list[str] = []
-    found = audit_run(honest, STEPS, note=notes.append, idle=IdleDevices(crew, holders))
+    found = audit_run(honest, STEPS, note=notes.append, idle=IdleDevices(backend, holders))
     assert found.holds and found.devices == ("d0", "d1", "d2")
     assert notes == ["computing steps 3 to 4 again from the checkpoint of step 2, on spare-0, spare-1"]
     assert "spare-0" in holders.described, "its data are compared with those of the run"
