@@ -26,6 +26,7 @@ EXTRAS = {
     "setproctitle": "train",
     "fsspec": "train",
     "blake3": "train",
+    "xxhash": "train",
     "dp_accounting": "privacy",
     "transformers": "hf",
     "tokenizers": "hf",

@@ -14,7 +14,7 @@ from isthmus.federated.approval import described, digest_of, refusal
 from isthmus.federated.local import LocalConfig
 from isthmus.federated.privacy import Privacy
 from isthmus.federated.robust import Aggregation
-from isthmus.federated.site_log import SiteLog
+from isthmus.federated.site_log import SiteLog, SiteLogLine
 from isthmus.federated.task_spec import Approval, TaskSpec
 from isthmus.models import ModelSpec
 from tests.runtime.commands import isthmus
@@ -82,7 +82,7 @@ def test_the_owners_word_is_written_down_and_counts_last(tmp_path: Path) -> None
     assert site_log.answer("second") is None
     assert isthmus("site", "no", "--state", tmp_path).code == 0
     assert (site_log.answer("first"), site_log.answer("second")) == (True, False)
-    site_log.note("sent", "clinics", "run", "the update", round_=1, size_bytes=800)
+    site_log.add(SiteLogLine(time_s=0.0, event="sent", job="clinics", run="run", text="the update", size_bytes=800))
     shown = isthmus("site", "log", "--state", tmp_path)
     assert shown.code == 0
     assert "by the owner" in shown.out

@@ -6,11 +6,13 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from isthmus.errors import PeerError
 from isthmus.federated.job import load_federated_job
 from isthmus.federated.site_log import SiteLog
 from isthmus.runtime.federated.site_run import SiteRun
@@ -68,15 +70,25 @@ def served(
     return job_file, run_over_sites(folder, job_file)
 
 
-def run_over_sites(folder: Path, job_file: Path) -> list[str]:
-    """To its end; what was said."""
-    port = free_port()
-    write_tickets(folder, NAMES, port)
-    with Forked({name: attend(folder, name) for name in NAMES}, folder / "logs") as sites:
+def run_over_sites(
+    folder: Path, job_file: Path, names: Sequence[str] = NAMES, *, run: str = "run", port: int = 0, joined: bool = False
+) -> list[str]:
+    """To its end; what was said. Sites that have `joined` know the port."""
+    port = port or free_port()
+    if not joined:
+        write_tickets(folder, NAMES, port)
+    with Forked({name: attend(folder, name, joined=joined) for name in names}, folder / "logs") as sites:
         said: list[str] = []
         fleet = Fleet(folder / "fleet", port=port)
-        site_run = SiteRun(load_federated_job(job_file), folder / "run", resume=False)
-        running = threading.Thread(target=lambda: site_run.run(fleet.service, said.append), daemon=True)
+        site_run = SiteRun(load_federated_job(job_file), folder / run, resume=False)
+
+        def go() -> None:
+            try:
+                site_run.run(fleet.service, said.append)
+            except PeerError as e:
+                said.append(str(e))
+
+        running = threading.Thread(target=go, daemon=True)
         running.start()
         sites.begin("")
         running.join(60)
@@ -107,6 +119,23 @@ def test_a_site_that_is_lost_while_it_trains_takes_its_masks_with_it(
     history = lines(tmp_path / "run")
     assert [sorted(by_site(line)) for line in history] == [["a", "b", "c"], ["a", "b"], ["a", "b"]], said
     assert torch.equal(model(tmp_path / "run"), recomputed(job_file, history, len(NAMES)))
+
+
+def test_a_round_that_is_repeated_after_a_restart_has_the_same_sites(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a coordinator that lost what it had of the run, but the name by which sites know it."""
+    monkeypatch.chdir(tmp_path)
+    job_file = edited(write_job(tmp_path, NAMES, rounds=1), ("[execution]", SECURE))
+    port = free_port()
+    run_over_sites(tmp_path, job_file, port=port)
+    assert [sorted(by_site(line)) for line in lines(tmp_path / "run")] == [list(NAMES)]
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "run").write_bytes((tmp_path / "run" / "run").read_bytes())
+    edited(job_file, ("wait =", "start = 2\nwait ="), ("[participation]", "[participation]\nattempts = 1"))
+    said = run_over_sites(tmp_path, job_file, NAMES[:2], run="again", port=port, joined=True)
+    assert any("its shares of a sum of this round, with other sites, are revealed" in line for line in said), said
+    assert not lines(tmp_path / "again")
 
 
 def test_sites_clip_and_add_their_noise_before_they_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,6 +301,20 @@ def test_a_process_that_ended_is_told_to_its_run_until_the_device_is_called_agai
     assert not machine.at_work("oslo", "run") and machine.failed("run") == {}
 
 
+def test_a_device_at_work_for_a_run_that_yields_is_called_away_from_it() -> None:
+    machine = fleet("oslo", "tokyo")
+    machine.handle(RunOpened(run="run", devices=("oslo",), others=("tokyo",)), 0.0)
+    assert machine.offers(("oslo", "tokyo"), run="") == ["tokyo"], "without work"
+    assert machine.handle(RunOpened(run="audit", devices=("oslo", "tokyo"), yields=True), 0.0) == [
+        StartWorker("tokyo", 2, "audit")
+    ]
+    assert machine.offers(("oslo", "tokyo"), run="") == []
+    assert machine.offers(("oslo", "tokyo"), "run") == ["tokyo"]
+    assert machine.handle(DeviceCalled(device="tokyo", run="run"), 0.0) == [StartWorker("tokyo", 2, "run")]
+    assert not machine.at_work("tokyo", "audit")
+    assert machine.handle(DeviceCalled(device="tokyo", run="audit"), 0.0) == []
+
+
 def test_a_device_that_drains_is_not_called_to_its_run_again() -> None:
     machine = fleet("oslo")
     machine.handle(RunOpened(run="run", devices=("oslo",)), 0.0)

@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from isthmus.api import audit, background_audits
-from isthmus.api.audit import audit_run, check_can_audit
+from isthmus.api.audit import Audited, IdleDevices, audit_run, check_can_audit
 from isthmus.api.background_audits import BackgroundAudits
 from isthmus.api.folder import RunFolder
 from isthmus.cli import main
@@ -26,8 +26,9 @@ from isthmus.errors import Interrupted, UserError
 from isthmus.experiments import RunOptions, Watcher, run_plan
 from isthmus.fleet import dump_fleet
 from isthmus.job import Job, Prepared, keep_prepared, prepare, prepared_again
-from isthmus.protocol.fingerprints import StepFingerprint
+from isthmus.protocol.fingerprints import StepFinding, StepFingerprint
 from isthmus.run_files import FINGERPRINTS
+from isthmus.runtime.coordinator.data_holders import DataHolders
 from isthmus.runtime.coordinator.fingerprint_log import FingerprintLog, read_fingerprints
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.messages.assignment import Fingerprinting
@@ -237,6 +238,55 @@ def test_audits_in_the_background_are_drawn_one_at_a_time(tmp_path: Path, monkey
     assert after("echo error: no data; exit 2", 1.0, [2], waits=True) == ["audit: no data"]
     assert after("echo step $1: fine", 0.0, [2, 4], waits=True) == []
     assert after("exec sleep 600", 1.0, [2, 4], waits=False) == [], "it is ended with the run"
+
+
+class WithIdle(ThreadCrew, frozen=True):
+    """Two devices have nothing to do; they may be of no plan."""
+
+    def idle(self, like: Collection[str]) -> list[str]:
+        assert set(like) == {"d0", "d1", "d2"}
+        return ["spare-0", "spare-1"]
+
+
+def test_idle_devices_compute_steps_again(honest: Path) -> None:
+    backend = WithIdle(accelerators=defaultdict(lambda: "cpu"))
+    holders = DataHolders(backend.asks(Stop()), RunFolder(honest).job().data, (), heldout=False)
+    notes: list[str] = []
+    found = audit_run(honest, STEPS, note=notes.append, idle=IdleDevices(backend, holders))
+    assert found.holds and found.devices == ("d0", "d1", "d2")
+    assert notes == ["computing steps 3 to 4 again from the checkpoint of step 2, on spare-0, spare-1"]
+    assert "spare-0" in holders.described, "its data are compared with those of the run"
+    with pytest.raises(UserError, match="no device is idle"):
+        audit_run(honest, STEPS, idle=IdleDevices(threads(), holders))
+
+
+def test_audits_on_idle_devices_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine computes again what they could not, or found wrong: one of them may be the one that is wrong."""
+    monkeypatch.setattr(background_audits, "audit_command", lambda run, step: ("echo", f"step {step}: here"))
+    fine = Audited(run="", step=2, after=0, compared=5, devices=("a",), missing=())
+    finding = StepFinding(workers=("a",), nodes=("gradients",))
+    wrong = msgspec.structs.replace(fine, wrong_step=2, findings=(finding,))
+
+    def said(found: Audited | UserError) -> list[str]:
+        notes: list[str] = []
+
+        def elsewhere(step: int, note: Callable[[str], None], stop: Stop) -> Audited:
+            if isinstance(found, UserError):
+                raise found
+            return found
+
+        with BackgroundAudits(tmp_path, 1.0, notes.append, elsewhere) as audits:
+            audits.saved(2)
+            assert audits.working is not None
+            audits.working.join(60)
+        return notes
+
+    assert said(fine) == ["audit: steps 1 to 2: as computed again, 5 digests of a"]
+    assert said(wrong) == ["audit: step 2: a computed wrong: gradients", "audit: step 2: here"]
+    assert said(UserError("audit: no device is idle")) == [
+        "audit: no device is idle: on this machine",
+        "audit: step 2: here",
+    ]
 
 
 def test_steps_under_different_plans_are_compared_one_after_the_other(honest: Path, tmp_path: Path) -> None:

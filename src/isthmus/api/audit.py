@@ -13,7 +13,7 @@ from isthmus.api.folder import RunFolder
 from isthmus.api.given import is_given
 from isthmus.documents import numbered
 from isthmus.errors import UserError
-from isthmus.fleet import Fleet
+from isthmus.fleet import Fleet, Link, Links
 from isthmus.graph import StageGraph
 from isthmus.graph.boundaries import watched_name, watched_node, with_boundaries
 from isthmus.job import Job, PlanConfig, Prepared, fleet_of, kept_prepared, prepare
@@ -21,16 +21,19 @@ from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan
 from isthmus.plans.worker_ids import device_of
 from isthmus.protocol.fingerprints import GRADIENTS, STATE, Reports, StepFinding, judge
-from isthmus.runtime.coordinator.backend import LocalBackend, local_places
+from isthmus.runtime.coordinator.backend import Backend, LocalBackend, local_places
+from isthmus.runtime.coordinator.data_holders import DataHolders
 from isthmus.runtime.coordinator.fingerprint_log import Fingerprinted, read_fingerprints
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
-from isthmus.runtime.coordinator.stages import StagePair, stage_pairs
+from isthmus.runtime.coordinator.stages import StagePair, readers, stage_pairs
 from isthmus.runtime.messages.assignment import Fingerprinting
 from isthmus.runtime.processes.signals import Stop
 from isthmus.training.checkpoint import checkpoint_before
 from isthmus.training.digests import fold
 from isthmus.training.snapshot import part_of
 
+LATENCY_S, BYTES_PER_S = 0.01, 12.5e6
+"""Of links between idle devices, as no plan of an audit need be the best."""
 Leaves = dict[str, dict[str, str]]
 """By node, its leaves."""
 
@@ -75,11 +78,13 @@ def audit_run(
     fleet: str | None = None,
     note: Callable[[str], None] = lambda _: None,
     stop: Stop | None = None,
+    idle: IdleDevices | None = None,
 ) -> Audited:
     """Compute the run again from the newest checkpoint before a step until the step, and compare.
 
-    By default with the run's own plan, over processes of this machine; with `fleet` cut for that one. UserError where
-    the bits would not be the same, or nothing was kept to compare with; Interrupted where it was to stop.
+    By default with the run's own plan, over processes of this machine; with `fleet` cut for that one; with `idle` cut
+    for devices that have nothing to do. UserError where the bits would not be the same, nothing was kept to compare
+    with, or no device is idle; Interrupted where it was to stop.
     """
     folder = RunFolder.existing(run)
     folder.check_kind(federated=False)
@@ -104,12 +109,15 @@ def audit_run(
         cut_job = job.cut_into(plan.micro_batches)
         check_can_audit(cut_job, plan, folder.fleet(), after)
         prepared = kept_prepared(cut_job, folder.captured) or prepare(cut_job)
-        if fleet is not None or len(periods) > 1:
+        others = None if fleet is None else fleet_of(msgspec.structs.replace(job, fleet=fleet, devices=None))
+        if idle is not None:
+            others = idle.of(folder.fleet(), plan)
+        if others is not None or len(periods) > 1:
             check_any_cut(prepared, plan)
-        again = _own_cut(prepared, plan, folder.fleet()) if fleet is None else _other_cut(prepared, plan, fleet)
+        again = _own_cut(prepared, plan, folder.fleet()) if others is None else _other_cut(prepared, plan, others)
         where = "the beginning" if checkpoint is None else f"the checkpoint of step {after}"
         note(f"computing {_steps(after, last)} again from {where}, on {', '.join(again.plan.used)}")
-        found = _judged(found, period, _computed(again, checkpoint, key, last, stop or Stop()))
+        found = _judged(found, period, _computed(again, checkpoint, key, last, stop or Stop(), idle))
         if not found.holds:
             break
     return found
@@ -128,8 +136,32 @@ def _periods(kept: Mapping[int, Fingerprinted]) -> list[dict[int, Fingerprinted]
     return found
 
 
-def _computed(again: _Again, checkpoint: Path | None, key: bytes, until: int, stop: Stop) -> dict[int, Reports]:
+class IdleDevices(NamedTuple):
+    """Where devices are that have nothing to do, and who has the run's data."""
+
+    backend: Backend
+    holders: DataHolders
+
+    def of(self, fleet: Fleet, plan: Plan) -> Fleet:
+        """Some that compute as the plan's devices do, in the fleet or not. UserError where there are none."""
+        found = self.backend.idle(plan.used)
+        if not found:
+            raise UserError("audit: no device is idle that is of the hardware of those in the plan")
+        like = min((fleet.device(name) for name in plan.used), key=lambda device: device.memory_bytes)
+        devices = tuple(msgspec.structs.replace(like, name=name) for name in found[: len(plan.used)])
+        return Fleet(name="idle devices", devices=devices, links=Links(default=Link(LATENCY_S, BYTES_PER_S)))
+
+
+def _computed(
+    again: _Again, checkpoint: Path | None, key: bytes, until: int, stop: Stop, idle: IdleDevices | None
+) -> dict[int, Reports]:
     """What should have been reported of each step until this one."""
+    backend: Backend = LocalBackend(places=local_places("cpu", again.fleet.names))
+    prepared, holders = again.prepared, None
+    if idle is not None:
+        backend, holders = idle
+        prepared = msgspec.structs.replace(prepared, computes=backend.computes)
+        holders.ask(readers(again.plan, prepared.captured, evaluates=False))  # other data have other bits
     with tempfile.TemporaryDirectory() as temporary:
         options = RunOptions(
             emulate=False,
@@ -137,9 +169,11 @@ def _computed(again: _Again, checkpoint: Path | None, key: bytes, until: int, st
             fingerprints=Fingerprinting(key=key, leaves=True),
             until=until,
             stop=stop,
-            backend=LocalBackend(places=local_places("cpu", again.fleet.names)),
+            backend=backend,
+            holders=holders,
+            yields=True,
         )
-        outcome = run_plan(again.prepared, again.plan, again.fleet, Path(temporary), options, Watcher())
+        outcome = run_plan(prepared, again.plan, again.fleet, Path(temporary), options, Watcher())
         check_outcome(outcome)
         stop.check()
         return {n: again.expected(one) for n, one in read_fingerprints(Path(temporary)).items()}
@@ -192,11 +226,9 @@ def _own_cut(prepared: Prepared, plan: Plan, fleet: Fleet) -> _Again:
     return _Again(prepared, plan, fleet, expected)
 
 
-def _other_cut(prepared: Prepared, plan: Plan, name: str) -> _Again:
+def _other_cut(prepared: Prepared, plan: Plan, fleet: Fleet) -> _Again:
     job = msgspec.structs.replace(
         prepared.job,
-        fleet=name,
-        devices=None,
         planner="even",
         schedule="1f1b",
         plan=PlanConfig(),
@@ -205,7 +237,7 @@ def _other_cut(prepared: Prepared, plan: Plan, name: str) -> _Again:
             prepared.job.runtime, changes=(), snapshots=False, device="cpu", engine="torch"
         ),
     )
-    fleet, pairs = fleet_of(job), stage_pairs(plan, prepared.captured, clips=False)
+    pairs = stage_pairs(plan, prepared.captured, clips=False)
     watched = with_boundaries(prepared.flow, [pair.train for pair in pairs])
     captured = msgspec.structs.replace(prepared.captured, train=watched)
     other = msgspec.structs.replace(prepared, job=job, captured=captured)

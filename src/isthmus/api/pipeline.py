@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from isthmus.api.audit import Audited, IdleDevices, audit_run
 from isthmus.api.background_audits import BackgroundAudits
 from isthmus.api.decoupled import run_decoupled
 from isthmus.api.folder import RunFolder
@@ -170,7 +171,15 @@ def _carry_out(planned: _Planned, start: _Start, session: RunSession, observer: 
     prepared, plan, fleet = planned.prepared, planned.plan, planned.fleet
     folder, callbacks, uploads = session
     watch = Watch(prepared, plan, folder, observer, callbacks, uploads)
-    audits = BackgroundAudits(folder.path, prepared.job.runtime.audit, observer.note)
+    idle = IdleDevices(planned.backend, planned.holders)
+
+    def on_idle_devices(step: int, note: Callable[[str], None], stop: Stop) -> Audited:
+        return audit_run(folder.path, step, note=note, stop=stop, idle=idle)
+
+    # Devices with data of their own cannot stand for each other.
+    elsewhere = planned.backend.survives_coordinator and not prepared.job.plan.feeders
+    share = prepared.job.runtime.audit
+    audits = BackgroundAudits(folder.path, share, observer.note, on_idle_devices if elsewhere else None)
 
     def saved(step: int, directory: Path) -> None:
         watch.saved(step, directory)

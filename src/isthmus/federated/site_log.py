@@ -33,8 +33,12 @@ class SiteLogLine(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of what the owner is asked, of which this is the question or the answer; empty where rules decide."""
     round: int | None = None
     """From 1 on, of what was sent."""
+    pass_: int = msgspec.field(default=1, name="pass")
+    """Of that round, from 1 on."""
     size_bytes: int = 0
     """Of the values that were sent."""
+    summed: tuple[str, ...] = ()
+    """Of shares that were revealed: the sites whose updates are in the sum."""
 
 
 class SiteLog(LinesFile[SiteLogLine]):
@@ -51,26 +55,22 @@ class SiteLog(LinesFile[SiteLogLine]):
         text: str,
         *,
         request: str = "",
-        round_: int | None = None,
-        size_bytes: int = 0,
     ) -> None:
-        """Add a line of now. UserError when it cannot be written."""
-        line = SiteLogLine(
-            time_s=time.time(),
-            event=event,
-            job=job,
-            run=run,
-            text=text,
-            request=request,
-            round=round_,
-            size_bytes=size_bytes,
-        )
-        self.add(line)
+        """Add a question or an answer of now. UserError when it cannot be written."""
+        self.add(SiteLogLine(time_s=time.time(), event=event, job=job, run=run, text=text, request=request))
 
     def answer(self, request: str) -> bool | None:
         """The last answer to a request; None where there is none."""
         answers = [line for line in self.lines() if line.request == request and line.event in ("allowed", "refused")]
         return answers[-1].event == "allowed" if answers else None
+
+    def revealed(self, run: str) -> dict[tuple[int, int], frozenset[str]]:
+        """By round and pass of a run, from 0 on, the sites of the sum for which this one revealed shares."""
+        found: dict[tuple[int, int], frozenset[str]] = {}
+        for line in self.lines():
+            if line.run == run and line.summed and line.round is not None:
+                found[line.round - 1, line.pass_ - 1] = frozenset(line.summed)
+        return found
 
     def open_request(self) -> SiteLogLine | None:
         """What was asked last, if it has no answer."""

@@ -161,8 +161,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     fingerprints: bool = False
     """Keep a keyed hash of what each device sends, receives and computes in every step: `isthmus audit` compares."""
     audit: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Share of the steps that are computed again while the run works, on the coordinator's machine: drawn at each
-    checkpoint, for the steps since the one before. Above 0 it implies `fingerprints`."""
+    """Share of the steps that are computed again while the run works, on idle devices of the fleet, or else on the
+    coordinator's machine: drawn at each checkpoint, for the steps since the one before. Above 0 it implies
+    `fingerprints`."""
     snapshots: bool = True
     """Keep the state in the devices' memory from time to time, with a copy on another device: what a run goes on from
     when one is lost."""

@@ -129,7 +129,7 @@ class FleetMembership:
 
     def offers(self, devices: Iterable[str], run: str) -> list[str]:
         """Those of them that could be called to the run: they are connected, were not asked to leave it, and work for
-        no run that goes on."""
+        no run that goes on, or one that yields. Without a run: those that work for none."""
         here = [d for d in devices if self._is_here(d) and not self.leaves(d, run)]
         return [d for d in here if not self.at_work(d, run) and self._is_free(d, run)]
 
@@ -281,9 +281,11 @@ class FleetMembership:
         self._out += member.handle(DeviceCalled(device=device, run=run))
 
     def _is_free(self, device: str, run: str) -> bool:
-        """Whether the device works for no other run that goes on."""
+        """Whether the device works for no other run that goes on, or for one that yields to this run."""
         member = self._members.get(device)
-        return member is not None and (member.run == run or member.run not in self._runs)
+        if member is None or member.run in ("", run):
+            return member is not None
+        return (other := self._runs.get(member.run)) is None or (other.opened.yields and bool(run))
 
     def _admit_worker(self, event: WorkerConnected, now_s: float) -> None:
         device, run = event.device, event.run

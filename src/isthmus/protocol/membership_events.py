@@ -101,6 +101,8 @@ class RunOpened(msgspec.Struct, frozen=True, kw_only=True):
     """They may be called later."""
     long_lived: bool = False
     """Whether its devices are called whenever they connect."""
+    yields: bool = False
+    """Whether a device that another run calls leaves this one."""
 
 
 class RunExpected(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,11 +6,15 @@
 Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, 2017. The coordinator is not
 believed: a site reveals of each peer one share, of its seed or of its key, and only once; and only if as many sites are
 in the sum as it takes to give back a secret. So nobody can take off both masks of one update.
+
+A round may be repeated. Two sums of it with different sites differ by the others' updates. So in each pass of a round a
+site reveals shares for one set of sites, whatever the attempt, also after a restart. A sum takes shares of more than
+half of its sites, so each of the sums that differ takes some that no other takes: no combination is one update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import msgspec
@@ -72,10 +76,13 @@ class SendRefusal(msgspec.Struct, frozen=True):
     """Say that there is no update of this phase."""
 
     phase: PhaseId
+    reason: str = ""
+    """Empty: as training said."""
 
 
 class RevealShares(msgspec.Struct, frozen=True):
-    """Send the shares of these sites' seeds, and of those sites' mask keys."""
+    """Send the shares of these sites' seeds, and of those sites' mask keys; of none where another sum of the round had
+    them."""
 
     phase: PhaseId
     seeds: tuple[str, ...]
@@ -95,6 +102,8 @@ class Distrust(msgspec.Struct, frozen=True):
 SecureSiteInstruction = (
     MakeKeys | DealShares | OpenShares | MaskUpdate | SendRefusal | RevealShares | ForgetSecrets | Distrust
 )
+Revealed = Mapping[tuple[int, int], frozenset[str]]
+"""By round and pass, the sites of the sum for which shares were revealed."""
 SecureSitePhase = Literal["idle", "keyed", "dealt", "ready", "masked", "stopped"]
 
 _OVER = {PhaseOpened: "keyed", PhaseDropped: "idle", UpdateRefused: "idle", Halt: "stopped"}
@@ -110,7 +119,7 @@ SECURE_SITE = Transitions(
             UnmaskAsked: "idle",
             UpdateReady: "idle",
         },
-        "keyed": {**_OVER, KeysListed: "dealt stopped", UpdateReady: "keyed idle"},
+        "keyed": {**_OVER, KeysListed: "dealt idle stopped", UpdateReady: "keyed idle"},
         "dealt": {**_OVER, SharesDelivered: "ready masked stopped", UpdateReady: "dealt idle"},
         "ready": {**_OVER, UpdateReady: "masked idle"},
         "masked": {**_OVER, UnmaskAsked: "idle stopped"},
@@ -123,17 +132,23 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
 
     transitions = SECURE_SITE
 
-    def __init__(self, site: str, share: float) -> None:
-        """More than `share` of a secret's shares give it back."""
+    def __init__(self, site: str, share: float, revealed: Revealed | None = None) -> None:
+        """More than `share` of a secret's shares give it back. `revealed` is of this run, before; None: nothing."""
         super().__init__()
         self._site = site
         self._share = share
+        self._revealed = dict(revealed or {})
         self._phase_id: PhaseId | None = None
         self._holders: frozenset[str] = frozenset()
         """Of this site's secrets: its neighbours and itself."""
         self._owners: frozenset[str] = frozenset()
         """With whom it masks: neighbours whose shares it holds."""
         self._update: UpdateReady | None = None
+
+    @property
+    def revealed(self) -> Revealed:
+        """For the machine of the next connection."""
+        return self._revealed
 
     def _is_stale(self, event: SecureSiteEvent) -> bool:
         return not isinstance(event, Halt | PhaseOpened) and event.phase != self._phase_id
@@ -171,7 +186,11 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
             return self._distrust("listed one site's keys twice")
         if len(names) + 1 < LEAST_SUMMED:
             return self._distrust(f"listed {len(names) + 1} sites, expected at least {LEAST_SUMMED}")
-        self._holders, self._phase = frozenset(names | {self._site}), "dealt"
+        self._holders = frozenset(names | {self._site})
+        if self._revealed.get((phase.round, phase.number), self._holders) != self._holders:
+            why = "its shares of a sum of this round, with other sites, are revealed: two sums would tell too much"
+            return [SendRefusal(phase, why), *self._forget("idle")]
+        self._phase = "dealt"
         return [DealShares(phase, peers, threshold_of(len(self._holders), self._share))]
 
     def _on_shares(self, phase: PhaseId, shares: tuple[SealedShare, ...]) -> list[SecureSiteInstruction]:
@@ -206,6 +225,8 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
             return self._distrust("asked for shares of both kinds, or not of every neighbour")
         if len(wanted) < max(LEAST_SUMMED, threshold_of(len(self._holders), self._share)):
             return self._distrust(f"asked to unmask a sum with {len(wanted)} neighbours: too few")
+        if self._revealed.setdefault((phase.round, phase.number), wanted) != wanted:
+            return [RevealShares(phase, (), ()), *self._forget("idle")]
         return [RevealShares(phase, tuple(sorted(wanted)), tuple(sorted(gone))), *self._forget("idle")]
 
     def _distrust(self, reason: str) -> list[SecureSiteInstruction]:

@@ -189,11 +189,13 @@ def _clients(numbers: Sequence[int]) -> str:
 class _SimulatedExecutor:
     """An executor's machine, and what it has still to do: one thing after another, as an executor's process does."""
 
-    def __init__(self, number: int, name: str, clients_per_vmap: int, secure: SecureRules | None) -> None:
+    def __init__(
+        self, number: int, name: str, clients_per_vmap: int, secure: SecureRules | None, before: SimulatedSecrets | None
+    ) -> None:
         self.number = number
         self.name = name
         self.machine = ExecutorMachine(clients_per_vmap)
-        self.secrets = None if secure is None else SimulatedSecrets(name, secure)
+        self.secrets = None if secure is None else SimulatedSecrets(name, secure, before)
         self.due: deque[TrainTasks | SumsSent] = deque()
         self.trains = self.gone = False
 
@@ -267,7 +269,8 @@ class _RoundsSimulation:
     def _join(self, name: str) -> None:
         number, sites = self._numbers[name], self._costs.sites
         secure = self._machine.coordinator.rules.secure
-        self._executors[name] = _SimulatedExecutor(number, name, self._costs.clients_per_vmap, secure)
+        before = self._executors[name].secrets if name in self._executors else None
+        self._executors[name] = _SimulatedExecutor(number, name, self._costs.clients_per_vmap, secure, before)
         self._decide(ExecutorConnected(executor=name))
         self._decide(FromDevice(name, ExecutorJoined(samples=sites[number] if sites else None)))
 

@@ -1,4 +1,9 @@
-"""Keyed digests of tensors (BLAKE3): a leaf for each tensor, and a node over leaves."""
+"""Keyed digests of tensors: a leaf for each tensor, and a node over leaves (BLAKE3).
+
+Gradients, of which only the device itself speaks, have leaves of XXH3-128, three times as fast. A device that knows the
+key could find two tensors with one such digest. A device that lies need not: it reports the digest of what it should
+have computed, and is found by what it sends in the step after. A bit that flips is found by either hash.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from collections.abc import Mapping
 import msgspec
 from blake3 import blake3
 from torch import Tensor
+from xxhash import xxh3_128
 
 from isthmus.training.layout import bytes_of
 
@@ -19,10 +25,23 @@ def leaf(key: bytes, value: Tensor | float) -> str:
     """Of a tensor on the host, its type, its shape and its elements in the order of their indices; or of a number."""
     if not isinstance(value, Tensor):
         return blake3(struct.pack("<d", value), key=key).hexdigest(length=DIGEST_BYTES)
+    return blake3(_form(value), key=key).update(_elements(value)).hexdigest(length=DIGEST_BYTES)
+
+
+def quick_leaf(key: bytes, value: Tensor) -> str:
+    """As `leaf`, where nobody gains by two tensors with one digest."""
+    made = xxh3_128(_form(value), seed=int.from_bytes(key[:8], "little"))
+    made.update(_elements(value))
+    return made.hexdigest()
+
+
+def _form(value: Tensor) -> bytes:
+    return f"{value.dtype} {tuple(value.shape)} ".encode()
+
+
+def _elements(value: Tensor) -> memoryview:
     dense = value.detach().to_dense() if value.is_sparse else value.detach()
-    flat = dense.contiguous().resolve_conj().resolve_neg().view(-1)
-    made = blake3(f"{value.dtype} {tuple(value.shape)} ".encode(), key=key)
-    return made.update(bytes_of(flat)).hexdigest(length=DIGEST_BYTES)
+    return bytes_of(dense.contiguous().resolve_conj().resolve_neg().view(-1))
 
 
 def fold(key: bytes, leaves: Mapping[str, str]) -> str:

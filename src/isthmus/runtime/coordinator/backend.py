@@ -41,6 +41,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Where what devices write to standard error goes, as far as it is written on this machine."""
     stages: Mapping[str, int] = {}
     """By device that may get several at once: how many."""
+    yields: bool = False
+    """A device that another run calls leaves this one."""
     stop: Stop = msgspec.field(default_factory=Stop)
     """Devices are waited for no longer."""
 
@@ -142,6 +144,11 @@ class Backend(Protocol):
         """What devices said of their engines; those that are not named have this installation's."""
         ...
 
+    def idle(self, like: Collection[str]) -> list[str]:
+        """Devices that are here, work for no run, and are of the hardware and engine that all of `like` are of, so that
+        they compute the same bits."""
+        ...
+
     def at_work(self, call: RunRequest, acceptor: Acceptor) -> AbstractContextManager[Session]:
         """While inside, the devices of the call connect to the acceptor, each on a connection of its own."""
         ...
@@ -175,6 +182,9 @@ class LocalBackend(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def computes(self) -> Mapping[str, EngineOperators]:
         return {}
+
+    def idle(self, like: Collection[str]) -> list[str]:
+        return []  # a process is started for each when there is work
 
     @contextlib.contextmanager
     def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[Session]:

@@ -85,6 +85,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How an audit has steps fingerprinted; None: as the job says."""
     until: int | None = None
     """The step to end after, and evaluate nothing; None: as the job says."""
+    yields: bool = False
+    """A device that another run calls leaves this one."""
     replan: Callable[[Fleet], Plan] | None = None
     """Plans for the devices that are left, or that came. None: the run ends when a device is lost."""
 
@@ -368,6 +370,7 @@ def run_plan(
         threads=job.runtime.threads,
         logs=folder / "logs",
         stages=stages,
+        yields=options.yields,
         stop=options.stop,
     )
     with options.backend.at_work(call, host.acceptor) as work:

@@ -17,7 +17,7 @@ from isthmus.protocol.fingerprints import GRADIENTS, STATE, SUMMANDS, StepFinger
 from isthmus.protocol.run_messages import Arrived
 from isthmus.protocol.work import Item
 from isthmus.runtime.messages.assignment import Fingerprinting
-from isthmus.training.digests import fold, leaf
+from isthmus.training.digests import fold, leaf, quick_leaf
 
 Leaves = dict[str, dict[str, str]]
 """By node, the digests of its leaves."""
@@ -120,7 +120,11 @@ class Fingerprinter:
             self._end(of, settings)
             return
         leaves = self._by_item.setdefault(of, {}) if of >= 0 else self._by_step.setdefault(-1 - of, {})
-        leaves.setdefault(node, {})[name] = leaf(settings.key, value)
+        if node == GRADIENTS and isinstance(value, Tensor):
+            digest = quick_leaf(settings.key, value)
+        else:
+            digest = leaf(settings.key, value)
+        leaves.setdefault(node, {})[name] = digest
 
     def _end(self, item: Item, settings: Fingerprinting) -> None:
         nodes = self._by_item.pop(item.index, {})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from isthmus.errors import PeerError, UserError
 from isthmus.federated.secure.masks import WEIGHTS, Vector, joined, parted
@@ -15,6 +17,7 @@ from isthmus.protocol.federated_messages import (
     ExecutorOrder,
     PhaseDropped,
     PhaseOpened,
+    RefusedUpdate,
     SumsSent,
     UpdateRefused,
 )
@@ -63,7 +66,7 @@ class SecureSiteExecutor(SiteExecutor):
         """`noise` is added to an update before it is masked."""
         super().__init__(site, link)
         self._name, self._signer, self._noise = link.name, signer, noise
-        self._secure = SecureSiteMachine(link.name, rules.share)
+        self._secure = SecureSiteMachine(link.name, rules.share, link.revealed)
         self._stepping = threading.Lock()
         self._secrets: SiteSecrets | None = None
         self._sums: SumsSent | None = None
@@ -71,9 +74,12 @@ class SecureSiteExecutor(SiteExecutor):
         self._vector: Vector | None = None
         """The update, before it is masked."""
         self._sizes: dict[str, int] = {}
+        self._client = 0
 
     def _on_order(self, order: ExecutorOrder | SecureOrder) -> None:
         super()._on_order(order)
+        if isinstance(order, PhaseOpened) and order.tasks:
+            self._client = order.tasks[0].client
         match order:
             case PhaseOpened() | KeysListed() | SharesDelivered() | UnmaskAsked() | PhaseDropped() | UpdateRefused():
                 self._step(order)
@@ -114,12 +120,18 @@ class SecureSiteExecutor(SiteExecutor):
                         self._own_secrets.open(shares)
                     case MaskUpdate(peers=peers):
                         self._send_masked(peers)
-                    case SendRefusal():
+                    case SendRefusal(reason=""):
                         self._send_values()
+                    case SendRefusal(phase=phase, reason=reason):
+                        refused = (RefusedUpdate(self._client, reason),)
+                        self._put_sums(SumsSent(phase=phase, timed=(), refused=refused), {})
                     case RevealShares(phase=phase, seeds=seeds, keys=keys):
                         of_seeds, of_keys = self._own_secrets.reveal(seeds, keys)
-                        what = f"shares of the seeds of {', '.join(seeds)}"
-                        self._left(phase, what + (f" and of the keys of {', '.join(keys)}" if keys else ""), 0)
+                        if seeds:
+                            of = f"the seeds of {', '.join(seeds)}" + (
+                                f", the keys of {', '.join(keys)}" if keys else ""
+                            )
+                            self._left(phase, f"shares of {of}", 0, seeds)
                         self._report(SharesRevealed(phase=phase, seeds=tuple(of_seeds), keys=tuple(of_keys)))
                     case ForgetSecrets():
                         self._secrets = self._vector = None
@@ -140,12 +152,14 @@ class SecureSiteExecutor(SiteExecutor):
         devices = (f"{peer} ({self._own_secrets.devices[peer][:8]})" for peer in peers)
         noise = "" if self._noise is None else ", with noise"
         assert self._sums is not None, "the client was trained"
-        self._left(self._sums.phase, f"the update{noise}, masked with {', '.join(devices)}", self._vector.nbytes)
+        self._left(self._sums.phase, f"the update{noise}, masked with {', '.join(devices)}", self._vector.nbytes, ())
         self._send_values(self._vector)
 
     def _send_values(self, vector: Vector | None = None) -> None:
         assert self._sums is not None, "the client was trained"
-        tensors = {} if vector is None else parted(vector, self._sizes)
-        message = FromExecutor(run=self._run, body=self._sums, values=MaskedValues(), tensors=headers_of(tensors))
-        self._sender.put(message, list(tensors.values()))
+        self._put_sums(self._sums, {} if vector is None else parted(vector, self._sizes))
         self._sender.flush()  # the vector's memory goes
+
+    def _put_sums(self, sums: SumsSent, tensors: Mapping[str, Tensor]) -> None:
+        message = FromExecutor(run=self._run, body=sums, values=MaskedValues(), tensors=headers_of(tensors))
+        self._sender.put(message, list(tensors.values()))

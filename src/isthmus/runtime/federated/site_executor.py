@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from isthmus.errors import UserError
 from isthmus.federated.site import Site
 from isthmus.protocol.federated_messages import ExecutorOrder, PhaseDropped, PhaseId, SumsSent, UpdateRefused
 from isthmus.protocol.secure_messages import SecureOrder
+from isthmus.protocol.secure_site import Revealed
 from isthmus.runtime.federated.executor import Executor
 from isthmus.runtime.messages.federated import FromExecutor, SiteValues
 from isthmus.runtime.transport.channel import SocketChannel
@@ -26,8 +27,11 @@ class SiteLink:
     sender: MessageSender
     timeout_s: float
     log: Callable[[str], None]
-    left: Callable[[PhaseId, str, int], None] = lambda phase, what, size_bytes: None
-    """Called before anything of the site's data leaves it: in which phase, what, and how many bytes."""
+    left: Callable[[PhaseId, str, int, Sequence[str]], None] = lambda phase, what, size_bytes, summed: None
+    """Called before anything of the site's data leaves it: in which phase, what, how many bytes, and of shares that are
+    revealed, the sites of the sum."""
+    revealed: Revealed = field(default_factory=dict[tuple[int, int], frozenset[str]])
+    """Of the run, before."""
 
 
 class SiteExecutor(Executor):
@@ -54,7 +58,7 @@ class SiteExecutor(Executor):
             raise UserError("; ".join(r.reason for r in sums.refused) or "the client returned nothing")
         values = SiteValues(weight=update.weight)
         size_bytes = sum(value.nbytes for value in update.values.values())
-        self._left(sums.phase, f"the update as it is: {', '.join(update.values)}", size_bytes)
+        self._left(sums.phase, f"the update as it is: {', '.join(update.values)}", size_bytes, ())
         message = FromExecutor(run=self._run, body=sums, values=values, tensors=headers_of(update.values))
         self._sender.put(message, list(update.values.values()))
         self._sender.flush()  # the values' memory is used again

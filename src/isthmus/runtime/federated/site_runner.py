@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from isthmus.federated.emulated_speed import Pacer, SpeedEmulation
 from isthmus.federated.resident import Resident
 from isthmus.federated.secure.site_noise import SiteNoise
 from isthmus.federated.site import OwnData, Site, SiteStates
-from isthmus.federated.site_log import SiteLog
+from isthmus.federated.site_log import SiteLog, SiteLogLine
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.task_spec import SiteConfig, TaskSpec
 from isthmus.models import build_model
@@ -159,6 +159,7 @@ class SiteRunner:
                 timeout_s=call.timeout_s,
                 log=self._log,
                 left=partial(self._note_sent, task_spec),
+                revealed=self._site_log.revealed(task_spec.run),
             )
             self._executor(site, task_spec, link).run()
 
@@ -191,8 +192,21 @@ class SiteRunner:
             raise UserError(f"approval: this site's owner said no to the run of {task_spec.job}")
         return True
 
-    def _note_sent(self, task_spec: TaskSpec, phase: PhaseId, what: str, size_bytes: int) -> None:
-        self._site_log.note("sent", task_spec.job, task_spec.run, what, round_=phase.round + 1, size_bytes=size_bytes)
+    def _note_sent(
+        self, task_spec: TaskSpec, phase: PhaseId, what: str, size_bytes: int, summed: Sequence[str]
+    ) -> None:
+        line = SiteLogLine(
+            time_s=time.time(),
+            event="sent",
+            job=task_spec.job,
+            run=task_spec.run,
+            text=what,
+            round=phase.round + 1,
+            pass_=phase.number + 1,
+            size_bytes=size_bytes,
+            summed=tuple(summed),
+        )
+        self._site_log.add(line)
 
     def _executor(self, site: Site, task_spec: TaskSpec, link: SiteLink) -> SiteExecutor:
         if (rules := task_spec.secure_rules) is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from isthmus.errors import PeerError, UserError
@@ -200,6 +200,10 @@ class FleetCoordinator:
     def computes(self) -> Mapping[str, EngineOperators]:
         """As `Backend`."""
         return self._presence.computes
+
+    def idle(self, like: Collection[str]) -> list[str]:
+        """As `Backend`."""
+        return self._presence.idle(like)
 
     @contextlib.contextmanager
     def at_work(self, call: RunRequest, acceptor: Acceptor) -> Generator[Session]:
@@ -398,7 +402,7 @@ class _FleetSession:
         return self._presence.offers((*self._call.devices, *self._call.others), self._call.run)
 
     def leaving(self) -> list[str]:
-        return self._service.leaving()
+        return [] if self._call.yields else self._service.leaving()  # each is said once, to the run that does not yield
 
     def linked(self, device: str, paths: Sequence[PeerPath]) -> None:
         self._presence.linked(device, self._call.run, paths)

@@ -7,7 +7,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
 from isthmus.errors import PeerError
 from isthmus.protocol.fleet_membership import FleetMembership
@@ -183,7 +183,9 @@ class Presence:
     def run(self, call: RunRequest, *, long_lived: bool = False) -> Generator[None]:
         """While inside, its devices are called."""
         self._calls[call.run] = call
-        opened = RunOpened(run=call.run, devices=call.devices, others=call.others, long_lived=long_lived)
+        opened = RunOpened(
+            run=call.run, devices=call.devices, others=call.others, long_lived=long_lived, yields=call.yields
+        )
         self.handle(opened)
         try:
             yield
@@ -215,6 +217,15 @@ class Presence:
         """Those of them that could be called to the run."""
         with self._changed:
             return self._machine.offers(devices, run)
+
+    def idle(self, like: Collection[str]) -> list[str]:
+        """Devices that work for no run, of the hardware and engine that all of `like` are of."""
+        with self._changed:
+            free = self._machine.offers(sorted(self._machine.connected), run="")
+            return [device for device in free if all(self._are_alike(device, other) for other in like)]
+
+    def _are_alike(self, one: str, other: str) -> bool:
+        return all(known.get(one) == known.get(other) for known in (self._hardware, self._computes))
 
     # Waits and questions
 
