@@ -18,12 +18,14 @@ from isthmus.runtime.transport import listener as listening
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.listener import MOST_FROM_ONE, MOST_SILENT, Listener, PendingConnections, Unauthenticated
 from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute
+from isthmus.runtime.transport.secure import TlsConnection
 from isthmus.runtime.transport.tcp import HungUp, Unreached, until_reached
 
 from .crowds import crowd
-from .parties import Fleet, tcp_pair
+from .parties import Fleet, ReachableDevice, tcp_pair
 
 RUN = "secret"
+Secured = tuple[TlsConnection, Party | None]
 
 
 def _echo(channel: SocketChannel) -> None:
@@ -135,6 +137,30 @@ def test_who_is_hung_up_on_tries_again(
     act(fleet, device, other.port)
     assert not refusals
     other.close()
+
+
+def test_who_is_cut_once_its_own_part_of_the_handshake_is_done_tries_again(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In TLS 1.3 the device is done before the coordinator is. 64 devices of one address that wanted a relay at once met
+    this, and their job ended."""
+    near, far = (ReachableDevice(fleet, tmp_path, name, direct=False) for name in ("near", "far"))
+    secure, cut = listening.secure_accepted, [PeerError("no room"), PeerError("no room")]
+
+    def crowded(connection: socket.socket, identity: Identity, *, unknown_peers: bool) -> Secured:
+        secured = secure(connection, identity, unknown_peers=unknown_peers)
+        if cut and secured[1] is not None and secured[1].id == near.identity.id:
+            secured[0].shutdown(socket.SHUT_RDWR)
+            raise cut.pop()
+        return secured
+
+    near.standby.close()
+    monkeypatch.setattr(listening, "secure_accepted", crowded)
+    channel, relayed = near.dialer.dial(far.route())
+    assert relayed and not cut
+    channel.close()
+    near.close()
+    far.close()
 
 
 def test_what_does_not_pass_is_not_tried_again() -> None:
