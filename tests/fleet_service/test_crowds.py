@@ -142,8 +142,7 @@ def test_who_is_hung_up_on_tries_again(
 def test_who_is_cut_once_its_own_part_of_the_handshake_is_done_tries_again(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In TLS 1.3 the device is done before the coordinator is. 64 devices of one address that wanted a relay at once met
-    this, and their job ended."""
+    """In TLS 1.3 the device is done before the coordinator. Jobs over 64 devices of one address ended by this."""
     near, far = (ReachableDevice(fleet, tmp_path, name, direct=False) for name in ("near", "far"))
     secure, cut = listening.secure_accepted, [PeerError("no room"), PeerError("no room")]
 
