@@ -87,6 +87,17 @@ def test_the_oldest_of_the_same_address_gives_way_then_the_oldest_of_all() -> No
         one.close()
 
 
+def test_who_has_passed_is_not_cut_and_who_was_cut_does_not_pass() -> None:
+    """A device that was cut once it had joined a run was lost to the run."""
+    passed, cut = Held("a"), Held("b")
+    assert passed.unknown.passes()
+    for one in (passed, cut):
+        one.unknown.cut()
+    assert [passed.cut, cut.cut] == [False, True] and not cut.unknown.passes()
+    for one in (passed, cut):
+        one.close()
+
+
 def test_unknown_peers_cut_nobody_who_is_known_and_shut_out_nobody(coordinator: Identity, device: Identity) -> None:
     listener = Listener("127.0.0.1", identity=coordinator, timeout_s=30.0)
     listener.start(_echo)
