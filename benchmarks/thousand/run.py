@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -111,7 +111,7 @@ def main() -> None:
     parser = options_of(__doc__, FIGURES, f"{QUICK[0]} devices")
     parser.add_argument("--devices", type=int, nargs="+", default=COUNTS)
     options = parser.parse_args()
-    counts: list[int] = QUICK if options.quick else options.devices
+    counts: Sequence[int] = QUICK if options.quick else options.devices
     fleets = (measured(counts[0]),) if len(counts) == 1 else tuple(fleet for n in counts for fleet in apart(n))
     Console(width=120).print(table(fleets))
     write_figures(options.json, Figures(machine=machine(), fleets=fleets))
