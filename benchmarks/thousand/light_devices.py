@@ -23,7 +23,7 @@ from isthmus.runtime.service.agent import Agent, Membership, join_fleet
 from isthmus.runtime.transport.tcp import Unreached
 
 TIMEOUT_S = 60.0
-SWITCH_S = 0.1
+SWITCH_S = 0.05
 """Hundreds of threads wait for the interpreter here, and each wakes up once in this time: with 5 ms these processes do
 little else."""
 SITE = "site.toml"

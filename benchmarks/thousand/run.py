@@ -158,7 +158,8 @@ def measured(count: int) -> Thousand:
             idle = (time.process_time() - cpu_s) / IDLE_S
             memory, threads = own_status("VmRSS"), own_status("Threads")
             say(f"idle: {idle:.3f} cores, {memory / MIB:.0f} MiB")
-            at_work = names[: min(STAGES * REPLICAS, count // STAGES * STAGES)]
+            wanted = min(STAGES * REPLICAS, count // STAGES * STAGES)
+            at_work = names[:: count // wanted][:wanted]  # of all processes: those of one share an interpreter
             job_start_s, job_step_s = pipeline(service, folder, at_work)
             say(f"job over {len(at_work)}: {job_start_s:.1f} s, {job_step_s:.2f} s a step")
             rounds = federated(service, folder, names)

@@ -28,6 +28,7 @@ from .test_fleet_faults import FLEET, RUNTIME
 from .test_two_machines import Machines, Place
 
 LINK = Link(0.005, 12.5e6)
+LIMIT_S = 300.0
 PRIVATE = "192.168.1.2"
 """Of every home's device: who dials it reaches a device of the own home."""
 
@@ -183,15 +184,15 @@ def test_training_goes_on_where_a_home_gets_another_address(lab: Lab, tmp_path: 
             assert serve.stdout is not None
             for site in ("oslo", "porto"):
                 machines.start(site, f"isthmus join --name {site} --timeout '5 s'", serve.stdout.readline())
-            soon(lambda: len(run.losses()) >= 10, 120.0)
+            soon(lambda: len(run.losses()) >= 10, LIMIT_S)
             assert _ways(tmp_path / "fleet") == [False]
             before = len(run.losses())
             porto.move("10.99.0.77")
-            soon(lambda: len(run.losses()) >= before + 10, 120.0)
+            soon(lambda: len(run.losses()) >= before + 10, LIMIT_S)
             again_s = time.time()
-            soon(lambda: _ways(tmp_path / "fleet", again_s))
+            soon(lambda: _ways(tmp_path / "fleet", again_s), LIMIT_S)
             assert _ways(tmp_path / "fleet") == [False]
-            assert serve.wait(120) == 0, machines.description()
+            assert serve.wait(LIMIT_S) == 0, machines.description()
         finally:
             machines.end()
     assert any("porto" in line for line in machines.description().splitlines() if "lost" in line)

@@ -165,7 +165,8 @@ class Relay:
         run = asked.run
         waiting_device = _WaitingDevice(channel)
         with self._changed:
-            places = self._waiting_devices[run, id]
+            places = [waits for waits in self._waiting_devices[run, id] if not waits.channel.hung_up]
+            self._waiting_devices[run, id] = places
             if sum(len(found) for (_, of), found in self._waiting_devices.items() if of == id) >= MOST_WAITING:
                 raise PeerError(f"{channel.other}: has {MOST_WAITING} connections waiting at the relay already")
             places.append(waiting_device)
