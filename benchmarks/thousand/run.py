@@ -112,9 +112,11 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=COUNTS)
     options = parser.parse_args()
     counts: Sequence[int] = QUICK if options.quick else options.devices
-    fleets = (measured(counts[0]),) if len(counts) == 1 else tuple(fleet for n in counts for fleet in apart(n))
+    fleets: tuple[Thousand, ...] = ()
+    for count in counts:
+        fleets += (measured(count),) if len(counts) == 1 else apart(count)
+        write_figures(options.json, Figures(machine=machine(), fleets=fleets))
     Console(width=120).print(table(fleets))
-    write_figures(options.json, Figures(machine=machine(), fleets=fleets))
 
 
 def apart(count: int) -> tuple[Thousand, ...]:
