@@ -213,8 +213,7 @@ def _waits(fleet: Fleet, device: ReachableDevice, before: int) -> SocketChannel:
     """One more connection of the device that waits at the relay, and says nothing."""
     channel, _ = device.dialer.coordinator_channel()
     channel.send(RelayWait(run=RUN))
-    waiting = fleet.service._relay._waiting_devices
-    soon(lambda: len(waiting[RUN, device.identity.id]) == before + 1)
+    soon(lambda: fleet.service.waiting_at_relay(RUN, device.identity.id) == before + 1)
     return channel
 
 
@@ -222,10 +221,10 @@ def test_the_newest_connection_of_a_device_is_taken_that_is_not_closed(fleet: Fl
     """A device whose address has changed waits again, long before the coordinator misses its old connection."""
     with _devices(fleet, tmp_path) as (near, far):
         far.standby.close()
-        soon(lambda: not fleet.service._relay._waiting_devices[RUN, far.identity.id])
+        soon(lambda: not fleet.service.waiting_at_relay(RUN, far.identity.id))
         silent = _waits(fleet, far, 0)
         far.standby = RelayStandby(far.dialer, RUN, lambda found: far.listener.adopt(found, "relayed", far.came.put))
-        soon(lambda: len(fleet.service._relay._waiting_devices[RUN, far.identity.id]) == 2)
+        soon(lambda: fleet.service.waiting_at_relay(RUN, far.identity.id) == 2)
         _waits(fleet, far, 2).close()
         channel, relayed = near.dialer.dial(far.route())
         assert relayed

@@ -148,6 +148,11 @@ class Relay:
             streams = list(self._streams)
         return sorted((stream.current_status() for stream in streams), key=lambda link: link.devices)
 
+    def waiting(self, run: str, id: str) -> int:
+        """Connections of a device that wait for others."""
+        with self._changed:
+            return len(self._waiting_devices.get((run, id), ()))
+
     def cut(self, id: str) -> None:
         """Whatever leads to or from this device."""
         with self._changed:
