@@ -29,3 +29,10 @@ def write_figures(path: Path, figures: object) -> None:
     """As indented JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1) + b"\n")
+
+
+def own_status(field: str) -> int:
+    """Of this process, as Linux counts it: memory (`VmRSS`, `VmHWM`) in bytes, `Threads`."""
+    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    number, *unit = rows[field].split()
+    return int(number) << 10 if unit == ["kB"] else int(number)

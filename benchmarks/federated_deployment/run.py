@@ -9,10 +9,8 @@ coordinator is killed with SIGKILL in the middle of a round, and started again w
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
-import platform
 import signal
 import socket
 import statistics
@@ -25,7 +23,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -33,35 +30,13 @@ from isthmus.experiments import RoundHistory
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.units import format_size
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import machine, options_of, write_figures
+from sites import write_job, write_site
+
 LATEST = Path(__file__).parent / "results" / "latest.json"
 SITES = ("north", "south", "west")
 OVERHEAD_LIMIT_S, RESTART_LIMIT_S = 0.3, 10.0
-
-MODEL = """
-[model]
-name = "mlp"
-options = { features = 64, width = 64, layers = 1, classes = 10 }
-"""
-JOB = """
-name = "clinics"
-{model}
-[federated]
-algorithm = "{algorithm}"
-rounds = {rounds}
-
-[deployment]
-sites = ["north", "south", "west"]
-"""
-SITE = """
-job = "clinics"
-{model}
-[algorithm]
-name = "{algorithm}"
-
-[data]
-kind = "npz"
-options = {{ path = "{path}", holdout = 0 }}
-"""
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,18 +59,13 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     date: str
     machine: str
-    cores: int
     results: tuple[Deployment, ...]
 
 
 def write_files(folder: Path, algorithm: str, rounds: int) -> None:
-    (folder / "fed.toml").write_text(JOB.format(model=MODEL, algorithm=algorithm, rounds=rounds))
+    write_job(folder / "fed.toml", SITES, algorithm, rounds)
     for number, name in enumerate(SITES):
-        draws = np.random.default_rng(number)
-        path = folder / f"{name}.npz"
-        pixels, labels = draws.standard_normal((40, 64)).astype(np.float32), draws.integers(0, 10, 40)
-        np.savez(path, pixel_values=pixels, labels=labels)
-        (folder / f"{name}.toml").write_text(SITE.format(model=MODEL, algorithm=algorithm, path=path))
+        write_site(folder / f"{name}.toml", algorithm, seed=number)
 
 
 def command(folder: Path, log: str, *arguments: str) -> subprocess.Popen[bytes]:
@@ -223,22 +193,15 @@ def table(results: tuple[Deployment, ...]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one algorithm, 20 rounds")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here, too")
-    options = parser.parse_args()
+    options = options_of(__doc__, LATEST, "one algorithm, 20 rounds").parse_args()
     algorithms, rounds = (("fedavg",), 20) if options.quick else (("fedavg", "scaffold"), 200)
     report = Report(
         date=datetime.now(UTC).date().isoformat(),
-        machine=platform.processor() or platform.machine(),
-        cores=len(os.sched_getaffinity(0)),
+        machine=machine(),
         results=tuple(measured(algorithm, rounds) for algorithm in algorithms),
     )
     Console(width=120).print(table(report.results))
-    document = msgspec.json.format(msgspec.json.encode(report), indent=1)
-    for path in [options.json] if options.json else [] if options.quick else [LATEST]:
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(document)
+    write_figures(options.json, report)
     good = all(
         r.overhead_s <= OVERHEAD_LIMIT_S and r.restart_s <= RESTART_LIMIT_S and not r.lost_rounds
         for r in report.results

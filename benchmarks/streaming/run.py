@@ -28,7 +28,7 @@ from rich.table import Table
 from isthmus.data import DataSpec, batch_at, load_dataset, sample_order
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness import machine, options_of, write_figures
+from harness import machine, options_of, own_status, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 FACTOR = 20
@@ -101,24 +101,19 @@ READERS: dict[str, Callable[[Path, bool, object], Iterator[int]]] = {
 }
 
 
-def _bytes_of(entry: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(entry))
-
-
 def read(name: str, folder: Path, state: object) -> Measured:
     """In this process. With a `state` from the middle on, and one batch alone."""
     reader, from_middle = READERS[name], state is not None
     sum(reader(folder / "warm", False, None))
     STATE.clear()
     Path("/proc/self/clear_refs").write_text("5")
-    before, begun_s = _bytes_of("VmRSS"), time.perf_counter()
+    before, begun_s = own_status("VmRSS"), time.perf_counter()
     batches = reader(folder / "all", from_middle, state)
     rows, first_s = next(batches), time.perf_counter() - begun_s
     if from_middle:
         return Measured(first_s, 0.0, 0)
     rows += sum(batches)
-    return Measured(first_s, rows / (time.perf_counter() - begun_s), _bytes_of("VmHWM") - before, STATE or None)
+    return Measured(first_s, rows / (time.perf_counter() - begun_s), own_status("VmHWM") - before, STATE or None)
 
 
 def _in_process(name: str, folder: Path, state: object) -> Measured:

@@ -17,11 +17,15 @@ from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.federated.site_runner import SiteRunner
 from isthmus.runtime.identity import Identity, decode_ticket
 from isthmus.runtime.messages.fleet import StartRun
+from isthmus.runtime.processes import memory
 from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.service.agent import Agent, Membership, join_fleet
 from isthmus.runtime.transport.tcp import Unreached
 
 TIMEOUT_S = 60.0
+SWITCH_S = 0.05
+"""Hundreds of threads wait for the interpreter here, and each wakes up once in this time: with 5 ms these processes do
+little else."""
 SITE = "site.toml"
 """In the folder: what devices do for federated runs. Without it they work as stages."""
 
@@ -80,6 +84,8 @@ def forked(root: Path, names: Sequence[str], tickets: Sequence[str]) -> int:
 def _run(root: Path, names: Sequence[str], tickets: Sequence[str]) -> None:
     torch.set_num_threads(1)
     threading.stack_size(1 << 18)
+    sys.setswitchinterval(SWITCH_S)
+    memory.SWITCH_S = SWITCH_S  # a stage would shorten it for the whole process, which real devices have for themselves
 
     # One after the other: the coordinator cuts connections of an address that opens more than 16 at a time.
     for name, ticket in zip(names, tickets, strict=True):

@@ -1,9 +1,10 @@
 """One coordinator and a thousand devices: to join, to stay, to work for a job and a federated round, to be lost.
 
-python benchmarks/thousand/run.py [--quick] [--devices 1000] [--json PATH]
+python benchmarks/thousand/run.py [--quick] [--devices N ...] [--json PATH]
 
-The coordinator is this process. The devices are light ones, in a few processes: they speak the protocol over TLS, each
-with a key and connections of its own, and threads of their process do what others start a process for.
+The coordinator is this process; for several numbers of devices, a process for each. The devices are light ones, in a
+few processes: they speak the protocol over TLS, each with a key and connections of its own, and threads of their
+process do what others start a process for.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from isthmus.cost import PlanLayout, build_replicas
 from isthmus.experiments import RunOptions, Watcher, check_outcome, run_plan
@@ -33,14 +36,17 @@ from isthmus.runtime.service.fleet_state import FleetState
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from light_devices import SITE, TIMEOUT_S, forked
 
-from harness import machine, options_of, write_figures
+from harness import machine, options_of, own_status, write_figures
+from sites import write_job, write_site
 
-FIGURES = Path(__file__).parent / "results" / "thousand.json"
+FIGURES = Path(__file__).parent / "results" / "latest.json"
+COUNTS, QUICK = (125, 250, 500, 1000), (100,)
 IDLE_S = 10.0
 LOST = 100
 """Devices that are lost at one moment; a tenth of fewer than a thousand."""
 STAGES, REPLICAS = 8, 8
 ROUNDS = 3
+MIB = 1 << 20
 LIMIT_S = 900.0
 
 JOB = """
@@ -64,37 +70,11 @@ micro_batches = 16
 emulate = false
 timeout = "60 s"
 """
-MODEL = """
-[model]
-name = "mlp"
-options = { features = 64, width = 64, layers = 1, classes = 10 }
-"""
-FEDERATED = """
-name = "sites"
-{model}
-[federated]
-algorithm = "fedavg"
-rounds = {rounds}
-
-[deployment]
-sites = {sites}
-"""
-SITE_FILE = """
-job = "sites"
-{model}
-[algorithm]
-name = "fedavg"
-
-[data]
-kind = "npz"
-options = {{ path = "{path}", holdout = 0 }}
-"""
 
 
 class Thousand(msgspec.Struct, frozen=True, kw_only=True):
     """With so many devices. CPU is the coordinator's."""
 
-    machine: str
     devices: int
     load: float
     """Of the machine before, over a minute: what else ran."""
@@ -106,13 +86,15 @@ class Thousand(msgspec.Struct, frozen=True, kw_only=True):
     """Resident, of the coordinator with all devices idle; `without_mib` with none."""
     without_mib: float
     threads: int
+    job_devices: int
     job_start_s: float
-    """Of a job over 64 devices: until its first step is done."""
+    """Of a job over them: until its first step is done."""
     job_step_s: float
-    first_round_s: float
-    """With the sites' start."""
+    sites_start_s: float
+    """Of a federated run over all devices: until its first round is over."""
+    sites_start_cpu_s: float
     round_s: float
-    """Of a later federated round over all devices."""
+    """Of a later round."""
     round_cpu_s: float
     ended_noticed_s: float
     """Until all of a tenth of the devices are known to be lost, whose process was killed."""
@@ -120,18 +102,46 @@ class Thousand(msgspec.Struct, frozen=True, kw_only=True):
     """The same for devices that say nothing any more; the timeout is 60 s."""
 
 
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    machine: str
+    fleets: tuple[Thousand, ...]
+
+
 def main() -> None:
-    parser = options_of(__doc__, FIGURES, "100 devices")
-    parser.add_argument("--devices", type=int, default=1000)
+    parser = options_of(__doc__, FIGURES, f"{QUICK[0]} devices")
+    parser.add_argument("--devices", type=int, nargs="+", default=COUNTS)
     options = parser.parse_args()
-    found = measured(100 if options.quick else options.devices)
-    print(msgspec.json.format(msgspec.json.encode(found)).decode())
-    write_figures(options.json, found)
+    counts: Sequence[int] = QUICK if options.quick else options.devices
+    fleets: tuple[Thousand, ...] = ()
+    for count in counts:
+        fleets += (measured(count),) if len(counts) == 1 else apart(count)
+        write_figures(options.json, Figures(machine=machine(), fleets=fleets))
+    Console(width=120).print(table(fleets))
+
+
+def apart(count: int) -> tuple[Thousand, ...]:
+    """In a process of its own: memory and threads of a smaller fleet are gone."""
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder) / "figures.json"
+        command = [sys.executable, __file__, "--devices", str(count), "--json", str(part)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return msgspec.json.decode(part.read_bytes(), type=Figures).fleets
+
+
+def table(fleets: tuple[Thousand, ...]) -> Table:
+    """A column for each."""
+    shown = Table("devices", *(str(fleet.devices) for fleet in fleets))
+    for name in Thousand.__struct_fields__[1:]:
+        shown.add_row(name, *(str(getattr(fleet, name)) for fleet in fleets))
+    for name, seconds in (("join", "join_cpu_s"), ("sites' start", "sites_start_cpu_s"), ("round", "round_cpu_s")):
+        cells = (f"{1e3 * getattr(fleet, seconds) / fleet.devices:.1f}" for fleet in fleets)
+        shown.add_row(f"{name}: ms CPU a device", *cells)
+    return shown
 
 
 def measured(count: int) -> Thousand:
     lost = min(LOST, count // 10)
-    load, without_mib = os.getloadavg()[0], memory_mib()
+    load, without = os.getloadavg()[0], own_status("VmRSS")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         state = FleetState(folder / "fleet")
@@ -143,37 +153,37 @@ def measured(count: int) -> Thousand:
             service.start()
             reached(lambda: len(service.present) == count)
             join_s, join_cpu_s = time.monotonic() - began_s, time.process_time() - cpu_s
-            say(f"{count} joined after {join_s:.1f} s")
+            say(f"{count} joined after {join_s:.1f} s, {join_cpu_s:.1f} s CPU")
             time.sleep(5.0)  # what joining has begun ends
             cpu_s = time.process_time()
             time.sleep(IDLE_S)
             idle = (time.process_time() - cpu_s) / IDLE_S
-            idle_mib, threads = memory_mib(), thread_count()
-            say(f"idle: {idle:.3f} cores, {idle_mib:.0f} MiB")
-            job_start_s, job_step_s = pipeline(service, folder, names[: STAGES * REPLICAS])
-            say(f"job: {job_start_s:.1f} s, {job_step_s:.2f} s a step")
-            first_round_s, round_s, round_cpu_s = federated(service, folder, names)
-            say(f"rounds: {first_round_s:.1f} s, {round_s:.2f} s, {round_cpu_s:.2f} s CPU")
+            memory, threads = own_status("VmRSS"), own_status("Threads")
+            say(f"idle: {idle:.3f} cores, {memory / MIB:.0f} MiB")
+            wanted = min(STAGES * REPLICAS, count // STAGES * STAGES)
+            at_work = names[:: count // wanted][:wanted]  # of all processes: those of one share an interpreter
+            job_start_s, job_step_s = pipeline(service, folder, at_work)
+            say(f"job over {len(at_work)}: {job_start_s:.1f} s, {job_step_s:.2f} s a step")
+            rounds = federated(service, folder, names)
+            say(", ".join(f"{name}: {seconds:.2f}" for name, seconds in rounds.items()))
             ended_s = losing(service, processes[-1], signal.SIGKILL, count - lost)
             silent_s = losing(service, processes[-2], signal.SIGSTOP, count - 2 * lost)
             say(f"lost: {ended_s:.2f} s, {silent_s:.2f} s")
     return Thousand(
-        machine=machine(),
         devices=count,
         load=round(load, 1),
         join_s=round(join_s, 1),
-        join_cpu_s=round(join_cpu_s, 1),
+        join_cpu_s=round(join_cpu_s, 2),
         idle_cpu_share=round(idle, 3),
-        memory_mib=round(idle_mib),
-        without_mib=round(without_mib),
+        memory_mib=round(memory / MIB),
+        without_mib=round(without / MIB),
         threads=threads,
+        job_devices=len(at_work),
         job_start_s=round(job_start_s, 1),
         job_step_s=round(job_step_s, 2),
-        first_round_s=round(first_round_s, 1),
-        round_s=round(round_s, 2),
-        round_cpu_s=round(round_cpu_s, 2),
         ended_noticed_s=round(ended_s, 2),
         silent_noticed_s=round(silent_s, 2),
+        **rounds,
     )
 
 
@@ -229,27 +239,26 @@ def pipeline(service: FleetCoordinator, folder: Path, names: list[str]) -> tuple
     return done[0] - began_s, (done[-1] - done[0]) / (len(done) - 1)
 
 
-def federated(service: FleetCoordinator, folder: Path, names: list[str]) -> tuple[float, float, float]:
-    """Seconds of the first round, of a later one, and the coordinator's CPU for that."""
-    draws = np.random.default_rng(0)
-    data = folder / "samples.npz"
-    np.savez(data, pixel_values=draws.standard_normal((40, 64)).astype(np.float32), labels=draws.integers(0, 10, 40))
-    (folder / "devices" / SITE).write_text(SITE_FILE.format(model=MODEL, path=data))
-    path = folder / "sites.toml"
-    sites = "[" + ", ".join(f'"{name}"' for name in names) + "]"
-    path.write_text(FEDERATED.format(model=MODEL, rounds=ROUNDS, sites=sites))
-    job = load_federated_job(path)
-    ends: list[tuple[float, float]] = []
+def federated(service: FleetCoordinator, folder: Path, names: list[str]) -> dict[str, float]:
+    """By the field's name, what `Thousand` has of a federated run over these devices."""
+    write_site(folder / "devices" / SITE, "fedavg")
+    write_job(folder / "sites.toml", names, "fedavg", ROUNDS)
+    job = load_federated_job(folder / "sites.toml")
+    passed: list[tuple[float, float]] = [(time.monotonic(), time.process_time())]
 
     def watch(line: object) -> None:
-        ends.append((time.monotonic(), time.process_time()))
+        passed.append((time.monotonic(), time.process_time()))
 
     (folder / "rounds").mkdir()
-    began_s = time.monotonic()
-    SiteRun(job, folder / "rounds", resume=False, began=lambda: None, watch=watch).run(service)
-    (first_s, first_cpu_s), (last_s, last_cpu_s) = ends[0], ends[-1]
-    later = len(ends) - 1
-    return first_s - began_s, (last_s - first_s) / later, (last_cpu_s - first_cpu_s) / later
+    SiteRun(job, folder / "rounds", resume=False, watch=watch).run(service)
+    (begun_s, begun_cpu_s), (first_s, first_cpu_s), (last_s, last_cpu_s) = passed[0], passed[1], passed[-1]
+    later = len(passed) - 2
+    return {
+        "sites_start_s": round(first_s - begun_s, 1),
+        "sites_start_cpu_s": round(first_cpu_s - begun_cpu_s, 2),
+        "round_s": round((last_s - first_s) / later, 2),
+        "round_cpu_s": round((last_cpu_s - first_cpu_s) / later, 2),
+    }
 
 
 def losing(service: FleetCoordinator, process: int, how: signal.Signals, left: int) -> float:
@@ -265,19 +274,6 @@ def reached(condition: Callable[[], bool]) -> None:
         if time.monotonic() > deadline_s:
             sys.exit("it did not come to it")
         time.sleep(0.02)
-
-
-def memory_mib() -> float:
-    return int(_status("VmRSS").split()[0]) / 1024
-
-
-def thread_count() -> int:
-    return int(_status("Threads"))
-
-
-def _status(field: str) -> str:
-    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return rows[field].strip()
 
 
 def say(text: str) -> None:

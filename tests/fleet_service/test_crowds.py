@@ -18,12 +18,14 @@ from isthmus.runtime.transport import listener as listening
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.listener import MOST_FROM_ONE, MOST_SILENT, Listener, PendingConnections, Unauthenticated
 from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute
+from isthmus.runtime.transport.secure import TlsConnection
 from isthmus.runtime.transport.tcp import HungUp, Unreached, until_reached
 
 from .crowds import crowd
-from .parties import Fleet, tcp_pair
+from .parties import Fleet, ReachableDevice, tcp_pair
 
 RUN = "secret"
+Secured = tuple[TlsConnection, Party | None]
 
 
 def _echo(channel: SocketChannel) -> None:
@@ -85,6 +87,17 @@ def test_the_oldest_of_the_same_address_gives_way_then_the_oldest_of_all() -> No
         one.close()
 
 
+def test_who_has_passed_is_not_cut_and_who_was_cut_does_not_pass() -> None:
+    """A device that was cut once it had joined a run was lost to the run."""
+    passed, cut = Held("a"), Held("b")
+    assert passed.unknown.passes()
+    for one in (passed, cut):
+        one.unknown.cut()
+    assert [passed.cut, cut.cut] == [False, True] and not cut.unknown.passes()
+    for one in (passed, cut):
+        one.close()
+
+
 def test_unknown_peers_cut_nobody_who_is_known_and_shut_out_nobody(coordinator: Identity, device: Identity) -> None:
     listener = Listener("127.0.0.1", identity=coordinator, timeout_s=30.0)
     listener.start(_echo)
@@ -135,6 +148,29 @@ def test_who_is_hung_up_on_tries_again(
     act(fleet, device, other.port)
     assert not refusals
     other.close()
+
+
+def test_who_is_cut_once_its_own_part_of_the_handshake_is_done_tries_again(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In TLS 1.3 the device is done before the coordinator. Jobs over 64 devices of one address ended by this."""
+    near, far = (ReachableDevice(fleet, tmp_path, name, direct=False) for name in ("near", "far"))
+    secure, cut = listening.secure_accepted, [PeerError("no room"), PeerError("no room")]
+
+    def crowded(connection: socket.socket, identity: Identity, *, unknown_peers: bool) -> Secured:
+        secured = secure(connection, identity, unknown_peers=unknown_peers)
+        if cut and secured[1] is not None and secured[1].id == near.identity.id:
+            secured[0].shutdown(socket.SHUT_RDWR)
+            raise cut.pop()
+        return secured
+
+    near.standby.close()
+    monkeypatch.setattr(listening, "secure_accepted", crowded)
+    channel, relayed = near.dialer.dial(far.route())
+    assert relayed and not cut
+    channel.close()
+    near.close()
+    far.close()
 
 
 def test_what_does_not_pass_is_not_tried_again() -> None:

@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from isthmus.errors import PeerError
-from isthmus.runtime.messages.run import StreamHello, ToPeer
+from isthmus.runtime.messages.run import RelayWait, StreamHello, ToPeer
 from isthmus.runtime.service.status_file import read_status
 from isthmus.runtime.transport import relay, rendezvous, simultaneous_open
 from isthmus.runtime.transport.acceptor import first_message
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.multi_stream import StreamAssembler
 from isthmus.runtime.transport.relay import RelayedLink
+from isthmus.runtime.transport.rendezvous import RelayStandby
 from isthmus.runtime.transport.simultaneous_open import worth_dialling
 from isthmus.training.layout import pack
 from tests.runtime.channel_cases import parcel
@@ -206,6 +207,29 @@ def test_several_streams(fleet: Fleet, tmp_path: Path, direct: bool) -> None:
         assert theirs.party is not None and theirs.party.id == near.identity.id
         ours.close()
         theirs.close()
+
+
+def _waits(fleet: Fleet, device: ReachableDevice, before: int) -> SocketChannel:
+    """One more connection of the device that waits at the relay, and says nothing."""
+    channel, _ = device.dialer.coordinator_channel()
+    channel.send(RelayWait(run=RUN))
+    soon(lambda: fleet.service.waiting_at_relay(RUN, device.identity.id) == before + 1)
+    return channel
+
+
+def test_the_newest_connection_of_a_device_is_taken_that_is_not_closed(fleet: Fleet, tmp_path: Path) -> None:
+    """A device whose address has changed waits again, long before the coordinator misses its old connection."""
+    with _devices(fleet, tmp_path) as (near, far):
+        far.standby.close()
+        soon(lambda: not fleet.service.waiting_at_relay(RUN, far.identity.id))
+        silent = _waits(fleet, far, 0)
+        far.standby = RelayStandby(far.dialer, RUN, lambda found: far.listener.adopt(found, "relayed", far.came.put))
+        soon(lambda: fleet.service.waiting_at_relay(RUN, far.identity.id) == 2)
+        _waits(fleet, far, 2).close()
+        channel, relayed = near.dialer.dial(far.route())
+        assert relayed
+        channel.close()
+        silent.close()
 
 
 def test_who_is_not_there_is_named(fleet: Fleet, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ from isthmus.runtime.messages.run import JoinRun
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import MessageChannel
-from isthmus.runtime.transport.message_sender import SWITCH_S, MessageSender, headers_of, start_heartbeats
+from isthmus.runtime.transport.message_sender import MessageSender, headers_of, start_heartbeats, switch_interval_s
 from isthmus.runtime.transport.outbox import Outbox
 from isthmus.training.layout import TensorHeader
 
@@ -177,7 +177,7 @@ class FederatedHost:
         self._ended = ended
         start_heartbeats(self._run, self._timeout_s, self._over, self._reachable)
         before_s = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_S)
+        sys.setswitchinterval(switch_interval_s(len(self._machine.coordinator.executors)))
         try:
             with (stop or Stop()).calls(lambda: self._wakeups.put(RunInterrupted())):
                 finish = self._watch()

@@ -367,6 +367,10 @@ class FleetCoordinator:
             channel.close()
         self._relay.cut(id)
 
+    def waiting_at_relay(self, run: str, id: str) -> int:
+        """Connections of a device by which others may reach it for `run`."""
+        return self._relay.waiting(run, id)
+
     def current_status(self) -> CoordinatorStatus:
         """Who is here, and how devices at work reach each other."""
         relayed = tuple(self._relay.links())

@@ -303,6 +303,12 @@ class SocketChannel:
         assert isinstance(self._socket, TlsConnection), "only parties that are known have one"
         return self._socket.peer_address()
 
+    @property
+    def hung_up(self) -> bool:
+        """Whether the other end of a TLS connection has closed it, whatever is still to be received."""
+        assert isinstance(self._socket, TlsConnection), "only parties that are known have one"
+        return self._socket.hung_up()
+
     def bare(self) -> socket.socket:
         """The stream under TLS, for other bytes than frames; the other side does the same. OSError when it does not."""
         assert isinstance(self._socket, TlsConnection), "only TLS can be ended"

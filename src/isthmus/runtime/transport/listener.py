@@ -118,11 +118,14 @@ class Listener:
                 await_hello(connection)
                 rooms.speaks(unknown)
                 channel = self._authenticated(connection, identity, other)
+                passes = unknown.passes()
         except (OSError, PeerError):
             connection.close()
             return  # who cannot say who they are are not answered, nor written about: a scan must not fill a disk
-        if channel is not None:
+        if channel is not None and passes:
             self._attend(channel, on_connection)
+        elif channel is not None:
+            channel.close()
 
     def _attend_plain(self, connection: socket.socket, other: str, on_connection: Greet) -> None:
         self._attend(SocketChannel(connection, other, self._timeout_s), on_connection)
@@ -192,11 +195,22 @@ class Unauthenticated:
         """OSError if too many files are open."""
         self.address = address
         self._twin = connection.dup()
+        self._deciding = threading.Lock()
+        self._cut = self._passed = False
 
     def cut(self) -> None:
-        """Shut the connection down. Code that waits for it sees its end."""
-        with contextlib.suppress(OSError):
-            self._twin.shutdown(socket.SHUT_RDWR)
+        """Shut the connection down, if it has not passed. Code that waits for it sees its end."""
+        with self._deciding, contextlib.suppress(OSError):
+            if not self._passed:
+                self._cut = True
+                self._twin.shutdown(socket.SHUT_RDWR)
+
+    def passes(self) -> bool:
+        """It is authenticated. Whether it is in time: from now on nobody cuts it. (A device that had been admitted to a
+        run, and was then cut, was lost to the run.)"""
+        with self._deciding:
+            self._passed = not self._cut
+            return self._passed
 
     def let_go(self) -> None:
         self._twin.close()

@@ -17,8 +17,16 @@ from isthmus.training.layout import TensorHeader, header_of, pack
 
 SWITCH_S = 0.0002
 """How long one thread keeps others from running Python: the usual 5 ms are longer than a small round."""
+FEW_CONNECTIONS = 16
+"""More of them share the processor, so each of their threads waits longer."""
 LARGE_BYTES = 1 << 20
 """From here on a message is sent in a thread of its own. A thread costs as much as a small message."""
+
+
+def switch_interval_s(connections: int) -> float:
+    """`SWITCH_S` for few connections. Each thread that waits to run Python wakes up once in this time: a thousand that
+    woke up every 0.2 ms would leave no time for anything else."""
+    return SWITCH_S * max(1.0, connections / FEW_CONNECTIONS)
 
 
 class MessageSender:

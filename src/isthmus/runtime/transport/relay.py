@@ -22,7 +22,7 @@ import queue
 import socket
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 
 import msgspec
 
@@ -76,7 +76,8 @@ class _RelayRequest:
 
 
 class _WaitingDevice:
-    def __init__(self) -> None:
+    def __init__(self, channel: SocketChannel) -> None:
+        self.channel = channel
         self.requests: queue.SimpleQueue[_RelayRequest] = queue.SimpleQueue()
 
 
@@ -130,8 +131,8 @@ class Relay:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._waiting_devices: defaultdict[tuple[str, str], deque[_WaitingDevice]] = defaultdict(deque)
-        """By run and id."""
+        self._waiting_devices: defaultdict[tuple[str, str], list[_WaitingDevice]] = defaultdict(list)
+        """By run and id, the newest last."""
         self._streams: set[_Stream] = set()
 
     def serve(self, channel: SocketChannel, first: RelayWait | RelayConnect, names: dict[str, str]) -> None:
@@ -146,6 +147,11 @@ class Relay:
         with self._changed:
             streams = list(self._streams)
         return sorted((stream.current_status() for stream in streams), key=lambda link: link.devices)
+
+    def waiting(self, run: str, id: str) -> int:
+        """Connections of a device that wait for others."""
+        with self._changed:
+            return len(self._waiting_devices.get((run, id), ()))
 
     def cut(self, id: str) -> None:
         """Whatever leads to or from this device."""
@@ -162,9 +168,10 @@ class Relay:
 
     def _wait_for_relay(self, channel: SocketChannel, asked: RelayWait, id: str) -> None:
         run = asked.run
-        waiting_device = _WaitingDevice()
+        waiting_device = _WaitingDevice(channel)
         with self._changed:
-            places = self._waiting_devices[run, id]
+            places = [waits for waits in self._waiting_devices[run, id] if not waits.channel.hung_up]
+            self._waiting_devices[run, id] = places
             if sum(len(found) for (_, of), found in self._waiting_devices.items() if of == id) >= MOST_WAITING:
                 raise PeerError(f"{channel.other}: has {MOST_WAITING} connections waiting at the relay already")
             places.append(waiting_device)
@@ -273,7 +280,11 @@ class Relay:
                 if not places:
                     self._changed.wait(left_s)
                     continue
-                places.popleft().requests.put(request)
+                # The newest: of an older one the device may have given up, or its address may have changed.
+                waiting_device = places.pop()
+                if waiting_device.channel.hung_up:
+                    continue
+                waiting_device.requests.put(request)
             with contextlib.suppress(queue.Empty):
                 if (far := request.far.get(timeout=WAIT_S)) is not None:
                     return request, far

@@ -32,7 +32,7 @@ from isthmus.runtime.transport.simultaneous_open import (
     own_addresses,
     worth_dialling,
 )
-from isthmus.runtime.transport.tcp import until_reached
+from isthmus.runtime.transport.tcp import HungUp, until_reached
 from isthmus.sanitize import MOST_SHOWN, sanitize
 
 DIRECT_S = 3.0
@@ -102,7 +102,7 @@ class PeerDialer(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 return self._by_coordinator(route, ways, direct=self.direct and not relay_only)
             except PeerError as e:
-                if (found := ways.first(0.0)) is not None:
+                if (found := ways.first(DIRECT_S)) is not None:  # a busy device may still be about to answer
                     return found, False
                 why = ways.failure or f"{route.other}: {'' if route.port else 'does not listen'}"
                 raise type(e)(f"{why}; relayed by the coordinator: {e}") from None
@@ -127,8 +127,12 @@ class PeerDialer(msgspec.Struct, frozen=True, kw_only=True):
         channel, here = self.coordinator_channel()
         try:
             own = own_addresses(here) if direct else ()
-            channel.send(RelayConnect(run=route.run, id=route.id, addresses=own, direct=direct))
-            answer = _answered(channel, max(self.timeout_s, ANSWER_S))
+            try:
+                channel.send(RelayConnect(run=route.run, id=route.id, addresses=own, direct=direct))
+                answer = _answered(channel, max(self.timeout_s, ANSWER_S))
+            except PeerError as e:
+                # In TLS 1.3 this end of the handshake is done first: a coordinator may still cut it for want of room.
+                raise (PeerError if channel.statistics().received_bytes else HungUp)(str(e)) from None
             if isinstance(answer, Rendezvous):
                 with _connecting(here, answer, lambda near: ways.attempt(lambda: near)):
                     found = ways.first(DIRECT_S, more=True)

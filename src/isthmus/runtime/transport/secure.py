@@ -133,6 +133,15 @@ class TlsConnection:
         host, port, *_ = self._shared.session.getpeername()
         return host, port
 
+    def hung_up(self) -> bool:
+        """Whether the other side has ended the stream, as far as the kernel knows."""
+        with self._shared.lock:
+            if self._shared.closed:
+                return True
+            poll = select.poll()
+            poll.register(self._shared.session, getattr(select, "POLLRDHUP", 0))
+            return bool(poll.poll(0))
+
     def bare(self) -> socket.socket:
         """The stream without TLS from here on; the other side does the same at the same time. Nobody else may use the
         connection meanwhile, nor later. OSError."""
