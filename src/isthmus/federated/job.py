@@ -33,6 +33,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import read_options
 from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
+from isthmus.federated.deployment import Deployment
 from isthmus.federated.emulated_speed import SpeedEmulation
 from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.execution import Execution, RayExecution
@@ -82,21 +83,6 @@ class FederatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Clients of whose own data the accuracy is taken too, evenly over the population."""
     save_every: Positive = 1
     """Rounds between commits to disk."""
-
-
-class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sites in place of executors: devices of the fleet that have a client's data each."""
-
-    sites: Annotated[tuple[str, ...], Meta(min_length=1)]
-    """Names of the devices that may take part; their order numbers the clients."""
-    start: Positive | None = None
-    """The first round waits for so many of them; for all, where it is not given."""
-    wait: str = "5 s"
-    """Later, and after a restart: as soon as `participation.minimum` are here, so long for the others."""
-
-    @property
-    def wait_s(self) -> float:
-        return parse_duration(self.wait, "deployment.wait")
 
 
 class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -235,6 +221,10 @@ def check(job: FederatedJob) -> None:
         raise unknown_name("execution.planner", job.execution.planner, cohort_names())
     check_engine(job)
     check_emulation(job)
+    if job.local.micro_batches > 1 and job.execution.clients_per_vmap != 1:
+        raise UserError(
+            f"local.micro_batches: got {job.local.micro_batches} beside execution.clients_per_vmap, expected 1 in one"
+        )
 
 
 def _spec(job: FederatedJob) -> AlgorithmSpec:
@@ -308,6 +298,9 @@ def check_deployment(job: FederatedJob) -> None:
     sites = len(deployment.sites)
     if len(set(deployment.sites)) < sites:
         raise UserError("deployment.sites: got a name twice, expected each once")
+    for name in deployment.fleets:
+        if name not in deployment.sites:
+            raise unknown_name("site in deployment.fleets", name, deployment.sites)
     if job.participation.availability is not None:
         raise UserError("participation.availability: got a trace, expected none: sites are available when here")
     if (deployment.start or 1) > sites:

@@ -48,6 +48,8 @@ class Resident:
         self._known: dict[int, tuple[Tensor, list[Tensor]]] = {}
         """By address, vectors that were bound last and their views: held, so that nobody else gets the address."""
         self._bound = 0
+        self.micro_batches = 1
+        """Into how many parts a batch is cut, at most."""
         module.train()
 
     def _moved(self, module: nn.Module) -> nn.Module:
@@ -155,8 +157,25 @@ class Resident:
 
     def _parts(self, batch: Batch) -> Sequence[Tensor | None]:
         """Each parameter's gradient; None of one that the loss does not depend on."""
-        loss = loss_of(self.module(**batch))
-        return torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        samples = len(next(iter(batch.values()))) if self.micro_batches > 1 else 1
+        pieces = pieces_of(samples, self.micro_batches)
+        if pieces == 1:
+            loss = loss_of(self.module(**batch))
+            return torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        cut = [
+            dict(zip(batch, row, strict=True)) for row in zip(*(c.chunk(pieces) for c in batch.values()), strict=True)
+        ]
+        # As a pipeline's engine: the first gradients are a memory of their own, and others are added to them in order.
+        share = torch.full((), 1.0 / pieces, dtype=torch.float32, device=self.accelerator.device)
+        sums: list[Tensor | None] = [None] * len(self._parameters)
+        for one in cut:
+            loss = loss_of(self.module(**one))
+            found = torch.autograd.grad(loss, self._parameters, share.to(loss), allow_unused=True)
+            for number, part in enumerate(found):
+                before = sums[number]
+                if part is not None:
+                    sums[number] = part.clone() if before is None else before.add_(part)
+        return sums
 
     def draws(self, batch: Batch) -> bool:
         """Whether the module draws random numbers while it trains."""
@@ -168,6 +187,11 @@ class Resident:
         drew = not torch.equal(before, self.accelerator.random_state())
         self.accelerator.set_random_state(before)
         return drew
+
+
+def pieces_of(samples: int, most: int) -> int:
+    """Into how many equal micro-batches a batch is cut, at most."""
+    return next(pieces for pieces in range(min(most, samples), 0, -1) if samples % pieces == 0)
 
 
 def loss_of(output: object) -> Tensor:
