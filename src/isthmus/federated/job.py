@@ -219,6 +219,10 @@ def check(job: FederatedJob) -> None:
             raise UserError(f"{field}: got {seconds:g} s, expected at least 1 s")
     if job.execution.planner and job.execution.planner not in cohort_names():
         raise unknown_name("execution.planner", job.execution.planner, cohort_names())
+    if (deployment := job.deployment) is not None:
+        for name in deployment.fleets:
+            if name not in deployment.sites:
+                raise unknown_name("site in deployment.fleets", name, deployment.sites)
     check_engine(job)
     check_emulation(job)
     if job.local.micro_batches > 1 and job.execution.clients_per_vmap != 1:
@@ -298,9 +302,6 @@ def check_deployment(job: FederatedJob) -> None:
     sites = len(deployment.sites)
     if len(set(deployment.sites)) < sites:
         raise UserError("deployment.sites: got a name twice, expected each once")
-    for name in deployment.fleets:
-        if name not in deployment.sites:
-            raise unknown_name("site in deployment.fleets", name, deployment.sites)
     if job.participation.availability is not None:
         raise UserError("participation.availability: got a trace, expected none: sites are available when here")
     if (deployment.start or 1) > sites:

@@ -170,7 +170,9 @@ class Resident:
         sums: list[Tensor | None] = [None] * len(self._parameters)
         for one in cut:
             loss = loss_of(self.module(**one))
-            found = torch.autograd.grad(loss, self._parameters, share.to(loss), allow_unused=True)
+            found: Sequence[Tensor | None] = torch.autograd.grad(
+                loss, self._parameters, share.to(loss), allow_unused=True
+            )
             for number, part in enumerate(found):
                 before = sums[number]
                 if part is not None:

@@ -49,8 +49,7 @@ class SitePipeline:
         self._emulate = config.emulate
         self._module = MeanLoss(resident.module) if plans.sums_losses else resident.module
         self._stop = Stop()
-        engines = {d.name: d.engine for d in plans.fleet.devices}
-        places = local_places(config.device, plans.fleet.names, engines)
+        places = local_places(config.device, plans.fleet.names, {d.name: d.engine for d in plans.fleet.devices})
         self._backend = LocalBackend(places=places, respawn_after_s=RESPAWN_S)
         step_s = plans.first.predicted.step_s
         log(f"a pipeline over {', '.join(plans.first.used)}: {step_s:.3g} s per step as planned")
