@@ -21,6 +21,7 @@ from isthmus.federated.algorithms import Algorithm
 from isthmus.federated.local import Batch, LocalConfig
 from isthmus.federated.resident import loss_of, pieces_of
 from isthmus.models import ModelSpec, build_model
+from isthmus.plans import CompressionConfig
 from isthmus.rng import orders
 
 
@@ -33,6 +34,8 @@ class PipelineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Who plans the pipeline: one of `isthmus planners`."""
     plan: str = ""
     """A plan file to follow in place of planning, as `isthmus plan` writes it."""
+    compression: CompressionConfig | None = None
+    """How messages between stages are packed; without this table they travel as they are."""
     device: str | dict[str, str] = "cpu"
     """Where device processes compute: as `[runtime] device` of a job."""
     emulate: bool = False

@@ -157,19 +157,19 @@ class Resident:
 
     def _parts(self, batch: Batch) -> Sequence[Tensor | None]:
         """Each parameter's gradient; None of one that the loss does not depend on."""
-        samples = len(next(iter(batch.values()))) if self.micro_batches > 1 else 1
-        pieces = pieces_of(samples, self.micro_batches)
-        if pieces == 1:
-            loss = loss_of(self.module(**batch))
-            return torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        cut = [
-            dict(zip(batch, row, strict=True)) for row in zip(*(c.chunk(pieces) for c in batch.values()), strict=True)
-        ]
-        # As a pipeline's engine: the first gradients are a memory of their own, and others are added to them in order.
-        share = torch.full((), 1.0 / pieces, dtype=torch.float32, device=self.accelerator.device)
+        pieces = 1 if self.micro_batches == 1 else pieces_of(len(next(iter(batch.values()))), self.micro_batches)
+        if pieces > 1:
+            return self._summed_parts(batch, pieces)
+        loss = loss_of(self.module(**batch))
+        return torch.autograd.grad(loss, self._parameters, allow_unused=True)
+
+    def _summed_parts(self, batch: Batch, pieces: int) -> Sequence[Tensor | None]:
+        """In the order and with the roundings of a pipeline's engine."""
+        rows = zip(*(column.chunk(pieces) for column in batch.values()), strict=True)
+        share = torch.full((), 1.0 / pieces, device=self.accelerator.device)
         sums: list[Tensor | None] = [None] * len(self._parameters)
-        for one in cut:
-            loss = loss_of(self.module(**one))
+        for row in rows:
+            loss = loss_of(self.module(**dict(zip(batch, row, strict=True))))
             found: Sequence[Tensor | None] = torch.autograd.grad(
                 loss, self._parameters, share.to(loss), allow_unused=True
             )

@@ -24,7 +24,9 @@ from isthmus.federated.pipeline import PipelineConfig, check_descends
 from isthmus.federated.privacy import Privacy, Private
 from isthmus.federated.robust import Aggregation
 from isthmus.federated.secure.rules import secure_rules
+from isthmus.fleet import resolve_fleet
 from isthmus.models import ModelSpec
+from isthmus.planners import check_planner
 from isthmus.protocol.federated_rules import SecureRules
 
 RUN_NAME = "^[0-9a-f]{32}$"
@@ -148,14 +150,16 @@ def load_site(path: Path) -> SiteConfig:
         refuse_description(config.data)
         algorithm = load_algorithm(config.algorithm)
         if config.pipeline is not None:
-            check_pipeline(config, algorithm)
+            check_pipeline(config, config.pipeline, algorithm)
     except UserError as e:
         raise UserError(f"{path}: {e}") from None
     return config
 
 
-def check_pipeline(config: SiteConfig, algorithm: Algorithm) -> None:
-    """UserError for what does not go together with a site that is a fleet."""
+def check_pipeline(config: SiteConfig, pipeline: PipelineConfig, algorithm: Algorithm) -> None:
+    """UserError for a fleet or a planner that does not exist, and for what does not go together with a pipeline."""
+    resolve_fleet(pipeline.fleet)
+    check_planner(pipeline.planner)
     check_descends(algorithm)
     if config.device != AUTO:
         raise UserError(f"device: got {config.device!r} beside [pipeline], expected pipeline.device")

@@ -99,6 +99,7 @@ class PipelinePlans:
                 data=round_spec(self._data, segment, key, local),
                 fleet=config.fleet,
                 planner=config.planner,
+                compression=config.compression,
                 training=training,
                 optimizer=(optimizer,),
                 runtime=runtime,
