@@ -17,7 +17,6 @@ from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, TrainingConfig, checked, fleet_of, prepare
 from isthmus.job.settings import RuntimeConfig
 from isthmus.models import ModelSpec
-from isthmus.planners import scheduled
 from isthmus.plans import Plan
 from isthmus.rng import torch_seed
 from isthmus.training.optim import OptimizerConfig
@@ -111,7 +110,8 @@ class PipelinePlans:
         alike = msgspec.structs.replace(segment, first=0, steps=1)
         if alike not in self._plans:
             problem = self.prepared(segment).problem(self.fleet)
-            self._plans[alike] = scheduled(problem, build_again(problem, layouts_of(self.first), self.first))
+            (cut,) = layouts_of(self.first)
+            self._plans[alike] = build_again(problem, [cut._replace(micro_batches=segment.micro_batches)], self.first)
         return self._plans[alike]
 
     def again(self, prepared: Prepared, fleet: Fleet) -> Plan:
