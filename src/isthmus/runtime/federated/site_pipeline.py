@@ -14,14 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from isthmus.errors import Interrupted
 from isthmus.federated.pipeline import MeanLoss, PipelineConfig, Segment
 from isthmus.federated.resident import Resident
 from isthmus.run_files import CHECKPOINTS
 from isthmus.runtime.coordinator.backend import LocalBackend, local_places
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
 from isthmus.runtime.federated.pipeline_plans import Key, PipelinePlans
-from isthmus.runtime.processes.signals import Stop
+from isthmus.runtime.processes.device_processes import ForkServers
 from isthmus.training.checkpoint import OPTIMIZER, latest_checkpoint, read_tensors
 from isthmus.training.weights import weights_of
 
@@ -31,7 +30,7 @@ RESPAWN_S = 0.5
 
 
 class SitePipeline:
-    """Computes descents of one client. One thread; `stop` may be called by another."""
+    """Computes descents of one client."""
 
     def __init__(
         self,
@@ -40,23 +39,20 @@ class SitePipeline:
         resident: Resident,
         folder: Path,
         log: Callable[[str], None] = lambda _: None,
+        fork_servers: ForkServers | None = None,
     ) -> None:
         """`resident` has the client's model, whose buffers are read and written. Runs leave their files in `folder`.
+        `fork_servers` are kept from run to run, by who ends them.
         UserError for an accelerator that is not here."""
         self._plans, self._resident, self._folder = plans, resident, folder
         self.watcher = Watcher(noted=log)
         """Of every run."""
         self._emulate = config.emulate
         self._module = MeanLoss(resident.module) if plans.sums_losses else resident.module
-        self._stop = Stop()
         places = local_places(config.device, plans.fleet.names, {d.name: d.engine for d in plans.fleet.devices})
-        self._backend = LocalBackend(places=places, respawn_after_s=RESPAWN_S)
+        self._backend = LocalBackend(places=places, respawn_after_s=RESPAWN_S, fork_servers=fork_servers)
         step_s = plans.first.predicted.step_s
         log(f"a pipeline over {', '.join(plans.first.used)}: {step_s:.3g} s per step as planned")
-
-    def stop(self) -> None:
-        """A descent under way ends with Interrupted."""
-        self._stop.request()
 
     @cached_property
     def _aliases(self) -> Mapping[int, list[str]]:
@@ -72,7 +68,7 @@ class SitePipeline:
 
     def descend(self, model: Tensor, key: Key) -> Tensor:
         """The weights at the end of a client's steps less the model [P]: the bits of one process. `key`: seed, round,
-        client. PeerError where the devices that are left cannot go on, Interrupted after `stop`."""
+        client. PeerError where the devices that are left cannot go on."""
         parts = self._plans.segments
         start = model.clone()
         self._resident.bind(start)
@@ -90,13 +86,10 @@ class SitePipeline:
             emulate=self._emulate,
             weights=weights_of(self._module, prepared.captured),
             backend=self._backend,
-            stop=self._stop,
             replan=partial(self._plans.again, prepared),
         )
         outcome = run_plan(prepared, plan, self._plans.fleet, self._folder, options, self.watcher)
         check_outcome(outcome)
-        if outcome.outcome != "done":
-            raise Interrupted("interrupted")
         return read_tensors(latest_checkpoint(self._folder / CHECKPOINTS))
 
     @torch.no_grad()

@@ -42,6 +42,7 @@ from isthmus.runtime.identity.signatures import DeviceSigner
 from isthmus.runtime.messages.federated import FromExecutor, TaskMessage, ToExecutor
 from isthmus.runtime.messages.fleet import StartRun
 from isthmus.runtime.messages.run import Heartbeat
+from isthmus.runtime.processes.device_processes import ForkServers
 from isthmus.runtime.processes.signals import ComputeThreads
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.message_sender import MessageSender
@@ -76,6 +77,8 @@ class SiteRunner:
         self._accelerator = open_accelerator(config.device, "device") if config.pipeline is None else HOST
         self._plan = plan
         self._data = OwnData(load_dataset(config.data, "train"))
+        self._fork_servers = ForkServers()
+        """Of a site that is a fleet."""
         self._warm: tuple[TaskSpec, Site] | None = None
         self._training = threading.Lock()
         self._work: _SiteRun | None = None
@@ -107,6 +110,7 @@ class SiteRunner:
         """At the end of the process: a client that trains is stopped where it is."""
         self.end()
         self._threads.end()
+        self._fork_servers.end()
 
     def _attend(self, work: _SiteRun, call: StartRun, coordinator: tuple[str, int]) -> None:
         """A run, over as many connections as it takes."""
@@ -242,7 +246,7 @@ class SiteRunner:
             return None
         site, samples = self._config, DataDescription(columns=dict(self._data.columns), train=self._data.samples)
         plans = PipelinePlans(config, site.model, site.data, samples, task_spec.local, self._plan, site.threads)
-        return SitePipeline(config, plans, Resident(module), self._folder / "pipeline", self._log)
+        return SitePipeline(config, plans, Resident(module), self._folder / "pipeline", self._log, self._fork_servers)
 
 
 class _SiteRun:
