@@ -20,7 +20,6 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The first round waits for so many of them; for all, where it is not given."""
     wait: str = "5 s"
     """Later, and after a restart: as soon as `participation.minimum` are here, so long for the others."""
-
     fleets: dict[str, PipelineConfig] = {}
     """For `isthmus simulate`: of sites that are fleets, what their own files say in table [pipeline]."""
 

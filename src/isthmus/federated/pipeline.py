@@ -53,6 +53,7 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int
     micro_batches: int
     is_last: bool = False
+    """Whether it is the round's last step."""
 
 
 def segments(samples: int, local: LocalConfig) -> tuple[Segment, ...]:
@@ -129,9 +130,6 @@ def round_spec(data: DataSpec, segment: Segment, key: tuple[int, int, int], loca
 class MeanLoss(nn.Module):
     """A model whose loss is the mean over a batch, as clients take it: a pipeline divides a sum later, and rounds
     otherwise."""
-
-    PREFIX = "model."
-    """Before the names of the model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
