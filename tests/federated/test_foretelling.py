@@ -131,7 +131,7 @@ def test_a_site_that_is_a_fleet_takes_what_its_plan_predicts(tmp_path: Path) -> 
     table = f'\n[deployment.fleets.south]\nfleet = "{tmp_path}/three.toml"\nplanner = "even"\n'
     job.write_text(job.read_text() + table)
     found = json.loads(isthmus("simulate", job, "--json").out)
-    ((pipeline),) = found["pipelines"]
+    (pipeline,) = found["pipelines"]
     assert pipeline["site"] == "south" and pipeline["devices"] == ["slow-0", "slow-1", "slow-2"]
     # Eight samples: two batches of 4 in each of two epochs.
     assert pipeline["round_s"] == pytest.approx(4 * pipeline["step_s"])
