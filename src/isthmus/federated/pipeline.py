@@ -108,7 +108,7 @@ class RoundData:
 def round_data(
     *, split: Split, data: dict[str, object], window: list[int], key: list[int], local: dict[str, object]
 ) -> RoundData:
-    """`RoundData` from what JSON can hold: as devices are told of it."""
+    """`RoundData` from what JSON can hold."""
     first, count = window
     seed, round_, client = key
     return RoundData(
