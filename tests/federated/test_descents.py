@@ -88,8 +88,8 @@ def test_a_batch_cut_into_micro_batches_has_the_sum_of_their_gradients() -> None
         halves = [
             {name: column[n : n + 2] for name, column in batch.items()} for n in range(0, len(batch["labels"]), 2)
         ]
-        loss = sum(resident.module(**half) for half in halves) / len(halves)
         resident.bind(weights)
+        loss = torch.stack([resident.module(**half) for half in halves]).mean()
         gradients = torch.autograd.grad(loss, list(resident.module.parameters()), allow_unused=True)
         flat = [
             torch.zeros(p.numel()) if g is None else g.reshape(-1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -170,8 +171,9 @@ class Resident:
         sums: list[Tensor | None] = [None] * len(self._parameters)
         for row in rows:
             loss = loss_of(self.module(**dict(zip(batch, row, strict=True))))
-            found: Sequence[Tensor | None] = torch.autograd.grad(
-                loss, self._parameters, share.to(loss), allow_unused=True
+            found = cast(
+                "Sequence[Tensor | None]",
+                torch.autograd.grad(loss, self._parameters, share.to(loss), allow_unused=True),
             )
             for number, part in enumerate(found):
                 before = sums[number]
