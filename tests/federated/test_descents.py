@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
-from isthmus.federated.resident import Resident
+from isthmus.federated.resident import Resident, pieces_of
 from isthmus.federated.stacked import Stacked, StackedLocal
 
 
@@ -77,3 +77,23 @@ def test_a_last_batch_that_is_smaller_is_left_out_unless_it_is_the_only_one(batc
     expected = resident.gradient(model, {name: column[: sum(sizes)] for name, column in samples().items()}).clone()
     assert torch.allclose(plain[0].full_gradient(model), expected, rtol=1e-9, atol=1e-15)
     assert torch.allclose(stacked.full_gradient(stacked.start(model))[0], expected, rtol=1e-9, atol=1e-15)
+
+
+def test_a_batch_cut_into_micro_batches_has_the_sum_of_their_gradients() -> None:
+    config = LocalConfig(epochs=2, batch_size=4, learning_rate=0.3, micro_batches=2)
+    resident, (local, _), _ = locals_of(config)
+    resident.micro_batches = config.micro_batches
+    weights = resident.vector()
+    for batch in local.batches():  # of 4 samples and of 1
+        halves = [
+            {name: column[n : n + 2] for name, column in batch.items()} for n in range(0, len(batch["labels"]), 2)
+        ]
+        resident.bind(weights)
+        loss = torch.stack([resident.module(**half) for half in halves]).mean()
+        gradients = torch.autograd.grad(loss, list(resident.module.parameters()), allow_unused=True)
+        flat = [
+            torch.zeros(p.numel()) if g is None else g.reshape(-1)
+            for p, g in zip(resident.module.parameters(), gradients, strict=True)
+        ]
+        assert torch.allclose(resident.gradient(weights, batch), torch.cat(flat), rtol=1e-12, atol=0)
+    assert [pieces_of(n, 4) for n in (1, 3, 4, 6, 7, 20)] == [1, 3, 4, 3, 1, 4]

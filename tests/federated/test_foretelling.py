@@ -123,3 +123,34 @@ def test_an_executor_that_is_lost_stays_lost(tmp_path: Path) -> None:
     refused(
         isthmus("simulate", job, "--set", "participation.clients=3", "--fault", "executor-1@2s+3s"), 2, "stays lost"
     )
+
+
+def test_a_site_that_is_a_fleet_takes_what_its_plan_predicts(tmp_path: Path) -> None:
+    (tmp_path / "three.toml").write_text(THREE)
+    job = deployed(tmp_path)
+    table = f'\n[deployment.fleets.south]\nfleet = "{tmp_path}/three.toml"\nplanner = "even"\n'
+    job.write_text(job.read_text() + table)
+    found = json.loads(isthmus("simulate", job, "--json").out)
+    (pipeline,) = found["pipelines"]
+    assert pipeline["site"] == "south" and pipeline["devices"] == ["slow-0", "slow-1", "slow-2"]
+    # Eight samples: two batches of 4 in each of two epochs.
+    assert pipeline["round_s"] == pytest.approx(4 * pipeline["step_s"])
+    assert found["round_s"] == pytest.approx(pipeline["round_s"], rel=0.2)
+    assert "south: a pipeline over 3 devices" in isthmus("simulate", job).out
+    job.write_text(job.read_text().replace("fleets.south", "fleets.nowhere"))
+    refused(isthmus("simulate", job), 2, "deployment.fleets", "nowhere")
+
+
+THREE = """
+name = "three"
+
+[[device]]
+name = "slow"
+region = "south"
+compute = "0.00001 GFLOPS"
+memory = "1 GiB"
+count = 3
+
+[links]
+default = { latency = "100 ms", bandwidth = "1 Mbit/s" }
+"""

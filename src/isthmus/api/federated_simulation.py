@@ -22,22 +22,30 @@ import numpy as np
 
 from isthmus.api.fault_simulation import fault_text
 from isthmus.api.federated_timeline import FederatedTimeline, simulate_struck
+from isthmus.api.make_plan import plan_for
 from isthmus.data.clients import ClientData
+from isthmus.data.description import DataDescription
 from isthmus.errors import PeerError, UserError, unknown_name
+from isthmus.federated.algorithms import AlgorithmSpec, load_algorithm
 from isthmus.federated.client_costs import ClientCosts
 from isthmus.federated.cohorts import Cohorts
+from isthmus.federated.deployment import Deployment
 from isthmus.federated.executor_fleet import ExecutorFleet, transfer_s
 from isthmus.federated.history import RoundLine
-from isthmus.federated.job import Deployment, FederatedJob, check_simulation, client_data, emulation, executors
+from isthmus.federated.job import FederatedJob, check_simulation, client_data, emulation, executors
+from isthmus.federated.pipeline import check_descends
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_messages import NONE, LinearFit, PhaseId
 from isthmus.protocol.federated_participation import Participation
 from isthmus.runtime.federated.emulation import counted_costs
+from isthmus.runtime.federated.pipeline_plans import PipelinePlans
 from isthmus.runtime.federated.run import FederatedRun, coordinator_of
 from isthmus.runtime.federated.site_run import site_coordinator
 from isthmus.runtime.federated.sizing import with_executors
+from isthmus.sanitize import sanitize
 from isthmus.simulator.federated import FederatedCosts, MessageCosts, SimulatedRound
 from isthmus.simulator.options import Fault
+from isthmus.units import format_duration
 
 MOST_ROUNDS, FEWEST_ROUNDS = 30, 3
 MOST_S = 3.0
@@ -57,6 +65,18 @@ class SimulatedExecutor(msgspec.Struct, frozen=True, kw_only=True):
     sums_s: float
 
 
+class SimulatedPipeline(msgspec.Struct, frozen=True, kw_only=True):
+    """A site that is a fleet."""
+
+    site: str
+    devices: tuple[str, ...]
+    """With a stage."""
+    step_s: float
+    """As planned."""
+    round_s: float
+    """Of all local steps."""
+
+
 class SimulatedRounds(NamedTuple):
     rounds: list[SimulatedRound]
     executors: int
@@ -70,11 +90,22 @@ class SimulatedRounds(NamedTuple):
     """With a fleet: of every executor."""
     timeline: FederatedTimeline | None = None
     """Where faults were given."""
+    pipelines: tuple[SimulatedPipeline, ...] = ()
+    """Of sites that are fleets."""
 
     @property
     def exit_code(self) -> int:
         """That a real run would end with."""
         return PeerError.exit_code if self.timeline is not None and self.timeline.run.finish.outcome == "lost" else 0
+
+    def lines(self) -> list[str]:
+        """For people, below the table."""
+        found = [
+            f"{sanitize(one.site)}: a pipeline over {len(one.devices)} devices, {format_duration(one.step_s)} a step, "
+            f"{format_duration(one.round_s)} a round"
+            for one in self.pipelines
+        ]
+        return found + (self.timeline.lines() if self.timeline is not None else [])
 
     def summary(self) -> dict[str, object]:
         """As JSON has it."""
@@ -92,6 +123,8 @@ class SimulatedRounds(NamedTuple):
         }
         if self.timeline is not None:
             found |= self.timeline.summary()
+        if self.pipelines:
+            found["pipelines"] = msgspec.to_builtins(self.pipelines)
         return found | ({"fleet": self.fleet, "devices": msgspec.to_builtins(self.devices)} if self.fleet else {})
 
 
@@ -113,8 +146,9 @@ def simulate_rounds(
         deployment = job.deployment
         machine, other = (site_coordinator(job, deployment, data.sizes.copy(), 0, None) for _ in range(2))
         sites = tuple(data.sizes.tolist())
+        pipelines = tuple(_pipeline(job, deployment, name, data) for name in deployment.fleets)
     else:
-        job, sites = with_executors(job, data), ()
+        job, sites, pipelines = with_executors(job, data), (), ()
         fleet = job.executor_fleet(executors(job, len(data.sizes)))
         if fleet is not None:
             return _on_fleet(job, data, fleet, faults, counted or counted_costs(job, data))
@@ -123,7 +157,7 @@ def simulate_rounds(
     found = measured(job)
     costs = msgspec.structs.replace(
         struck,
-        lines=(found.line,) * len(machine.executors),
+        lines=tuple(_line(found.line, name, pipelines) for name in machine.executors),
         sums_s=found.overhead_s,
         noise=job.execution.noise,
         clients_per_vmap=found.clients_per_vmap,
@@ -138,7 +172,24 @@ def simulate_rounds(
         found.line,
         found.overhead_s,
         timeline=timeline if faults else None,
+        pipelines=pipelines,
     )
+
+
+def _pipeline(job: FederatedJob, deployment: Deployment, site: str, data: ClientData) -> SimulatedPipeline:
+    """Of a site that is a fleet, with the samples of its client. UserError as `PipelinePlans`."""
+    assert job.data is not None, "its clients were looked at"
+    check_descends(load_algorithm(AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options)))
+    samples = DataDescription(columns=dict(data.columns), train=int(data.sizes[deployment.sites.index(site)]))
+    plans = PipelinePlans(deployment.fleets[site], job.model, job.data, samples, job.local, plan_for)
+    step_s = plans.first.predicted.step_s
+    return SimulatedPipeline(site=site, devices=plans.first.used, step_s=step_s, round_s=plans.round_s)
+
+
+def _line(measured: LinearFit, name: str, pipelines: Sequence[SimulatedPipeline]) -> LinearFit:
+    """Of an executor. A site that is a fleet has one client, whose samples are known."""
+    round_s = next((one.round_s for one in pipelines if one.site == name), None)
+    return measured if round_s is None else LinearFit(0.0, round_s)
 
 
 def _factor(job: FederatedJob, count: int) -> Callable[[int, PhaseId], float]:

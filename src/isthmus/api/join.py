@@ -12,6 +12,7 @@ from typing import TypedDict, Unpack
 import msgspec
 
 from isthmus.accelerators import AUTO, accelerator_names, open_accelerator, resolve_accelerator
+from isthmus.api.make_plan import plan_for
 from isthmus.api.states import state_folder
 from isthmus.api.states import timeout_s as read_timeout
 from isthmus.data import dataset_kinds
@@ -134,8 +135,9 @@ def join_as(joining: JoinOptions, log: Callable[[str], None], ask: Ask) -> int:
         import_extra("jax", "--engine jax")
     folder = joining.state or state_folder("device")
     timeout_s = read_timeout(joining.timeout)
-    if joining.site is None and "WORLD_SIZE" not in os.environ:
-        fork_before_threads(fleet=True)
+    site = None if joining.site is None else load_site(joining.site)
+    if (site is None and "WORLD_SIZE" not in os.environ) or (site is not None and site.pipeline is not None):
+        fork_before_threads(fleet=site is None)
     island = island_here(folder)
     if joining.per_rank:
         joining, folder = _of_this_rank(joining, folder, island)
@@ -163,10 +165,9 @@ def join_as(joining: JoinOptions, log: Callable[[str], None], ask: Ask) -> int:
         )
     elif place.sharded:
         raise UserError("--shard: got it without torchrun, which starts the ranks that share a stage's weights")
-    if joining.site is not None:
-        config = load_site(joining.site)
-        check_kind(config.data, place.data_kinds, foreign=False)
-        return _attend(config, joining, folder, timeout_s, log, ask)
+    if site is not None:
+        check_kind(site.data, place.data_kinds, foreign=False)
+        return _attend(site, joining, folder, timeout_s, log, ask)
     device = joining.device if island is None else _of_rank(joining.device, island)
     accelerator = resolve_accelerator(device, "--device")
     (found,) = hardware_of([accelerator], "--device")
@@ -262,7 +263,7 @@ def _attend(
         failures.append(error)
         agent.stop()
 
-    run_starter = SiteRunner(config, membership.name, folder, log=log, fail=fail)
+    run_starter = SiteRunner(config, membership.name, folder, log=log, fail=fail, plan=plan_for)
     agent = Agent(
         folder, membership, joining.place, timeout_s=timeout_s, log=log, run_starter=run_starter, retries_s=RETRIES_S
     )

@@ -282,6 +282,6 @@ def _simulate_replicas(job: isthmus.Job, faults: tuple[api.fault_simulation.Faul
 def _simulate_rounds(found: api.federated_simulation.SimulatedRounds, *, json: bool) -> int:
     """The exit code: that of a real run."""
     show(found.summary(), lambda: api.output.simulated_table(found.rounds, found.line, found.fleet), json=json)
-    if found.timeline is not None and not json:
-        out().print("\n".join(found.timeline.lines()), highlight=False)
+    if (lines := found.lines()) and not json:
+        out().print("\n".join(lines), highlight=False)
     return found.exit_code

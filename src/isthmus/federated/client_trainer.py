@@ -14,7 +14,7 @@ from isthmus.accelerators.copies import all_to_device, to_host
 from isthmus.data.clients import ClientData, Redrawn
 from isthmus.errors import PeerError, UserError, users_code
 from isthmus.federated.admission import checked, first_state, refusal_of, unwritten
-from isthmus.federated.algorithms import BUFFERS, Algorithm, ClientUpdate, Combine, Pass, Values
+from isthmus.federated.algorithms import BUFFERS, Algorithm, ClientUpdate, Combine, LocalTrainer, Pass, Values
 from isthmus.federated.emulated_speed import Pacer
 from isthmus.federated.fixed_point import sums_on
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
@@ -61,6 +61,7 @@ class ClientTrainer:
         `admit` refuses an update (PeerError) or clips it; `log` is
         told of states that are lost."""
         self.resident = Resident(module, accelerator)
+        self.resident.micro_batches = work.local.micro_batches
         self._accelerator = accelerator
         self._work = work
         self._data = data
@@ -158,31 +159,20 @@ class ClientTrainer:
         refused: list[RefusedUpdate] = []
         for task in tasks:
             self._pacer.begin()
+            update = self._update_of(task, self._state_of(task))
             try:
-                state = self._train_one(task)
+                state = self._take_in(task, update)
             except PeerError as e:
                 refused.append(refusal_of(task.client, e))
                 continue
             timed.append(self._timed(task, self._pacer.end(task.samples), state))
         return tuple(timed), tuple(refused)
 
-    def _train_one(self, task: ClientTask) -> int:
-        """Returns the client's new state."""
-        return self._take_in(task, self._update_of(task, self._state_of(task)))
-
     def _update_of(self, task: ClientTask, state: Values | None) -> ClientUpdate:
         """What a client returns that is trained by itself."""
         assert self._phase_id is not None, "a phase is open"
         round_, whole_broadcast = self._phase_id.round - task.late, self._broadcast_to(task)
-        local = PlainLocal(
-            self.resident,
-            self._workspace,
-            self._work.local,
-            self._load([task]),
-            seed=self._work.seed,
-            round_=round_,
-            client=task.client,
-        )
+        local = self._local(task, round_)
         if BUFFERS in whole_broadcast:
             self.resident.set_buffers(whole_broadcast[BUFFERS])
         first = self._phase_id.number not in self._tried
@@ -199,6 +189,17 @@ class ClientTrainer:
             return update
         return ClientUpdate(
             values={**update.values, BUFFERS: self.resident.buffers()}, state=update.state, weight=update.weight
+        )
+
+    def _local(self, task: ClientTask, round_: int) -> LocalTrainer:
+        return PlainLocal(
+            self.resident,
+            self._workspace,
+            self._work.local,
+            self._load([task]),
+            seed=self._work.seed,
+            round_=round_,
+            client=task.client,
         )
 
     def _broadcast_to(self, task: ClientTask) -> Values:

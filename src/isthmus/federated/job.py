@@ -33,6 +33,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import read_options
 from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
+from isthmus.federated.deployment import Deployment
 from isthmus.federated.emulated_speed import SpeedEmulation
 from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.execution import Execution, RayExecution
@@ -82,21 +83,6 @@ class FederatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Clients of whose own data the accuracy is taken too, evenly over the population."""
     save_every: Positive = 1
     """Rounds between commits to disk."""
-
-
-class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sites in place of executors: devices of the fleet that have a client's data each."""
-
-    sites: Annotated[tuple[str, ...], Meta(min_length=1)]
-    """Names of the devices that may take part; their order numbers the clients."""
-    start: Positive | None = None
-    """The first round waits for so many of them; for all, where it is not given."""
-    wait: str = "5 s"
-    """Later, and after a restart: as soon as `participation.minimum` are here, so long for the others."""
-
-    @property
-    def wait_s(self) -> float:
-        return parse_duration(self.wait, "deployment.wait")
 
 
 class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -233,8 +219,16 @@ def check(job: FederatedJob) -> None:
             raise UserError(f"{field}: got {seconds:g} s, expected at least 1 s")
     if job.execution.planner and job.execution.planner not in cohort_names():
         raise unknown_name("execution.planner", job.execution.planner, cohort_names())
+    if (deployment := job.deployment) is not None:
+        for name in deployment.fleets:
+            if name not in deployment.sites:
+                raise unknown_name("site in deployment.fleets", name, deployment.sites)
     check_engine(job)
     check_emulation(job)
+    if job.local.micro_batches > 1 and job.execution.clients_per_vmap != 1:
+        raise UserError(
+            f"local.micro_batches: got {job.local.micro_batches} beside execution.clients_per_vmap, expected 1 in one"
+        )
 
 
 def _spec(job: FederatedJob) -> AlgorithmSpec:

@@ -28,6 +28,9 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     drop_last: bool = False
     """An epoch leaves out a last batch that is smaller than the others: batch norm cannot train on one sample. A client
     with less than one batch has that one."""
+    micro_batches: Annotated[int, Meta(ge=1)] = 1
+    """Equal parts of a batch whose gradients are added up: a client that is a pipeline has so many under way at once. A
+    batch that cannot be cut into as many has fewer."""
 
     def used(self, samples: int) -> int:
         """Samples that an epoch goes through, of a client that has so many."""

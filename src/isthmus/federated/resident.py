@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,8 @@ class Resident:
         self._known: dict[int, tuple[Tensor, list[Tensor]]] = {}
         """By address, vectors that were bound last and their views: held, so that nobody else gets the address."""
         self._bound = 0
+        self.micro_batches = 1
+        """Into how many parts a batch is cut, at most."""
         module.train()
 
     def _moved(self, module: nn.Module) -> nn.Module:
@@ -155,8 +158,28 @@ class Resident:
 
     def _parts(self, batch: Batch) -> Sequence[Tensor | None]:
         """Each parameter's gradient; None of one that the loss does not depend on."""
+        pieces = 1 if self.micro_batches == 1 else pieces_of(len(next(iter(batch.values()))), self.micro_batches)
+        if pieces > 1:
+            return self._summed_parts(batch, pieces)
         loss = loss_of(self.module(**batch))
         return torch.autograd.grad(loss, self._parameters, allow_unused=True)
+
+    def _summed_parts(self, batch: Batch, pieces: int) -> Sequence[Tensor | None]:
+        """In the order and with the roundings of a pipeline's engine."""
+        rows = zip(*(column.chunk(pieces) for column in batch.values()), strict=True)
+        share = torch.full((), 1.0 / pieces, device=self.accelerator.device)
+        sums: list[Tensor | None] = [None] * len(self._parameters)
+        for row in rows:
+            loss = loss_of(self.module(**dict(zip(batch, row, strict=True))))
+            found = cast(
+                "Sequence[Tensor | None]",
+                torch.autograd.grad(loss, self._parameters, share.to(loss), allow_unused=True),
+            )
+            for number, part in enumerate(found):
+                before = sums[number]
+                if part is not None:
+                    sums[number] = part.clone() if before is None else before.add_(part)
+        return sums
 
     def draws(self, batch: Batch) -> bool:
         """Whether the module draws random numbers while it trains."""
@@ -168,6 +191,11 @@ class Resident:
         drew = not torch.equal(before, self.accelerator.random_state())
         self.accelerator.set_random_state(before)
         return drew
+
+
+def pieces_of(samples: int, most: int) -> int:
+    """Into how many equal micro-batches a batch is cut, at most."""
+    return next(pieces for pieces in range(min(most, samples), 0, -1) if samples % pieces == 0)
 
 
 def loss_of(output: object) -> Tensor:

@@ -19,9 +19,10 @@ from isthmus.data.clients import ClientData, refuse_stream
 from isthmus.data.dataset import ColumnSpec, Dataset, batch_of_round, joined
 from isthmus.errors import UserError
 from isthmus.federated.admission import AdmissionRules, bounded, check_finite
-from isthmus.federated.algorithms import ClientUpdate
+from isthmus.federated.algorithms import ClientUpdate, LocalTrainer
 from isthmus.federated.client_trainer import ClientTrainer, TrainingTask
 from isthmus.federated.emulated_speed import Pacer
+from isthmus.federated.pipeline import Descend, PipelineLocal
 from isthmus.federated.privacy import Private
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import Rows, StateLost
@@ -153,14 +154,25 @@ class Site(ClientTrainer):
         accelerator: Accelerator = HOST,
         stated_samples: int | None = None,
         masked: AdmissionRules | None = None,
+        pipeline: Descend | None = None,
     ) -> None:
         """As a client trainer's. `stated_samples` is the number that the coordinator gets in place of the true one.
-        With `masked`, an update is made a sum of its own, within these rules, and not checked by the coordinator."""
+        With `masked`, an update is made a sum of its own, within these rules, and not checked by the coordinator.
+        With a `pipeline`, nothing is computed here but what the algorithm makes of its descents."""
         super().__init__(work, module, data, states, pacer=pacer, log=log, accelerator=accelerator)
         self._own_states = states
         self._samples = int(data.sizes[0])
         self._stated_samples = stated_samples
         self._masked = masked
+        self._pipeline = pipeline
+
+    def _local(self, task: ClientTask, round_: int) -> LocalTrainer:
+        if self._pipeline is None:
+            return super()._local(task, round_)
+        if task.samples != self._samples:
+            raise UserError(f"client {task.client}: the data has {self._samples} samples, expected {task.samples}")
+        key = (self._work.seed, round_, task.client)
+        return PipelineLocal(self._pipeline, self._work.local, task.samples, key)
 
     def open(self, opening: PhaseSetup, broadcast: Mapping[str, Tensor]) -> None:
         super().open(opening, broadcast)

@@ -20,10 +20,13 @@ from isthmus.errors import UserError
 from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
 from isthmus.federated.local import LocalConfig
+from isthmus.federated.pipeline import PipelineConfig, check_descends
 from isthmus.federated.privacy import Privacy, Private
 from isthmus.federated.robust import Aggregation
 from isthmus.federated.secure.rules import secure_rules
+from isthmus.fleet import resolve_fleet
 from isthmus.models import ModelSpec
+from isthmus.planners import check_planner
 from isthmus.protocol.federated_rules import SecureRules
 
 RUN_NAME = "^[0-9a-f]{32}$"
@@ -115,6 +118,8 @@ class SiteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Torch threads."""
     device: str = AUTO
     """Where it trains: `auto` (an accelerator of this machine, else the CPU), `cpu`, `cuda:1`, ..."""
+    pipeline: PipelineConfig | None = None
+    """Of a site that is a fleet: its devices train its client together."""
     slow_down: Annotated[float, Meta(ge=0)] = 0.0
     """Emulation: the site sleeps so many times as long as it trained."""
 
@@ -143,10 +148,23 @@ def load_site(path: Path) -> SiteConfig:
     config = convert(tables, SiteConfig, str(path))
     try:
         refuse_description(config.data)
-        load_algorithm(config.algorithm)
+        algorithm = load_algorithm(config.algorithm)
+        if config.pipeline is not None:
+            check_pipeline(config, config.pipeline, algorithm)
     except UserError as e:
         raise UserError(f"{path}: {e}") from None
     return config
+
+
+def check_pipeline(config: SiteConfig, pipeline: PipelineConfig, algorithm: Algorithm) -> None:
+    """UserError for a fleet or a planner that does not exist, and for what does not go together with a pipeline."""
+    resolve_fleet(pipeline.fleet)
+    check_planner(pipeline.planner)
+    check_descends(algorithm)
+    if config.device != AUTO:
+        raise UserError(f"device: got {config.device!r} beside [pipeline], expected pipeline.device")
+    if config.slow_down:
+        raise UserError(f"slow_down: got {config.slow_down:g} beside [pipeline], expected pipeline.emulate = true")
 
 
 def _described(spec: AlgorithmSpec | ModelSpec) -> str:

@@ -21,7 +21,11 @@ STATE_KEYS = {"sgd": {"momentum_buffer"}, "muon": {"momentum_buffer"}, "adamw": 
 def initial_weights(build: Callable[[], nn.Module], captured: Captured, seed: int) -> dict[str, Tensor]:
     """Every variable of both graphs by the module's own name, from the module built under the seed."""
     torch.manual_seed(seed)
-    module = build()
+    return weights_of(build(), captured)
+
+
+def weights_of(module: nn.Module, captured: Captured) -> dict[str, Tensor]:
+    """The same of a module that is there. They share its memory."""
     found: dict[str, Tensor] = dict(captured.constants)
     found |= dict(module.named_buffers(remove_duplicate=False))
     found |= {name: p.detach() for name, p in module.named_parameters(remove_duplicate=False)}

@@ -20,7 +20,7 @@ from isthmus.plans.worker_ids import device_of
 from isthmus.protocol.run_messages import PeerPath
 from isthmus.runtime.coordinator.data_holders import DataQueries
 from isthmus.runtime.processes.data_description import described_at
-from isthmus.runtime.processes.device_processes import DeviceProcesses, ProcessPlace
+from isthmus.runtime.processes.device_processes import DeviceProcesses, ForkServers, ProcessPlace
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.acceptor import Acceptor
 from isthmus.runtime.transport.listener import Listener
@@ -169,6 +169,9 @@ class LocalBackend(msgspec.Struct, frozen=True, kw_only=True):
     """Where no process is left, all could work again at once: one that ended alone stands for a machine that is lost,
     but all of them did not end for that."""
 
+    fork_servers: ForkServers | None = None
+    """Kept from run to run; None: each run makes its own."""
+
     @property
     def survives_coordinator(self) -> bool:
         return False
@@ -193,7 +196,12 @@ class LocalBackend(msgspec.Struct, frozen=True, kw_only=True):
         address = f"{self.host}:{listener.port}"
         try:
             with DeviceProcesses(
-                address, call.run, timeout_s=call.timeout_s, threads=call.threads, logs=call.logs
+                address,
+                call.run,
+                timeout_s=call.timeout_s,
+                threads=call.threads,
+                logs=call.logs,
+                fork_servers=self.fork_servers,
             ) as launcher:
                 work = _LocalSession(self, call, launcher)
                 for device in call.devices:

@@ -19,10 +19,12 @@ class ParameterStore:
     """The module is built when something of it is wanted, and not before: of a large one that takes long, and a
     coordinator that was started again finds everything in its devices' memory."""
 
-    def __init__(self, prepared: Prepared, written: frozenset[str]) -> None:
-        """`written`: names of all that training changes."""
+    def __init__(self, prepared: Prepared, written: frozenset[str], given: Mapping[str, Tensor] | None = None) -> None:
+        """`written`: names of all that training changes; `given`: all variables, in place of the module's first
+        values."""
         self._prepared = prepared
         self._written = written
+        self._given = given
         self._found: dict[str, Tensor] = {}
         self._others: dict[int, dict[str, Tensor]] = {}
         """Of replicas but the first, what a checkpoint holds of theirs alone."""
@@ -72,7 +74,9 @@ class ParameterStore:
 
     def _built(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         made, job = self._prepared, self._prepared.job
-        found = initial_weights(made.build, made.captured, job.training.seed)
+        found = (
+            initial_weights(made.build, made.captured, job.training.seed) if self._given is None else dict(self._given)
+        )
         own = {name for name in found if name not in made.captured.constants}
         if (scaling := job.training.loss_scaling) is not None:
             found[LOSS_SCALE] = LossScale(scaling).state()

@@ -72,6 +72,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     emulate: bool = True
     resume_from: Path | None = None
     """A checkpoint to go on from."""
+    weights: Mapping[str, Tensor] | None = None
+    """To begin with: every variable, by the module's own names. None: the module's first ones."""
     record: RecoveryRecord | None = None
     """Of a run whose coordinator was lost: devices may be at work for it, and hold more than the checkpoint."""
     believed: Fleet | None = None
@@ -145,7 +147,7 @@ class RunController:
         self._fingerprints = FingerprintLog(
             folder, options.fingerprints or chosen_fingerprints(self.job), self.job.training.steps
         )
-        self._values = ParameterStore(prepared, self.now.written)
+        self._values = ParameterStore(prepared, self.now.written, options.weights)
         self._ledger = opened_ledger(folder, self.now.protection.noise, counted_samples(prepared))
         self._loaded_step: int | None = None
         """Of the state that `_values` are; None when they are of several."""

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from isthmus.atomic_write import atomic_write
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import AlgorithmSpec
+from isthmus.federated.deployment import Deployment
 from isthmus.federated.history import RoundHistory, RoundLine
 from isthmus.federated.job import (
-    Deployment,
     FederatedJob,
     build,
     check_staleness,

@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from isthmus.accelerators import open_accelerator
+from isthmus.accelerators import HOST, open_accelerator
 from isthmus.data import load_dataset
+from isthmus.data.description import DataDescription
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.federated.admission import first_state
 from isthmus.federated.algorithms import load_algorithm
@@ -32,13 +33,16 @@ from isthmus.models import build_model
 from isthmus.protocol.federated_messages import ExecutorJoined, PhaseId
 from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.federated.executor import take_part
+from isthmus.runtime.federated.pipeline_plans import MakePlan, PipelinePlans
 from isthmus.runtime.federated.secure_site import SecureSiteExecutor
 from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
+from isthmus.runtime.federated.site_pipeline import SitePipeline
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.identity.signatures import DeviceSigner
 from isthmus.runtime.messages.federated import FromExecutor, TaskMessage, ToExecutor
 from isthmus.runtime.messages.fleet import StartRun
 from isthmus.runtime.messages.run import Heartbeat
+from isthmus.runtime.processes.device_processes import ForkServers
 from isthmus.runtime.processes.signals import ComputeThreads
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.message_sender import MessageSender
@@ -61,6 +65,7 @@ class SiteRunner:
         *,
         log: Callable[[str], None],
         fail: Callable[[IsthmusError], None],
+        plan: MakePlan,
     ) -> None:
         """`folder` has the site's key, and states of clients under it. UserError for data that cannot be read, a
         device that is not here."""
@@ -69,8 +74,11 @@ class SiteRunner:
         self._folder = folder
         self._log = log
         self._fail = fail
-        self._accelerator = open_accelerator(config.device, "device")
+        self._accelerator = open_accelerator(config.device, "device") if config.pipeline is None else HOST
+        self._plan = plan
         self._data = OwnData(load_dataset(config.data, "train"))
+        self._fork_servers = ForkServers()
+        """Of a site that is a fleet."""
         self._warm: tuple[TaskSpec, Site] | None = None
         self._training = threading.Lock()
         self._work: _SiteRun | None = None
@@ -102,6 +110,7 @@ class SiteRunner:
         """At the end of the process: a client that trains is stopped where it is."""
         self.end()
         self._threads.end()
+        self._fork_servers.end()
 
     def _attend(self, work: _SiteRun, call: StartRun, coordinator: tuple[str, int]) -> None:
         """A run, over as many connections as it takes."""
@@ -225,6 +234,7 @@ class SiteRunner:
         torch.manual_seed(task_spec.seed)
         module = build_model(self._config.model)
         first = first_state(algorithm, Resident(module).vector())
+        pipeline = self._pipeline(task_spec, module)
         states = None if first is None else SiteStates(self._folder / "states" / task_spec.run, StateForm(first))
         site = Site(
             TrainingTask(algorithm=algorithm, local=task_spec.local, seed=task_spec.seed),
@@ -236,11 +246,21 @@ class SiteRunner:
             accelerator=self._accelerator,
             stated_samples=task_spec.aggregation.most_samples,
             masked=task_spec.bounds if task_spec.aggregation.secure else None,
+            pipeline=None if pipeline is None else pipeline.descend,
         )
-        site.warm_up(task_spec.client)
+        if pipeline is None:
+            site.warm_up(task_spec.client)
         self._warm = (task_spec, site)
         self._log(f"at work for {task_spec.job} as client {task_spec.client}: {self._data.samples} samples")
         return site
+
+    def _pipeline(self, task_spec: TaskSpec, module: nn.Module) -> SitePipeline | None:
+        """Of a site that is a fleet."""
+        if (config := self._config.pipeline) is None:
+            return None
+        site, samples = self._config, DataDescription(columns=dict(self._data.columns), train=self._data.samples)
+        plans = PipelinePlans(config, site.model, site.data, samples, task_spec.local, self._plan, site.threads)
+        return SitePipeline(config, plans, Resident(module), self._folder / "pipeline", self._log, self._fork_servers)
 
 
 class _SiteRun:

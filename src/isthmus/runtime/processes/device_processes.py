@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
@@ -83,6 +84,26 @@ def fork_before_threads(*, fleet: bool = False) -> None:
     fork_early((sys.executable, *place.safety()), _environment(1))
 
 
+class ForkServers:
+    """Processes that device processes are forked from, by their command line and environment."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[tuple[str, ...], frozenset[tuple[str, str]]], ForkServer] = {}
+
+    def get(self, command: tuple[str, ...], environment: Mapping[str, str], log: int | None) -> ForkServer:
+        """The one that is there, or a new one."""
+        key = command, frozenset(environment.items())
+        if key not in self._found or self._found[key].gone:
+            self._found[key] = standing_for(command, environment) or ForkServer(command, environment, log)
+        return self._found[key]
+
+    def end(self) -> None:
+        """Their children end when their parent-death pipes close."""
+        for fork_server in self._found.values():
+            fork_server.end()
+        self._found.clear()
+
+
 class DeviceProcesses:
     """Device processes, by device name. A context manager: on leaving, whatever still runs is ended.
 
@@ -92,14 +113,23 @@ class DeviceProcesses:
     """
 
     def __init__(
-        self, coordinator: str, run: str, *, timeout_s: float = 60.0, threads: int = 1, logs: Path | None = None
+        self,
+        coordinator: str,
+        run: str,
+        *,
+        timeout_s: float = 60.0,
+        threads: int = 1,
+        logs: Path | None = None,
+        fork_servers: ForkServers | None = None,
     ) -> None:
-        """`coordinator` is HOST:PORT as the devices reach it; under `logs` goes what they write to standard error."""
+        """`coordinator` is HOST:PORT as the devices reach it; under `logs` goes what they write to standard error.
+        `fork_servers` are kept at the end; None: new ones are made, and ended."""
         self._coordinator = coordinator
         self._run = run
         self._timeout_s = timeout_s
         self._logs = logs
-        self._fork_servers: dict[tuple[str, ...], ForkServer] = {}
+        self._kept = fork_servers
+        self._fork_servers = fork_servers or ForkServers()
         self._children: dict[str, ForkedProcess] = {}
         self._environment = _environment(threads)
         if logs is not None:
@@ -128,16 +158,11 @@ class DeviceProcesses:
         with contextlib.ExitStack() as stack:
             mode = "wb" if before is None else "ab"
             log = stack.enter_context(self._log(device).open(mode)).fileno() if self._logs is not None else None
-            fork_server = self._fork_server((*place.prefix, sys.executable, *place.safety()), log)
+            command = (*place.prefix, sys.executable, *place.safety())
+            fork_server = self._fork_servers.get(command, self._environment, log)
             self._children[device] = fork_server.spawn(
                 arguments, f"isthmus device {device}", self._run, place.data, log
             )
-
-    def _fork_server(self, command: tuple[str, ...], log: int | None) -> ForkServer:
-        if command not in self._fork_servers or self._fork_servers[command].gone:
-            standing = standing_for(command, self._environment)
-            self._fork_servers[command] = standing or ForkServer(command, self._environment, log)
-        return self._fork_servers[command]
 
     def running(self, device: str) -> bool:
         return device in self._children and self._children[device].poll() is None
@@ -169,8 +194,8 @@ class DeviceProcesses:
     def end(self, *, halted: bool = True) -> None:
         """End the processes that still run. With `halted`, they were asked to halt, and first get the time to do so."""
         end_children(self._children.values(), halted=halted)
-        for fork_server in self._fork_servers.values():
-            fork_server.end()
+        if self._kept is None:
+            self._fork_servers.end()
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -1,0 +1,124 @@
+"""How a client that is a fleet is cut: the job of each segment of its round, its model captured, its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from isthmus.cost import build_again, layouts_of
+from isthmus.data import DataSpec
+from isthmus.data.description import DataDescription
+from isthmus.errors import UserError
+from isthmus.federated.local import LocalConfig
+from isthmus.federated.pipeline import PipelineConfig, Segment, mean_loss_spec, round_spec, segments
+from isthmus.fleet import Fleet
+from isthmus.job import Job, Prepared, TrainingConfig, checked, fleet_of, prepare
+from isthmus.job.settings import RuntimeConfig
+from isthmus.models import ModelSpec
+from isthmus.plans import Plan
+from isthmus.rng import torch_seed
+from isthmus.training.optim import OptimizerConfig
+
+MakePlan = Callable[[Prepared, Fleet, Path | None], Plan]
+"""(model, fleet, plan document or None) -> a plan to run."""
+Key = tuple[int, int, int]
+"""Seed, round, client."""
+
+
+class PipelinePlans:
+    """Planned once: for batches of other sizes the same cut is taken."""
+
+    def __init__(
+        self,
+        config: PipelineConfig,
+        model: ModelSpec,
+        data: DataSpec,
+        samples: DataDescription,
+        local: LocalConfig,
+        make_plan: MakePlan,
+        threads: int = 1,
+    ) -> None:
+        """`samples` describe the client's data. UserError for a fleet or a planner that does not exist, a model that
+        cannot be cut, a plan of several replicas; FleetTooSmall where no plan fits."""
+        self._config, self._model, self._data, self._local = config, model, data, local
+        self._samples, self._make_plan, self._threads = samples, make_plan, threads
+        self.learning_rate = local.learning_rate
+        self.segments = segments(samples.train, local)
+        """Of every round."""
+        self._captured: dict[int, Prepared] = {}
+        self._plans: dict[Segment, Plan] = {}
+        # The last step keeps its gradients besides: planned is what takes the most memory.
+        largest = msgspec.structs.replace(self.segments[0], is_last=True)
+        self.sums_losses = self.prepared(largest).captured.train.count is not None
+        """Whether the model returns a sum of losses and a count, in place of a mean."""
+        if self.sums_losses:
+            self._model = mean_loss_spec(model)
+            self._captured.clear()
+        self.fleet = fleet_of(self._job(largest, (0, 0, 0)))
+        document = Path(config.plan) if config.plan else None
+        self.first = make_plan(self.prepared(largest), self.fleet, document)
+        """The cut."""
+        if len(self.first.replicas) > 1:  # they would add up gradients in another order
+            raise UserError(
+                f"pipeline.planner: {config.planner!r} plans {len(self.first.replicas)} replicas, expected one "
+                "pipeline, as by 'chain'"
+            )
+
+    def prepared(self, segment: Segment, key: Key = (0, 0, 0)) -> Prepared:
+        """The job of a segment of the client's round. A model is captured once for batches of one size."""
+        job = self._job(segment, key)
+        size = job.micro_batch_size
+        if size not in self._captured:
+            self._captured[size] = prepare(job, self._samples)
+        samples = msgspec.structs.replace(self._samples, train=segment.steps * segment.batch_size)
+        return msgspec.structs.replace(self._captured[size], job=job, samples=samples)
+
+    def _job(self, segment: Segment, key: Key) -> Job:
+        config, local = self._config, self._local
+        training = TrainingConfig(
+            steps=segment.steps,
+            batch_size=segment.batch_size,
+            micro_batches=segment.micro_batches,
+            seed=torch_seed(*key),
+            shuffle=False,
+            non_finite="ignore",
+            keep_checkpoints=1,
+        )
+        runtime = RuntimeConfig(
+            threads=self._threads, emulate=config.emulate, device=config.device, timeout=config.timeout, adapt=False
+        )
+        # The first step of SGD with momentum keeps its gradient, which is how the last one's comes out of a run.
+        optimizer = OptimizerConfig(name="sgd", lr=local.learning_rate, momentum=0.5 if segment.is_last else 0.0)
+        return checked(
+            Job(
+                name="client",
+                model=self._model,
+                data=round_spec(self._data, segment, key, local),
+                fleet=config.fleet,
+                planner=config.planner,
+                compression=config.compression,
+                training=training,
+                optimizer=(optimizer,),
+                runtime=runtime,
+            )
+        )
+
+    def plan(self, segment: Segment) -> Plan:
+        """The cut of the first plan, with figures for batches of this size."""
+        alike = msgspec.structs.replace(segment, first=0, steps=1)
+        if alike not in self._plans:
+            problem = self.prepared(segment).problem(self.fleet)
+            (cut,) = layouts_of(self.first)
+            self._plans[alike] = build_again(problem, [cut._replace(micro_batches=segment.micro_batches)], self.first)
+        return self._plans[alike]
+
+    def again(self, prepared: Prepared, fleet: Fleet) -> Plan:
+        """For devices that are left. FleetTooSmall where none fits."""
+        return self._make_plan(prepared, fleet, None)
+
+    @property
+    def round_s(self) -> float:
+        """Of all steps of a round, as the plans predict them."""
+        return sum(segment.steps * self.plan(segment).predicted.step_s for segment in self.segments)
