@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from isthmus.plans import Compression, Packing, Replica
+from isthmus.plans import Edge, Packing, Replica
 
 MEASURED_ON = "small GPTs after 120 steps"
 CODECS = {"bf16": 0.0, "int8": 0.0, "int4": 0.0413 / 14}
@@ -41,14 +41,11 @@ def expected_increase(packing: Packing) -> float:
 
 def increase_of(replicas: Iterable[Replica]) -> float:
     """By all packed messages of a plan; those of a replica for its part of the batch."""
-    parts = [(r.micro_batches, sum(map(_of, _packed(r)))) for r in replicas]
+    parts = [(r.micro_batches, packed_increase(r.edges)) for r in replicas]
     return sum(count * increase for count, increase in parts) / sum(count for count, _ in parts)
 
 
-def _packed(replica: Replica) -> list[Compression]:
-    found = [c for e in replica.edges for c in (e.forward_compression, e.backward_compression)]
-    return [c for c in found if c is not None]
-
-
-def _of(compression: Compression) -> float:
-    return expected_increase(compression.packing)
+def packed_increase(edges: Iterable[Edge]) -> float:
+    """By the packed messages of one replica."""
+    packed = [c for e in edges for c in (e.forward_compression, e.backward_compression) if c is not None]
+    return sum(expected_increase(c.packing) for c in packed)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from isthmus.cost.compression.adatopk import PAPER_FACTOR, adatopk, adatopk_paper, harshest_ratio
+from isthmus.cost.compression.expected_loss import expected_increase
 from isthmus.cost.compression.just_enough import just_enough, ladder
 from isthmus.cost.compression.messages import Packings, Sender, packed_edges, tensor_of, with_feedback
 from isthmus.cost.compression.uniform import dense, uniform
@@ -73,7 +74,12 @@ def as_requested(problem: Problem, sender: Sender) -> tuple[Edge, ...]:
     asked = problem.constraints.compression
     if asked is None:
         return sender.edges
-    edges = packed_edges(sender, ratio_planner(asked.method).choose(problem, sender, asked.ratio))
+    packings = ratio_planner(asked.method).choose(problem, sender, asked.ratio)
+    return with_asked_feedback(asked, packed_edges(sender, packings))
+
+
+def with_asked_feedback(asked: CompressionConfig, edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
+    """The same where no error feedback is asked for."""
     return tuple(map(with_feedback, edges)) if asked.feedback else edges
 
 
@@ -85,11 +91,13 @@ def packs_alike(problem: Problem) -> bool:
 
 
 def harshest_codec(problem: Problem) -> CompressionConfig | None:
-    """A compression that packs every message alike, by the last codec that the problem's method offers."""
+    """A compression that packs every message alike, by the last codec that the problem's method offers; of those that
+    a loss budget allows one message."""
     asked = problem.constraints.compression
     if asked is None:
         return None
-    last = ratio_planner(asked.method).offers(problem, asked.ratio)[-1]
+    offers, budget = ratio_planner(asked.method).offers(problem, asked.ratio), asked.loss_budget
+    last = [codec for codec in offers if budget is None or expected_increase(codec) <= budget][-1]
     return CompressionConfig(method="uniform" if last.codec == "topk" else last.codec, ratio=last.ratio)
 
 

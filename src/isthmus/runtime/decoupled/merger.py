@@ -246,16 +246,16 @@ class MergerHost:
         if not isinstance(message, FromReplica):
             raise PeerError(f"sent {type(message).__name__}, expected steps and contributions")
         sizes = [tensor.nbytes for tensor in message.tensors]
-        expected: list[int] = []
+        most: list[int] = []
         if isinstance(message.body, Contributed):
             known, fragments = self._merged.known, message.body.fragments
             if any(fragment >= len(known) for fragment in fragments) or len(fragments) != len(message.body.samples):
                 raise PeerError(f"contributed to fragments {list(fragments)}, expected some of {len(known)}")
             if not all(message.body.samples):
                 raise PeerError("contributed without a step")
-            expected = [self._codec.wire_bytes(known[f].numel(), known[f].dtype) for f in fragments]
-        if sizes != expected:
-            raise PeerError(f"sent tensors of {sizes} bytes, expected {expected}")
+            most = [self._codec.wire_bytes(known[f].numel(), known[f].dtype) for f in fragments]
+        if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
+            raise PeerError(f"sent tensors of {sizes} bytes, expected at most {most}")
 
     def _handle(self, event: MergerEvent) -> None:
         for instruction in self._machine.handle(event):
