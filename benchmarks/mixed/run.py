@@ -22,7 +22,8 @@ from rich.table import Table
 
 import isthmus
 from isthmus.api.observer import Silent
-from isthmus.plans import Plan, Replica, load_plan, save_plan
+from isthmus.plans import Plan, load_plan, save_plan
+from isthmus.report.boundary_table import replica_line
 from isthmus.trace import steady_step_s
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -89,16 +90,8 @@ def planned(fleet: str, way: str) -> Planned:
         step_s=plan.predicted.step_s,
         simulated_s=steady_step_s(trace),
         gap=plan.certificate.gap if plan.certificate else float("inf"),
-        replicas=list(map(_text, plan.replicas)),
+        replicas=list(map(replica_line, plan.replicas)),
     )
-
-
-def _text(replica: Replica) -> str:
-    devices = " > ".join(stage.device for stage in replica.stages)
-    codecs = sorted(
-        {c.codec for e in replica.edges for c in (e.forward_compression, e.backward_compression) if c is not None}
-    )
-    return f"{replica.micro_batches}: {devices}" + (f" ({', '.join(codecs)})" if codecs else "")
 
 
 def trained(fleet: str, way: str, seed: int, steps: int) -> Trained:

@@ -13,6 +13,7 @@ from torch import nn
 
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
+from isthmus.extensions import import_extra
 from isthmus.fleet import Fleet, Link
 from isthmus.job import Job
 from isthmus.protocol.decoupled import Merger
@@ -111,9 +112,11 @@ class DecoupledRun:
         self._run = secrets.token_hex(16)
         self._links = links_of(fleet) if job.runtime.emulate else dict.fromkeys(fleet.names, (None, None))
         data = load_dataset(job.data, "train")
+        title = import_extra("setproctitle", "a device process").setproctitle
 
         def serve(number: int, name: str) -> Callable[[str], None]:
             def act(text: str) -> None:
+                title(f"isthmus device {name}")
                 begin = msgspec.json.decode(text, type=_Begin)
                 place = ReplicaPlace(
                     name=name,
