@@ -16,7 +16,6 @@ from jobs import FLEET, job_of
 import isthmus
 from isthmus.api.decoupled import step_times
 from isthmus.api.observer import Observer
-from isthmus.callbacks import StepDone
 from isthmus.fleet import resolve_fleet
 from isthmus.job import prepare
 
@@ -56,7 +55,7 @@ class _Watch(Observer):
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def stepped(self, done: StepDone) -> None:
+    def stepped(self, done: isthmus.StepDone) -> None:
         self.steps.append((time.monotonic(), done.step))
         if len(self.steps) == 2:
             self._thread.start()

@@ -36,7 +36,7 @@ class EntropyCoded:
         packer = zlib.compressobj(
             zlib.Z_BEST_SPEED, zlib.DEFLATED, -zlib.MAX_WBITS, _MEMORY, strategy=zlib.Z_HUFFMAN_ONLY
         )
-        packed = packer.compress(plain.cpu().numpy()) + packer.flush()
+        packed = packer.compress(plain.cpu().numpy().tobytes()) + packer.flush()
         if len(packed) >= plain.numel():
             return plain
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(plain.device)
@@ -47,7 +47,7 @@ class EntropyCoded:
             return self.codec.decode(payload, shape, dtype, name)
         unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
         try:
-            plain = unpacker.decompress(payload.contiguous().cpu().numpy(), size + 1)
+            plain = unpacker.decompress(payload.cpu().numpy().tobytes(), size + 1)
         except zlib.error as e:
             raise PeerError(f"{self.name} of {name!r}: the payload cannot be inflated: {e}") from None
         if len(plain) != size or not unpacker.eof or unpacker.unused_data:
