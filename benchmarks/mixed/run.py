@@ -31,7 +31,7 @@ from harness import machine, options_of, write_figures
 
 HERE = Path(__file__).parent
 LATEST = HERE / "results" / "latest.json"
-FLEETS = ("lan-and-homes", "lan-and-tablets", "three-and-branch", "workstation-lan-and-homes")
+FLEETS = ("lan-and-homes", "lan-and-tablets", "site-and-branch", "workstation-and-dsl")
 EMULATED = ("lan-and-homes", "lan-and-tablets")
 """Fleets on which the plans are run over emulated links; on the others steps take what the simulator says."""
 WAYS: dict[str, dict[str, object]] = {
