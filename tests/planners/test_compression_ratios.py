@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import fleet_of, problem_of, random_graph
+from plan_cases import fleet_of, operator, parameter, placeholder, problem_of, random_graph
 
-from isthmus.cost import PlanLayout, Problem, build_replicas, plan_compression, with_edges
+from isthmus.cost import PlanLayout, Problem, SyncPolicy, build_replicas, plan_compression, with_edges
 from isthmus.cost.compression import describe_ratios, expected_loss, ratio_planner_names
 from isthmus.cost.compression.adatopk import ratio_that_shortens
 from isthmus.cost.compression.just_enough import just_enough, ladder, measured_choices
@@ -22,7 +22,7 @@ from isthmus.cost.stage_costs import StageFlops
 from isthmus.cost.steptime import PipelineTime, pipeline
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Region
-from isthmus.graph import cuts
+from isthmus.graph import OpGraph, Ref, cuts
 from isthmus.planners import plan
 from isthmus.plans import Compression, CompressionConfig, Constraints, Edge, Packing, Plan
 from isthmus.plans.packing import DENSE
@@ -254,6 +254,43 @@ def test_replicas_share_one_loss_budget(seed: int, monkeypatch: pytest.MonkeyPat
         made = build_replicas(limited, layouts, planner="test")
         assert expected_loss.increase_of(made.replicas) <= budget + 1e-12
         assert made.predicted.step_s == pytest.approx(min(s for cost, s in steps.values() if cost <= budget + 1e-12))
+
+
+def test_a_plan_packs_the_replica_over_slow_links_alone() -> None:
+    """No device holds the model; int4 alone brings a message over the slow link in the time of a stage."""
+    ops = [placeholder("tokens", 4), placeholder("labels", 1)]
+    for k in range(3):
+        ops.append(parameter(f"w{k}", 500))
+        ops.append(operator(f"op{k}", f"op{k - 1}" if k else "tokens", f"w{k}", flops=100, width=256))
+    ops.append(operator("loss", "op2", "labels", flops=1))
+    graph = OpGraph(name="chain", mode="train", ops=tuple(ops), loss=Ref("loss"))
+    slow, fast = Link(0.0, 250.0), Link(0.0, 1e9)
+    devices = [Device(name=n, region=n[0], flops_per_s=1e3, memory_bytes=11_500) for n in ("a0", "a1", "b0", "c0")]
+    links = Links(default=slow, intra=fast)
+    fleet = Fleet(name="near-and-far", devices=tuple(devices), links=links)
+    averaged = SyncPolicy(mode="local", period=50)
+
+    def made(compression: CompressionConfig | None) -> Plan:
+        return plan(
+            "auto",
+            problem_of(graph, fleet, micro_batches=16, sync=averaged, constraints=Constraints(compression=compression)),
+        )
+
+    found = made(CompressionConfig(method="just-enough", loss_budget=0.02))
+    codecs = {
+        tuple(s.device for s in r.stages): {
+            c and c.codec for e in r.edges for c in (e.forward_compression, e.backward_compression)
+        }
+        for r in found.replicas
+    }
+    assert {frozenset(devices): codec for devices, codec in codecs.items()} == {
+        frozenset(("a0", "a1")): {None},
+        frozenset(("b0", "c0")): {"int4"},
+    }
+    alike = made(CompressionConfig(method="int4"))
+    assert found.predicted.step_s == pytest.approx(alike.predicted.step_s, rel=0.02)
+    assert found.predicted.step_s < 0.8 * made(None).predicted.step_s
+    assert 0 < expected_loss.increase_of(found.replicas) < 0.6 * expected_loss.increase_of(alike.replicas)
 
 
 def test_what_was_not_measured_has_no_expected_loss() -> None:
