@@ -84,9 +84,13 @@ class DecoupledOutcome:
     late: int
     """Contributions that came after their merge had ended, and were part of the next."""
     sent_bytes: int
-    """Of fragments, to all replicas."""
+    """Of changes, to all replicas."""
     received_bytes: int
     """Of contributions."""
+    plain_bytes: int
+    """Of both, if they were sent as float32."""
+    whole_bytes: int
+    """Of fragments that were sent whole: to a replica that begins, or missed a change."""
     seconds: float
 
 
@@ -163,6 +167,8 @@ class DecoupledRun:
             late=self.machine.late,
             sent_bytes=host.sent_bytes,
             received_bytes=host.received_bytes,
+            plain_bytes=host.plain_bytes,
+            whole_bytes=host.whole_bytes,
             seconds=host.now_s,
         )
 
