@@ -54,6 +54,7 @@ COMPONENTS = {
     "gpu": ("isthmus.cost.stage_costs", "isthmus.runtime.coordinator.stage_assignments"),  # bytes of states
     "joiner": ("isthmus.protocol", "isthmus.runtime"),  # a device that is held back, frame by frame
     "launchers": ("isthmus.runtime.launchers", "isthmus.runtime.service"),  # agents without a run
+    "mixed": ("isthmus.api", "isthmus.report"),  # a run without output, and the replicas as `plan` shows them
     "nat": ("isthmus.protocol", "isthmus.runtime", "isthmus.training.layout"),  # a connection without a run
     "parrot_figures": ("isthmus.api.federated_simulation", "isthmus.data", "isthmus.federated", "isthmus.protocol"),
     "placement_runs": ("isthmus.training",),  # the plain module beside the runs

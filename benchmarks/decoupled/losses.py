@@ -34,7 +34,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     seconds: list[float]
     losses: list[float]
     bytes: int = 0
-    """Of changes and fragments, both ways."""
+    """Of changes, both ways."""
 
     def at_second(self, second: float) -> float | None:
         """The newest loss at that time."""
@@ -48,20 +48,17 @@ def decoupled(job: isthmus.Job, faults: Sequence[Fault] = ()) -> Curve:
     fleet, data, heldout = resolve_fleet(job.fleet), load_dataset(job.data, "train"), load_dataset(job.data, "heldout")
     together = _Evaluated(job, data, heldout, fleet)
     models = replica_models(job, fleet, times().alone_s)
-    sizes = fragment_bytes(job, together.merged)
     rules = msgspec.structs.replace(job.sync.decoupled, codec="int4", ratio=1.0)
     timed = msgspec.structs.replace(job, sync=msgspec.structs.replace(job.sync, decoupled=rules))
     as_timed = fragment_bytes(timed, together.merged)
     simulation = DecoupledSimulation(merge_rules(job), models, as_timed, faults, together)
     run = simulation.run()
     seconds = {merge.merge: time_s for time_s, merge in run.merges}
-    contributed = sum(sizes.delta[f.fragment] * len(f.contributions) for _, m in run.merges for f in m.fragments)
-    sent = sum(sizes.change[f.fragment] * len(models) for _, m in run.merges for f in m.fragments)
     return Curve(
         samples=[samples for _, samples, _ in together.points],
         seconds=[seconds[merge] for merge, _, _ in together.points],
         losses=[loss for _, _, loss in together.points],
-        bytes=contributed + sent,
+        bytes=together.sent_bytes,
     )
 
 
@@ -70,13 +67,20 @@ class _Evaluated(ReplicasTogether):
 
     def __init__(self, job: isthmus.Job, data: Dataset, heldout: Dataset, fleet: Fleet) -> None:
         super().__init__(job, data, fleet.names)
+        self.sent_bytes = 0
+        """Of changes, both ways: as packed."""
         self.points: list[tuple[int, int, float]] = []
         """Merge, samples, loss."""
         self._job, self._heldout, self._model = job, heldout, seeded_model(job)
         self._done = 0
 
+    def give(self, replica: str, fragment: int, number: int) -> None:
+        super().give(replica, fragment, number)
+        self.sent_bytes += self.payload(replica, fragment, number).nbytes
+
     def merge(self, merge: MergeChanges) -> None:
         super().merge(merge)
+        self.sent_bytes += sum(self.changes[f.fragment].nbytes for f in merge.fragments) * len(self.trainers)
         training = self._job.training
         whole = training.steps * training.batch_size
         done, last = merge.samples * POINTS // whole, len(merge.fragments) > 1

@@ -1,6 +1,6 @@
 """Replicas that never wait, beside those that do: losses, goodput under faults, and the cost of a stop.
 
-`python benchmarks/decoupled/run.py [--part losses|goodput|stop] [--only PATTERN] [--most N] [--json PATH]`.
+`python benchmarks/decoupled/run.py [--part losses|goodput|real|stop] [--only PATTERN] [--most N] [--json PATH]`.
 What came out: README.md.
 
 Figures that the results file holds are not made again. `--most` bounds how many are made at once, `--only` names them.
@@ -20,6 +20,7 @@ import torch
 from goodput import Goodput, full_speed_of, goodput
 from jobs import FLEET, job_of
 from losses import Curve, decoupled, waiting
+from real import RealRun, real
 from rich.console import Console
 from rich.table import Table
 from stopped import Stopped, stopped
@@ -43,6 +44,8 @@ class Report(msgspec.Struct, kw_only=True):
     """By mode and seed."""
     goodputs: dict[str, Goodput]
     stops: dict[str, Stopped]
+    reals: dict[str, RealRun] = {}
+    """By mode and seed."""
 
 
 Act = Callable[[], None]
@@ -73,6 +76,13 @@ def _goodputs(report: Report, steps: int) -> Iterator[tuple[str, Act]]:
             yield name, partial(_put, report.goodputs, name, make)
 
 
+def _reals(report: Report, steps: int) -> Iterator[tuple[str, Act]]:
+    for seed in SEEDS:
+        for mode in ("decoupled", *WAITING):
+            name = f"{mode} {seed}"
+            yield name, partial(_put, report.reals, name, partial(real, mode, seed))
+
+
 def _stops(report: Report, steps: int) -> Iterator[tuple[str, Act]]:
     yield "fast-0", partial(_put, report.stops, "fast-0", lambda: stopped("fast-0"))
 
@@ -84,7 +94,7 @@ def _put(found: dict[str, object], name: str, make: Callable[[], object]) -> Non
 
 def main() -> None:
     options = options_of(__doc__, LATEST)
-    options.add_argument("--part", choices=("losses", "goodput", "stop"), help="only this one")
+    options.add_argument("--part", choices=("losses", "goodput", "real", "stop"), help="only this one")
     options.add_argument("--only", default="", help="figures whose name has a match of this pattern")
     options.add_argument("--steps", type=int, default=STEPS, help="of the runs with losses")
     options.add_argument("--most", type=int, default=1 << 30, help="figures to make at most")
@@ -96,6 +106,7 @@ def main() -> None:
     parts = {
         "losses": (_losses, report.curves),
         "goodput": (_goodputs, report.goodputs),
+        "real": (_reals, report.reals),
         "stop": (_stops, report.stops),
     }
     left = given.most
@@ -141,6 +152,14 @@ def _show(report: Report) -> None:
             undisturbed = statistics.fmean(one.undisturbed for one in found)
             disturbed = statistics.fmean(one.disturbed for one in found)
             table.add_row(mode, f"{100 * undisturbed:.1f} %", f"{100 * disturbed:.1f} %")
+    console.print(table)
+    table = Table("mode", "goodput", "loss", "time", title="real runs, two devices stopped for ten seconds each")
+    for mode in ("decoupled", *WAITING):
+        runs = [run for name, run in report.reals.items() if name.rpartition(" ")[0] == mode]
+        if runs:
+            goodput, loss = statistics.fmean(r.goodput for r in runs), statistics.fmean(r.loss for r in runs)
+            seconds = statistics.fmean(r.seconds for r in runs)
+            table.add_row(mode, f"{100 * goodput:.1f} %", f"{loss:.4f}", f"{seconds:.1f} s")
     console.print(table)
     for name, stop in report.stops.items():
         console.print(

@@ -11,18 +11,18 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import fleet_of, problem_of, random_graph
+from plan_cases import fleet_of, operator, parameter, placeholder, problem_of, random_graph
 
-from isthmus.cost import PlanLayout, Problem, build_replicas, plan_compression, with_edges
+from isthmus.cost import PlanLayout, Problem, SyncPolicy, build_replicas, plan_compression, with_edges
 from isthmus.cost.compression import describe_ratios, expected_loss, ratio_planner_names
 from isthmus.cost.compression.adatopk import ratio_that_shortens
-from isthmus.cost.compression.just_enough import just_enough, ladder
+from isthmus.cost.compression.just_enough import just_enough, ladder, measured_choices
 from isthmus.cost.compression.messages import packed_edges, sender_of, stage_messages_of
 from isthmus.cost.stage_costs import StageFlops
 from isthmus.cost.steptime import PipelineTime, pipeline
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Region
-from isthmus.graph import cuts
+from isthmus.graph import OpGraph, Ref, cuts
 from isthmus.planners import plan
 from isthmus.plans import Compression, CompressionConfig, Constraints, Edge, Packing, Plan
 from isthmus.plans.packing import DENSE
@@ -225,6 +225,72 @@ def test_a_loss_budget_is_kept_at_the_least_period(seed: int, monkeypatch: pytes
         assert increase == pytest.approx(min(cost for s, cost in every if s <= period_s * (1 + 1e-9)))
         again = plan("even", limited)
         assert expected_loss.increase_of(again.replicas) <= budget and "; expected loss +" in again.notes[-1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_replicas_share_one_loss_budget(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shortest step of all choices of both replicas whose mean, by share of the batch, is within it."""
+    monkeypatch.setattr(expected_loss, "CODECS", {"bf16": 0.01, "int8": 0.02, "int4": 0.05})
+    monkeypatch.setattr(expected_loss, "TOPK", {1.0: 0.0, 10.0: 0.2, 100.0: 0.3})
+    rng = random.Random(seed)
+    graph = random_graph(seed, 6)
+    problem = problem_of(graph, fleet_of([rng.uniform(1, 50) for _ in range(4)], seed), micro_batches=5)
+    names, middle = problem.fleet.names, cuts(problem.flow)[len(cuts(problem.flow)) // 2].position
+    layouts = [PlanLayout(names[:2], (middle,), 4), PlanLayout(names[2:], (middle,), 1)]
+    dense = build_replicas(problem, layouts, planner="test")
+    choices: list[list[tuple[float, tuple[Edge, ...]]]] = []
+    for replica in dense.replicas:
+        sender = sender_of(problem, replica)
+        every = [packed_edges(sender, found) for found in measured_choices(problem, sender, 100.0)]
+        choices.append([(expected_loss.packed_increase(edges), edges) for edges in every])
+    steps = {
+        (a, b): (0.8 * a + 0.2 * b, with_edges(problem, dense, [first, second]).predicted.step_s)
+        for a, first in choices[0]
+        for b, second in choices[1]
+    }
+    for budget in (0.0, 0.03, 0.1, 0.5):
+        asked = CompressionConfig(method="just-enough", loss_budget=budget)
+        limited = dataclasses.replace(problem, constraints=Constraints(compression=asked))
+        made = build_replicas(limited, layouts, planner="test")
+        assert expected_loss.increase_of(made.replicas) <= budget + 1e-12
+        assert made.predicted.step_s == pytest.approx(min(s for cost, s in steps.values() if cost <= budget + 1e-12))
+
+
+def test_a_plan_packs_the_replica_over_slow_links_alone() -> None:
+    """No device holds the model; int4 alone brings a message over the slow link in the time of a stage."""
+    ops = [placeholder("tokens", 4), placeholder("labels", 1)]
+    for k in range(3):
+        ops.append(parameter(f"w{k}", 500))
+        ops.append(operator(f"op{k}", f"op{k - 1}" if k else "tokens", f"w{k}", flops=100, width=256))
+    ops.append(operator("loss", "op2", "labels", flops=1))
+    graph = OpGraph(name="chain", mode="train", ops=tuple(ops), loss=Ref("loss"))
+    slow, fast = Link(0.0, 250.0), Link(0.0, 1e9)
+    devices = [Device(name=n, region=n[0], flops_per_s=1e3, memory_bytes=11_500) for n in ("a0", "a1", "b0", "c0")]
+    links = Links(default=slow, intra=fast)
+    fleet = Fleet(name="near-and-far", devices=tuple(devices), links=links)
+    averaged = SyncPolicy(mode="local", period=50)
+
+    def made(compression: CompressionConfig | None) -> Plan:
+        return plan(
+            "auto",
+            problem_of(graph, fleet, micro_batches=16, sync=averaged, constraints=Constraints(compression=compression)),
+        )
+
+    found = made(CompressionConfig(method="just-enough", loss_budget=0.02))
+    codecs = {
+        tuple(s.device for s in r.stages): {
+            c and c.codec for e in r.edges for c in (e.forward_compression, e.backward_compression)
+        }
+        for r in found.replicas
+    }
+    assert {frozenset(devices): codec for devices, codec in codecs.items()} == {
+        frozenset(("a0", "a1")): {None},
+        frozenset(("b0", "c0")): {"int4"},
+    }
+    alike = made(CompressionConfig(method="int4"))
+    assert found.predicted.step_s == pytest.approx(alike.predicted.step_s, rel=0.02)
+    assert found.predicted.step_s < 0.8 * made(None).predicted.step_s
+    assert 0 < expected_loss.increase_of(found.replicas) < 0.6 * expected_loss.increase_of(alike.replicas)
 
 
 def test_what_was_not_measured_has_no_expected_loss() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.plans import Packing
-from isthmus.plans.packing import CODECS, INT4_TILE, INT4_TILE_BYTES, INT8_BLOCK, SPARSE_CHUNK, kept, kept_in_chunks
+from isthmus.plans.packing import CODECS, INT4_TILE, INT8_BLOCK, SPARSE_CHUNK, int4_bytes, kept, kept_in_chunks
 from isthmus.training.compression import (
     Bf16,
     Codec,
@@ -206,7 +206,7 @@ def test_a_kept_element_takes_four_bytes_at_most() -> None:
 def test_sizes_are_those_of_any_sane_tensor(elements: int, ratio: float, name: str) -> None:
     packing = Packing(codec=name, ratio=ratio if CODECS[name].is_sparse else 1.0)
     size = packing.wire_bytes(elements)
-    assert 0 <= size <= 4 * elements + (INT4_TILE_BYTES if name == "int4" else 8)  # a tile is sent whole
+    assert 0 <= size <= 4 * elements + (int4_bytes(1) if name == "int4" else 8)  # a tile is sent whole
     assert packing.wire_bytes(elements + 1) >= size - 1  # a little more may allow a shorter code
 
 

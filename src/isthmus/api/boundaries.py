@@ -21,7 +21,7 @@ from isthmus.models import BoundaryOptions, build_model
 from isthmus.models.residual_stream import find_stream
 from isthmus.planners import least
 from isthmus.plans import CompressionConfig, Plan
-from isthmus.report.boundary_table import BoundaryChoice, BoundaryRow
+from isthmus.report.boundary_table import BoundaryChoice, BoundaryRow, replica_line
 from isthmus.runtime.processes.signals import Stop
 
 
@@ -111,6 +111,7 @@ def _row(
         settings=settings,
         step_s=plan.predicted.step_s,
         bottleneck=plan.predicted.bottleneck,
+        replicas=tuple(map(replica_line, plan.replicas)),
         increase=increase + increase_of(plan.replicas),
     )
 

@@ -150,10 +150,15 @@ class _Watch:
         self._log.saved(step)
         self._observer.saved(step, saved)
         self._observer.ended()
+        changes_bytes = outcome.received_bytes + outcome.sent_bytes
         self._noted(
             f"{outcome.samples} samples in {format_duration(outcome.seconds)}; {outcome.merges} merges, "
-            f"{outcome.late} contributions too late; {format_size(outcome.received_bytes)} of changes received, "
-            f"{format_size(outcome.sent_bytes)} of fragments sent"
+            f"{outcome.late} contributions too late"
+        )
+        self._noted(
+            f"changes: {format_size(outcome.received_bytes)} received, {format_size(outcome.sent_bytes)} sent, "
+            f"{outcome.plain_bytes / max(1, changes_bytes):.1f} times fewer than as float32; "
+            f"{format_size(outcome.whole_bytes)} of whole fragments sent"
         )
         self._log.ended(outcome.finish.outcome, outcome.finish.reason)
         if outcome.finish.outcome != "lost":

@@ -16,6 +16,7 @@ from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.job import Job, Prepared, prepare
+from isthmus.planners import least
 from isthmus.plans import Plan
 from isthmus.protocol import RunSpec, StateLayout
 from isthmus.protocol.adaptation import Adaptation, PlanFigures
@@ -153,7 +154,8 @@ def simulate_faults(
     kept = msgspec.structs.replace(job.plan, micro_batches=())
     prepared = prepared.cut_into(plan.micro_batches)
     again = msgspec.structs.replace(prepared, job=msgspec.structs.replace(prepared.job, plan=kept))
-    planner = _Planner(prepared, plan, fleet, Plans(prepared, plan, fleet, partial(plan_for, again), emulate=False))
+    replan = partial(plan_for, again, bound=least)  # nobody reads what is proven of these
+    planner = _Planner(prepared, plan, fleet, Plans(prepared, plan, fleet, replan, emulate=False))
     times = RecoveryTimes(timeout_s=job.timeout_s, start_s=START_S)
     unused = tuple(Fault(kind="join", device=name, time_s=0) for name in present if name not in plan.devices)
     options = msgspec.structs.replace(simulation_options(prepared, plan), faults=(*unused, *faults), recovery=times)

@@ -68,14 +68,19 @@ def make(
     return plan if bound is not None else as_proven(problem, plan, job.counts, proving)
 
 
-def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> Plan:
+def plan_for(
+    prepared: Prepared,
+    fleet: Fleet,
+    document: Path | None = None,
+    bound: Callable[[Problem], LeastBound] | None = None,
+) -> Plan:
     """A new plan to run; or the one in the document, where people may have moved cuts, swapped devices, set limits or
     chosen other codecs, whatever compression the job asks for.
 
-    Where cuts or devices were edited, all else is computed anew.
+    Where cuts or devices were edited, all else is computed anew. `bound` is that of `make`.
     """
     if document is None:
-        plan = make(prepared.job, prepared.problem(fleet))
+        plan = make(prepared.job, prepared.problem(fleet), bound=bound)
         check_feedback(prepared, plan, fleet)
         return plan
     plan = read_plan(prepared.job, fleet, document)

@@ -26,6 +26,7 @@ from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
 from isthmus.job import Job, Prepared, constraints_of, described_in, keep_prepared, kept_prepared, prepare
+from isthmus.planners import least
 from isthmus.plans import Plan
 from isthmus.protocol.drift import fit_fleet
 from isthmus.report import draw_loss, draw_plan, draw_timeline, during, last_period, memory_use, run_summary
@@ -308,7 +309,7 @@ def _plan_again(prepared: Prepared, backend: Backend, holders: DataHolders, flee
     """In which those alone read data whose data are known to be the run's. UserError where that cannot be."""
     prepared = msgspec.structs.replace(prepared, computes=backend.computes)
     while True:
-        plan = plan_for(prepared, fleet)
+        plan = plan_for(prepared, fleet, bound=least)  # devices wait for it: a tighter bound would take seconds
         reading = readers(plan, prepared.cut_into(plan.micro_batches).captured, evaluates=prepared.job.evaluates)
         unknown = [device for device in reading if device not in holders.described]
         left = [name for name in fleet.names if name not in unknown]

@@ -12,6 +12,7 @@ import msgspec
 
 from isthmus.cost.compressed import copies_of, packed_note, repeat_compression
 from isthmus.cost.limits import in_flight_limits
+from isthmus.cost.loss_budget import within_budget
 from isthmus.cost.placement import Placement, place, rooms
 from isthmus.cost.problem import Problem
 from isthmus.cost.recompute import fastest
@@ -103,7 +104,7 @@ def build_replicas(
     several although replicas cannot sum the model's parameters.
     """
     _check_layouts(problem, layouts)
-    placed = [_placed(problem, x) for x in layouts]
+    placed = within_budget([_placed(problem, x) for x in layouts])
     limits = [in_flight_limits(p.problem, p.times, rooms(p)) for p in placed]
     predicted = [prediction(p.times, limit, p.problem.micro_batches) for p, limit in zip(placed, limits, strict=True)]
     if problem.constraints.copied:

@@ -99,6 +99,11 @@ def with_edges(problem: Problem, plan: Plan, edges: Sequence[Sequence[Edge]]) ->
     )
 
 
+def replica_predictions(problem: Problem, plan: Plan) -> list[Prediction]:
+    """Of each replica for itself, without averaging."""
+    return [_replica(problem, replica, replica.edges)[1] for replica in plan.replicas]
+
+
 def limited_as(problem: Problem, plan: Plan, schedules: Sequence[Schedule]) -> Plan:
     """The plan with other limits in flight, one schedule per replica, and the memory that they take; its prediction
     stays. UserError for another number of limits, FleetTooSmall where a device does not offer what they need."""

@@ -6,15 +6,17 @@ all of them as short as the method ever makes them; what is found is then packed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
 
-from isthmus.cost import Problem, build_replicas, layouts_of, preference
+from isthmus.cost import PlanLayout, Problem, build_replicas, layouts_of, preference
+from isthmus.cost.compressed import replica_predictions
 from isthmus.cost.compression import harshest_codec, packs_alike
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.observer import keep
+from isthmus.planners.shares import share_out
 from isthmus.plans import Plan
 
 
@@ -30,9 +32,25 @@ def surrogates(problem: Problem) -> Iterator[Problem]:
 
 
 def rebuilt(problem: Problem, plan: Plan) -> Plan:
-    """A surrogate's plan, packed as the problem asks; what was proven of the surrogate is dropped."""
-    made = build_replicas(problem, [x._replace(recompute=None) for x in layouts_of(plan)], planner=plan.planner)
+    """A surrogate's plan, packed as the problem asks, and shared out by how fast its replicas are then; what was proven
+    of the surrogate is dropped."""
+    layouts = [x._replace(recompute=None) for x in layouts_of(plan)]
+    made = build_replicas(problem, layouts, planner=plan.planner)
+    while len(layouts) > 1 and (other := _shared_anew(problem, made, layouts)) is not None:
+        made = other
     return msgspec.structs.replace(made, notes=(*plan.notes[: len(problem.fleet.names)], *made.notes[-1:]))
+
+
+def _shared_anew(problem: Problem, plan: Plan, layouts: Sequence[PlanLayout]) -> Plan | None:
+    """None where it is no better, or a replica has no room for its share."""
+    times = [(found.fill_s, found.period_s) for found in replica_predictions(problem, plan)]
+    shares = share_out(times, problem.micro_batches)
+    again = [x._replace(micro_batches=share) for x, share in zip(layouts, shares, strict=True)]
+    try:
+        other = build_replicas(problem, again, planner=plan.planner)
+    except FleetTooSmall:
+        return None
+    return other if preference(problem, other) < preference(problem, plan) else None
 
 
 def over_surrogates(problem: Problem, planner: Callable[[Problem], Plan]) -> Plan:

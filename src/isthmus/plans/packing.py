@@ -19,8 +19,6 @@ INT8_BLOCK = 256
 """Elements that share a float32 scale."""
 INT4_TILE = 64
 """Elements that are transformed together."""
-INT4_TILE_BYTES = 5 + INT4_TILE // 2
-"""Step and lowest value as bfloat16, the pivot's place, and the levels."""
 SPARSE_CHUNK = 4096
 """Elements among which `sparse2bit` keeps the largest, and whose kept ones share two levels."""
 PACKED_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -98,6 +96,11 @@ def _coded_bytes(elements: int, count: int) -> int:
     return -(-count * low_bits(elements, count) // 8) + -(-high_bits(elements, count) // 8)
 
 
+def int4_bytes(elements: int, tile: int = INT4_TILE) -> int:
+    """Of each tile: step and lowest value as bfloat16, the pivot's place, and the levels."""
+    return (5 + tile // 2) * -(-elements // tile)
+
+
 def _topk_bytes(elements: int, ratio: float, _element_bytes: int) -> int:
     """Two bytes for each value, and the positions."""
     count = kept(elements, ratio)
@@ -133,7 +136,7 @@ CODECS: Mapping[str, CodecEntry] = {
     ),
     "int4": CodecEntry(
         f"{_FOLDER}.int4:Int4",
-        lambda d, _ratio, _each: INT4_TILE_BYTES * -(-d // INT4_TILE),
+        lambda d, _ratio, _each: int4_bytes(d),
         f"Four bits for every element, and five bytes for each {INT4_TILE}, which a Hadamard transform mixes.",
     ),
     "topk": CodecEntry(f"{_FOLDER}.topk:TopK", _topk_bytes, "The largest elements as bfloat16.", is_sparse=True),

@@ -6,6 +6,7 @@ import msgspec
 from rich.console import RenderableType
 from rich.text import Text
 
+from isthmus.plans import Replica
 from isthmus.report.tables import new_table, titled
 from isthmus.units import format_duration, format_share
 
@@ -19,10 +20,20 @@ class BoundaryRow(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float | None = None
     """As predicted by the closed form."""
     bottleneck: str = ""
+    replicas: tuple[str, ...] = ()
+    """As `replica_line` has them."""
     increase: float | None = None
     """Of the loss that is expected, as a share of it: boundary and codecs."""
     refused: str | None = None
     """Why there is no plan."""
+
+
+def replica_line(replica: Replica) -> str:
+    """Its micro-batches, its devices in order, and the codecs of its messages."""
+    devices = ", ".join(stage.device for stage in replica.stages)
+    packed = [c for e in replica.edges for c in (e.forward_compression, e.backward_compression) if c is not None]
+    codecs = ", ".join(sorted({c.codec if c.ratio == 1 else f"{c.codec} {c.ratio:g}" for c in packed}))
+    return f"{replica.micro_batches}: {devices}" + (f" ({codecs})" if codecs else "")
 
 
 class BoundaryChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,10 +49,23 @@ class BoundaryChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 def boundary_table(found: BoundaryChoice) -> RenderableType:
     """A row for each boundary, and what to write into the job for the first."""
-    table = new_table(("boundary", "step", "expected loss", "what limits the step"), ("step", "expected loss"))
+    columns = (
+        "boundary",
+        "step",
+        "expected loss",
+        "what limits the step",
+        "micro-batches of each replica, its devices",
+    )
+    table = new_table(columns, ("step", "expected loss"))
     for row in found.rows:
         if row.step_s is not None and row.increase is not None:
-            cells = row.name, format_duration(row.step_s), f"{row.increase:+.2%}", row.bottleneck
+            cells = (
+                row.name,
+                format_duration(row.step_s),
+                f"{row.increase:+.2%}",
+                row.bottleneck,
+                "\n".join(row.replicas),
+            )
             table.add_row(*map(Text, cells))
     lines = [f"{row.name}: no plan: {row.refused}" for row in found.rows if row.refused is not None]
     lines.append(f"expected loss: as measured on {found.measured_on}")

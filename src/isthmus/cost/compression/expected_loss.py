@@ -13,7 +13,7 @@ from importlib import resources
 
 import msgspec
 
-from isthmus.plans import Compression, Packing, Replica
+from isthmus.plans import Edge, Packing, Replica
 
 BOTTLENECKS = 7
 MESSAGES = 2 * BOTTLENECKS
@@ -58,14 +58,11 @@ def expected_increase(packing: Packing) -> float:
 
 def increase_of(replicas: Iterable[Replica]) -> float:
     """By all packed messages of a plan; those of a replica for its part of the batch."""
-    parts = [(r.micro_batches, sum(map(_of, _packed(r)))) for r in replicas]
+    parts = [(r.micro_batches, packed_increase(r.edges)) for r in replicas]
     return sum(count * increase for count, increase in parts) / sum(count for count, _ in parts)
 
 
-def _packed(replica: Replica) -> list[Compression]:
-    found = [c for e in replica.edges for c in (e.forward_compression, e.backward_compression)]
-    return [c for c in found if c is not None]
-
-
-def _of(compression: Compression) -> float:
-    return expected_increase(compression.packing)
+def packed_increase(edges: Iterable[Edge]) -> float:
+    """By the packed messages of one replica."""
+    packed = [c for e in edges for c in (e.forward_compression, e.backward_compression) if c is not None]
+    return sum(expected_increase(c.packing) for c in packed)

@@ -4,14 +4,15 @@ The period of a pipeline is that of its slowest stage or link. Compression canno
 stays slowest under the harshest codec it cannot shorten that link further; the longer of the two is the least period,
 and the aim. Each message takes the mildest codec with which its bytes pass in that time.
 
-With a loss budget the aim is the least period whose codecs are expected to cost no more than that.
+With a loss budget the aim is the least period whose codecs are expected to cost no more than that. Several replicas
+share one budget (`cost.loss_budget`).
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from isthmus.cost.compression.expected_loss import expected_increase
 from isthmus.cost.compression.messages import Packings, Sender, StageMessage, stage_messages_of
@@ -34,9 +35,18 @@ def just_enough(problem: Problem, sender: Sender, ratio: float, codecs: Sequence
     asked = problem.constraints.compression
     if asked is None or asked.loss_budget is None:
         return _CodecChoice(problem, stage_messages_of(problem, sender), candidates).choose(sender.slowest_s)
+    return _of_measured(problem, sender, candidates).within(asked.loss_budget, sender.slowest_s)
+
+
+def measured_choices(problem: Problem, sender: Sender, ratio: float) -> Iterator[Packings]:
+    """What it may choose under some loss budget: for the least period first, then for each longer one, and last
+    messages as they are."""
+    return _of_measured(problem, sender, ladder(ratio)).every(sender.slowest_s)
+
+
+def _of_measured(problem: Problem, sender: Sender, candidates: Sequence[Packing]) -> _CodecChoice:
     measured = [c for c in candidates if math.isfinite(expected_increase(c))]
-    choice = _CodecChoice(problem, stage_messages_of(problem, sender), measured)
-    return choice.within(asked.loss_budget, sender.slowest_s)
+    return _CodecChoice(problem, stage_messages_of(problem, sender), measured)
 
 
 def ladder(ratio: float) -> tuple[Packing, ...]:
@@ -61,17 +71,29 @@ class _CodecChoice:
     def within(self, budget: float, stage_s: float) -> dict[StageMessage, Packing | None]:
         """The choice of the least period that keeps to the budget. A longer one never takes harsher codecs, and the
         longest packs nothing."""
-        least_s, dense = self._least_s(stage_s), dict[StageMessage, Packing | None].fromkeys(self._messages)
-        periods = {m.wire_s(self._problem, codec) for m in self._messages for codec in self._candidates}
-        periods |= {least_s, *self._uplinks_s(dense).values()}
-        longer = sorted(s for s in periods if s >= least_s)
+        longer = self._periods(stage_s)
 
         def is_within(period_s: float) -> bool:
             packed = [m.packed(codec) for m, codec in self._in_time(period_s).items() if codec is not None]
             return sum(expected_increase(p.packing) for p in packed if p is not None) <= budget
 
         first = bisect_left(longer, True, key=is_within)
-        return self._in_time(longer[first]) if first < len(longer) else dense
+        return self._in_time(longer[first]) if first < len(longer) else self._dense
+
+    def every(self, stage_s: float) -> Iterator[Packings]:
+        yield from (self._in_time(period_s) for period_s in self._periods(stage_s))
+        yield self._dense
+
+    @property
+    def _dense(self) -> dict[StageMessage, Packing | None]:
+        return dict[StageMessage, Packing | None].fromkeys(self._messages)
+
+    def _periods(self, stage_s: float) -> list[float]:
+        """Those at which another choice may be the mildest, from the least on."""
+        least_s = self._least_s(stage_s)
+        periods = {m.wire_s(self._problem, codec) for m in self._messages for codec in self._candidates}
+        periods |= {least_s, *self._uplinks_s(self._dense).values()}
+        return sorted(s for s in periods if s >= least_s)
 
     def _least_s(self, stage_s: float) -> float:
         shortest = {m: min(self._candidates, key=m.wire_bytes) for m in self._messages}

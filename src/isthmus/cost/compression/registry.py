@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from isthmus.cost.compression.adatopk import PAPER_FACTOR, adatopk, adatopk_paper, harshest_ratio
+from isthmus.cost.compression.expected_loss import expected_increase
 from isthmus.cost.compression.just_enough import just_enough, ladder
 from isthmus.cost.compression.messages import Packings, Sender, packed_edges, tensor_of, with_feedback
 from isthmus.cost.compression.uniform import dense, uniform
@@ -76,7 +77,11 @@ def as_requested(problem: Problem, sender: Sender) -> tuple[Edge, ...]:
     packings = dict(ratio_planner(asked.method).choose(problem, sender, asked.ratio))
     if asked.backward is not None:
         packings |= {message: Packing(codec=asked.backward) for message in packings if message.backward}
-    edges = packed_edges(sender, packings)
+    return with_asked_feedback(asked, packed_edges(sender, packings))
+
+
+def with_asked_feedback(asked: CompressionConfig, edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
+    """The same where no error feedback is asked for."""
     return tuple(map(with_feedback, edges)) if asked.feedback else edges
 
 
@@ -88,11 +93,14 @@ def packs_alike(problem: Problem) -> bool:
 
 
 def harshest_codec(problem: Problem) -> CompressionConfig | None:
-    """A compression that packs every message alike, by the harshest codec that the problem's method offers."""
+    """A compression that packs every message alike, by the harshest codec that the problem's method offers; of those
+    that a loss budget allows one message."""
     asked = problem.constraints.compression
     if asked is None:
         return None
-    harshest = min(_offers(problem, asked), key=Packing.bytes_per_element)
+    budget = asked.loss_budget
+    offers = [codec for codec in _offers(problem, asked) if budget is None or expected_increase(codec) <= budget]
+    harshest = min(offers, key=Packing.bytes_per_element)
     return CompressionConfig(method="uniform" if harshest.codec == "topk" else harshest.codec, ratio=harshest.ratio)
 
 

@@ -91,7 +91,7 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
         settled = exhaustive_plan(problem, network, blocks, _best_s(plans))
     if settled is not None:
         least = LeastBound(settled.step_s, exact=alike)
-        plans += [settled.plan] if settled.plan else []
+        plans += [] if settled.plan is None else [settled.plan if alike else rebuilt(problem, settled.plan)]
         plans += _others(problem) if score is not None or not alike else ()
     elif plans or settles(problem):
         plans += _others(problem)

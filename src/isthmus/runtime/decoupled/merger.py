@@ -74,8 +74,8 @@ class _ReplicaLink:
         """By fragment, the payload of its newest change."""
         self._run, self._merged, self._lock, self._shape = run, merged, lock, shape
         self._heartbeats = 0
-        self.sent_bytes = 0
-
+        self.sent_bytes = self.plain_bytes = self.whole_bytes = 0
+        """Of changes, of these as float32, and of fragments that are sent whole."""
         for fragment in range(fragments):
             self.delivery.publish(fragment, 0, 0)
 
@@ -114,7 +114,13 @@ class _ReplicaLink:
             beats, self._heartbeats = self._heartbeats, 0
             return (Heartbeat(run=self._run), []) if beats else None
         headers = tuple(header_of("fragment", tensor) for tensor in tensors)
-        self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
+        if isinstance(order, FragmentSent):
+            size_bytes, plain_bytes = tensors[0].nbytes, self._merged.known[order.fragment].nbytes
+            if order.whole:
+                self.whole_bytes += size_bytes
+            else:
+                self.sent_bytes += size_bytes
+                self.plain_bytes += plain_bytes
         return ToReplica(run=self._run, body=order, tensors=headers), tensors
 
 
@@ -139,16 +145,26 @@ class MergerHost:
         self._events: queue.SimpleQueue[ReceivedMessage] = queue.SimpleQueue()
         self._deltas: list[dict[str, Tensor]] = [{} for _ in range(machine.rules.fragments)]
         """That are not merged yet, by fragment and replica."""
-        self.received_bytes = 0
-        """Of contributions."""
+        self.received_bytes = self._plain_bytes = 0
+        """Of contributions, and of these as float32."""
         self._began_s = time.monotonic()
         self._finish: FinishMerges | None = None
         self.acceptor = Acceptor(run, list(links), on_message=self._events.put, guard=self._guard, timeout_s=timeout_s)
 
     @property
     def sent_bytes(self) -> int:
-        """Of fragments, to all replicas."""
+        """Of changes, to all replicas."""
         return sum(link.sent_bytes for link in self._links.values())
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of fragments that were sent whole."""
+        return sum(link.whole_bytes for link in self._links.values())
+
+    @property
+    def plain_bytes(self) -> int:
+        """Of changes both ways, if they were sent as float32."""
+        return self._plain_bytes + sum(link.plain_bytes for link in self._links.values())
 
     def coordinate(self, ended: Callable[[], Mapping[str, str]], stopped: Callable[[], bool]) -> FinishMerges:
         """`ended` names processes that have ended other than well, and how; `stopped` says that somebody wants the run
@@ -234,7 +250,10 @@ class MergerHost:
                 self._lost(replica, f"its change of fragment {fragment} is not finite")
                 return
             deltas[fragment] = delta
-            self.received_bytes += payload.nbytes
+            self.received_bytes, self._plain_bytes = (
+                self.received_bytes + payload.nbytes,
+                self._plain_bytes + delta.nbytes,
+            )
         for fragment, delta in deltas.items():
             self._deltas[fragment][replica] = delta
         self._handle(FromDevice(replica, body))
@@ -246,16 +265,16 @@ class MergerHost:
         if not isinstance(message, FromReplica):
             raise PeerError(f"sent {type(message).__name__}, expected steps and contributions")
         sizes = [tensor.nbytes for tensor in message.tensors]
-        expected: list[int] = []
+        most: list[int] = []
         if isinstance(message.body, Contributed):
             known, fragments = self._merged.known, message.body.fragments
             if any(fragment >= len(known) for fragment in fragments) or len(fragments) != len(message.body.samples):
                 raise PeerError(f"contributed to fragments {list(fragments)}, expected some of {len(known)}")
             if not all(message.body.samples):
                 raise PeerError("contributed without a step")
-            expected = [self._codec.wire_bytes(known[f].numel(), known[f].dtype) for f in fragments]
-        if sizes != expected:
-            raise PeerError(f"sent tensors of {sizes} bytes, expected {expected}")
+            most = [self._codec.wire_bytes(known[f].numel(), known[f].dtype) for f in fragments]
+        if len(sizes) != len(most) or any(size > limit for size, limit in zip(sizes, most, strict=True)):
+            raise PeerError(f"sent tensors of {sizes} bytes, expected at most {most}")
 
     def _handle(self, event: MergerEvent) -> None:
         for instruction in self._machine.handle(event):

@@ -107,11 +107,12 @@ class MergerLink:
         place = self._place
         host, _, port = place.address.rpartition(":")
         channel = dial(host, int(port), "merger", place.timeout_s)
-        channel.send(JoinRun(run=place.run, device=place.name, host="", port=0))
-        waiting = deque[Outgoing]()
+        join = JoinRun(run=place.run, device=place.name, host="", port=0)
+        waiting = deque[Outgoing]([(join, [])])
         outgoing = OutgoingLink(channel, place.link, lambda: waiting.popleft() if waiting else None)
         self._connection = waiting, outgoing
         try:
+            outgoing.wake()
             while (received := channel.receive(idle_s=place.timeout_s)) is not None:
                 message, tensors = received
                 if isinstance(message, ToReplica):

@@ -13,6 +13,7 @@ from torch import nn
 
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
+from isthmus.extensions import import_extra
 from isthmus.fleet import Fleet, Link
 from isthmus.job import Job
 from isthmus.protocol.decoupled import Merger
@@ -83,9 +84,13 @@ class DecoupledOutcome:
     late: int
     """Contributions that came after their merge had ended, and were part of the next."""
     sent_bytes: int
-    """Of fragments, to all replicas."""
+    """Of changes, to all replicas."""
     received_bytes: int
     """Of contributions."""
+    plain_bytes: int
+    """Of both, if they were sent as float32."""
+    whole_bytes: int
+    """Of fragments that were sent whole: to a replica that begins, or missed a change."""
     seconds: float
 
 
@@ -111,9 +116,11 @@ class DecoupledRun:
         self._run = secrets.token_hex(16)
         self._links = links_of(fleet) if job.runtime.emulate else dict.fromkeys(fleet.names, (None, None))
         data = load_dataset(job.data, "train")
+        title = import_extra("setproctitle", "a device process").setproctitle
 
         def serve(number: int, name: str) -> Callable[[str], None]:
             def act(text: str) -> None:
+                title(f"isthmus device {name}")
                 begin = msgspec.json.decode(text, type=_Begin)
                 place = ReplicaPlace(
                     name=name,
@@ -160,6 +167,8 @@ class DecoupledRun:
             late=self.machine.late,
             sent_bytes=host.sent_bytes,
             received_bytes=host.received_bytes,
+            plain_bytes=host.plain_bytes,
+            whole_bytes=host.whole_bytes,
             seconds=host.now_s,
         )
 

@@ -32,6 +32,8 @@ class ReplicasTogether:
         self._codec = delta_codec(job)
         self._versions = {(fragment, 0): values for fragment, values in enumerate(self.merged.known)}
         self._payloads: dict[tuple[str, int, int], Tensor] = {}
+        self.changes: dict[int, Tensor] = {}
+        """By fragment, the payload of its newest change."""
 
     def start(self, replica: str) -> None:
         number = self._names.index(replica)
@@ -50,6 +52,10 @@ class ReplicasTogether:
     def give(self, replica: str, fragment: int, number: int) -> None:
         self._payloads[replica, fragment, number] = self.trainers[replica].fragments.give(fragment, number)
 
+    def payload(self, replica: str, fragment: int, number: int) -> Tensor:
+        """Of a contribution that is not merged yet."""
+        return self._payloads[replica, fragment, number]
+
     def has_given(self, replica: str, fragment: int, number: int) -> bool:
         return (replica, fragment, number) in self._payloads
 
@@ -61,5 +67,5 @@ class ReplicasTogether:
                 delta = self.merged.unpacked(merged.fragment, payload, self._codec)
                 assert delta is not None, "a codec refuses what is not finite"
                 deltas.append((delta, c.samples))
-            self.merged.merge(merged.fragment, deltas)
+            self.changes[merged.fragment] = self.merged.merge(merged.fragment, deltas)
             self._versions[merged.fragment, merge.merge] = self.merged.known[merged.fragment]

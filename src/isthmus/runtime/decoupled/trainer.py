@@ -15,7 +15,7 @@ from isthmus.extensions import import_object
 from isthmus.job import Job
 from isthmus.models import build_model
 from isthmus.plans import Packing
-from isthmus.training.compression import Codec, codec_of
+from isthmus.training.compression import Codec, EntropyCoded, Int4, codec_of
 from isthmus.training.decoupled import ReplicaFragments
 from isthmus.training.optim import Optimizers, clip, gradient_norms
 
@@ -28,15 +28,20 @@ def seeded_model(job: Job) -> nn.Module:
     return build_model(job.model)
 
 
+INT4_TILE = 256
+"""Elements of a change that share a step: more than in other messages, for eight times fewer bytes than float32."""
+_INT4 = EntropyCoded(Int4(INT4_TILE))
+
+
 def delta_codec(job: Job) -> Codec:
     """Of what replicas send."""
-    return codec_of(Packing(codec=job.sync.decoupled.codec, ratio=job.sync.decoupled.ratio))
+    rules = job.sync.decoupled
+    return _INT4 if rules.codec == "int4" else codec_of(Packing(codec=rules.codec, ratio=rules.ratio))
 
 
 def change_codec(job: Job) -> Codec:
     """Of what the merger sends: every element has changed, so a sparse codec would leave most of it for later."""
-    codec = delta_codec(job)
-    return codec_of(Packing(codec="int4")) if job.sync.decoupled.ratio > 1 else codec
+    return _INT4 if job.sync.decoupled.ratio > 1 else delta_codec(job)
 
 
 def split_outputs(result: object) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:

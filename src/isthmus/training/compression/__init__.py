@@ -2,6 +2,7 @@
 
 from isthmus.training.compression.bf16 import Bf16
 from isthmus.training.compression.codec import Codec, DeltaCodec, codec_of
+from isthmus.training.compression.entropy_coded import EntropyCoded
 from isthmus.training.compression.error_feedback import ErrorFeedback, SampleFeedback
 from isthmus.training.compression.int4 import Int4
 from isthmus.training.compression.int8 import Int8
@@ -13,6 +14,7 @@ __all__ = [
     "Bf16",
     "Codec",
     "DeltaCodec",
+    "EntropyCoded",
     "ErrorFeedback",
     "Int4",
     "Int8",

@@ -23,7 +23,7 @@ _LARGEST = torch.finfo(torch.bfloat16).max
 
 
 class DeltaCodec(Protocol):
-    """A way to pack a tensor into bytes whose number depends on its shape and type alone."""
+    """A way to pack a tensor into bytes."""
 
     def encode(self, tensor: Tensor, name: str = "tensor") -> Tensor:
         """The payload: a flat uint8 tensor on the tensor's device.
@@ -48,7 +48,7 @@ class Codec(DeltaCodec, Protocol):
     def name(self) -> str: ...
 
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        """The payload's exact size, whatever the values."""
+        """The payload's exact size, whatever the values. Of `EntropyCoded` the most."""
         ...
 
 
