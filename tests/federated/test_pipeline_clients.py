@@ -35,7 +35,6 @@ from isthmus.trace import Span
 from tests.federated.sites import attend, free_port, write_job, write_tickets
 from tests.federated.sites import model as model_of
 from tests.fleet_service.parties import Fleet, soon
-from tests.fork_servers import end_all
 from tests.runtime.commands import devices_of, edited
 
 FLEET = """
@@ -149,7 +148,6 @@ def federated(folder: Path, act: Callable[[int, Path], None] | None) -> Tensor:
     """The model after three rounds of six sites, each a process. With `act`, c is a fleet: `act` gets c's process and
     the run's folder."""
     folder.mkdir()
-    end_all()  # sites are copies of this process, and need fork servers of their own
     job_file = edited(
         write_job(folder, NAMES, rounds=3),
         ("[local]\nepochs = 2", f"[local]\nmicro_batches = 2\nepochs = {EPOCHS}"),
