@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from isthmus.api.make_plan import plan_for
 from isthmus.federated.algorithms import ClientUpdate
 from isthmus.federated.client_trainer import TrainingTask
 from isthmus.federated.history import RoundHistory, RoundLine
@@ -315,7 +316,7 @@ def attending(folder: Path) -> Iterator[None]:
     membership = membership_in(home)
     assert membership is not None
     said: list[object] = []
-    run_starter = SiteRunner(load_site(folder / "a.toml"), "a", home, log=said.append, fail=said.append)
+    run_starter = SiteRunner(load_site(folder / "a.toml"), "a", home, log=said.append, fail=said.append, plan=plan_for)
     agent = Agent(
         home, membership, ProcessPlace(), timeout_s=5.0, log=said.append, run_starter=run_starter, retries_s=RETRIES_S
     )
