@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
 from isthmus.federated.pipeline import PipelineConfig, check_descends, segments
 from isthmus.federated.resident import Resident
 from isthmus.federated.site import OwnData
+from isthmus.federated.task_spec import load_site
 from isthmus.models import ModelSpec, build_model
 from isthmus.protocol import Item
 from isthmus.runtime.federated.pipeline_plans import PipelinePlans
@@ -52,6 +54,7 @@ default = { latency = "0.1 ms", bandwidth = "10 Gbit/s" }
 """
 MLP = ModelSpec(name="mlp", options={"features": 64, "width": 16, "layers": 2, "classes": 10})
 KEY = (3, 2, 4)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline-client"
 
 
 def noise(folder: Path) -> DataSpec:
@@ -121,6 +124,22 @@ def test_algorithms_that_need_single_gradients_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["fedavg", "fedavgm", "fedadam", "fedyogi", "fednova"])
 def test_algorithms_that_only_descend_are_not(name: str) -> None:
     check_descends(load_algorithm(AlgorithmSpec(name=name)))
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ('timeout = "0 s"', "pipeline.timeout: got '0 s', expected at least 1 s"),
+        ('timeout = "soon"', "pipeline.timeout: "),
+        ('plan = "nowhere.json"', "pipeline.plan: got 'nowhere.json', expected a plan file"),
+        ('device = { there = "cpu" }', "unknown device in pipeline.device 'there'"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_refused_before_the_site_joins(key: str, said: str, tmp_path: Path) -> None:
+    south = (EXAMPLE / "south.toml").read_text().replace("south-fleet.toml", "three-sites")
+    (tmp_path / "south.toml").write_text(south.replace('"three-sites"', f'"three-sites"\n{key}'))
+    with pytest.raises(UserError, match=re.escape(said)):
+        load_site(tmp_path / "south.toml")
 
 
 def test_a_device_that_is_lost_in_the_middle_costs_time_alone(tmp_path: Path) -> None:

@@ -229,6 +229,27 @@ def test_a_server_that_ends_waits_for_no_token(stream: bool) -> None:
     assert stream or b"503" in answers[0]
 
 
+def test_a_websocket_is_answered_as_any_request() -> None:
+    stuck, answers = Stuck(1), list[bytes]()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        host = f"127.0.0.1:{address[1]}"
+
+        def ask() -> None:
+            head = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n"
+            key = "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+            with socket.create_connection(address, timeout=60) as connection:
+                connection.sendall(f"{head}{key}".encode())
+                answers.append(connection.makefile("rb").read())
+            stuck.begun.release()
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        _until_ended(cast("ModelService", stuck), listener, "")
+        asking.join()
+    assert answers[0].startswith(b"HTTP/1.1 200 ")
+
+
 def test_who_is_refused(parrot: Parrot) -> None:
     client = client_of(parrot)
     assert client.get("/v1/models", headers={"host": "evil.example:7435"}).status_code == 403

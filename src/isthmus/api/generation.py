@@ -51,7 +51,8 @@ class ServingChoices(msgspec.Struct, frozen=True, kw_only=True):
 def joined_at(where: str | None, addresses: Sequence[str], state: Path | None) -> Serving | None:
     """Where to listen for devices that joined, of HOST or HOST:PORT; None where nothing is given. UserError."""
     if where is None:
-        for option in ("--address",) * bool(addresses) + ("--state",) * (state is not None):
+        if addresses or state is not None:
+            option = "--address" if addresses else "--state"
             raise UserError(f"{option}: got it without --joined, expected both: it is for devices that joined")
         return None
     host, port = address_of(where, PORT, "--joined")

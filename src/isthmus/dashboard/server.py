@@ -181,7 +181,9 @@ def application(source: Source, *, port: int, token: str = "") -> Starlette:
 def serve_page(source: Source, listener: socket.socket, token: str = "") -> None:
     """Until Ctrl-C, or SIGTERM."""
     app = application(source, port=listener.getsockname()[1], token=token)
-    config = uvicorn.Config(app, log_level="error", lifespan="off", server_header=False, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, log_level="error", lifespan="off", ws="none", server_header=False, timeout_graceful_shutdown=1
+    )
     uvicorn.Server(config).run([listener])
 
 

@@ -204,7 +204,7 @@ def serve(service: ModelService, host: str, port: int, log: Callable[[str], None
 
 
 class _Server(uvicorn.Server):
-    """Ends requests with itself: their threads would else wait for the last token."""
+    """Refuses open requests when it ends, so that their clients get the reason."""
 
     def __init__(self, service: ModelService, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -217,7 +217,9 @@ class _Server(uvicorn.Server):
 
 def _until_ended(service: ModelService, listener: socket.socket, key: str) -> None:
     app = application(service, port=listener.getsockname()[1], key=key)
-    config = uvicorn.Config(app, log_level="error", lifespan="off", server_header=False, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, log_level="error", lifespan="off", ws="none", server_header=False, timeout_graceful_shutdown=1
+    )
     server = _Server(service, config)
 
     def end() -> None:

@@ -6,6 +6,7 @@ the same. The coordinator says how to train (steps, learning rate, seed), as in 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from isthmus.accelerators import AUTO
 from isthmus.data import DataSpec
 from isthmus.data.description import refuse_description
 from isthmus.documents import convert, read_toml
-from isthmus.errors import UserError
+from isthmus.errors import UserError, unknown_name
 from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
 from isthmus.federated.local import LocalConfig
@@ -28,6 +29,7 @@ from isthmus.fleet import resolve_fleet
 from isthmus.models import ModelSpec
 from isthmus.planners import check_planner
 from isthmus.protocol.federated_rules import SecureRules
+from isthmus.units import parse_duration
 
 RUN_NAME = "^[0-9a-f]{32}$"
 """What a run is called at its sites."""
@@ -157,9 +159,17 @@ def load_site(path: Path) -> SiteConfig:
 
 
 def check_pipeline(config: SiteConfig, pipeline: PipelineConfig, algorithm: Algorithm) -> None:
-    """UserError for a fleet or a planner that does not exist, and for what does not go together with a pipeline."""
-    resolve_fleet(pipeline.fleet)
+    """UserError for a fleet, a planner, a plan or a device that does not exist, and for what does not go together with
+    a pipeline."""
+    fleet = resolve_fleet(pipeline.fleet)
     check_planner(pipeline.planner)
+    if not 1 <= parse_duration(pipeline.timeout, "pipeline.timeout") < math.inf:
+        raise UserError(f"pipeline.timeout: got {pipeline.timeout!r}, expected at least 1 s")
+    if pipeline.plan and not Path(pipeline.plan).is_file():
+        raise UserError(f"pipeline.plan: got {pipeline.plan!r}, expected a plan file, as `isthmus plan` writes it")
+    for name in () if isinstance(pipeline.device, str) else pipeline.device:
+        if name not in fleet.names:
+            raise unknown_name("device in pipeline.device", name, fleet.names)
     check_descends(algorithm)
     if config.device != AUTO:
         raise UserError(f"device: got {config.device!r} beside [pipeline], expected pipeline.device")
