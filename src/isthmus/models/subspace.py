@@ -30,7 +30,7 @@ class Subspace(nn.Module):
         self.step = _Step()
 
     def begin(self, _module: nn.Module, _given: object, columns: Mapping[str, object]) -> None:
-        """Before each forward of the model: where its tokens stand, if it is told."""
+        """Before each forward of the model: where its tokens stand, if that is given."""
         positions = columns.get("position_ids")
         self.step.positions = positions if isinstance(positions, Tensor) else None
 
