@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import isthmus
@@ -12,8 +13,8 @@ from isthmus import api
 from isthmus.api.observer import Silent
 from isthmus.cost.compression import expected_loss
 from isthmus.errors import UserError
-from isthmus.job import Job, load_job
-from isthmus.models import BoundaryOptions
+from isthmus.job import Job, load_job, prepare
+from isthmus.models import BoundaryOptions, ModelSpec
 
 FLEET = """
 name = "far"
@@ -89,3 +90,12 @@ def test_a_model_without_a_residual_stream_has_codecs_alone(tmp_path: Path) -> N
     assert none.step_s is not None and "no residual stream" in (refused.refused or "")
     with pytest.raises(UserError, match="--loss-budget: got -1, expected a share"):
         api.boundaries.plan_boundaries(job, -1.0, Silent(), isthmus.Stop())
+
+
+def test_weights_that_are_there_have_codecs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(tmp_path, "mlp", "{features = 64, width = 64, classes = 10}", "digits", "{flat = true}")
+    prepared = prepare(job)
+    monkeypatch.setattr(api.boundaries, "prepare", lambda _: prepared)
+    there = msgspec.structs.replace(job, model=ModelSpec(name="hf", options={"path": "here"}))
+    none, refused = api.boundaries.plan_boundaries(there, 0.05, Silent(), isthmus.Stop()).rows
+    assert none.step_s is not None and "weights that are read" in (refused.refused or "")

@@ -119,6 +119,19 @@ def test_a_trained_subspace_is_a_plain_model_of_the_family(name: str, tmp_path: 
     assert reference_loss(module_of(lambda: build_model(spec)), copies(data)) != pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["gpt", "hf-gpt2"])
+def test_a_subspace_knows_where_tokens_stand(name: str) -> None:
+    spec = spec_of(name, "subspace")
+    torch.manual_seed(0)
+    module = build_model(spec).eval()
+    plain = widened(module, build_model(ModelSpec(name=name, options=spec.options))).eval()
+    columns = {"input_ids": torch.arange(5)[None], "position_ids": torch.arange(3, 8)[None]}
+    with torch.no_grad():
+        found, expected = module(**columns)["logits"], plain(**columns)["logits"]
+        first = module(input_ids=columns["input_ids"])["logits"]
+    assert torch.allclose(found, expected, atol=1e-5) and not torch.allclose(found, first, atol=1e-3)
+
+
 def test_the_subspace_is_that_of_its_seed() -> None:
     def basis(seed: int) -> torch.Tensor:
         options = BoundaryOptions(method="subspace", rate=RATE, seed=seed)

@@ -82,7 +82,12 @@ def _bottlenecks(
 
 
 def _block_ends(job: Job, problem: Problem) -> dict[str, int]:
-    """The last operator of each block but the last. UserError for a model without a residual stream."""
+    """The last operator of each block but the last. UserError for a model without a residual stream, and for one whose
+    weights are there before it is trained."""
+    try:
+        _bounded(job, BoundaryOptions(method="subspace"))
+    except ValueError as refusal:
+        raise UserError(f"model.{refusal}") from None
     with FakeTensorMode():
         blocks = find_stream(build_model(job.model)).blocks
     modules = [op.module for op in problem.flow.operators]

@@ -9,7 +9,7 @@ one that packs nothing leaves its part to others. The step is that of the slowes
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -42,17 +42,13 @@ def within_budget(placed: Sequence[Placement]) -> list[Placement]:
     times = sorted({option.step_s for some in options for option in some})
 
     def mildest(time_s: float) -> list[_Packed]:
-        """Of each replica; the fastest of one that is not in time."""
-        in_time = [[o for o in some if o.step_s <= time_s] for some in options]
-        quick: Callable[[_Packed], float] = lambda o: o.step_s  # noqa: E731
-        return [
-            min(some, key=lambda o: (o.cost, o.step_s)) if some else min(every, key=quick)
-            for some, every in zip(in_time, options, strict=True)
-        ]
+        """Of each replica that has one in time."""
+        in_time = ([o for o in some if o.step_s <= time_s] for some in options)
+        return [min(some, key=lambda o: (o.cost, o.step_s)) for some in in_time if some]
 
     def allowed(time_s: float) -> bool:
         found = mildest(time_s)
-        return max(o.step_s for o in found) <= time_s and sum(o.cost for o in found) <= most
+        return len(found) == len(options) and sum(o.cost for o in found) <= most
 
     return [option.placed for option in mildest(times[bisect_left(times, True, key=allowed)])]
 

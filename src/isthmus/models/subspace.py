@@ -6,6 +6,7 @@ stream become U^T W, so no special optimizer need keep them in the subspace. Tok
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -28,6 +29,11 @@ class Subspace(nn.Module):
         self.register_buffer("position", position)
         self.step = _Step()
 
+    def begin(self, _module: nn.Module, _given: object, columns: Mapping[str, object]) -> None:
+        """Before each forward of the model: where its tokens stand, if that is given."""
+        positions = columns.get("position_ids")
+        self.step.positions = positions if isinstance(positions, Tensor) else None
+
     def expanded(self, narrow: Tensor) -> Tensor:
         """[B, T, k] -> [B, T, width]: the whole stream."""
         sent = self.step.ids
@@ -37,14 +43,22 @@ class Subspace(nn.Module):
         self.step.ids = sent.clone()
         fixed = nn.functional.embedding(ids, self.token)
         if self.position is not None:
-            fixed = fixed + self.position[: ids.shape[1]]
+            fixed = fixed + self._placed(self.position, ids.shape[1])
         return fixed + nn.functional.linear(narrow, self.basis)
+
+    def _placed(self, table: Tensor, length: int) -> Tensor:
+        if self.step.positions is None:
+            return table[:length]
+        positions, self.step.positions = self.step.positions, self.step.positions.clone()
+        return nn.functional.embedding(positions, table)
 
 
 class _Step:
     """The tokens of the forward that runs: no attribute of a module, which torch.export would not let change."""
 
     ids: Tensor | None = None
+    positions: Tensor | None = None
+    """None: from 0 on."""
 
 
 class NarrowTokens(nn.Module):
@@ -104,6 +118,7 @@ def confine(module: nn.Module, stream: ResidualStream, narrow: int, seed: int) -
     subspace = Subspace(basis.to(token.dtype), token, position)
     _untie(module, module.get_submodule(stream.token))
     module.register_module("boundary", subspace)
+    module.register_forward_pre_hook(subspace.begin, with_kwargs=True)
     module.set_submodule(stream.token, NarrowTokens(token.new_zeros(len(token), narrow), subspace))
     if stream.position is not None and position is not None:
         table = nn.Embedding(len(position), narrow, dtype=position.dtype)

@@ -62,8 +62,8 @@ def as_requested(question: Question, graph: CutGraph, devices: Sequence[str], *,
     if asked.method in ("adatopk", "adatopk-paper"):
         codecs = _in_proportion(question, asked, graph, devices, 1 / MILDER if least else MILDER)
     else:
-        there, *_, back = offers(asked) * 2
-        codecs = [(there, back)] * len(graph.flowing)
+        offered = offers(asked)
+        codecs = [(offered[0], offered[-1])] * len(graph.flowing)
     return graph._replace(
         flowing=tuple(
             f._replace(
