@@ -7,8 +7,9 @@ Protocol Models (arXiv 2506.01260) says that 100 times fewer bytes let 80 Mbit/s
 layers of width 1,024, two a stage, 64 micro-batches of 4 x 512 tokens, devices of 5 TFLOP/s, 20 ms.
 
 The twin has layers of width 128, one a stage, 32 micro-batches of 4 x 64 tokens, so that headers are a small part of
-messages. Its devices take 200 ms for a micro-batch, or `--compute` seconds; latency and the bytes that a link carries stand to that as they do in the original. So it is
-slower, and all its ratios are the same. Devices that are slower than this host share its cores without loss.
+messages. Its devices take 200 ms for a micro-batch, or `--compute` seconds; latency and the bytes that a link carries
+stand to that as they do in the original. So it is slower, and the dense model's ratios are the same. Devices that are
+slower than this host share its cores without loss.
 """
 
 from __future__ import annotations

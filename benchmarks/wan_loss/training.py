@@ -17,6 +17,7 @@ from twin import DATA, MICRO_BATCH_SIZE, MICRO_BATCHES, Variant
 from isthmus.data import SampleOrder, load_dataset
 from isthmus.models import Bottleneck, build_model
 from isthmus.plans import Compression, Edge
+from isthmus.plans.packing import INT8_BLOCK
 from isthmus.training.compression import codec_of
 
 LEARNING_RATE, DELAYED_RATE, WARMUP = 2e-3, 1e-3, 20
@@ -57,11 +58,12 @@ class _Crossing(torch.autograd.Function):
 
 
 def _crossed(value: Tensor, packed: Compression | None) -> Tensor:
-    """As it is sent: a micro-batch is a whole number of a dense codec's tiles, and top-K chooses within each."""
+    """As it is sent, a micro-batch by itself; all at once where each is a whole number of the largest tiles, int8's."""
     if packed is None:
         return value
     codec = codec_of(packed.packing)
-    parts = value.split(MICRO_BATCH_SIZE) if codec.name == "topk" else [value]
+    whole = codec.name != "topk" and value[:MICRO_BATCH_SIZE].numel() % INT8_BLOCK == 0
+    parts = [value] if whole else value.split(MICRO_BATCH_SIZE)
     return torch.cat([codec.decode(codec.encode(p), p.shape, p.dtype) for p in parts])
 
 
