@@ -163,6 +163,7 @@ def test_models(parrot: Parrot) -> None:
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}, "max_tokens"),
         ("completions", {"prompt": "a", "n": 2}, "n: got 2, expected 1"),
         ("completions", {"prompt": "a", "logprobs": 3}, "logprobs: is not supported"),
+        ("completions", {"prompt": "a", "logprobs": 0}, "logprobs: is not supported"),
         ("completions", {"prompt": "a", "echo": True, "stream": True}, "echo"),
         ("completions", {"prompt": "a" * 64}, "got 64 tokens"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}] * 2}, "no chat template"),
