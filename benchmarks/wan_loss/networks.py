@@ -42,6 +42,15 @@ def step_of(plan: Plan, link: Link, flops_per_s: float, network: Network, order:
     if network == "meter":
         plan = _with_latency_as_bytes(plan, round(link.latency_s * link.bandwidth_bytes_per_s))
         link = Link(0.0, link.bandwidth_bytes_per_s)
+    plan = scheduled(plan, link, flops_per_s, network, order)
+    spec = RunSpec(steps=STEPS, micro_batches=count, micro_batch_size=plan.micro_batch_size)
+    trace = simulate(plan, fleet, spec, SimulationOptions(clips=clips))
+    return Step(steady_step_s(trace), count, plan.replica.schedule.in_flight[0])
+
+
+def scheduled(plan: Plan, link: Link, flops_per_s: float, network: Network, order: Order) -> Plan:
+    """The plan with the order's micro-batches in flight."""
+    count = plan.micro_batches
     times = _times(plan, link, flops_per_s, network, order)
     in_flight = classic_in_flight("1f1b", len(times.devices), count)
     if order != "1f1b":
@@ -49,10 +58,7 @@ def step_of(plan: Plan, link: Link, flops_per_s: float, network: Network, order:
         hiding = [math.ceil(trip_s / period_s) + times.steps for trip_s in times.round_trips_s[:-1]]
         in_flight = (*(min(max(pair), most) for pair in zip(in_flight, hiding, strict=False)), 1)
     schedule = Schedule("delayed" if order == "delayed" else "1f1b", in_flight)
-    plan = msgspec.structs.replace(plan, replicas=(msgspec.structs.replace(plan.replica, schedule=schedule),))
-    spec = RunSpec(steps=STEPS, micro_batches=count, micro_batch_size=plan.micro_batch_size)
-    trace = simulate(plan, fleet, spec, SimulationOptions(clips=clips))
-    return Step(steady_step_s(trace), count, in_flight[0])
+    return msgspec.structs.replace(plan, replicas=(msgspec.structs.replace(plan.replica, schedule=schedule),))
 
 
 def bound_s(plan: Plan, link: Link, flops_per_s: float) -> float:
