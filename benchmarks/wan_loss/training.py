@@ -17,13 +17,14 @@ from twin import DATA, MICRO_BATCH_SIZE, MICRO_BATCHES, Variant
 from isthmus.data import SampleOrder, load_dataset
 from isthmus.models import Bottleneck, build_model
 from isthmus.plans import Compression, Edge
-from isthmus.plans.packing import INT8_BLOCK
 from isthmus.training.compression import codec_of
 
 LEARNING_RATE, DELAYED_RATE, WARMUP = 2e-3, 1e-3, 20
 """With a delay AdamW does not learn at 2e-3: a loss of 3.34 after 120 steps, where 2.83 is the dense model's."""
 HELD_OUT = 256
 """Samples."""
+LARGEST_TILE = 256
+"""Of the dense codecs: int8's, and a multiple of the others'."""
 Columns = dict[str, Tensor]
 
 
@@ -58,11 +59,11 @@ class _Crossing(torch.autograd.Function):
 
 
 def _crossed(value: Tensor, packed: Compression | None) -> Tensor:
-    """As it is sent, a micro-batch by itself; all at once where each is a whole number of the largest tiles, int8's."""
+    """As it is sent, a micro-batch by itself; all at once where each is a whole number of tiles of any dense codec."""
     if packed is None:
         return value
     codec = codec_of(packed.packing)
-    whole = codec.name != "topk" and value[:MICRO_BATCH_SIZE].numel() % INT8_BLOCK == 0
+    whole = codec.name != "topk" and value[:MICRO_BATCH_SIZE].numel() % LARGEST_TILE == 0
     parts = [value] if whole else value.split(MICRO_BATCH_SIZE)
     return torch.cat([codec.decode(codec.encode(p), p.shape, p.dtype) for p in parts])
 
