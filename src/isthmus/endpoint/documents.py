@@ -51,8 +51,7 @@ class AnyRequest(msgspec.Struct, kw_only=True):
             if getattr(self, name) not in (None, plain):
                 raise UserError(f"{name}: got {getattr(self, name)}, expected {plain}")
         for name in ("logprobs", "suffix", "logit_bias"):
-            value = getattr(self, name)
-            if value or (value == 0 and value is not False):  # 0 of `logprobs` asks for that of the token itself
+            if getattr(self, name) not in (None, "", {}) and getattr(self, name) is not False:  # `logprobs` 0 asks too
                 raise UserError(f"{name}: is not supported")
         return sampling_of(
             max_tokens=max_tokens,
