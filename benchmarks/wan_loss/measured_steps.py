@@ -10,19 +10,18 @@ emulated link carries. It weighs where a micro-batch takes few bytes: fewer micr
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 from networks import Order, fleet_of, scheduled, step_of
 from step_times import plan_of, prepared_of
+from throughput import measured_s
 from twin import FLOPS_PER_S, LINK, VARIANTS
 
-from isthmus.experiments import OptimizerConfig, RunOptions, Watcher, check_outcome, run_plan
+from isthmus.experiments import OptimizerConfig
 from isthmus.fleet import Link
 from isthmus.job import RuntimeConfig, prepared_again
-from isthmus.trace import Trace, steady_step_s
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import machine, options_of, write_figures
@@ -74,18 +73,14 @@ def row_of(case: Case) -> Row:
         optimizer=(OptimizerConfig(),),
         runtime=RuntimeConfig(threads=1, emulate=True, adapt=False, snapshots=False),
     )
-    with tempfile.TemporaryDirectory() as folder:
-        machines = fleet_of(plan, link, speed, "tcp")
-        outcome = run_plan(prepared_again(made, job), plan, machines, Path(folder), RunOptions(emulate=True), Watcher())
-    check_outcome(outcome)
-    trace = Trace(source="runtime", run="twin", spans=tuple(outcome.spans), period=plan.period)
+    seconds = measured_s(prepared_again(made, job), plan, fleet_of(plan, link, speed, "tcp"))
     return Row(
         variant=case.variant,
         order=case.order,
         micro_batches=case.micro_batches,
         slower=case.slower,
         simulated_s=simulated_s / case.slower,
-        measured_s=steady_step_s(trace) / case.slower,
+        measured_s=seconds / case.slower,
     )
 
 

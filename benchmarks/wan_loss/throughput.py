@@ -116,9 +116,8 @@ def simulated_s(prepared: Prepared, size: Size, link: Link, speed: float) -> flo
     return steady_step_s(simulate(planned(prepared, size, machines), machines, spec))
 
 
-def measured_s(prepared: Prepared, size: Size, link: Link, speed: float) -> float:
-    machines = fleet(link, speed)
-    plan = planned(prepared, size, machines)
+def measured_s(prepared: Prepared, plan: Plan, machines: Fleet) -> float:
+    """Of a step, over processes and emulated links."""
     with tempfile.TemporaryDirectory() as folder:
         outcome = run_plan(prepared, plan, machines, Path(folder), RunOptions(emulate=True), Watcher())
     check_outcome(outcome)
@@ -149,11 +148,11 @@ def row_of(size: Size, method: str, schedule: str, speed: float, link: Link, *, 
     )
     if not measure:
         return row
-    return msgspec.structs.replace(
-        row,
-        measured_narrow_s=measured_s(prepared, size, link, speed),
-        measured_unlimited_s=measured_s(prepared, size, unlimited, speed),
+    narrow_s, unlimited_s = (
+        measured_s(prepared, planned(prepared, size, machines), machines)
+        for machines in (fleet(link, speed), fleet(unlimited, speed))
     )
+    return msgspec.structs.replace(row, measured_narrow_s=narrow_s, measured_unlimited_s=unlimited_s)
 
 
 def line(row: Row) -> str:

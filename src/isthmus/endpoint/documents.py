@@ -50,8 +50,10 @@ class AnyRequest(msgspec.Struct, kw_only=True):
         for name, plain in (("n", 1), ("best_of", 1), ("frequency_penalty", 0), ("presence_penalty", 0)):
             if getattr(self, name) not in (None, plain):
                 raise UserError(f"{name}: got {getattr(self, name)}, expected {plain}")
-        for name in ("logprobs", "suffix", "logit_bias"):
-            if getattr(self, name) not in (None, "", {}) and getattr(self, name) is not False:  # `logprobs` 0 asks too
+        if self.logprobs is not None and self.logprobs is not False:  # 0 asks for that of the token itself
+            raise UserError("logprobs: is not supported")
+        for name in ("suffix", "logit_bias"):
+            if getattr(self, name):
                 raise UserError(f"{name}: is not supported")
         return sampling_of(
             max_tokens=max_tokens,

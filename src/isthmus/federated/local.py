@@ -60,7 +60,23 @@ class Workspace:
         return self._vectors[self._used - 1]
 
 
-class PlainLocal:
+class ConfiguredLocal:
+    """What every client at work has of its settings and its number of samples."""
+
+    def __init__(self, config: LocalConfig, samples: int) -> None:
+        self._config = config
+        self.samples = samples
+
+    @property
+    def learning_rate(self) -> float:
+        return self._config.learning_rate
+
+    @property
+    def steps(self) -> int:
+        return self._config.steps(self.samples)
+
+
+class PlainLocal(ConfiguredLocal):
     """One client in one round: its whole data, its order of batches."""
 
     def __init__(
@@ -74,22 +90,13 @@ class PlainLocal:
         round_: int,
         client: int,
     ) -> None:
+        super().__init__(config, len(next(iter(data.values()))))
         self._resident = resident
         self._workspace = workspace
-        self._config = config
         self._data = data
         self._key = (seed, round_, client)
-        self.samples = len(next(iter(data.values())))
         self._used = config.used(self.samples)
         workspace.rewind()
-
-    @property
-    def learning_rate(self) -> float:
-        return self._config.learning_rate
-
-    @property
-    def steps(self) -> int:
-        return self._config.steps(self.samples)
 
     def start(self, model: Tensor) -> Tensor:
         return self._workspace.take().copy_(model)

@@ -18,7 +18,7 @@ from isthmus.data.dataset import Indices, Split, batch_of_round, checked
 from isthmus.errors import IsthmusError, UserError
 from isthmus.federated.admission import first_state
 from isthmus.federated.algorithms import Algorithm
-from isthmus.federated.local import Batch, LocalConfig
+from isthmus.federated.local import Batch, ConfiguredLocal, LocalConfig
 from isthmus.federated.resident import loss_of, pieces_of
 from isthmus.models import ModelSpec, build_model
 from isthmus.plans import CompressionConfig
@@ -153,22 +153,13 @@ Descend = Callable[[Tensor, tuple[int, int, int]], Tensor]
 """(model [P], (seed, round, client)) -> the weights at the end of the client's steps less the model [P]."""
 
 
-class PipelineLocal:
+class PipelineLocal(ConfiguredLocal):
     """A client at work on a pipeline: the `LocalTrainer` that algorithms are given."""
 
     def __init__(self, descend: Descend, config: LocalConfig, samples: int, key: tuple[int, int, int]) -> None:
+        super().__init__(config, samples)
         self._descend = descend
-        self._config = config
         self._key = key
-        self.samples = samples
-
-    @property
-    def learning_rate(self) -> float:
-        return self._config.learning_rate
-
-    @property
-    def steps(self) -> int:
-        return self._config.steps(self.samples)
 
     def start(self, model: Tensor) -> Tensor:
         return model.clone()

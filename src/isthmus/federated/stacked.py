@@ -20,7 +20,7 @@ from torch.func import functional_call, grad, vmap
 
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import ClientUpdate
-from isthmus.federated.local import LocalConfig
+from isthmus.federated.local import ConfiguredLocal, LocalConfig
 from isthmus.federated.resident import Batch, Resident, loss_of
 from isthmus.federated.traced_ops import Operation, written_down
 from isthmus.rng import orders
@@ -129,7 +129,7 @@ def likely_shapes(
     return sorted(found, key=lambda shape: (-found[shape], shape))[:LIKELY]
 
 
-class StackedLocal:
+class StackedLocal(ConfiguredLocal):
     """The `Local` of several clients in one round. Their data is one client's samples after another's, as many each."""
 
     def __init__(
@@ -142,24 +142,15 @@ class StackedLocal:
         round_: int,
         clients: Sequence[int],
     ) -> None:
+        super().__init__(config, len(next(iter(data.values()))) // len(clients))
         self._stacked = stacked
-        self._config = config
         self._clients = len(clients)
         self._rows = data
-        self.samples = len(next(iter(data.values()))) // len(clients)
         self._used = config.used(self.samples)
         drawn = orders(seed, round_, clients, self.samples, config.epochs)
         drawn += np.arange(0, len(clients) * self.samples, self.samples)[:, None, None]
         self._orders = stacked.up(torch.from_numpy(np.ascontiguousarray(drawn.swapaxes(0, 1))).flatten(1))
         """[epochs, rows], of the rows of all clients."""
-
-    @property
-    def learning_rate(self) -> float:
-        return self._config.learning_rate
-
-    @property
-    def steps(self) -> int:
-        return self._config.steps(self.samples)
 
     def start(self, model: Tensor) -> Tensor:
         return model.expand(self._clients, -1).clone()
