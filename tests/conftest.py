@@ -11,6 +11,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -74,4 +75,11 @@ def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pyte
         for module in (device_processes, forked_agents):  # for commands that are called in this process
             patch.setattr(module, "fork_early", lambda *_: None)
         patch.setattr(gc, "unfreeze", lambda: None)  # as it ends a fork of executors, which would undo the freeze
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _environment() -> Iterator[None]:
+    """Libraries set variables when they are first imported: an interpreter with another environment is no copy."""
+    with mock.patch.dict(os.environ):
         yield
