@@ -25,7 +25,7 @@ def job_of(mode: str, *, seed: int = 0, steps: int = 400, lr: float = 3e-3, **de
     sync: dict[str, object] = {"mode": mode, "period": 1 if mode == "every-step" else PERIOD}
     if mode == "decoupled":
         sync["decoupled"] = {"fragments": 4, "quorum": 2, **decoupled}
-    options = {"vocab_size": 256, "sequence_length": LENGTH, "width": 64, "layers": 2, "heads": 2}
+    options: dict[str, object] = {"vocab_size": 256, "sequence_length": LENGTH, "width": 64, "layers": 2, "heads": 2}
     return isthmus.Job(
         name="decoupled",
         fleet=str(FLEET),

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -49,6 +50,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 Act = Callable[[], None]
+Found = TypeVar("Found")
 
 
 def _losses(report: Report, steps: int) -> Iterator[tuple[str, Act]]:
@@ -87,7 +89,7 @@ def _stops(report: Report, steps: int) -> Iterator[tuple[str, Act]]:
     yield "fast-0", partial(_put, report.stops, "fast-0", lambda: stopped("fast-0"))
 
 
-def _put(found: dict[str, object], name: str, make: Callable[[], object]) -> None:
+def _put(found: dict[str, Found], name: str, make: Callable[[], Found]) -> None:
     if name not in found:
         found[name] = make()
 
@@ -130,7 +132,11 @@ def _show(report: Report) -> None:
     )
     base = {seed: report.curves.get(f"{BASE} {seed}") for seed in SEEDS}
     for mode in (*WAITING, *(f"decoupled {codec}" for codec in CODECS)):
-        pairs = [(base[s], report.curves[f"{mode} {s}"]) for s in SEEDS if base[s] and f"{mode} {s}" in report.curves]
+        pairs = [
+            (one, report.curves[f"{mode} {seed}"])
+            for seed, one in base.items()
+            if one and f"{mode} {seed}" in report.curves
+        ]
         if not pairs:
             continue
         losses = [curve.losses[-1] for _, curve in pairs]

@@ -30,8 +30,8 @@ class Forgetful(Scaffold, frozen=True):
     def init_client(self, model: Tensor) -> Values | None:
         return None
 
-    def client(self, local: LocalTrainer, told: Values, state: Values | None) -> ClientUpdate:
-        update = super().client(local, told, super().init_client(told["model"]))
+    def client(self, local: LocalTrainer, broadcast: Values, state: Values | None) -> ClientUpdate:
+        update = super().client(local, broadcast, super().init_client(broadcast["model"]))
         return ClientUpdate(values=update.values, weight=update.weight)
 
 

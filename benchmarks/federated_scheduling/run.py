@@ -127,7 +127,9 @@ def measure(setting: str, noise: float, strategy: str, sizes: NDArray[np.int64])
         members,
         ThroughputModel(len(lines), window_rounds=window or 0),
     )
-    costs = FederatedCosts(lines=lines, noise=noise, latency_s=LATENCY_S, factor=factor)
+    costs = FederatedCosts(
+        lines=lines, noise=noise, latency_s=LATENCY_S, factor=lambda k, phase: factor(k, phase.round)
+    )
     rounds = simulate_federated(machine, costs, seed=7)[SKIPPED:]
     over = [
         r.seconds / bound_s(sizes[members(n)], lines, [factor(k, n) for k in range(len(lines))])

@@ -125,6 +125,12 @@ class _Work:
     def starting(self, device: str) -> bool:
         return self._launcher.running(device)
 
+    def returns(self, device: str) -> bool:
+        return False
+
+    def queued(self) -> tuple[str, ...]:
+        return ()
+
     def offers(self) -> list[str]:
         return [d for d in self._call.others if self._comes.is_set() and not self._launcher.started(d)]
 
@@ -134,7 +140,7 @@ class _Work:
     def bandwidth(self, source: str, target: str) -> None:
         return None
 
-    def linked(self, device: str, ways: Sequence[PeerPath]) -> None:
+    def linked(self, device: str, paths: Sequence[PeerPath]) -> None:
         pass
 
     def call(self, device: str) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from isthmus.data import ColumnSpec
+
 
 class Block(nn.Module):
     """ResNet's basic block, or with `wide` its bottleneck (He et al. 2016)."""
@@ -69,7 +71,7 @@ class Images:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape = shape
-        self.columns: dict[str, object] = {}
+        self.columns: dict[str, ColumnSpec] = {}
         self.sizes = np.array([2], dtype=np.int64)
         self.fingerprint = f"noise {shape}"
 

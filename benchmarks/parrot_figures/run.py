@@ -65,7 +65,12 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """By clients a round."""
 
     def job(self, execution: dict[str, object], per_round: int, algorithm: str, fleet: str) -> FederatedJob:
-        sizes = {"writers": self.clients, "mean": self.mean, "deviation": self.deviation, "largest": 100_000}
+        sizes: dict[str, object] = {
+            "writers": self.clients,
+            "mean": self.mean,
+            "deviation": self.deviation,
+            "largest": 100_000,
+        }
         return FederatedJob(
             name="parrot-figures",
             model=ModelSpec(name=f"resnets:{self.network}"),

@@ -23,7 +23,19 @@ import torch
 from inversion import Attacker, Seen
 from rich.console import Console
 from rich.table import Table
-from split_digits import BATCH, BOUNDARIES, EPOCHS, HELD_OUT, Digits, Messages, fleet, parted, planned, public_clip
+from split_digits import (
+    BATCH,
+    BOUNDARIES,
+    EPOCHS,
+    HELD_OUT,
+    Digits,
+    Messages,
+    body,
+    fleet,
+    parted,
+    planned,
+    public_clip,
+)
 from torch import nn
 
 from isthmus.data import DataSpec, load_dataset
@@ -87,8 +99,8 @@ def attacked(
 
     heldout = load_dataset(data, "heldout").batch(range(HELD_OUT), ["pixel_values", "labels"])
     with torch.no_grad():
-        features = module.body[BOUNDARIES[boundary][1] :](messages.of(heldout["pixel_values"])[0]).mean((2, 3))
-        right = module.head(features).argmax(1) == heldout["labels"][: len(features)]
+        features = body(module)[BOUNDARIES[boundary][1] :](messages.of(heldout["pixel_values"])[0]).mean((2, 3))
+        right = module.get_submodule("head")(features).argmax(1) == heldout["labels"][: len(features)]
 
     noisy = noise is not None and noise.noise_multiplier != NEXT_TO_NOTHING
     draws, repeats = (DECODER_DRAWS, epochs) if noisy else (1, 1)

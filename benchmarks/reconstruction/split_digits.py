@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec, load_dataset
@@ -46,7 +46,7 @@ def parted(folder: Path) -> tuple[DataSpec, Digits]:
     columns = whole.batch(np.random.default_rng(0).permutation(len(whole)), ["pixel_values", "labels"])
     ends = {"train": (0, VICTIMS), "heldout": (VICTIMS, VICTIMS + HELD_OUT)}
     for name, (first, end) in ends.items():
-        np.savez(folder / f"{name}.npz", **{k: v[first:end].numpy() for k, v in columns.items()})
+        np.savez(folder / f"{name}.npz", allow_pickle=False, **{k: v[first:end].numpy() for k, v in columns.items()})
     pixels, labels = columns["pixel_values"], columns["labels"]
     first = VICTIMS + HELD_OUT
     paths = {"path": str(folder / "train.npz"), "heldout_path": str(folder / "heldout.npz")}
@@ -116,11 +116,18 @@ def planned(data: DataSpec, boundary: str, noise: ActivationNoise | None, epochs
     return prepared, build_plan(prepared.problem(fleet()), [HOLDER, OTHER], [cut], planner="reconstruction")
 
 
+def body(module: nn.Module) -> nn.Sequential:
+    """All of a `CNN` but its head."""
+    found = module.get_submodule("body")
+    assert isinstance(found, nn.Sequential)
+    return found
+
+
 def public_clip(digits: Digits, boundary: str) -> float:
     """The median norm of the attacker's own images at the boundary, with the weights that training begins with: no
     image of the holder has part in it."""
     torch.manual_seed(SEED)
     module = build_model(MODEL)
     with torch.no_grad():
-        values = module.body[: BOUNDARIES[boundary][1]](digits.attackers).flatten(1)
+        values = body(module)[: BOUNDARIES[boundary][1]](digits.attackers).flatten(1)
     return float(values.norm(dim=1).median())

@@ -109,7 +109,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def factors(setting: Setting) -> Floats:
     """How many times as long a device takes: 1 + slow-down."""
     if setting.slow_downs == "uniform":
-        return 1.0 + np.random.default_rng(setting.seed).integers(1, 7, size=setting.nodes)[1:]
+        drawn = np.random.default_rng(setting.seed).integers(1, 7, size=setting.nodes)[1:]
+        return 1.0 + drawn.astype(np.float64)
     return problem_of(setting.nodes, setting.encoders, setting.seed).device_s_per_flop * DEVICE_FLOPS_PER_S
 
 

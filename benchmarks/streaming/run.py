@@ -65,7 +65,7 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def _stream(folder: Path, from_middle: bool, state: object) -> Iterator[int]:
-    options = {"path": str(folder / "*.parquet"), "shuffle_blocks": WINDOW, "holdout": 0.0}
+    options: dict[str, object] = {"path": str(folder / "*.parquet"), "shuffle_blocks": WINDOW, "holdout": 0.0}
     data = load_dataset(DataSpec(kind="stream", options=options), "train")
     order = sample_order(data, 0)
     for start in range(len(data) // 2 if from_middle else 0, len(data), BATCH):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from isthmus.api.make_plan import plan_for
 from isthmus.errors import IsthmusError
 from isthmus.federated.task_spec import load_site
 from isthmus.runtime.device.device import DeviceWorker
@@ -28,6 +29,8 @@ SWITCH_S = 0.05
 little else."""
 SITE = "site.toml"
 """In the folder: what devices do for federated runs. Without it they work as stages."""
+_LOADING = threading.Lock()
+"""NumPy reads headers by `ast.literal_eval`, which may fail in threads of one interpreter (CPython issue 106905)."""
 
 
 class LightDevice:
@@ -41,7 +44,10 @@ class LightDevice:
         site = self._folder.parent / SITE
         if site.exists():
             if self._site is None:
-                self._site = SiteRunner(load_site(site), self._name, self._folder, log=_nothing, fail=_failed)
+                with _LOADING:
+                    self._site = SiteRunner(
+                        load_site(site), self._name, self._folder, log=_nothing, fail=_failed, plan=plan_for
+                    )
             self._site.start_run(call, coordinator)
         else:
             threading.Thread(target=self._work, args=(call, coordinator), daemon=True).start()

@@ -37,7 +37,7 @@ FIRST_S = 20.0
 """After a run's first step: until then trackers begin."""
 TO = ("tensorboard", "wandb", "trackio", "mlflow", "prometheus")
 TRACK = isthmus.Track(to=TO, options={"wandb": {"mode": "offline"}})
-OPTIONS = {"vocab_size": 256, "sequence_length": 32, "width": 32, "layers": 2, "heads": 2}
+OPTIONS: dict[str, object] = {"vocab_size": 256, "sequence_length": 32, "width": 32, "layers": 2, "heads": 2}
 MODEL = ModelSpec(name="gpt", options=OPTIONS)
 DATA = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 32, "max_bytes": 200_000})
 
