@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -99,6 +101,9 @@ def uninterrupted() -> Generator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
+AGAIN_S = 0.02
+
+
 @contextlib.contextmanager
 def terminable() -> Generator[None]:
     """SIGTERM acts like Ctrl-C, so a supervisor's `stop` and a plain `kill` end the process cleanly. By default SIGTERM
@@ -113,10 +118,22 @@ def terminable() -> Generator[None]:
         # Not SIGINT sent to ourselves: a process that was started in the background ignores it.
         (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
 
+    hook = sys.unraisablehook
+
+    def again(unraisable: sys.UnraisableHookArgs) -> None:
+        # In the callback of a weak reference, and in `__del__`, Python ignores exceptions: a request to end as well.
+        # It comes again a moment later, as here it would be ignored too.
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            threading.Timer(AGAIN_S, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        else:
+            hook(unraisable)
+
     previous = signal.signal(signal.SIGTERM, interrupt)
+    sys.unraisablehook = again
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         signal.signal(signal.SIGTERM, previous)
 
 
