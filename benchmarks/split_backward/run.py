@@ -1,14 +1,16 @@
 """Weight gradients apart (`zero-bubble`) against 1F1B at equal memory, on eight fleets with latency.
 
-`python benchmarks/split_backward/run.py [--quick] [--measure]`
+`python benchmarks/split_backward/run.py [--quick] [--measure] [--slower FACTOR] [--only PATTERN]`
 
 Both schedules have the same stages and the same bytes of memory per device: what 1F1B's classic limits need (stage s
 of S holds S - s micro-batches), or twice that, or all that they can use. Whatever a schedule keeps per micro-batch, it
-holds as many as fit. Steps are those of the simulator; with `--measure` the small fleets are run too, emulated.
+holds as many as fit. Steps are those of the simulator; with `--measure` the fleets are run too, emulated, and with
+`--slower` all times are so many times as long: two cores keep up with eight devices that are slow enough.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from dataclasses import replace
@@ -35,8 +37,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import machine, options_of, write_figures
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
-DEVICE_S = 0.120
-"""Compute of a stage per micro-batch."""
 MICRO_BATCH_SIZE = 2
 GPT: dict[str, object] = {"vocab_size": 256, "sequence_length": 64, "width": 64, "layers": 16, "heads": 4}
 PLENTY = 1 << 40
@@ -52,6 +52,19 @@ class Case(NamedTuple):
     """Times what 1F1B's classic limits need; 0: as much as is of use."""
     speeds: tuple[float, ...] = ()
     """Of the devices, relative; equal if empty."""
+    device_s: float = 0.120
+    """Compute of a stage per micro-batch."""
+
+    @property
+    def name(self) -> str:
+        memory = f"{self.memory:g} x classic" if self.memory else "plenty"
+        unequal = ", unequal" if self.speeds else ""
+        return f"{self.devices} devices{unequal}, {self.latency_s * 1e3:g} ms, {self.micro_batches} mb, {memory}"
+
+    def slower(self, factor: float) -> Case:
+        return self._replace(
+            latency_s=factor * self.latency_s, bandwidth=self.bandwidth / factor, device_s=factor * self.device_s
+        )
 
 
 CASES = (
@@ -64,8 +77,6 @@ CASES = (
     Case(8, 0.050, 25e6, 16, 2),
     Case(8, 0.050, 25e6, 32, 0),
 )
-SMALL = 4
-"""Devices of a fleet that two cores can run."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +123,10 @@ def fleet_of(case: Case, flops: int, memories: tuple[int, ...]) -> Fleet:
     speeds = case.speeds or (1.0,) * case.devices
     devices = tuple(
         Device(
-            name=f"d{k}", region="here", flops_per_s=speed * flops / case.devices / DEVICE_S, memory_bytes=memories[k]
+            name=f"d{k}",
+            region="here",
+            flops_per_s=speed * flops / case.devices / case.device_s,
+            memory_bytes=memories[k],
         )
         for k, speed in enumerate(speeds)
     )
@@ -176,10 +190,7 @@ def row(case: Case, steps: int, *, run: bool) -> Row:
                 late_share=late,
             )
         )
-    memory = f"{case.memory:g} x classic" if case.memory else "plenty"
-    unequal = ", unequal" if case.speeds else ""
-    name = f"{case.devices} devices{unequal}, {case.latency_s * 1e3:g} ms, {case.micro_batches} mb, {memory}"
-    return Row(case=name, whole=results[0], apart=results[1])
+    return Row(case=case.name, whole=results[0], apart=results[1])
 
 
 def table(found: Report) -> Table:
@@ -204,13 +215,16 @@ def table(found: Report) -> Table:
 
 def main() -> None:
     parser = options_of(__doc__, LATEST, "two fleets, fewer steps")
-    parser.add_argument("--measure", action="store_true", help=f"also run the fleets of {SMALL} devices")
+    parser.add_argument("--measure", action="store_true", help="also run them")
+    parser.add_argument("--slower", type=float, default=1.0, metavar="FACTOR", help="all times so many times as long")
+    parser.add_argument("--only", default="", help="fleets whose name has a match of this pattern")
     options = parser.parse_args()
     steps = 3 if options.quick else 6
     rows: list[Row] = []
     for case in CASES[:2] if options.quick else CASES:
-        print(f"{case} ...", file=sys.stderr)
-        rows.append(row(case, steps, run=options.measure and case.devices <= SMALL))
+        if re.search(options.only, case.name):
+            print(f"{case.name} ...", file=sys.stderr, flush=True)
+            rows.append(row(case.slower(options.slower), steps, run=options.measure))
     found = Report(when=datetime.now(UTC).isoformat(timespec="seconds"), host=machine(), rows=tuple(rows))
     Console(width=150).print(table(found))
     write_figures(options.json, found)
