@@ -150,6 +150,13 @@ def test_a_model_without_a_residual_stream_is_sent_to_the_codecs() -> None:
             add_boundary(build_model(spec), options)
 
 
+def test_a_part_of_the_stream_that_is_not_known_is_named() -> None:
+    module = build_model(ModelSpec(name="gpt", options=FAMILIES["gpt"][0]))
+    module.register_parameter("learned_position", torch.nn.Parameter(torch.zeros(8, WIDTH)))
+    with pytest.raises(UserError, match=r"no residual stream .*learned_position beside embeddings"):
+        add_boundary(module, BoundaryOptions(method="subspace"))
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -54,6 +54,10 @@ def find_stream(module: nn.Module) -> ResidualStream:
     heads = [name for name, part in outside if isinstance(part, nn.Linear) and part.weight.shape == shape]
     if len(heads) != 1:
         raise _no_stream(module, f"{len(heads)} layers from {width} to the vocabulary")
+    known = {tables[0][0], tables[-1][0], last[0], heads[0]}
+    beside = [name for name, _ in module.named_parameters() if not name.startswith(f"{path}.")]
+    if others := [name for name in beside if name.rpartition(".")[0] not in known]:
+        raise _no_stream(module, f"{', '.join(others)} beside embeddings, blocks, last norm and head")
     return ResidualStream(
         token=tables[0][0],
         position=tables[1][0] if len(tables) == 2 else None,
