@@ -17,14 +17,12 @@ import numpy as np
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.baselines.allocation.annealing import anneal
 from isthmus.planners.baselines.allocation.cover import CoverResult, cover
-from isthmus.planners.baselines.allocation.equal_compute import equal_compute_layers
-from isthmus.planners.baselines.allocation.even import even_layers
 from isthmus.planners.baselines.allocation.identical import identical, identical_layers
+from isthmus.planners.baselines.allocation.in_order import best_in_order
 from isthmus.planners.baselines.allocation.order_cut import best_cut
 from isthmus.planners.baselines.allocation.packing import pack
 from isthmus.planners.baselines.allocation.prices import best_prices, pooled_bound_s, priced_bound_s, work_prices
 from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, allocation, too_small
-from isthmus.planners.baselines.allocation.sky_heuristic import sky_heuristic_layers
 from isthmus.planners.observer import SearchStopped
 
 TOLERANCE = 1e-4
@@ -45,13 +43,13 @@ MOST_UNKNOWN = 3
 def certified_layers(problem: LayerProblem, *, tolerance: float = TOLERANCE) -> Allocation:
     """The least largest workload found, and the bound that was proven for any order of any of the devices.
 
-    Never above `even_layers`, `equal_compute_layers` and
-    `sky_heuristic_layers`: the best cut of their order is where the search begins. Raises FleetTooSmall.
+    Never above `best_in_order`: the best cut of the order given is where the search begins. Raises FleetTooSmall.
     """
     if identical(problem):
         return identical_layers(problem)
     if problem.devices * problem.layers > TABLE_CELLS:
-        return _best_simple(problem)
+        best = best_in_order(problem)
+        return allocation(problem, best.order, best.counts, pooled_bound_s(problem))
     return _LayerSearch(problem, tolerance).run()
 
 
@@ -137,20 +135,6 @@ class _LayerSearch:
         if found is None:
             raise _nothing_fits(problem, proven=order is CoverResult.IMPOSSIBLE)
         return found
-
-
-def _best_simple(problem: LayerProblem) -> Allocation:
-    found: list[Allocation] = []
-    refused: list[FleetTooSmall] = []
-    for make in (even_layers, equal_compute_layers, sky_heuristic_layers):
-        try:
-            found.append(make(problem))
-        except FleetTooSmall as e:
-            refused.append(e)
-    if not found:
-        raise refused[-1]
-    best = min(found, key=lambda a: a.workload_s)
-    return allocation(problem, best.order, best.counts, pooled_bound_s(problem))
 
 
 def _nothing_fits(problem: LayerProblem, *, proven: bool) -> FleetTooSmall:

@@ -1,20 +1,66 @@
-"""Sky Computing's heuristic allocation (section IV-D, Algorithms 1 and 2): move boundaries between neighbours.
+"""Allocations that keep the devices in the order given: the baselines of Sky Computing and FusionLLM.
 
-Where the text is silent the authors' public `allocator.py` decides: boundaries are visited in order, a layer moves at
-once, and the target is the mean at the start of a sweep. We leave its slip: there "the next device is below the target"
-looks at the device itself, so that no layer is ever given away; here it looks at the next device, as the text says.
+Sky Computing's heuristic (section IV-D, Algorithms 1 and 2) moves boundaries between neighbours. Where the text is
+silent the authors' public `allocator.py` decides: boundaries are visited in order, a layer moves at once, and the
+target is the mean at the start of a sweep. We leave its slip: there "the next device is below the target" looks at the
+device itself, so that no layer is ever given away; here it looks at the next device, as the text says.
 """
 
 from __future__ import annotations
 
 import itertools
 
-from isthmus.planners.baselines.allocation.even import even_counts
+import numpy as np
+
+from isthmus.errors import FleetTooSmall
 from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, allocation, too_small
 from isthmus.planners.observer import looked_at
 
 MOST_SWEEPS = 1_000
 """The default of the public code."""
+
+
+def best_in_order(problem: LayerProblem) -> Allocation:
+    """The best of the three. Raises the last refusal where none fits."""
+    found: list[Allocation] = []
+    refused: list[FleetTooSmall] = []
+    for make in (even_layers, equal_compute_layers, sky_heuristic_layers):
+        try:
+            found.append(make(problem))
+        except FleetTooSmall as error:
+            refused.append(error)
+    if not found:
+        raise refused[-1]
+    return min(found, key=lambda a: a.workload_s)
+
+
+def even_layers(problem: LayerProblem) -> Allocation:
+    """Sky Computing's baseline (section IV-A): the same number of layers on every device, the larger counts first.
+
+    With more devices than layers the last get none. Knows neither speed nor memory, as in the paper. Raises
+    FleetTooSmall where a device cannot hold its share.
+    """
+    return allocation(problem, range(problem.devices), even_counts(problem))
+
+
+def even_counts(problem: LayerProblem) -> list[int]:
+    share, left = divmod(problem.layers, problem.devices)
+    return [share + (device < left) for device in range(problem.devices)]
+
+
+def equal_compute_layers(problem: LayerProblem) -> Allocation:
+    """FusionLLM's baseline: boundary k is the place nearest to the first k devices' share of the FLOPs.
+
+    A device may get nothing. Knows no memory, latency or transfer. Raises FleetTooSmall where a device cannot hold
+    its share.
+    """
+    speed = np.cumsum(1.0 / problem.device_s_per_flop)
+    wanted = problem.flops_before[-1] * speed[:-1] / speed[-1]
+    after = np.searchsorted(problem.flops_before, wanted)
+    before = np.maximum(after - 1, 0)
+    nearer = wanted - problem.flops_before[before] < problem.flops_before[after] - wanted
+    boundaries = np.concatenate(([0], np.where(nearer, before, after), [problem.layers]))
+    return allocation(problem, range(problem.devices), np.diff(boundaries).tolist())
 
 
 def sky_heuristic_layers(problem: LayerProblem, most_sweeps: int = MOST_SWEEPS) -> Allocation:
