@@ -268,7 +268,7 @@ def _priced_apart(problem: Problem, made: Plan) -> Plan:
     try:
         split = build_replicas(apart, layouts, planner=made.planner)
         if made.planner in MOVED and len(layouts) == 1 and len(problem.fleet.names) <= MOST_MOVED:
-            split = msgspec.structs.replace(improved(apart, split), planner=made.planner)
+            split = improved(apart, split)
         split = scheduled(apart, split)
     except FleetTooSmall:
         if not choice:

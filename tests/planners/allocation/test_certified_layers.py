@@ -28,12 +28,10 @@ from isthmus.planners.baselines.allocation import (
     sky_heuristic_layers,
     sky_optimal_layers,
 )
-from isthmus.planners.baselines.allocation.annealing import anneal
-from isthmus.planners.baselines.allocation.cover import CoverResult, cover
 from isthmus.planners.baselines.allocation.identical import identical
-from isthmus.planners.baselines.allocation.order_cut import best_cut
-from isthmus.planners.baselines.allocation.packing import pack
+from isthmus.planners.baselines.allocation.order_searches import CoverResult, anneal, cover, pack
 from isthmus.planners.baselines.allocation.prices import out_of_reach, priced_bound_s
+from isthmus.planners.baselines.allocation.windows import best_cut
 
 SEEDS = st.integers(0, 10**6)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import msgspec
 
@@ -19,7 +20,7 @@ from isthmus.cost import Problem, build_plan, preference
 from isthmus.cost.blocks import Blocks, legal_places
 from isthmus.cost.limits import broken_constraint
 from isthmus.cost.network import network_of
-from isthmus.errors import FleetTooSmall, UserError
+from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link
 from isthmus.fleet.links import Links, Route
 from isthmus.planners.baselines.even import even
@@ -47,6 +48,8 @@ MOST_EXHAUSTIVE = 6
 """Devices behind the holders up to which every chain is tried."""
 MOST_NEIGHBOURS = 400
 """Chains that are looked at near the best one."""
+MOST_SPLITS = 8
+"""Places at which a stage is split to give a part of it to an idle device."""
 
 Chain = tuple[tuple[str, ...], tuple[int, ...]]
 """Devices, and the first operator of every stage but the first."""
@@ -146,10 +149,10 @@ def improved(problem: Problem, plan: Plan) -> Plan:
     """By moves of cuts, and of devices into the chain, out of it and past each other, as long as one helps."""
 
     def scored(now: Plan) -> Iterator[Plan]:
-        for chain in _near(problem, now):
-            if broken_constraint(problem, *chain) is None:
-                with contextlib.suppress(FleetTooSmall):
-                    yield _built(problem, chain)
+        for order, boundaries in _near(problem, now):
+            if broken_constraint(problem, order, boundaries) is None:
+                with contextlib.suppress(UserError):  # it does not fit, or neighbours are on one device
+                    yield keep(build_plan(problem, order, boundaries, planner=plan.planner))
 
     return first_improvement(
         plan, scored, lambda made: preference(problem, made)[0], most=MOST_NEIGHBOURS, tolerance=TOLERANCE
@@ -157,20 +160,27 @@ def improved(problem: Problem, plan: Plan) -> Plan:
 
 
 def _near(problem: Problem, plan: Plan) -> Iterator[Chain]:
+    """Where holders feed the chain, its ends stay."""
     order, boundaries = tuple(s.device for s in plan.stages), tuple(plan.boundaries())
-    places = legal_places(problem)
+    feeders, places = problem.constraints.feeders, legal_places(problem)
     ends = (0, *boundaries, len(problem.flow.operators))
     for k, at in enumerate(boundaries):
-        low, high = ends[k], ends[k + 2]
-        free = [place for place in places if low < place < high and place != at]
+        free = [place for place in places if ends[k] < place < ends[k + 2] and place != at]
         for place in sorted(free, key=lambda place: abs(place - at))[:4]:
             yield order, (*boundaries[:k], place, *boundaries[k + 1 :])
-    inner = range(1, len(order) - problem.constraints.labels_stay)
-    idle = [n for n in problem.fleet.names if n not in order and n not in problem.constraints.feeders]
+    idle = [name for name in problem.fleet.names if name not in order and name not in feeders]
+    stay = problem.constraints.labels_stay
+    inner, least = (range(1, len(order) - stay), 2 + stay) if feeders else (range(len(order)), 1)
     for k in inner:
         yield from (((*order[:k], name, *order[k + 1 :]), boundaries) for name in idle)
         for j in inner:
             if k < j:
                 yield tuple(order[{k: j, j: k}.get(i, i)] for i in range(len(order))), boundaries
-        if len(order) > 2 + problem.constraints.labels_stay:
-            yield (*order[:k], *order[k + 1 :]), (*boundaries[: k - 1], *boundaries[k:])
+        if len(order) > least:
+            gone = max(k - 1, 0)
+            yield (*order[:k], *order[k + 1 :]), (*boundaries[:gone], *boundaries[gone + 1 :])
+    for k, name in product(inner, idle):
+        inside = [place for place in places if ends[k] < place < ends[k + 1]]
+        for place in inside[:: max(1, len(inside) // MOST_SPLITS)]:
+            cut = (*boundaries[:k], place, *boundaries[k:])
+            yield from (((*order[:at], name, *order[at:]), cut) for at in (k, k + 1))

@@ -1,9 +1,9 @@
 """Ours: the smallest largest workload over every order of the devices, with a proven lower bound.
 
 Identical layers are counted, exactly. Otherwise prices on layers prove a bound (`prices`), and limits between it and
-the best allocation known are tried: a beam search looks for an order (`packing`), then swaps of devices do
-(`annealing`), then an integer programme for a cover, or for the proof that there is none (`cover`). Whatever order is
-found is cut exactly (`order_cut`).
+the best allocation known are tried: a beam search looks for an order (`pack`), then swaps of devices do (`anneal`),
+then an integer programme for a cover, or for the proof that there is none (`cover`). Whatever order is found is cut
+exactly (`best_cut`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.baselines.allocation.annealing import anneal
-from isthmus.planners.baselines.allocation.cover import CoverResult, cover
 from isthmus.planners.baselines.allocation.identical import identical, identical_layers
 from isthmus.planners.baselines.allocation.in_order import best_in_order
-from isthmus.planners.baselines.allocation.order_cut import best_cut
-from isthmus.planners.baselines.allocation.packing import pack
+from isthmus.planners.baselines.allocation.order_searches import CoverResult, anneal, cover, pack
 from isthmus.planners.baselines.allocation.prices import best_prices, pooled_bound_s, priced_bound_s, work_prices
 from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, allocation, too_small
+from isthmus.planners.baselines.allocation.windows import best_cut
 from isthmus.planners.observer import SearchStopped
 
 TOLERANCE = 1e-4
