@@ -14,7 +14,7 @@ from scipy.sparse.csgraph import minimum_spanning_tree
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.planners.placement import PlacementTask, evaluate, from_fleet, from_matrices
-from isthmus.planners.placement.landscape import Landscape
+from isthmus.planners.placement.grouping import Landscape
 from isthmus.planners.placement.matching import bottleneck_matching, bottleneck_s, bottlenecks_s
 from isthmus.planners.placement.path import open_path, path_length_s
 

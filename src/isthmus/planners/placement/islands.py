@@ -11,8 +11,7 @@ import numpy as np
 
 from isthmus.cost.network import Floats
 from isthmus.planners.placement.annealing import Annealer, ClassLinks
-from isthmus.planners.placement.grouping import StageGrouping, evaluate
-from isthmus.planners.placement.landscape import Group, Landscape
+from isthmus.planners.placement.grouping import Group, Landscape, StageGrouping, evaluate
 from isthmus.planners.placement.path import EXACT_UP_TO, open_path
 from isthmus.planners.placement.problem import Ints, PlacementProblem
 from isthmus.planners.placement.structured import structured_groups
