@@ -18,8 +18,7 @@ from isthmus.planners.sync import (
     plan_sync,
     sync_planner_names,
 )
-from isthmus.planners.sync.bound import exposed_bound_s
-from isthmus.planners.sync.build_sync_plan import fill_bubbles
+from isthmus.planners.sync.build_sync_plan import exposed_bound_s, fill_bubbles
 from isthmus.planners.sync.timeline import Timeline, iteration_s, timeline
 from isthmus.plans.sync import SyncPlan
 

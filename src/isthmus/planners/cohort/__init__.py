@@ -2,12 +2,10 @@
 
 from isthmus.planners.cohort.certified import certified
 from isthmus.planners.cohort.fractional import Fractional, fractional
-from isthmus.planners.cohort.near_states import near_states
-from isthmus.planners.cohort.parrot import parrot
+from isthmus.planners.cohort.parrot import near_states, parrot, uniform
 from isthmus.planners.cohort.problem import CohortProblem, CohortSchedule
 from isthmus.planners.cohort.registry import CohortAlgorithm, cohort_names, describe_cohort, schedule_cohort
 from isthmus.planners.cohort.times import TimeHistory, TimeModel, equal_times, fit_times
-from isthmus.planners.cohort.uniform import uniform
 
 __all__ = [
     "CohortAlgorithm",

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 
 from isthmus.errors import unknown_name
 from isthmus.planners.cohort.certified import certified
-from isthmus.planners.cohort.parrot import parrot
+from isthmus.planners.cohort.parrot import parrot, uniform
 from isthmus.planners.cohort.problem import CohortProblem, CohortSchedule
-from isthmus.planners.cohort.uniform import uniform
 
 CohortAlgorithm = Callable[[CohortProblem], CohortSchedule]
 

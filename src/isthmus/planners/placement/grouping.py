@@ -30,8 +30,10 @@ class Landscape:
             links = sync_s[np.ix_(group, group)]
             return float((links.sum(axis=1) - links.diagonal()).max())
 
-        self._group_s = lru_cache(_MOST_KEPT)(slowest_s)
-        self._pair_s = lru_cache(_MOST_KEPT)(lambda a, b: bottleneck_s(hop_s[np.ix_(a, b)]))
+        def pair_s(a: Group, b: Group) -> float:
+            return bottleneck_s(hop_s[np.ix_(a, b)])
+
+        self._group_s, self._pair_s = lru_cache(_MOST_KEPT)(slowest_s), lru_cache(_MOST_KEPT)(pair_s)
 
     def group_s(self, group: Group) -> float:
         """DT-FM Eq. 2: the slowest member's exchange of shards with all others of the group."""
