@@ -6,11 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping
 
 from isthmus.errors import unknown_name
+from isthmus.planners.sync.baselines import dream_brute, equal_number
 from isthmus.planners.sync.dream import dream
-from isthmus.planners.sync.dream_brute import dream_brute
 from isthmus.planners.sync.dream_dfs import dream_dfs
 from isthmus.planners.sync.dream_spread import dream_spread
-from isthmus.planners.sync.equal_number import equal_number
 from isthmus.planners.sync.problem import SyncProblem
 from isthmus.plans.sync import SyncPlan
 
