@@ -1,4 +1,4 @@
-"""AdaTopK: the slower a message, the fewer of its elements are sent (FusionLLM, Eq. 7); and every message packed alike."""
+"""AdaTopK: the slower a message, the fewer of its elements are sent (FusionLLM, Eq. 7); and all alike."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """OP-Fence: consecutive operators for each community of well-joined devices (FusionLLM, section 4).
 
 The paper states the idea and no pseudocode. Built here: Louvain communities on the bandwidth graph; a chain that visits
-one after another over good links, and leaves each only once; a cut that gives each device work in proportion to its speed, moved
-where less crosses as far as the link makes that worth while. Where a device's memory does not hold its share, devices
-are filled in the same order, with the least largest compute time that memory allows.
+one after another over good links, and leaves each only once; a cut that gives each device work in proportion to its
+speed, moved where less crosses as far as the link makes that worth while. Where a device's memory does not hold its
+share, devices are filled in the same order, with the least largest compute time that memory allows.
 """
 
 from __future__ import annotations
