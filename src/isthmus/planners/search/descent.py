@@ -113,14 +113,7 @@ class Descent:
         rows = rows[fits]
         if not len(rows):
             return None
-        holders = np.stack(
-            [
-                np.take_along_axis(p.order[rows[:, r]], p.stage_of[rows[:, r]][:, self._averaging.parts], axis=1)
-                for r, p in enumerate(pipelines)
-            ],
-            axis=1,
-        )
-        sync_s = self._averaging.nearly_s(holders) / self.problem.sync.period
+        sync_s = self._averaging.nearly_s(self._averaging.holders(pipelines, rows)) / self.problem.sync.period
         # step = max over r (fill_r + (m_r - 1) * period_r) + averaging; price = step * rate + egress
         choose = cheapest if self._priced else soonest
         found = choose(pipelines, rows, sync_s, self.problem.micro_batches, goal)

@@ -251,7 +251,7 @@ class _PlanSearch:
         rows = self._worth(pipelines, goal_s)
         if not len(rows):
             return
-        sync_s = self._averaging.exact_s(self._holders(pipelines, rows), looked_at)
+        sync_s = self._averaging.exact_s(self._averaging.holders(pipelines, rows), looked_at)
         found = soonest(pipelines, rows, sync_s, self.problem.micro_batches, goal_s)
         if found is not None:
             self.best_s, self.best = found.value, _PlanChoice(found, groups)
@@ -271,14 +271,6 @@ class _PlanSearch:
         total = reduce(np.add.outer, counts)
         picked = np.nonzero(total >= most)
         return np.stack([rows[k] for rows, k in zip(found, picked, strict=True)], axis=1)
-
-    def _holders(self, pipelines: Sequence[Pipelines], rows: Ints) -> Ints:
-        """[choices, replicas, parts]: the device that owns the gradients of each part."""
-        held = [
-            np.take_along_axis(p.order[rows[:, r]], p.stage_of[rows[:, r]][:, self._averaging.parts], axis=1)
-            for r, p in enumerate(pipelines)
-        ]
-        return np.stack(held, axis=1)
 
     def plan(self) -> Plan:
         assert self.best is not None, "asked for only where one was found"
