@@ -159,13 +159,14 @@ def placed_as(problem: Problem, layout: PlanLayout) -> Placement:
 
 def _replica(placed: Placement, in_flight: tuple[int, ...]) -> Replica:
     stages = _stages(placed, in_flight)
+    apart = tuple(f.apart for f in placed.flops) if placed.problem.splits else ()
     return Replica(
         stages=stages,
         copies=copies_of(placed.problem.constraints, stages),
         edges=placed.edges,
         shared=placed.shared,
         micro_batches=placed.problem.micro_batches,
-        schedule=Schedule(placed.problem.schedule, in_flight, _weight_flops(placed)),
+        schedule=Schedule(placed.problem.schedule, in_flight, apart),
     )
 
 
@@ -175,10 +176,6 @@ def copies_of(constraints: Constraints, stages: Sequence[Stage]) -> tuple[Stage,
     return tuple(
         msgspec.structs.replace(stage, device=feeder) for stage in copied for feeder in constraints.feeders[1:]
     )
-
-
-def _weight_flops(placed: Placement) -> tuple[int, ...]:
-    return tuple(f.apart for f in placed.flops) if placed.problem.splits else ()
 
 
 def _stages(placed: Placement, in_flight: Sequence[int]) -> tuple[Stage, ...]:

@@ -77,7 +77,7 @@ def _searched(problem: Problem, network: FleetNetwork, blocks: Blocks) -> LeastB
         known_s = single.predicted.step_s if single is not None else float("inf")
         settled = exhaustive_plan(problem, network, blocks, known_s)
         if settled is not None:
-            return LeastBound(settled.step_s, exact=packs_alike(problem))
+            return LeastBound(settled.bound, exact=packs_alike(problem))
     return relaxed(problem, network, blocks, single)
 
 
