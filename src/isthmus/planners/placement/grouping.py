@@ -9,7 +9,7 @@ import numpy as np
 
 from isthmus.cost.network import Floats
 from isthmus.errors import UserError
-from isthmus.planners.placement.matching import bottleneck_matching, bottleneck_s
+from isthmus.planners.placement.matching import bottleneck_matching
 from isthmus.planners.placement.path import open_path
 from isthmus.planners.placement.problem import Ints, PlacementProblem
 
@@ -31,7 +31,7 @@ class Landscape:
             return float((links.sum(axis=1) - links.diagonal()).max())
 
         def pair_s(a: Group, b: Group) -> float:
-            return bottleneck_s(hop_s[np.ix_(a, b)])
+            return bottleneck_matching(hop_s[np.ix_(a, b)])[0]
 
         self._group_s, self._pair_s = lru_cache(_MOST_KEPT)(slowest_s), lru_cache(_MOST_KEPT)(pair_s)
 

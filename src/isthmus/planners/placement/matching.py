@@ -19,25 +19,15 @@ _SMALL = 32
 """Up to so many rows, building scipy's sparse matrix costs more than the matching."""
 
 
-def bottleneck_s(cost: Floats) -> float:
-    """The least t such that the pairs up to t hold a perfect matching. `cost` is [n, n], in seconds."""
-    return _search(cost)[0]
-
-
-def bottleneck_matching(cost: Floats) -> tuple[float, list[int]]:
-    """That t, and for each row the column that it is matched with (DT-FM Eq. 3; supplement: polynomial)."""
-    return _search(cost)
-
-
 def bottlenecks_s(costs: Floats) -> Floats:
-    """[matrices] `bottleneck_s` of `costs` [n, n, matrices].
+    """[matrices] the least t of `costs` [n, n, matrices].
 
     The first k rows meet the columns of a set of k in least(set) = min over its columns c of
     max(least(set without c), cost[k, c]).
     """
     rows = len(costs)
     if rows > _TABLED:
-        return np.array([bottleneck_s(costs[:, :, k]) for k in range(costs.shape[2])])
+        return np.array([bottleneck_matching(costs[:, :, k])[0] for k in range(costs.shape[2])])
     least = np.zeros((1, costs.shape[2]), dtype=costs.dtype)
     for cost, (column, without) in zip(costs, _column_sets(rows), strict=True):
         least = np.maximum(least[without], cost[column]).min(axis=1)
@@ -57,8 +47,12 @@ def _column_sets(columns: int) -> list[tuple[Ints, Ints]]:
     return sizes
 
 
-def _search(cost: Floats) -> tuple[float, list[int]]:
-    """Bisection over the values that occur, from the dearest cheapest pair of any row or column upward."""
+def bottleneck_matching(cost: Floats) -> tuple[float, list[int]]:
+    """The least t such that the pairs up to t hold a perfect matching, and for each row the column that it is matched
+    with (DT-FM Eq. 3; supplement: polynomial). `cost` is [n, n], in seconds.
+
+    Bisection over the values that occur, from the dearest cheapest pair of any row or column upward.
+    """
     floor = max(float(cost.min(axis=1).max()), float(cost.min(axis=0).max()))
     found = _perfect(cost <= floor)
     if found is not None:  # the usual case: worth a try before sorting

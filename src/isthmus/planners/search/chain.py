@@ -24,7 +24,7 @@ from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link
 from isthmus.fleet.links import Links, Route
 from isthmus.planners.baselines.even import even
-from isthmus.planners.bounds import pipeline_price, pipeline_step_s
+from isthmus.planners.bounds import pipeline_bound
 from isthmus.planners.observer import keep
 from isthmus.planners.search.cuts import TOLERANCE
 from isthmus.planners.search.exhaustive import exhaustive_pipeline
@@ -66,11 +66,7 @@ def fed(problem: Problem) -> Plan:
     one = as_one(problem)
     network, blocks = network_of(one), Blocks(one)
     best = improved(problem, _best_start(problem, one))
-    reached = preference(problem, best)[0]
-    if problem.constraints.objective == "cost":
-        bound = pipeline_price(network, blocks, one.micro_batches)
-    else:
-        bound = pipeline_step_s(network, blocks, one.micro_batches)
+    reached, bound = preference(problem, best)[0], pipeline_bound(one, network, blocks)
     if len(one.fleet.names) <= MOST_EXHAUSTIVE and reached > bound * (1 + TOLERANCE):
         proven = exhaustive_pipeline(one, network, blocks, reached, judged=problem)
         if proven is not None:
