@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from functools import cache
 
 import numpy as np
@@ -58,15 +59,10 @@ def bottleneck_matching(cost: Floats) -> tuple[float, list[int]]:
     if found is not None:  # the usual case: worth a try before sorting
         return floor, found
     values = np.unique(cost[cost > floor])
-    low, high, best = 0, len(values) - 1, list(range(len(cost)))
-    while low <= high:
-        middle = (low + high) // 2
-        found = _perfect(cost <= values[middle])
-        if found is None:
-            low = middle + 1
-        else:
-            best, high = found, middle - 1
-    return float(values[min(low, len(values) - 1)]), best
+    least = values[bisect_left(values[:-1], True, key=lambda value: _perfect(cost <= value) is not None)]
+    found = _perfect(cost <= least)
+    assert found is not None, "up to the dearest pair all are allowed"
+    return float(least), found
 
 
 def _perfect(allowed: NDArray[np.bool_]) -> list[int] | None:
