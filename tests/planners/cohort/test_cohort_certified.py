@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 
 from isthmus.errors import UserError
 from isthmus.planners.cohort import CohortProblem, certified, parrot
-from isthmus.planners.cohort.counting import counting_bound_s
+from isthmus.planners.cohort.certified import counting_bound_s
 from isthmus.planners.cohort.exchange import exchange
 from isthmus.planners.cohort.first_fit import first_fit, smallest_fit
 from isthmus.planners.cohort.fractional import dual_bound_s, fractional
