@@ -10,9 +10,9 @@ so on small fleets every chain is tried in that order.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 
 import msgspec
 
@@ -27,6 +27,7 @@ from isthmus.planners.baselines.even import even
 from isthmus.planners.bounds import pipeline_bound
 from isthmus.planners.observer import keep
 from isthmus.planners.search.cuts import TOLERANCE
+from isthmus.planners.search.descent import Stages, neighbours
 from isthmus.planners.search.exhaustive import exhaustive_pipeline
 from isthmus.planners.search.local_search import first_improvement
 from isthmus.planners.search.one_pipeline import cheapest, fastest, with_bound
@@ -48,8 +49,6 @@ MOST_EXHAUSTIVE = 6
 """Devices behind the holders up to which every chain is tried."""
 MOST_NEIGHBOURS = 400
 """Chains that are looked at near the best one."""
-MOST_SPLITS = 8
-"""Places at which a stage is split to give a part of it to an idle device."""
 
 Chain = tuple[tuple[str, ...], tuple[int, ...]]
 """Devices, and the first operator of every stage but the first."""
@@ -143,40 +142,19 @@ def _built(problem: Problem, chain: Chain) -> Plan:
 
 def improved(problem: Problem, plan: Plan) -> Plan:
     """By moves of cuts, and of devices into the chain, out of it and past each other, as long as one helps."""
+    blocks, number = Blocks(problem), {name: d for d, name in enumerate(problem.fleet.names)}
 
-    def scored(now: Plan) -> Iterator[Plan]:
-        for order, boundaries in _near(problem, now):
+    def near(now: Plan) -> Iterator[Plan]:
+        ends = (0, *map(blocks.block_of, now.boundaries()), blocks.count)
+        stages = Stages(tuple(number[stage.device] for stage in now.stages), ends)
+        idle = [d for name, d in number.items() if d not in stages.order and name not in problem.constraints.feeders]
+        for other in itertools.chain.from_iterable(neighbours(stages, idle)):
+            order = [problem.fleet.names[d] for d in other.order]
+            boundaries = blocks.boundaries(other.ends[1:-1])
             if broken_constraint(problem, order, boundaries) is None:
                 with contextlib.suppress(UserError):  # it does not fit, or neighbours are on one device
                     yield keep(build_plan(problem, order, boundaries, planner=plan.planner))
 
     return first_improvement(
-        plan, scored, lambda made: preference(problem, made)[0], most=MOST_NEIGHBOURS, tolerance=TOLERANCE
+        plan, near, lambda made: preference(problem, made)[0], most=MOST_NEIGHBOURS, tolerance=TOLERANCE
     )
-
-
-def _near(problem: Problem, plan: Plan) -> Iterator[Chain]:
-    """Where holders feed the chain, its ends stay."""
-    order, boundaries = tuple(s.device for s in plan.stages), tuple(plan.boundaries())
-    feeders, places = problem.constraints.feeders, legal_places(problem)
-    ends = (0, *boundaries, len(problem.flow.operators))
-    for k, at in enumerate(boundaries):
-        free = [place for place in places if ends[k] < place < ends[k + 2] and place != at]
-        for place in sorted(free, key=lambda place: abs(place - at))[:4]:
-            yield order, (*boundaries[:k], place, *boundaries[k + 1 :])
-    idle = [name for name in problem.fleet.names if name not in order and name not in feeders]
-    stay = problem.constraints.labels_stay
-    inner, least = (range(1, len(order) - stay), 2 + stay) if feeders else (range(len(order)), 1)
-    for k in inner:
-        yield from (((*order[:k], name, *order[k + 1 :]), boundaries) for name in idle)
-        for j in inner:
-            if k < j:
-                yield tuple(order[{k: j, j: k}.get(i, i)] for i in range(len(order))), boundaries
-        if len(order) > least:
-            gone = max(k - 1, 0)
-            yield (*order[:k], *order[k + 1 :]), (*boundaries[:gone], *boundaries[gone + 1 :])
-    for k, name in product(inner, idle):
-        inside = [place for place in places if ends[k] < place < ends[k + 1]]
-        for place in inside[:: max(1, len(inside) // MOST_SPLITS)]:
-            cut = (*boundaries[:k], place, *boundaries[k:])
-            yield from (((*order[:at], name, *order[at:]), cut) for at in (k, k + 1))

@@ -22,7 +22,7 @@ ones here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -139,12 +139,7 @@ class Descent:
         unused = by_speed[:MOST_UNUSED]
         for r, stages in enumerate(now):
             alike = [s.ends for s in now if len(s.ends) == len(stages.ends) and s.ends != stages.ends]
-            for several in (
-                [Stages(stages.order, ends) for ends in dict.fromkeys(alike)] + list(_cuts(stages)),
-                list(_orders(stages, unused)),
-                list(_longer(stages, unused)),
-                list(_shorter(stages)),
-            ):
+            for several in neighbours(stages, unused, dict.fromkeys(alike)):
                 allowed = [other for other in several if self._keeps_terms(other)]
                 if allowed:
                     yield {r: allowed}
@@ -185,6 +180,14 @@ class Descent:
             and fixed.may_end(last)
             and stages.ends[len(order) - 1] <= self.blocks.last_start
         )
+
+
+def neighbours(stages: Stages, unused: Sequence[int], cuts: Iterable[tuple[int, ...]] = ()) -> Iterator[list[Stages]]:
+    """Of one replica, by kind; `cuts` are whole ones that are tried too."""
+    yield [*(Stages(stages.order, ends) for ends in cuts), *_cuts(stages)]
+    yield list(_orders(stages, unused))
+    yield list(_longer(stages, unused))
+    yield list(_shorter(stages))
 
 
 def _cuts(stages: Stages) -> Iterator[Stages]:
