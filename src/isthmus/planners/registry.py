@@ -6,7 +6,6 @@ when they are called: together that takes most of a second, and who goes on with
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from isthmus.cost import Problem, broken_constraint, build_replicas, layouts_of
 from isthmus.cost.price import beyond_limit
 from isthmus.errors import FleetTooSmall, IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
+from isthmus.option_docs import first_line
 from isthmus.planners.least import stated, with_certificate
 from isthmus.planners.observer import SearchStopped, keeping, looked_at
 from isthmus.planners.operators import with_operators
@@ -161,7 +161,7 @@ def check_planner(name: str) -> None:
 
 def describe(name: str) -> str:
     """One line on what a planner does. Raises UserError for an unknown name."""
-    return (inspect.getdoc(_planner(name)) or "").partition("\n")[0]
+    return first_line(_planner(name))
 
 
 def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
