@@ -122,13 +122,9 @@ def _best_start(problem: Problem, one: Problem) -> Plan:
 
 def _shortest(problem: Problem) -> Iterator[Chain]:
     """The holders and one device, the first stage as short as can be: where written buffers or memory bind."""
-    first, others = (
-        problem.constraints.feeders[0],
-        [n for n in problem.fleet.names if n not in problem.constraints.feeders],
-    )
-    places = legal_places(problem)
-    last_start = problem.last_start
-    for name in others:
+    feeders, places, last_start = problem.constraints.feeders, legal_places(problem), problem.last_start
+    first = feeders[0]
+    for name in (n for n in problem.fleet.names if n not in feeders):
         if last_start is None:
             yield from (((first, name), (place,)) for place in places[:1])
         else:
