@@ -20,10 +20,10 @@ from functools import cache
 import numpy as np
 from scipy.sparse.csgraph import connected_components
 
-from isthmus.cost.network import Floats
+from isthmus.cost.kernel import Floats, Ints
 from isthmus.planners.placement.group_bound import MOST_DEVICES, group_bound_s
 from isthmus.planners.placement.mixture_bound import MOST_KINDS, mixture_bound_s
-from isthmus.planners.placement.problem import Ints, PlacementProblem
+from isthmus.planners.placement.problem import PlacementProblem
 from isthmus.planners.placement.stretches import Components
 
 _ROUNDS = 60

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.cost.network import Floats
+from isthmus.cost.kernel import Floats, Ints
 from isthmus.planners.placement.cyclic import Gain, membership
 from isthmus.planners.placement.grouping import StageGrouping
 from isthmus.planners.placement.hybrid_genetic import CODE, PAPER, Rules, hybrid_genetic
-from isthmus.planners.placement.problem import Ints, PlacementProblem
+from isthmus.planners.placement.problem import PlacementProblem
 
 
 def dtfm_genetic(

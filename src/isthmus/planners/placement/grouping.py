@@ -7,11 +7,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from isthmus.cost.network import Floats
+from isthmus.cost.kernel import Floats, Ints
 from isthmus.errors import UserError
 from isthmus.planners.placement.matching import bottleneck_matching
 from isthmus.planners.placement.path import open_path
-from isthmus.planners.placement.problem import Ints, PlacementProblem
+from isthmus.planners.placement.problem import PlacementProblem
 
 Group = tuple[int, ...]
 """The sorted kinds of its members. Where links depend only on region that is a count of devices per region, and few

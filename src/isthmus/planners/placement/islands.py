@@ -9,11 +9,11 @@ import itertools
 
 import numpy as np
 
-from isthmus.cost.network import Floats
+from isthmus.cost.kernel import Floats, Ints
 from isthmus.planners.placement.annealing import Annealer, ClassLinks
 from isthmus.planners.placement.grouping import Group, Landscape, StageGrouping, evaluate
 from isthmus.planners.placement.path import EXACT_UP_TO, open_path
-from isthmus.planners.placement.problem import Ints, PlacementProblem
+from isthmus.planners.placement.problem import PlacementProblem
 from isthmus.planners.placement.structured import structured_groups
 
 PLACEMENTS, MOVES, MOVES_OF_CLASS = 8, 10_000, 150

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.sparse.csgraph import minimum_spanning_tree
 
-from isthmus.cost.network import Floats
-from isthmus.planners.placement.problem import Ints
+from isthmus.cost.kernel import Floats, Ints
 from isthmus.planners.search.local_search import nearest_tour, two_opt
 
 EXACT_UP_TO = 10

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from isthmus.cost.network import Floats, link_kinds
+from isthmus.cost.kernel import Floats, Ints
+from isthmus.cost.network import link_kinds
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

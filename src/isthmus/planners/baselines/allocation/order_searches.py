@@ -20,8 +20,8 @@ from enum import Enum
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from isthmus.cost.network import Floats
-from isthmus.planners.baselines.allocation.problem import Ints, LayerProblem
+from isthmus.cost.kernel import Floats, Ints
+from isthmus.planners.baselines.allocation.problem import LayerProblem
 from isthmus.planners.baselines.allocation.windows import Windows, ordered, reach, windows
 from isthmus.planners.highs import integer_programme
 from isthmus.planners.observer import looked_at

@@ -20,11 +20,11 @@ from typing import NamedTuple
 import numpy as np
 from scipy.sparse import csr_matrix, vstack
 
-from isthmus.cost.network import Floats
+from isthmus.cost.kernel import Floats, Ints
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.baselines.allocation.in_order import best_in_order
 from isthmus.planners.baselines.allocation.prices import pooled_bound_s
-from isthmus.planners.baselines.allocation.problem import Allocation, Ints, LayerProblem, allocation
+from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, allocation
 from isthmus.planners.baselines.allocation.windows import reach
 from isthmus.planners.highs import integer_programme
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isthmus.planners.baselines.allocation.problem import Allocation, Ints, LayerProblem, allocation
+from isthmus.cost.kernel import Ints
+from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, allocation
 
 
 class Windows(NamedTuple):
