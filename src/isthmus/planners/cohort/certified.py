@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from isthmus.errors import UserError
 from isthmus.planners.cohort.exchange import exchange
 from isthmus.planners.cohort.first_fit import smallest_fit
 from isthmus.planners.cohort.fractional import fractional
@@ -21,23 +20,16 @@ from isthmus.planners.cohort.problem import CohortProblem, CohortSchedule, Float
 TOLERANCE = 1e-3
 
 
-def certified(problem: CohortProblem, *, tolerance: float = TOLERANCE, steps: int | None = None) -> CohortSchedule:
+def certified(problem: CohortProblem, *, steps: int | None = None) -> CohortSchedule:
     """A nearly shortest round, with a proof of how much shorter any other could be.
 
-    Stops at a gap of `tolerance`, or after `steps` exchanges from each rounding; without a number, `enough_steps`.
-    Never longer than Parrot's schedule. Nothing is random or timed: the same problem gives the same schedule. Raises
-    UserError for a negative tolerance or number of steps.
+    Stops at a gap of `TOLERANCE`, or after `steps` exchanges from each rounding; without a number after so many that
+    improvements become rare: an exchange mends one executor, and a few rounds mend all. Never longer than Parrot's
+    schedule. Nothing is random or timed: the same problem gives the same schedule.
     """
-    steps = enough_steps(problem) if steps is None else steps
-    if not tolerance >= 0:
-        raise UserError(f"tolerance: got {tolerance}, expected a number from 0 on")
-    if steps < 0:
-        raise UserError(f"steps: got {steps}, expected a number from 0 on")
     ascending = np.argsort(problem.sizes, kind="stable")
-    ordered = CohortProblem(
-        sizes=problem.sizes[ascending], seconds_per_sample=problem.seconds_per_sample, fixed_s=problem.fixed_s
-    )
-    found, bound_s = _solve(ordered, tolerance, steps)
+    ordered = replace(problem, sizes=problem.sizes[ascending])
+    found, bound_s = _solve(ordered, 400 + 6 * problem.executors if steps is None else steps)
     executor_of = np.empty_like(found)
     executor_of[ascending] = found
     made = scheduled(problem, executor_of, algorithm="certified", lower_bound_s=bound_s)
@@ -45,12 +37,7 @@ def certified(problem: CohortProblem, *, tolerance: float = TOLERANCE, steps: in
     return replace(made, lower_bound_s=min(bound_s, made.makespan_s))
 
 
-def enough_steps(problem: CohortProblem) -> int:
-    """An exchange mends one executor, and a few rounds of mending all of them is where improvements become rare."""
-    return 400 + 6 * problem.executors
-
-
-def _solve(problem: CohortProblem, tolerance: float, steps: int) -> tuple[Integers, float]:
+def _solve(problem: CohortProblem, steps: int) -> tuple[Integers, float]:
     """The schedule and the bound; the sizes are ascending."""
 
     def makespan_s(executor_of: Integers) -> float:
@@ -61,13 +48,13 @@ def _solve(problem: CohortProblem, tolerance: float, steps: int) -> tuple[Intege
     greedy = longest_first(problem)
     bound_s = max(relaxed.lower_bound_s, largest_s)
     bound_s = counting_bound_s(problem, low_s=bound_s, high_s=makespan_s(greedy))
-    stop_s = bound_s * (1 + tolerance)
+    stop_s = bound_s * (1 + TOLERANCE)
     fitted = smallest_fit(
         problem,
         relaxed.specialists[::-1],
         low_s=bound_s,
         high_s=makespan_s(greedy),
-        precision=tolerance / 4,
+        precision=TOLERANCE / 4,
     )
     best = greedy
     for start in (fitted, relaxed.rounded):

@@ -38,7 +38,7 @@ MOST_UNKNOWN = 3
 """Limits on which the solver may run out of work."""
 
 
-def certified_layers(problem: LayerProblem, *, tolerance: float = TOLERANCE) -> Allocation:
+def certified_layers(problem: LayerProblem) -> Allocation:
     """The least largest workload found, and the bound that was proven for any order of any of the devices.
 
     Never above `best_in_order`: the best cut of the order given is where the search begins. Raises FleetTooSmall.
@@ -48,16 +48,15 @@ def certified_layers(problem: LayerProblem, *, tolerance: float = TOLERANCE) -> 
     if problem.devices * problem.layers > TABLE_CELLS:
         best = best_in_order(problem)
         return allocation(problem, best.order, best.counts, pooled_bound_s(problem))
-    return _LayerSearch(problem, tolerance).run()
+    return _LayerSearch(problem).run()
 
 
 class _LayerSearch:
     """The interval between what is proven out of reach and the best allocation found."""
 
-    def __init__(self, problem: LayerProblem, tolerance: float) -> None:
+    def __init__(self, problem: LayerProblem) -> None:
         cells = problem.devices * problem.layers
         self.problem = problem
-        self.tolerance = tolerance
         self.exact = cells <= EXACT_CELLS
         self.programmes = cells <= PRICED_CELLS
         self.prices = work_prices(problem)
@@ -77,7 +76,7 @@ class _LayerSearch:
             self.prices, self.bound_s = best_prices(self.problem, self.bound_s, self.best.workload_s)
         else:
             self.bound_s = priced_bound_s(self.problem, self.prices, self.bound_s, self.best.workload_s)
-        self._pack(self.bound_s * (1 + self.tolerance / 2))
+        self._pack(self.bound_s * (1 + TOLERANCE / 2))
         # On a small problem the integer programme is quicker than swaps, and proves what it does not find.
         steps = [self._pack, self._cover, self._anneal] if self.exact else [self._pack, self._anneal, self._cover]
         unknown = 0
@@ -89,7 +88,7 @@ class _LayerSearch:
     def _next_limit_s(self) -> float:
         """Half-way, then just below the best allocation; 0 where nothing is left to do."""
         floor_s, best_s = max(self.bound_s, self.tried_s), self.best.workload_s
-        if best_s > floor_s * (1 + self.tolerance):
+        if best_s > floor_s * (1 + TOLERANCE):
             return (floor_s + best_s) / 2
         below_s = best_s * (1 - EXACT / 2)
         return below_s if self.exact and floor_s < below_s else 0.0

@@ -63,7 +63,7 @@ def equal_compute_layers(problem: LayerProblem) -> Allocation:
     return allocation(problem, range(problem.devices), np.diff(boundaries).tolist())
 
 
-def sky_heuristic_layers(problem: LayerProblem, most_sweeps: int = MOST_SWEEPS) -> Allocation:
+def sky_heuristic_layers(problem: LayerProblem) -> Allocation:
     """Coarse allocation until memory holds, then fine-tuning towards the mean workload, in the order given.
 
     Steers by the paper's literal workload `dt_i * lf_j + ct_i` per layer. Every device keeps one layer at least; with
@@ -71,13 +71,13 @@ def sky_heuristic_layers(problem: LayerProblem, most_sweeps: int = MOST_SWEEPS) 
     """
     cut = list(itertools.accumulate(even_counts(problem), initial=0))
     cut = cut[: min(problem.devices, problem.layers) + 1]
-    coarse(problem, cut, most_sweeps)
-    fine(problem, cut, most_sweeps)
+    coarse(problem, cut)
+    fine(problem, cut)
     counts = [end - start for start, end in itertools.pairwise(cut)]
     return allocation(problem, range(len(counts)), counts)
 
 
-def coarse(problem: LayerProblem, cut: list[int], most_sweeps: int) -> None:
+def coarse(problem: LayerProblem, cut: list[int]) -> None:
     """Algorithm 1, in place: a device over its memory gives layers to the next, one with room takes from it."""
     devices = len(cut) - 1
     crowded = {d for d in range(devices) if not problem.fits(d, cut[d], cut[d + 1])}
@@ -87,7 +87,7 @@ def coarse(problem: LayerProblem, cut: list[int], most_sweeps: int) -> None:
         for d in (boundary - 1, boundary):
             (crowded.discard if problem.fits(d, cut[d], cut[d + 1]) else crowded.add)(d)
 
-    for _ in range(most_sweeps):
+    for _ in range(MOST_SWEEPS):
         looked_at()
         before = cut[:]
         for d in range(devices - 1):
@@ -103,7 +103,7 @@ def coarse(problem: LayerProblem, cut: list[int], most_sweeps: int) -> None:
     raise too_small(problem, d, cut[d], cut[d + 1])
 
 
-def fine(problem: LayerProblem, cut: list[int], most_sweeps: int) -> None:
+def fine(problem: LayerProblem, cut: list[int]) -> None:
     """Algorithm 2, in place."""
     flops, devices = problem.flops_before.tolist(), len(cut) - 1
     pace, latency = problem.device_s_per_flop.tolist(), problem.device_latency_s.tolist()
@@ -111,7 +111,7 @@ def fine(problem: LayerProblem, cut: list[int], most_sweeps: int) -> None:
     def load(d: int, start: int, end: int) -> float:
         return pace[d] * (flops[end] - flops[start]) + latency[d] * (end - start)
 
-    for _ in range(most_sweeps):
+    for _ in range(MOST_SWEEPS):
         looked_at()
         before = cut[:]
         target = sum(load(d, cut[d], cut[d + 1]) for d in range(devices)) / devices
