@@ -176,7 +176,7 @@ def visiting_order(pair_s: Floats, groups: Sequence[Community]) -> list[Communit
     pair_s = (pair_s + pair_s.T) / 2
     between = np.array([[float(pair_s[np.ix_(a, b)].min()) for b in groups] for a in groups])
     tour: list[int] = []
-    ordered = [groups[k] for k in open_path(between).order]
+    ordered = [groups[k] for k in open_path(between)]
     for members in ordered:
         start = min(members, key=lambda device: float(pair_s[tour[-1], device])) if tour else members[0]
         tour += nearest_tour(pair_s, start, members)

@@ -10,7 +10,7 @@ import numpy as np
 from isthmus.cost.kernel import Floats, Ints
 from isthmus.errors import UserError
 from isthmus.planners.placement.matching import bottleneck_matching
-from isthmus.planners.placement.path import open_path
+from isthmus.planners.placement.path import open_path, path_length_s
 from isthmus.planners.placement.problem import PlacementProblem
 
 Group = tuple[int, ...]
@@ -99,11 +99,12 @@ def evaluate(problem: PlacementProblem, groups: Ints, landscape: Landscape | Non
         )
     landscape = landscape or landscape_of(problem)
     kinds = [kinds_of(problem, row) for row in groups]
-    path = open_path(landscape.between(kinds))
+    between = landscape.between(kinds)
+    order = open_path(between)
     return StageGrouping(
-        devices=_joined(problem, groups[path.order]),
+        devices=_joined(problem, groups[order]),
         data_parallel_s=max(landscape.group_s(group) for group in kinds),
-        pipeline_s=path.length_s,
+        pipeline_s=path_length_s(between, order),
         compute_s=float(problem.compute_s[groups].max(axis=1).sum()),
     )
 

@@ -56,7 +56,7 @@ def _ordered_s(landscape: Landscape, start: Ints) -> float:
     """Gradients and hops, after the groups were put in their best order in place."""
     groups: list[Group] = [tuple(np.sort(row).tolist()) for row in start]
     if len(groups) <= EXACT_UP_TO:
-        order = open_path(landscape.between(groups)).order
+        order = open_path(landscape.between(groups))
         start[:], groups = start[order], [groups[k] for k in order]
     return max(map(landscape.group_s, groups)) + sum(itertools.starmap(landscape.hop_s, itertools.pairwise(groups)))
 
