@@ -90,7 +90,7 @@ PUBLIC = {
     ),
     "planners": (
         "ABILITIES Capabilities ENTRY_POINTS INTERRUPTED LeastBound Planner SearchObserver SearchStopped abilities "
-        "can_price capabilities "
+        "capabilities "
         "check_constraints check_planner cut_short describe keep least legal_places looked_at observed_by over_counts "
         "plan planner_names scheduled whole_replicas"
     ),

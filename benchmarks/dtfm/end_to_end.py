@@ -22,8 +22,8 @@ from isthmus.experiments import RunSpec
 from isthmus.fleet import Fleet, built_in_fleet
 from isthmus.graph import Flow
 from isthmus.planners.placement import PLACEMENTS, PlacementProblem, StageGrouping
+from isthmus.planners.placement.grouping import shuffled
 from isthmus.planners.placement.on_fleet import Search, equal_layouts
-from isthmus.planners.placement.random_groups import shuffled
 from isthmus.planners.search.auto import auto
 from isthmus.plans import Plan
 from isthmus.simulator import simulate

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.planners.placement import PlacementProblem, islands, lower_bound_s
-from isthmus.planners.placement.dtfm_genetic import gain_of
+from isthmus.planners.placement.dtfm import gain_of
 from isthmus.planners.placement.hybrid_genetic import PAPER, search
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -27,11 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.planners.placement import PlacementProblem
-from isthmus.planners.placement.dtfm_genetic import gain_of
-from isthmus.planners.placement.dtfm_kl import gain_of as kernighan_lin_of
-from isthmus.planners.placement.grouping import kinds_of, landscape_of
+from isthmus.planners.placement.dtfm import gain_of, kernighan_lin_of
+from isthmus.planners.placement.grouping import kinds_of, landscape_of, shuffled
 from isthmus.planners.placement.hybrid_genetic import CODE, PAPER, search
-from isthmus.planners.placement.random_groups import shuffled
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import options_of, write_figures

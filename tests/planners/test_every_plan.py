@@ -70,7 +70,7 @@ def test_odd_graphs_are_settled_and_bounds_are_below(
         assert settled.plan is None
         return
     assert settled.plan is not None
-    assert settled.step_s == pytest.approx(best_s, rel=1e-8)
+    assert settled.bound == pytest.approx(best_s, rel=1e-8)
     assert settled.plan.predicted.step_s == pytest.approx(best_s, rel=1e-8)
     bounds = pipeline_step_s(network, blocks, count), replicas_step_s(network, blocks, count)
     assert 0 < min(bounds) <= best_s * (1 + 1e-9)

@@ -19,8 +19,7 @@ from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Device, Fleet, Link, Links, Route, built_in_fleet
 from isthmus.graph import OpGraph, Ref
 from isthmus.planners import plan
-from isthmus.planners.baselines.communities import communities, visiting_order
-from isthmus.planners.baselines.op_fence import balanced
+from isthmus.planners.baselines.op_fence import balanced, communities, visiting_order
 from isthmus.planners.search.orders import scorer_of
 from isthmus.plans import Plan
 

@@ -17,7 +17,7 @@ from isthmus.api.proof import as_proven, question_of
 from isthmus.cost import Problem, SyncPolicy, parameter_state, preference
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet, resolve_fleet
-from isthmus.planners import can_price, over_counts, planner_names
+from isthmus.planners import capabilities, over_counts, planner_names
 from isthmus.planners import plan as plan_by
 from isthmus.plans import Certificate, CompressionConfig, Constraints, Plan
 from isthmus.verification import Verdict, certificate, search, verify
@@ -94,7 +94,7 @@ def document(name: str, problem: Problem, counts: tuple[int, ...]) -> Plan | Non
     """As the commands plan and compare; None where the planner refuses."""
 
     def planned(cut: Problem) -> Plan:
-        return plan_by(name, cut if can_price(name) else cut.timed())
+        return plan_by(name, cut if capabilities(name).prices else cut.timed())
 
     try:
         made = over_counts(problem, counts, planned, None)
@@ -153,7 +153,7 @@ def every_document_holds(seed: int, devices: int, operators: int, name: str) -> 
     if plan is None:
         return None
     found = checked(plan, problem, counts)
-    limits = {"terms.max_step_s", "terms.max_price"} if not can_price(name) else set[str]()
+    limits = {"terms.max_step_s", "terms.max_price"} if not capabilities(name).prices else set[str]()
     assert {d.field for d in found.differences} <= limits, found  # who knows no prices is compared all the same
     assert plan.certificate is None or found.bound.status == "proven", found
     if plan.certificate is not None and not found.differences:

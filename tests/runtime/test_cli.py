@@ -24,8 +24,8 @@ from isthmus.fleet import load_fleet
 from isthmus.fleet.changes import corrected
 from isthmus.job import fleet_of, load_job, prepare
 from isthmus.planners import planner_names
-from isthmus.planners.cohort import cohort_names
-from isthmus.planners.sync import sync_planner_names
+from isthmus.planners.cohort import COHORT_ALGORITHMS
+from isthmus.planners.sync import SYNC_PLANNERS
 from isthmus.plans import Plan, Schedule, load_plan, save_plan
 from isthmus.plans.plan import PLAN_VERSION
 from isthmus.protocol.drift import fit_fleet
@@ -379,8 +379,8 @@ def test_every_command_speaks_json(trained: Trained, tmp_path: Path) -> None:
     expected = {
         "plan": planner_names(),
         "compression": ratio_planner_names(),
-        "sync": sync_planner_names(),
-        "cohort": cohort_names(),
+        "sync": sorted(SYNC_PLANNERS),
+        "cohort": sorted(COHORT_ALGORITHMS),
     }
     assert {kind: sorted(found["planners"]) for kind, found in listed.items()} == expected
     table = isthmus("planners").out

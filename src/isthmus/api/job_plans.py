@@ -23,7 +23,7 @@ from isthmus.planners import (
     INTERRUPTED,
     LeastBound,
     SearchStopped,
-    can_price,
+    capabilities,
     check_planner,
     cut_short,
     least,
@@ -249,7 +249,7 @@ def _row(
     start_s = time.perf_counter()
     try:
         # What a planner makes that knows no prices has one all the same.
-        plan = make(prepared.job, problem, name, bound, timed=not can_price(name))
+        plan = make(prepared.job, problem, name, bound, timed=not capabilities(name).prices)
     except UserError as refusal:
         plan_s = time.perf_counter() - start_s
         return ComparedPlan(planner=name, plan_s=plan_s, refused=str(refusal)), refusal

@@ -11,10 +11,11 @@ from isthmus.cost.compression import describe_ratios, ratio_planner_names
 from isthmus.errors import UserError
 from isthmus.fleet import RANDOM, built_in_names
 from isthmus.fleet import describe as describe_fleet
+from isthmus.option_docs import first_line
 from isthmus.planners import ABILITIES, abilities, planner_names
 from isthmus.planners import describe as describe_planner
-from isthmus.planners.cohort import cohort_names, describe_cohort
-from isthmus.planners.sync import describe_sync, sync_planner_names
+from isthmus.planners.cohort import COHORT_ALGORITHMS
+from isthmus.planners.sync import SYNC_PLANNERS
 from isthmus.report.fleet_tables import fleets_table, names_table, planners_table
 
 __all__ = ["Kind", "fleets", "fleets_table", "kind_table", "names_table", "planners"]
@@ -73,12 +74,12 @@ def planners() -> dict[str, Kind]:
         "sync": Kind(
             decides="in which step of a period each parameter is averaged",
             where="`planner=` of isthmus.sync",
-            planners=_listed(sync_planner_names(), describe_sync),
+            planners=_listed(sorted(SYNC_PLANNERS), lambda name: first_line(SYNC_PLANNERS[name])),
         ),
         "cohort": Kind(
             decides="which executor trains which clients of a round",
             where="`execution.planner` of a federated job",
-            planners=_listed(cohort_names(), describe_cohort),
+            planners=_listed(sorted(COHORT_ALGORITHMS), lambda name: first_line(COHORT_ALGORITHMS[name])),
         ),
     }
 

@@ -1,7 +1,7 @@
 """What a plan costs: compute, transfer, memory, and the time of a step."""
 
-from isthmus.cost.build_plan import PlanLayout, build_again, build_plan, build_replicas, layouts_of, with_sync
-from isthmus.cost.compressed import plan_compression, repeat_compression, with_edges
+from isthmus.cost.build_plan import PlanLayout, build_plan, build_replicas, layouts_of, with_sync
+from isthmus.cost.compressed import build_again, plan_compression, repeat_compression, with_edges
 from isthmus.cost.limits import MemoryRoom, broken_constraint, in_flight_limits
 from isthmus.cost.placement import Placement, place
 from isthmus.cost.price import Price, is_priced, preference, step_price

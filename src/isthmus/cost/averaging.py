@@ -17,6 +17,7 @@ import numpy as np
 from isthmus.cost.blocks import Blocks
 from isthmus.cost.kernel import Floats, Ints
 from isthmus.cost.network import FleetNetwork
+from isthmus.cost.pipelines import Pipelines
 from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.cost.sync import SumTime, fastest, sum_time, together_s
 from isthmus.fleet import Fleet
@@ -38,6 +39,12 @@ class Averaging:
         self.parts = np.flatnonzero(size)
         self._size, self._count = size[self.parts], count[self.parts]
         self._times: dict[Part, SumTime] = {}
+
+    def holders(self, pipelines: Sequence[Pipelines], rows: Ints) -> Ints:
+        """[choices, replicas, parts]: the device that owns the gradients of each part. `rows` is [choices, replicas],
+        into each replica's pipelines."""
+        chosen = [(p.order[rows[:, r]], p.stage_of[rows[:, r]]) for r, p in enumerate(pipelines)]
+        return np.stack([np.take_along_axis(order, of[:, self.parts], axis=1) for order, of in chosen], axis=1)
 
     def exact_s(self, holders: Ints, looked_at: Callable[[], None]) -> Floats:
         """[choices] seconds, as `cost.sync` has it. `holders` is [choices, replicas, parts] devices; `looked_at` is

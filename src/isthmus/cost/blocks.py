@@ -19,7 +19,6 @@ from isthmus.cost.kernel import Floats, Ints
 from isthmus.cost.problem import FLOAT32_BYTES, Problem
 from isthmus.cost.stage_costs import elements, trainable, variable_bytes
 from isthmus.graph import Op, Ref, cuts
-from isthmus.plans import StageMemory
 
 
 class BlockItem(NamedTuple):
@@ -165,7 +164,7 @@ class Blocks:
                 # The last stage holds what nothing uses.
                 uses = self._users(op) or [len(self.problem.flow.operators) - 1]
                 blocks = tuple(sorted({self.block_of(u) for u in uses}))
-                owned, shared_copy = (_fixed(variable_bytes(self.problem, op, shared_copy=b)) for b in (False, True))
+                owned, shared_copy = (variable_bytes(self.problem, op, shared_copy=b).total for b in (False, True))
                 gradient = FLOAT32_BYTES * elements(op) if trainable(op) else 0
                 found.append(BlockVariable(blocks, owned, shared_copy, gradient))
         return tuple(found)
@@ -198,10 +197,6 @@ class Blocks:
     def live_bytes(self, boundary: int) -> int:
         items = (self.items[number] for number, _ in self.live[boundary])
         return sum(i.forward_bytes + i.backward_bytes for i in items if not i.per_step)
-
-
-def _fixed(parts: StageMemory) -> int:
-    return parts.total
 
 
 def legal_places(problem: Problem) -> list[int]:

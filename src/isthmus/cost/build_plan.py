@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from isthmus.cost.compressed import copies_of, packed_note, repeat_compression
+from isthmus.cost.compression.expected_loss import packed_note
 from isthmus.cost.limits import in_flight_limits
 from isthmus.cost.loss_budget import within_budget
 from isthmus.cost.placement import Placement, place, rooms
@@ -19,7 +19,7 @@ from isthmus.cost.recompute import fastest
 from isthmus.cost.steptime import prediction, together
 from isthmus.cost.sync import copies_sync, replica_sync, sync_s
 from isthmus.errors import UserError
-from isthmus.plans import Certificate, Plan, Replica, ReplicaSync, Schedule, Stage
+from isthmus.plans import Certificate, Constraints, Plan, Prediction, Replica, ReplicaSync, Schedule, Stage
 from isthmus.units import format_compute, format_share
 
 
@@ -104,14 +104,12 @@ def build_replicas(
     several although replicas cannot sum the model's parameters.
     """
     _check_layouts(problem, layouts)
-    placed = within_budget([_placed(problem, x) for x in layouts])
-    limits = [in_flight_limits(p.problem, p.times, rooms(p)) for p in placed]
-    predicted = [prediction(p.times, limit, p.problem.micro_batches) for p, limit in zip(placed, limits, strict=True)]
+    placed = within_budget([placed_as(problem, x) for x in layouts])
+    replicas, predicted = built(placed)
     if problem.constraints.copied:
         sync = copies_sync(problem.flow, problem.fleet, problem.constraints, placed[0].graphs)
     else:
         sync = replica_sync(problem.flow, problem.fleet, problem.sync, [(p.order, p.graphs) for p in placed])
-    replicas = tuple(_replica(p, limit) for p, limit in zip(placed, limits, strict=True))
     all_notes = [_note(placed, name, (notes or {}).get(name, "")) for name in problem.fleet.names]
     if problem.constraints.compression is not None:
         all_notes.append(packed_note(problem.constraints.compression, replicas))
@@ -130,13 +128,12 @@ def build_replicas(
     )
 
 
-def build_again(problem: Problem, layouts: Sequence[PlanLayout], document: Plan) -> Plan:
-    """The plan of these layouts with the codecs that the document names, whatever the problem asks for: all figures
-    are made anew, as `build_replicas` makes them, in the document's schedule."""
-    problem = problem.under(document.replicas[0].schedule)
-    dense = build_replicas(problem.uncompressed(), layouts, planner=document.planner)
-    packed = repeat_compression(problem, dense, document)
-    return msgspec.structs.replace(packed, constraints=problem.constraints)
+def built(placed: Sequence[Placement]) -> tuple[tuple[Replica, ...], list[Prediction]]:
+    """The replicas with their limits in flight, and what each takes for itself, without averaging. FleetTooSmall where
+    too few micro-batches fit."""
+    limits = [in_flight_limits(p.problem, p.times, rooms(p)) for p in placed]
+    replicas = tuple(_replica(p, limit) for p, limit in zip(placed, limits, strict=True))
+    return replicas, [prediction(p.times, x, p.problem.micro_batches) for p, x in zip(placed, limits, strict=True)]
 
 
 def _check_layouts(problem: Problem, layouts: Sequence[PlanLayout]) -> None:
@@ -152,7 +149,8 @@ def _check_layouts(problem: Problem, layouts: Sequence[PlanLayout]) -> None:
         raise UserError(f"plan: got {got} micro-batches, expected {problem.micro_batches} in sum, one each at least")
 
 
-def _placed(problem: Problem, layout: PlanLayout) -> Placement:
+def placed_as(problem: Problem, layout: PlanLayout) -> Placement:
+    """One replica, laid out so."""
     count = layout.micro_batches
     share = problem if count == problem.micro_batches else replace(problem, micro_batches=count)
     placed = place(share, layout.order, layout.boundaries, layout.recompute or ())
@@ -161,18 +159,23 @@ def _placed(problem: Problem, layout: PlanLayout) -> Placement:
 
 def _replica(placed: Placement, in_flight: tuple[int, ...]) -> Replica:
     stages = _stages(placed, in_flight)
+    apart = tuple(f.apart for f in placed.flops) if placed.problem.splits else ()
     return Replica(
         stages=stages,
         copies=copies_of(placed.problem.constraints, stages),
         edges=placed.edges,
         shared=placed.shared,
         micro_batches=placed.problem.micro_batches,
-        schedule=Schedule(placed.problem.schedule, in_flight, _weight_flops(placed)),
+        schedule=Schedule(placed.problem.schedule, in_flight, apart),
     )
 
 
-def _weight_flops(placed: Placement) -> tuple[int, ...]:
-    return tuple(f.apart for f in placed.flops) if placed.problem.splits else ()
+def copies_of(constraints: Constraints, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Of a chain's stages, the copies that the holders run who feed it beside the first: see `Replica.copies`."""
+    copied = [stages[0], *([stages[-1]] if constraints.labels_stay and len(stages) > 1 else [])]
+    return tuple(
+        msgspec.structs.replace(stage, device=feeder) for stage in copied for feeder in constraints.feeders[1:]
+    )
 
 
 def _stages(placed: Placement, in_flight: Sequence[int]) -> tuple[Stage, ...]:

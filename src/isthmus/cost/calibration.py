@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
+from scipy.optimize import nnls
 
 from isthmus.errors import UserError, unknown_name
 from isthmus.plans import Plan, Stage
@@ -118,18 +120,10 @@ def calibrate(warmups: Sequence[Warmup]) -> Calibration:
 
 def fit(points: Sequence[tuple[float, float]]) -> AffineFit:
     """Least squares of seconds over size, both coefficients at least 0. One size alone gives a line through zero."""
-    mean_x = statistics.fmean(x for x, _ in points)
-    mean_y = statistics.fmean(y for _, y in points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    if spread > 0:
-        slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-        if slope >= 0 and mean_y >= slope * mean_x:
-            return AffineFit(fixed_s=mean_y - slope * mean_x, slope=slope)
-    # The optimum lies on a border: a line through zero, or a constant. Both are convex, so the better one is it.
-    squares = sum(x * x for x, _ in points)
-    through_zero = AffineFit(fixed_s=0.0, slope=max(0.0, sum(x * y for x, y in points) / squares) if squares else 0.0)
-    constant = AffineFit(fixed_s=max(0.0, mean_y), slope=0.0)
-    return min((through_zero, constant), key=lambda line: sum((line.seconds(x) - y) ** 2 for x, y in points))
+    sizes, seconds = np.array(points, dtype=np.float64).T
+    scale = float(sizes.max()) or 1.0
+    (slope, fixed_s), _ = nnls(np.column_stack((sizes / scale, np.ones_like(sizes))), seconds)
+    return AffineFit(fixed_s=float(fixed_s), slope=float(slope) / scale)
 
 
 def _size(stage: Stage, work: Work, apart: int) -> float:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
 
-from isthmus.cost.compression.expected_loss import MEASURED_ON, increase_of
+from isthmus.cost.build_plan import PlanLayout, build_replicas, built, copies_of, layouts_of, placed_as
+from isthmus.cost.compression.expected_loss import packed_note
 from isthmus.cost.compression.messages import StageMessage, packed_edges, sender_of, stage_messages_of
 from isthmus.cost.compression.registry import as_requested
-from isthmus.cost.limits import MemoryRoom, in_flight_limits
+from isthmus.cost.placement import packed_as
 from isthmus.cost.problem import Problem
-from isthmus.cost.stage_costs import StageFlops
-from isthmus.cost.steptime import pipeline, prediction, together
+from isthmus.cost.steptime import together
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.plans import (
     CompressionConfig,
-    Constraints,
     Edge,
     Packing,
     Plan,
@@ -46,18 +44,6 @@ def plan_compression(name: str, problem: Problem, plan: Plan, ratio: float, *, f
     return msgspec.structs.replace(made, constraints=other.constraints, notes=(*made.notes, note))
 
 
-def packed_note(asked: CompressionConfig, replicas: Sequence[Replica]) -> str:
-    """What of all messages is packed, in words."""
-    edges = [edge for replica in replicas for edge in replica.edges]
-    packed = sum(c is not None for e in edges for c in (e.forward_compression, e.backward_compression))
-    sent = sum(size > 0 for e in edges for size in (e.forward_bytes, e.backward_bytes))
-    words = f"compression {asked.method!r} packs {packed} of {sent} messages"
-    increase = increase_of(replicas)
-    if not math.isfinite(increase):
-        return words
-    return f"{words}; expected loss {increase:+.2%}, as measured on {MEASURED_ON}"
-
-
 def repeat_compression(problem: Problem, plan: Plan, document: Plan) -> Plan:
     """The plan, packed by the codecs that the document names for edges between the same stages; bytes are made anew.
 
@@ -80,6 +66,15 @@ def repeat_compression(problem: Problem, plan: Plan, document: Plan) -> Plan:
     return with_edges(problem, plan, edges)
 
 
+def build_again(problem: Problem, layouts: Sequence[PlanLayout], document: Plan) -> Plan:
+    """The plan of these layouts with the codecs that the document names, whatever the problem asks for: all figures
+    are made anew, as `build_replicas` makes them, in the document's schedule."""
+    problem = problem.under(document.replicas[0].schedule)
+    dense = build_replicas(problem.uncompressed(), layouts, planner=document.planner)
+    packed = repeat_compression(problem, dense, document)
+    return msgspec.structs.replace(packed, constraints=problem.constraints)
+
+
 def with_edges(problem: Problem, plan: Plan, edges: Sequence[Sequence[Edge]]) -> Plan:
     """The plan with these edges, one sequence per replica; limits in flight, memory and prediction are made anew.
 
@@ -90,18 +85,22 @@ def with_edges(problem: Problem, plan: Plan, edges: Sequence[Sequence[Edge]]) ->
     check_same_problem(problem, plan)
     if all(tuple(e) == r.edges for r, e in zip(plan.replicas, edges, strict=True)):
         return plan
-    made = [_replica(problem, r, tuple(e)) for r, e in zip(plan.replicas, edges, strict=True)]
+    replicas, predicted = _packed_as(problem, plan, edges)
     return msgspec.structs.replace(
-        plan,
-        replicas=tuple(replica for replica, _ in made),
-        certificate=None,
-        predicted=together([predicted for _, predicted in made], plan.predicted.sync_s),
+        plan, replicas=replicas, certificate=None, predicted=together(predicted, plan.predicted.sync_s)
     )
 
 
 def replica_predictions(problem: Problem, plan: Plan) -> list[Prediction]:
     """Of each replica for itself, without averaging."""
-    return [_replica(problem, replica, replica.edges)[1] for replica in plan.replicas]
+    return _packed_as(problem, plan, [replica.edges for replica in plan.replicas])[1]
+
+
+def _packed_as(
+    problem: Problem, plan: Plan, edges: Sequence[Sequence[Edge]]
+) -> tuple[tuple[Replica, ...], list[Prediction]]:
+    placed = [placed_as(problem.uncompressed(), layout) for layout in layouts_of(plan)]
+    return built([packed_as(p, tuple(e)) for p, e in zip(placed, edges, strict=True)])
 
 
 def limited_as(problem: Problem, plan: Plan, schedules: Sequence[Schedule]) -> Plan:
@@ -131,14 +130,6 @@ def limited_as(problem: Problem, plan: Plan, schedules: Sequence[Schedule]) -> P
     return msgspec.structs.replace(plan, replicas=tuple(found))
 
 
-def copies_of(constraints: Constraints, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Of a chain's stages, the copies that the holders run who feed it beside the first: see `Replica.copies`."""
-    copied = [stages[0], *([stages[-1]] if constraints.labels_stay and len(stages) > 1 else [])]
-    return tuple(
-        msgspec.structs.replace(stage, device=feeder) for stage in copied for feeder in constraints.feeders[1:]
-    )
-
-
 def check_same_problem(problem: Problem, plan: Plan) -> None:
     for field, got, expected in (
         ("model", plan.model, problem.flow.graph.name),
@@ -150,38 +141,5 @@ def check_same_problem(problem: Problem, plan: Plan) -> None:
             raise UserError(f"plan: {field}: got {got!r}, the problem has {expected!r}")
 
 
-def _replica(problem: Problem, replica: Replica, edges: tuple[Edge, ...]) -> tuple[Replica, Prediction]:
-    share = replace(problem, micro_batches=replica.micro_batches)
-    devices = [stage.device for stage in replica.stages]
-    flops = [
-        StageFlops(stage.flops_forward, stage.flops_backward, apart)
-        for stage, apart in zip(replica.stages, replica.weight_flops, strict=False)
-    ]
-    times = pipeline(share, devices, flops, edges, replica.shared)
-    held = list(zip(replica.stages, replica.schedule.in_flight, strict=True))
-    in_flight = in_flight_limits(share, times, [_room(share, stage, k) for stage, k in held])
-    stages = tuple(
-        msgspec.structs.replace(stage, memory=_memory(stage, k, now))
-        for (stage, k), now in zip(held, in_flight, strict=True)
-    )
-    made = msgspec.structs.replace(
-        replica,
-        stages=stages,
-        copies=copies_of(problem.constraints, stages),
-        edges=edges,
-        schedule=msgspec.structs.replace(replica.schedule, in_flight=in_flight),
-    )
-    return made, prediction(times, in_flight, replica.micro_batches)
-
-
 def _memory(stage: Stage, in_flight: int, now: int) -> StageMemory:
     return msgspec.structs.replace(stage.memory, activations=stage.memory.activations // in_flight * now)
-
-
-def _room(problem: Problem, stage: Stage, in_flight: int) -> MemoryRoom:
-    """`in_flight` is what the stage's memory was stated for."""
-    return MemoryRoom(
-        capacity=problem.offered_bytes(stage.device),
-        fixed=stage.memory.total - stage.memory.activations,
-        each=stage.memory.activations // in_flight,
-    )

@@ -73,31 +73,31 @@ class FleetNetwork:
 
 def network_of(problem: Problem) -> FleetNetwork:
     fleet = problem.fleet
-    kind, latency, byte_s = _kinds(fleet)
+    kind, latency, bandwidth = link_kinds(fleet)
     return FleetNetwork(
         names=fleet.names,
         speed=np.array([d.sustained_flops_per_s for d in fleet.devices]),
         memory=np.array([float(problem.offered_bytes(name)) for name in fleet.names]),
         kind=kind,
         kind_latency=latency,
-        kind_byte_s=byte_s,
+        kind_byte_s=np.divide(1.0, bandwidth, out=np.full_like(bandwidth, np.inf), where=bandwidth > 0),
         rate=np.array([d.price_per_hour for d in fleet.devices]) / SECONDS_PER_HOUR,
         region=np.unique([d.region for d in fleet.devices], return_inverse=True)[1].reshape(-1),
         byte_price=np.array([fleet.region_info_of(d.region).egress_price_per_gb for d in fleet.devices]) / GB,
     )
 
 
-def _kinds(fleet: Fleet) -> tuple[Ints, Floats, Floats]:
-    """Kind of each device, latency and seconds per byte between kinds."""
+def link_kinds(fleet: Fleet) -> tuple[Ints, Floats, Floats]:
+    """Kind of each device; latency and bandwidth between kinds, infinite and 0 inside a kind of one device."""
     named = {name for route in fleet.links.devices for name in (route.source, route.target)}
     members: dict[str, list[str]] = {}
     for device in fleet.devices:
         members.setdefault(device.name if device.name in named else device.region, []).append(device.name)
     row = {name: k for k, names in enumerate(members.values()) for name in names}
-    latency, byte_s = (np.full((len(members), len(members)), np.inf) for _ in range(2))
+    latency, bandwidth = np.full((len(members), len(members)), np.inf), np.zeros((len(members), len(members)))
     for a, sources in enumerate(members.values()):
         for b, targets in enumerate(members.values()):
             if a != b or len(sources) > 1:
                 link = fleet.link(sources[0], targets[-1])
-                latency[a, b], byte_s[a, b] = link.latency_s, 1.0 / link.bandwidth_bytes_per_s
-    return np.array([row[name] for name in fleet.names], dtype=np.int64), latency, byte_s
+                latency[a, b], bandwidth[a, b] = link.latency_s, link.bandwidth_bytes_per_s
+    return np.array([row[name] for name in fleet.names], dtype=np.int64), latency, bandwidth

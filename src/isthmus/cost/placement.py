@@ -111,7 +111,12 @@ def _packed(placed: Placement) -> Placement:
     """With edges as the problem asks: a method may look at all stages and messages of a pipeline."""
     if placed.problem.constraints.compression is None:
         return placed
-    edges = as_requested(placed.problem, Sender(placed.order, placed.edges, max(placed.times.device_s.values())))
+    sender = Sender(placed.order, placed.edges, max(placed.times.device_s.values()))
+    return packed_as(placed, as_requested(placed.problem, sender))
+
+
+def packed_as(placed: Placement, edges: tuple[Edge, ...]) -> Placement:
+    """The same stages with these edges."""
     if edges == placed.edges:
         return placed
     times = pipeline(placed.problem, placed.order, placed.flops, edges, placed.shared)

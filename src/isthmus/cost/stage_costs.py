@@ -88,9 +88,9 @@ class StageBytes:
             recomputed=self.saved if recompute else 0,
         )
 
-    def most_in_flight(self, capacity_bytes: int, wanted: int, recompute: bool = False) -> int:
-        """How many micro-batches fit, `wanted` at most; below 1 where not even one does."""
-        free, each = capacity_bytes - self.memory(0, recompute).total, self.kept(recompute)
+    def most_in_flight(self, capacity_bytes: int, wanted: int) -> int:
+        """How many micro-batches fit, `wanted` at most; below 1 where not even one does. Nothing is recomputed."""
+        free, each = capacity_bytes - self.memory(0).total, self.kept(recompute=False)
         if not each:
             return wanted if free >= 0 else 0
         return min(wanted, free // each)

@@ -48,7 +48,7 @@ from isthmus.federated.secure.site_noise import check_site_noise, concentrated, 
 from isthmus.federated.server import RunIdentity, Server
 from isthmus.models import ModelSpec, build_model
 from isthmus.overrides import overridden
-from isthmus.planners.cohort import cohort_names
+from isthmus.planners.cohort import COHORT_ALGORITHMS
 from isthmus.protocol.federated_participation import Participation, cohort
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.stores import StoreConfig
@@ -217,8 +217,8 @@ def check(job: FederatedJob) -> None:
     for field, seconds in (("execution.timeout", job.timeout_s), ("participation.deadline", job.deadline_s)):
         if not 1 <= seconds < math.inf:
             raise UserError(f"{field}: got {seconds:g} s, expected at least 1 s")
-    if job.execution.planner and job.execution.planner not in cohort_names():
-        raise unknown_name("execution.planner", job.execution.planner, cohort_names())
+    if job.execution.planner and job.execution.planner not in COHORT_ALGORITHMS:
+        raise unknown_name("execution.planner", job.execution.planner, COHORT_ALGORITHMS)
     if (deployment := job.deployment) is not None:
         for name in deployment.fleets:
             if name not in deployment.sites:

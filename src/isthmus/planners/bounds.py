@@ -30,6 +30,12 @@ MOST_SETS = 6
 """Devices up to which the price of several replicas is bounded for every set."""
 
 
+def pipeline_bound(problem: Problem, network: FleetNetwork, blocks: Blocks) -> float:
+    """Of one replica, in seconds or money by the objective; a limit on the other can only add."""
+    bound = pipeline_price if problem.constraints.objective == "cost" else pipeline_step_s
+    return bound(network, blocks, problem.micro_batches)
+
+
 def pipeline_step_s(network: FleetNetwork, blocks: Blocks, micro_batches: int) -> float:
     """Of one replica, in seconds."""
     work, fastest = float(blocks.work[-1]), float(network.speed.max())

@@ -8,7 +8,7 @@ each length are grown further: with four devices these are all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -24,6 +24,8 @@ from isthmus.units import format_size
 
 Objective = Literal["latency", "throughput"]
 Costs = npt.NDArray[np.float64]
+Tables = Mapping[str, tuple[Costs, npt.NDArray[np.bool_]]]
+"""Of each device, by first and last place: seconds of a stage for one token, and whether it fits."""
 BEAM = 64
 MOST_STAGES = 8
 MOST_CUTS = 33
@@ -69,6 +71,16 @@ class ServingProblem:
     def crossing_bytes(self) -> dict[int, int]:
         """By place: of one token."""
         return {cut.position: cut.forward_bytes(self.flow, 1) for cut in cuts(self.flow)}
+
+    @cached_property
+    def stages(self) -> tuple[Costs, Costs]:
+        """By first and last place: FLOPs of one token, and bytes; infinite where there is no stage."""
+        starts = (0, *self.places[:-1])
+        work, need = (np.full((len(starts), len(starts)), np.inf) for _ in range(2))
+        for i, start in enumerate(starts):
+            for j, end in enumerate(self.places[i:], i):
+                work[i, j], need[i, j] = self.flops(start, end), self.memory_bytes(start, end)
+        return work, need
 
     def flops(self, first: int, end: int) -> int:
         """Of one token."""
@@ -117,7 +129,8 @@ class ServingProblem:
 def plan_chain(problem: ServingProblem, objective: Objective) -> Chain:
     """The best chain that was found. FleetTooSmall where the model and the caches fit no chain."""
     best: Chain | None = None
-    tables = {name: _Tables(problem, name) for name in problem.fleet.names}
+    work, need = problem.stages
+    tables = {d.name: (work / d.sustained_flops_per_s, need <= d.memory_bytes) for d in problem.fleet.devices}
     grown: list[tuple[str, ...]] = [()]
     for _ in range(min(MOST_STAGES, len(problem.fleet.names), len(problem.places))):
         found: list[tuple[float, tuple[str, ...]]] = []
@@ -167,28 +180,13 @@ def _value(chain: Chain, objective: Objective) -> tuple[float, float]:
     return (chain.token_s, 0.0) if objective == "latency" else (-chain.tokens_per_s, chain.token_s)
 
 
-class _Tables:
-    """Of one device, by first and last place: what a stage takes."""
-
-    def __init__(self, problem: ServingProblem, device: str) -> None:
-        starts, ends = (0, *problem.places[:-1]), problem.places
-        room = problem.fleet.device(device).memory_bytes
-        self.compute_s = np.full((len(starts), len(ends)), np.inf)
-        self.fits = np.zeros((len(starts), len(ends)), dtype=bool)
-        for i, start in enumerate(starts):
-            for j, end in enumerate(ends):
-                if end > start:
-                    self.compute_s[i, j] = problem.compute_s(device, start, end)
-                    self.fits[i, j] = problem.memory_bytes(start, end) <= room
-
-
 def _cut(
-    problem: ServingProblem, tables: dict[str, _Tables], devices: tuple[str, ...], objective: Objective
+    problem: ServingProblem, tables: Tables, devices: tuple[str, ...], objective: Objective
 ) -> tuple[Chain | None, float]:
     """The best cuts of a chain; and its value if memory did not matter, for which it is grown."""
     limits = [np.inf]
     if objective == "throughput":
-        whole = [float(tables[name].compute_s[0, -1]) for name in devices]
+        whole = [float(tables[name][0][0, -1]) for name in devices]
         limits += [max(whole) * (n + 1) / LIMITS / len(devices) for n in range(2 * LIMITS)]
     best: Chain | None = None
     relaxed = np.inf
@@ -206,7 +204,7 @@ def _cut(
 
 
 def _least_latency(
-    problem: ServingProblem, tables: dict[str, _Tables], devices: tuple[str, ...], limit: float, *, fits: bool
+    problem: ServingProblem, tables: Tables, devices: tuple[str, ...], limit: float, *, fits: bool
 ) -> list[int] | None:
     """Boundaries for which a token passes soonest, with no stage above the limit; None where there are none."""
     starts = (0, *problem.places[:-1])
@@ -214,9 +212,9 @@ def _least_latency(
     ended: Costs = reached
     chosen: list[npt.NDArray[np.intp]] = []
     for number, name in enumerate(devices):
-        table = tables[name]
-        allowed = (table.compute_s <= limit) & (table.fits if fits else True)
-        ways = reached[:, None] + np.where(allowed, table.compute_s, np.inf)
+        compute_s, in_memory = tables[name]
+        allowed = (compute_s <= limit) & (in_memory if fits else True)
+        ways = reached[:, None] + np.where(allowed, compute_s, np.inf)
         chosen.append(ways.argmin(axis=0))
         ended = ways.min(axis=0)
         if number == len(devices) - 1:

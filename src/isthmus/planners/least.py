@@ -18,13 +18,7 @@ from isthmus.cost.blocks import Blocks
 from isthmus.cost.compression import packs_alike
 from isthmus.cost.network import FleetNetwork, network_of
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.bounds import (
-    certificate_of,
-    pipeline_price,
-    pipeline_step_s,
-    replicas_price,
-    replicas_step_s,
-)
+from isthmus.planners.bounds import certificate_of, pipeline_bound, replicas_price, replicas_step_s
 from isthmus.planners.observer import SearchStopped, part
 from isthmus.planners.search.chain import chain
 from isthmus.planners.search.exhaustive import exhaustive_plan
@@ -77,7 +71,7 @@ def _searched(problem: Problem, network: FleetNetwork, blocks: Blocks) -> LeastB
         known_s = single.predicted.step_s if single is not None else float("inf")
         settled = exhaustive_plan(problem, network, blocks, known_s)
         if settled is not None:
-            return LeastBound(settled.step_s, exact=packs_alike(problem))
+            return LeastBound(settled.bound, exact=packs_alike(problem))
     return relaxed(problem, network, blocks, single)
 
 
@@ -92,15 +86,11 @@ def settles(problem: Problem) -> bool:
 def relaxed(problem: Problem, network: FleetNetwork, blocks: Blocks, single: Plan | None) -> LeastBound:
     """The lesser of a bound on one replica, for which that of `chain`'s plan counts if given, and on several."""
     proven = single.certificate if single is not None else None
-    count, several, replicated = problem.micro_batches, problem.most_replicas > 1, float("inf")
-    if problem.constraints.objective == "cost":
-        alone = pipeline_price(network, blocks, count)
-        if several:
-            replicated = replicas_price(problem, network, blocks)
-    else:
-        alone = pipeline_step_s(network, blocks, count)
-        if several:
-            replicated = replicas_step_s(network, blocks, count, problem.sync.period)
+    alone, replicated = pipeline_bound(problem, network, blocks), float("inf")
+    if problem.most_replicas > 1 and problem.constraints.objective == "cost":
+        replicated = replicas_price(problem, network, blocks)
+    elif problem.most_replicas > 1:
+        replicated = replicas_step_s(network, blocks, problem.micro_batches, problem.sync.period)
     if proven is not None:
         alone = proven.lower_bound if proven.exact else max(alone, proven.lower_bound)
     return LeastBound(min(alone, replicated), exact=proven is not None and proven.exact and alone <= replicated)

@@ -9,23 +9,17 @@ the planner proved of the whole fleet holds: it ranges over more plans.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import msgspec
 
-from isthmus.cost import Problem, broken_constraint, build_plan, build_replicas, layouts_of, preference
+from isthmus.cost import Problem, build_plan, build_replicas, layouts_of, preference
 from isthmus.cost.blocks import Blocks, legal_places
 from isthmus.cost.network import network_of
-from isthmus.errors import FleetTooSmall, UserError
-from isthmus.planners.search.cuts import TOLERANCE
+from isthmus.errors import UserError
+from isthmus.planners.search.chain import improved
 from isthmus.planners.search.exhaustive import exhaustive_pipeline
-from isthmus.planners.search.local_search import first_improvement
 from isthmus.plans import Plan
-
-MOST_PLACES = 8
-"""Cuts of a stage that are tried to give a part of it to another device."""
-MOST_MOVES = 400
 
 
 def with_operators(problem: Problem, planner: Callable[[Problem], Plan], *, improves: bool) -> Plan:
@@ -51,11 +45,7 @@ def _improved(problem: Problem, plan: Plan) -> Plan:
     proven = exhaustive_pipeline(problem, network_of(problem), Blocks(problem), preference(problem, plan)[0])
     if proven is not None and proven.plan is not None:
         plan = msgspec.structs.replace(proven.plan, planner=plan.planner)
-
-    def judged(now: Plan) -> float:
-        return preference(problem, now)[0]
-
-    return first_improvement(plan, partial(_near, problem), judged, most=MOST_MOVES, tolerance=TOLERANCE)
+    return improved(problem, plan)
 
 
 def check_some_device_has(problem: Problem) -> None:
@@ -112,35 +102,3 @@ def _stuck(problem: Problem, start: int) -> str:
         f"operators: no plan was found in which every device has the operators of its stage: {target} is lacked by "
         f"{', '.join(lacking) or 'none'}, and devices that have it are used before"
     )
-
-
-def _near(problem: Problem, plan: Plan) -> Iterator[Plan]:
-    """With another cut, with two stages' devices exchanged, without a stage, and with another device in place of a
-    stage's or for a part of its operators."""
-    order, boundaries = [stage.device for stage in plan.stages], plan.boundaries()
-    ends, places = [0, *boundaries, len(problem.flow.operators)], legal_places(problem)
-    found: list[tuple[list[str], list[int]]] = []
-    for k in range(len(boundaries)):
-        inner = _some([place for place in places if ends[k] < place < ends[k + 2]])
-        found += [(order, [*boundaries[:k], place, *boundaries[k + 1 :]]) for place in inner]
-        found += [([*order[:k], *order[k + 1 :]], [*boundaries[:k], *boundaries[k + 1 :]])]
-        for j in range(k + 1, len(order)):
-            found += [([order[{k: j, j: k}.get(i, i)] for i in range(len(order))], boundaries)]
-    for name in problem.fleet.names:
-        for k in range(len(order)) if name not in order else ():
-            found += [([*order[:k], name, *order[k + 1 :]], boundaries)]
-            for place in _some([place for place in places if ends[k] < place < ends[k + 1]]):
-                cut = [*boundaries[:k], place, *boundaries[k:]]
-                found += [([*order[:k], name, *order[k:]], cut), ([*order[: k + 1], name, *order[k + 1 :]], cut)]
-    for devices, cut in found:
-        yield from _built(problem, devices, cut, plan.planner)
-
-
-def _some(places: Sequence[int]) -> Sequence[int]:
-    return places[:: max(1, len(places) // MOST_PLACES)]
-
-
-def _built(problem: Problem, order: Sequence[str], boundaries: Sequence[int], planner: str) -> Iterator[Plan]:
-    if broken_constraint(problem, order, boundaries) is None:
-        with contextlib.suppress(FleetTooSmall):
-            yield build_plan(problem, order, boundaries, planner=planner)

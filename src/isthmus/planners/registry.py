@@ -6,7 +6,6 @@ when they are called: together that takes most of a second, and who goes on with
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from isthmus.cost import Problem, broken_constraint, build_replicas, layouts_of
 from isthmus.cost.price import beyond_limit
 from isthmus.errors import FleetTooSmall, IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
+from isthmus.option_docs import first_line
 from isthmus.planners.least import stated, with_certificate
 from isthmus.planners.observer import SearchStopped, keeping, looked_at
 from isthmus.planners.operators import with_operators
@@ -101,33 +101,20 @@ _ANYTHING = Capabilities(replicas=True, holders=True, labels_stay=True, prices=T
 class _Demand(NamedTuple):
     """Something in table [plan] that a planner must be capable of."""
 
-    capability: Callable[[Capabilities], bool]
+    capability: str
     asked: Callable[[Constraints], bool]
     refusal: str
     """With the planner's name left open."""
 
 
+_ANYWHERE = "planner {!r} puts any part of the model anywhere"
 _DEMANDS = (
     _Demand(
-        lambda can: can.prices,
-        lambda terms: terms.objective == "cost",
-        "plan.objective: got 'cost', which planner {!r} cannot minimise",
+        "prices", lambda x: x.objective == "cost", "plan.objective: got 'cost', which planner {!r} cannot minimise"
     ),
-    _Demand(
-        lambda can: can.prices,
-        lambda terms: terms.max_price is not None,
-        "plan.max_price: planner {!r} knows no prices",
-    ),
-    _Demand(
-        lambda can: can.labels_stay,
-        lambda terms: terms.labels_stay,
-        "plan.labels_stay: planner {!r} puts any part of the model anywhere",
-    ),
-    _Demand(
-        lambda can: can.holders,
-        lambda terms: bool(terms.data_holders),
-        "plan.data_holder: planner {!r} puts any part of the model anywhere",
-    ),
+    _Demand("prices", lambda x: x.max_price is not None, "plan.max_price: planner {!r} knows no prices"),
+    _Demand("labels_stay", lambda x: x.labels_stay, f"plan.labels_stay: {_ANYWHERE}"),
+    _Demand("holders", lambda x: bool(x.data_holders), f"plan.data_holder: {_ANYWHERE}"),
 )
 
 _SCHEDULED: Mapping[str, SyncPlanner] = {"dream": dream, "dreamddp": dream_dfs}
@@ -139,17 +126,12 @@ def capabilities(name: str) -> Capabilities:
     return _OURS[name].can if name in _OURS else _ANYTHING
 
 
-def can_price(name: str) -> bool:
-    """True if the planner may minimise money."""
-    return capabilities(name).prices
-
-
 def check_constraints(name: str, constraints: Constraints) -> None:
     """UserError where one of our planners cannot do what the terms ask: names those that can do all of it."""
     asked = [demand for demand in _DEMANDS if demand.asked(constraints)]
     for demand in asked:
-        if not demand.capability(capabilities(name)):
-            able = [other for other, entry in _OURS.items() if all(d.capability(entry.can) for d in asked)]
+        if not getattr(capabilities(name), demand.capability):
+            able = [other for other, entry in _OURS.items() if all(getattr(entry.can, d.capability) for d in asked)]
             raise UserError(f"{demand.refusal.format(name)}: choose {_or(able)}")
 
 
@@ -179,7 +161,7 @@ def check_planner(name: str) -> None:
 
 def describe(name: str) -> str:
     """One line on what a planner does. Raises UserError for an unknown name."""
-    return (inspect.getdoc(_planner(name)) or "").partition("\n")[0]
+    return first_line(_planner(name))
 
 
 def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
@@ -268,7 +250,7 @@ def _priced_apart(problem: Problem, made: Plan) -> Plan:
     try:
         split = build_replicas(apart, layouts, planner=made.planner)
         if made.planner in MOVED and len(layouts) == 1 and len(problem.fleet.names) <= MOST_MOVED:
-            split = msgspec.structs.replace(improved(apart, split), planner=made.planner)
+            split = improved(apart, split)
         split = scheduled(apart, split)
     except FleetTooSmall:
         if not choice:

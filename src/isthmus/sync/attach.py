@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from isthmus.errors import UserError, unknown_name
-from isthmus.planners.sync import sync_planner_names
+from isthmus.planners.sync import SYNC_PLANNERS
 from isthmus.sync.averaging import Averager, codec_name
 from isthmus.sync.dream import OURS, PAPER, Dream
 from isthmus.sync.every_step import AscWfbp, EveryStep
@@ -121,8 +121,8 @@ def _check_arguments(
         raise unknown_name("sync mode", str(mode), _MODES)
     if not isinstance(period, int) or isinstance(period, bool) or not 1 <= period < 1 << 31:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UserError(f"period: got {period!r}, expected at least 1 step, in whole numbers")
-    if options.planner is not None and options.planner not in sync_planner_names():
-        raise unknown_name("sync option 'planner'", options.planner, sync_planner_names())
+    if options.planner is not None and options.planner not in SYNC_PLANNERS:
+        raise unknown_name("sync option 'planner'", options.planner, SYNC_PLANNERS)
     if not dist.is_initialized():
         raise UserError(
             "isthmus.sync.attach: no process group. Call torch.distributed.init_process_group(...) first, and start "

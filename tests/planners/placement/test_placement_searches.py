@@ -26,8 +26,7 @@ from isthmus.planners.placement import (
 )
 from isthmus.planners.placement.annealing import Annealer, ClassLinks
 from isthmus.planners.placement.cyclic import cyclic_search
-from isthmus.planners.placement.dtfm_genetic import fastest_link_gain
-from isthmus.planners.placement.dtfm_kl import kernighan_lin_gain
+from isthmus.planners.placement.dtfm import fastest_link_gain, kernighan_lin_gain
 from isthmus.planners.placement.hybrid_genetic import crossover, groups_of, labels_of, worse_parent, worst_of_all
 from isthmus.planners.placement.structured import structured_groups
 

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from sync_cases import line_of, problem_of, problems, profile
 
 from isthmus.errors import UserError
-from isthmus.planners.sync import SyncProblem, plan_sync, sync_planner_names
+from isthmus.planners.sync import SYNC_PLANNERS, SyncProblem, plan_sync
+from isthmus.planners.sync.baselines import best_of_all, equal_ends
 from isthmus.planners.sync.dream import cheapest_ends
-from isthmus.planners.sync.dream_brute import best_of_all
 from isthmus.planners.sync.dream_dfs import search
-from isthmus.planners.sync.equal_number import equal_ends
 from isthmus.planners.sync.timeline import Floats, Timeline, interval_exposed_s, printed_exposed_s
 
 Sets = list[list[int]]
@@ -132,7 +131,7 @@ def test_dream_dfs_equals_its_pseudocode(problem: SyncProblem) -> None:
 
 @given(problems(most_layers=9, most_workers=2))
 def test_dream_is_never_worse_than_the_others(problem: SyncProblem) -> None:
-    periods = {name: plan_sync(name, problem).period_s for name in sync_planner_names()}
+    periods = {name: plan_sync(name, problem).period_s for name in SYNC_PLANNERS}
     assert periods["dream"] == periods["dream-brute"]
     assert periods["dream"] <= min(periods["dream-dfs"], periods["equal-number"])
 

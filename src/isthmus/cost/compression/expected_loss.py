@@ -8,12 +8,12 @@ measured pipeline cost together: an assumption.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import resources
 
 import msgspec
 
-from isthmus.plans import Edge, Packing, Replica
+from isthmus.plans import CompressionConfig, Edge, Packing, Replica
 
 BOTTLENECKS = 7
 MESSAGES = 2 * BOTTLENECKS
@@ -66,3 +66,15 @@ def packed_increase(edges: Iterable[Edge]) -> float:
     """By the packed messages of one replica."""
     packed = [c for e in edges for c in (e.forward_compression, e.backward_compression) if c is not None]
     return sum(expected_increase(c.packing) for c in packed)
+
+
+def packed_note(asked: CompressionConfig, replicas: Sequence[Replica]) -> str:
+    """What of all messages is packed, in words."""
+    edges = [edge for replica in replicas for edge in replica.edges]
+    packed = sum(c is not None for e in edges for c in (e.forward_compression, e.backward_compression))
+    sent = sum(size > 0 for e in edges for size in (e.forward_bytes, e.backward_bytes))
+    words = f"compression {asked.method!r} packs {packed} of {sent} messages"
+    increase = increase_of(replicas)
+    if not math.isfinite(increase):
+        return words
+    return f"{words}; expected loss {increase:+.2%}, as measured on {MEASURED_ON}"

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
-from isthmus.cost.compression.adatopk import PAPER_FACTOR, adatopk, adatopk_paper, harshest_ratio
+from isthmus.cost.compression.adatopk import PAPER_FACTOR, adatopk, adatopk_paper, dense, harshest_ratio, uniform
 from isthmus.cost.compression.expected_loss import expected_increase
 from isthmus.cost.compression.just_enough import just_enough, ladder
 from isthmus.cost.compression.messages import Packings, Sender, packed_edges, tensor_of, with_feedback
-from isthmus.cost.compression.uniform import dense, uniform
 from isthmus.cost.problem import Problem
 from isthmus.errors import unknown_name
 from isthmus.graph import TensorSpec

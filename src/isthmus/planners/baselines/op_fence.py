@@ -1,9 +1,9 @@
 """OP-Fence: consecutive operators for each community of well-joined devices (FusionLLM, section 4).
 
 The paper states the idea and no pseudocode. Built here: Louvain communities on the bandwidth graph; a chain that visits
-one after another over good links (`communities`); a cut that gives each device work in proportion to its speed, moved
-where less crosses as far as the link makes that worth while. Where a device's memory does not hold its share, devices
-are filled in the same order, with the least largest compute time that memory allows.
+one after another over good links, and leaves each only once; a cut that gives each device work in proportion to its
+speed, moved where less crosses as far as the link makes that worth while. Where a device's memory does not hold its
+share, devices are filled in the same order, with the least largest compute time that memory allows.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import bisect
 import itertools
 from collections.abc import Sequence
 
+import networkx as nx
 import numpy as np
+from networkx.algorithms.community import louvain_communities
 
 from isthmus.cost import Problem, build_plan
 from isthmus.cost.blocks import Blocks, alternatives
 from isthmus.cost.cut_table import stage_bytes
 from isthmus.cost.network import FleetNetwork, Floats, network_of
-from isthmus.planners.baselines.communities import communities, visiting_order
+from isthmus.planners.placement.path import open_path
 from isthmus.planners.relaxation import Path
 from isthmus.planners.search.greedy_fill import greedy_fill
+from isthmus.planners.search.local_search import nearest_tour, two_opt
 from isthmus.planners.search.orders import scorer_of
 from isthmus.plans import Plan, classic_in_flight
 
@@ -148,3 +151,35 @@ def _fill(
         if ends[-1] == blocks.count:
             return Path(tuple(devices), tuple(ends[1:-1]))
     return None
+
+
+Community = tuple[int, ...]
+SEED = 0
+"""Louvain visits devices in random order."""
+
+
+def communities(network: FleetNetwork) -> list[Community]:
+    """Louvain communities of the graph whose weights are the mean bandwidth of both directions, in fleet order."""
+    bandwidth = np.divide(1.0, network.byte_s, out=np.zeros_like(network.byte_s), where=network.byte_s > 0)
+    graph = nx.from_numpy_array((bandwidth + bandwidth.T) / 2)
+    found = louvain_communities(graph, weight="weight", seed=SEED)
+    return sorted(tuple(sorted(int(device) for device in members)) for members in found)
+
+
+def visiting_order(pair_s: Floats, groups: Sequence[Community]) -> list[Community]:
+    """Each community as the order of its devices, one community after another.
+
+    `pair_s[i, j]` are the seconds of a typical message from device i to j and back. Communities follow so that the best
+    links between neighbours are short in sum. Devices follow by nearest neighbour, then reversals inside a community
+    shorten the whole way: where a community is entered and left is part of it.
+    """
+    pair_s = (pair_s + pair_s.T) / 2
+    between = np.array([[float(pair_s[np.ix_(a, b)].min()) for b in groups] for a in groups])
+    tour: list[int] = []
+    ordered = [groups[k] for k in open_path(between)]
+    for members in ordered:
+        start = min(members, key=lambda device: float(pair_s[tour[-1], device])) if tour else members[0]
+        tour += nearest_tour(pair_s, start, members)
+    ends = list(itertools.accumulate((len(members) for members in ordered), initial=0))
+    tour = two_opt(pair_s, tour, list(itertools.pairwise(ends)))
+    return [tuple(tour[a:b]) for a, b in itertools.pairwise(ends)]

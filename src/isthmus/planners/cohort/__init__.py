@@ -2,14 +2,13 @@
 
 from isthmus.planners.cohort.certified import certified
 from isthmus.planners.cohort.fractional import Fractional, fractional
-from isthmus.planners.cohort.near_states import near_states
-from isthmus.planners.cohort.parrot import parrot
+from isthmus.planners.cohort.parrot import near_states, parrot, uniform
 from isthmus.planners.cohort.problem import CohortProblem, CohortSchedule
-from isthmus.planners.cohort.registry import CohortAlgorithm, cohort_names, describe_cohort, schedule_cohort
+from isthmus.planners.cohort.registry import COHORT_ALGORITHMS, CohortAlgorithm, schedule_cohort
 from isthmus.planners.cohort.times import TimeHistory, TimeModel, equal_times, fit_times
-from isthmus.planners.cohort.uniform import uniform
 
 __all__ = [
+    "COHORT_ALGORITHMS",
     "CohortAlgorithm",
     "CohortProblem",
     "CohortSchedule",
@@ -17,8 +16,6 @@ __all__ = [
     "TimeHistory",
     "TimeModel",
     "certified",
-    "cohort_names",
-    "describe_cohort",
     "equal_times",
     "fit_times",
     "fractional",

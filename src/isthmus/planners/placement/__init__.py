@@ -1,12 +1,10 @@
 """Which device runs which stage of which replica on a heterogeneous network: DT-FM's problem and its searches."""
 
 from isthmus.planners.placement.bounds import lower_bound_s
-from isthmus.planners.placement.dtfm_genetic import dtfm_genetic, dtfm_genetic_code
-from isthmus.planners.placement.dtfm_kl import dtfm_kl
-from isthmus.planners.placement.grouping import StageGrouping, evaluate
+from isthmus.planners.placement.dtfm import dtfm_genetic, dtfm_genetic_code, dtfm_kl
+from isthmus.planners.placement.grouping import StageGrouping, evaluate, random_groups
 from isthmus.planners.placement.islands import islands
 from isthmus.planners.placement.problem import PlacementProblem, PlacementTask, from_fleet, from_matrices
-from isthmus.planners.placement.random_groups import random_groups
 from isthmus.planners.placement.registry import PLACEMENTS, place
 
 __all__ = [

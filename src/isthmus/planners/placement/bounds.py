@@ -13,16 +13,17 @@ left (`stretches`).
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
 
 import numpy as np
 from scipy.sparse.csgraph import connected_components
 
-from isthmus.cost.network import Floats
+from isthmus.cost.kernel import Floats, Ints
 from isthmus.planners.placement.group_bound import MOST_DEVICES, group_bound_s
 from isthmus.planners.placement.mixture_bound import MOST_KINDS, mixture_bound_s
-from isthmus.planners.placement.problem import Ints, PlacementProblem
+from isthmus.planners.placement.problem import PlacementProblem
 from isthmus.planners.placement.stretches import Components
 
 _ROUNDS = 60
@@ -80,26 +81,17 @@ class LongHops:
         self._problem = problem
         self._times_s: Floats = np.unique(problem.hop_s[np.isfinite(problem.hop_s)])
         counted = len(problem.kind) <= MOST_DEVICES and problem.task.stages <= MOST_STAGES
-        self._needed_s = _counted(problem) if counted else _alike(problem)
-        self._known: dict[tuple[float, int], float] = {}
+        self._needed_s = cache(_counted(problem) if counted else _alike(problem))
 
     def sum_s(self, sync_s: float) -> float:
         """A bound on Eq. 4 with gradients in `sync_s`."""
         return sum(self._longest_s(k, sync_s) for k in range(self._problem.task.stages - 1))
 
     def _longest_s(self, k: int, sync_s: float) -> float:
-        """t(k): bisection over the times that occur. What is below `low` was found to be too short."""
-        low, high = 0, len(self._times_s) - 1
-        while low < high:
-            middle = (low + high) // 2
-            key = float(self._times_s[middle]), k
-            if key not in self._known:
-                self._known[key] = self._needed_s(*key)
-            if self._known[key] <= sync_s + _TOLERANCE:
-                high = middle
-            else:
-                low = middle + 1
-        return float(self._times_s[low])
+        """t(k): bisection over the times that occur, the last of which is never too short."""
+        shorter = self._times_s[:-1]
+        first = bisect_left(shorter, True, key=lambda t: self._needed_s(float(t), k) <= sync_s + _TOLERANCE)
+        return float(self._times_s[first])
 
 
 def _counted(problem: PlacementProblem) -> Callable[[float, int], float]:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.cost.network import Floats
-from isthmus.planners.placement.problem import Ints
+from isthmus.cost.kernel import Floats, Ints
 
 Gain = Callable[[Ints, NDArray[np.bool_]], Floats]
 """(group of each device, which devices may move) -> [devices, groups] gain of each move; -inf for what may not be."""

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isthmus.cost.network import Floats
-from isthmus.planners.placement.problem import Ints
+from isthmus.cost.kernel import Floats, Ints
 
 MOST = 4
 """Different mixtures: two on either side."""

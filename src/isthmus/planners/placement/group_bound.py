@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isthmus.cost.network import Floats
-from isthmus.planners.placement.problem import Ints, PlacementProblem
+from isthmus.cost.kernel import Floats, Ints
+from isthmus.planners.placement.problem import PlacementProblem
 
 MOST_DEVICES = 256
 _NODES = 4_000

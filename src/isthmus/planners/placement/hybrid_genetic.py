@@ -8,12 +8,11 @@ from itertools import islice
 
 import numpy as np
 
-from isthmus.cost.network import Floats
+from isthmus.cost.kernel import Floats, Ints
 from isthmus.planners.observer import stopped
 from isthmus.planners.placement.cyclic import Gain, cyclic_search
-from isthmus.planners.placement.grouping import StageGrouping, evaluate, landscape_of
-from isthmus.planners.placement.problem import Ints, PlacementProblem
-from isthmus.planners.placement.random_groups import shuffled
+from isthmus.planners.placement.grouping import StageGrouping, evaluate, landscape_of, shuffled
+from isthmus.planners.placement.problem import PlacementProblem
 
 CROSSED = 5
 """Places where the child takes the first parent's label: the public code's five-point crossover."""

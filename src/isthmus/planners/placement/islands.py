@@ -9,12 +9,11 @@ import itertools
 
 import numpy as np
 
-from isthmus.cost.network import Floats
+from isthmus.cost.kernel import Floats, Ints
 from isthmus.planners.placement.annealing import Annealer, ClassLinks
-from isthmus.planners.placement.grouping import StageGrouping, evaluate
-from isthmus.planners.placement.landscape import Group, Landscape
+from isthmus.planners.placement.grouping import Group, Landscape, StageGrouping, evaluate
 from isthmus.planners.placement.path import EXACT_UP_TO, open_path
-from isthmus.planners.placement.problem import Ints, PlacementProblem
+from isthmus.planners.placement.problem import PlacementProblem
 from isthmus.planners.placement.structured import structured_groups
 
 PLACEMENTS, MOVES, MOVES_OF_CLASS = 8, 10_000, 150
@@ -57,7 +56,7 @@ def _ordered_s(landscape: Landscape, start: Ints) -> float:
     """Gradients and hops, after the groups were put in their best order in place."""
     groups: list[Group] = [tuple(np.sort(row).tolist()) for row in start]
     if len(groups) <= EXACT_UP_TO:
-        order = open_path(landscape.between(groups)).order
+        order = open_path(landscape.between(groups))
         start[:], groups = start[order], [groups[k] for k in order]
     return max(map(landscape.group_s, groups)) + sum(itertools.starmap(landscape.hop_s, itertools.pairwise(groups)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from functools import cache
 
 import numpy as np
@@ -10,8 +11,7 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from isthmus.cost.network import Floats
-from isthmus.planners.placement.problem import Ints
+from isthmus.cost.kernel import Floats, Ints
 
 _TABLED = 8
 """Up to so many rows, many matchings at once are a dynamic programme over sets of columns."""
@@ -19,25 +19,15 @@ _SMALL = 32
 """Up to so many rows, building scipy's sparse matrix costs more than the matching."""
 
 
-def bottleneck_s(cost: Floats) -> float:
-    """The least t such that the pairs up to t hold a perfect matching. `cost` is [n, n], in seconds."""
-    return _search(cost)[0]
-
-
-def bottleneck_matching(cost: Floats) -> tuple[float, list[int]]:
-    """That t, and for each row the column that it is matched with (DT-FM Eq. 3; supplement: polynomial)."""
-    return _search(cost)
-
-
 def bottlenecks_s(costs: Floats) -> Floats:
-    """[matrices] `bottleneck_s` of `costs` [n, n, matrices].
+    """[matrices] the least t of `costs` [n, n, matrices].
 
     The first k rows meet the columns of a set of k in least(set) = min over its columns c of
     max(least(set without c), cost[k, c]).
     """
     rows = len(costs)
     if rows > _TABLED:
-        return np.array([bottleneck_s(costs[:, :, k]) for k in range(costs.shape[2])])
+        return np.array([bottleneck_matching(costs[:, :, k])[0] for k in range(costs.shape[2])])
     least = np.zeros((1, costs.shape[2]), dtype=costs.dtype)
     for cost, (column, without) in zip(costs, _column_sets(rows), strict=True):
         least = np.maximum(least[without], cost[column]).min(axis=1)
@@ -57,22 +47,21 @@ def _column_sets(columns: int) -> list[tuple[Ints, Ints]]:
     return sizes
 
 
-def _search(cost: Floats) -> tuple[float, list[int]]:
-    """Bisection over the values that occur, from the dearest cheapest pair of any row or column upward."""
+def bottleneck_matching(cost: Floats) -> tuple[float, list[int]]:
+    """The least t such that the pairs up to t hold a perfect matching, and for each row the column that it is matched
+    with (DT-FM Eq. 3; supplement: polynomial). `cost` is [n, n], in seconds.
+
+    Bisection over the values that occur, from the dearest cheapest pair of any row or column upward.
+    """
     floor = max(float(cost.min(axis=1).max()), float(cost.min(axis=0).max()))
     found = _perfect(cost <= floor)
     if found is not None:  # the usual case: worth a try before sorting
         return floor, found
     values = np.unique(cost[cost > floor])
-    low, high, best = 0, len(values) - 1, list(range(len(cost)))
-    while low <= high:
-        middle = (low + high) // 2
-        found = _perfect(cost <= values[middle])
-        if found is None:
-            low = middle + 1
-        else:
-            best, high = found, middle - 1
-    return float(values[min(low, len(values) - 1)]), best
+    least = values[bisect_left(values[:-1], True, key=lambda value: _perfect(cost <= value) is not None)]
+    found = _perfect(cost <= least)
+    assert found is not None, "up to the dearest pair all are allowed"
+    return float(least), found
 
 
 def _perfect(allowed: NDArray[np.bool_]) -> list[int] | None:

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse.csgraph import connected_components
 
-from isthmus.cost.network import Floats
+from isthmus.cost.kernel import Floats, Ints
 from isthmus.planners.highs import stdout_to_stderr
 from isthmus.planners.placement.few_mixtures import Allowed
-from isthmus.planners.placement.problem import Ints, PlacementProblem
+from isthmus.planners.placement.problem import PlacementProblem
 
 MOST_PAIRED = 700
 """Up to so many mixtures every pair is looked at (Hall's condition); beyond, classes are those of equal components."""

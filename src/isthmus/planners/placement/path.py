@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
-from scipy.sparse.csgraph import minimum_spanning_tree
 
-from isthmus.cost.network import Floats
-from isthmus.planners.placement.problem import Ints
+from isthmus.cost.kernel import Floats, Ints
 from isthmus.planners.search.local_search import nearest_tour, two_opt
 
 EXACT_UP_TO = 10
 """Groups. Twelve would take ten times as long, and searches ask for thousands of paths."""
 
 
-class OpenPath(NamedTuple):
-    order: list[int]
-    length_s: float
-    bound_s: float
-    """No path is shorter: the length itself where the path is exact, else that of a minimum spanning tree."""
-
-
-def open_path(cost: Floats) -> OpenPath:
+def open_path(cost: Floats) -> list[int]:
     """A short path through all nodes of a symmetric [n, n] matrix of seconds: exact up to ten nodes, 2-opt beyond."""
     nodes = len(cost)
     if nodes == 1:
-        return OpenPath([0], 0.0, 0.0)
+        return [0]
     if nodes <= EXACT_UP_TO:
-        order = _held_karp(cost)
-        length = path_length_s(cost, order)
-        return OpenPath(order, length, length)
+        return _held_karp(cost)
     starts = np.unique(np.linspace(0, nodes - 1, 8).astype(np.int64))
     orders = [two_opt(cost, nearest_tour(cost, int(start), range(nodes)), [(0, nodes)]) for start in starts]
-    order = min(orders, key=lambda o: path_length_s(cost, o))
-    length = path_length_s(cost, order)
-    return OpenPath(order, length, min(length, _tree_s(cost)))
+    return min(orders, key=lambda order: path_length_s(cost, order))
 
 
 def path_length_s(cost: Floats, order: list[int]) -> float:
@@ -74,9 +60,3 @@ def _layers(nodes: int) -> list[tuple[Ints, Ints, Ints]]:
         outside = np.nonzero(inside[rows] == 0)
         layers.append((masks[rows], outside[0].astype(np.int64), outside[1].astype(np.int64)))
     return layers
-
-
-def _tree_s(cost: Floats) -> float:
-    # Shifted by one second, because scipy takes a weight of zero for a missing edge.
-    tree = minimum_spanning_tree(np.triu(cost + 1.0, 1))
-    return max(float(tree.sum()) - (len(cost) - 1), 0.0)

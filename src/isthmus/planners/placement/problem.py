@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from isthmus.cost.network import Floats
+from isthmus.cost.kernel import Floats, Ints
+from isthmus.cost.network import link_kinds
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,21 +127,12 @@ def from_fleet(fleet: Fleet, task: PlacementTask) -> PlacementProblem:
     A region is one kind; a device that the fleet's links name is a kind of its own. So a fleet costs kinds squared.
     With `work_flops` above 0 the devices' speeds count. Raises UserError where the number of devices does not fit.
     """
-    named = {name for route in fleet.links.devices for name in (route.source, route.target)}
-    labels = [device.name if device.name in named else device.region for device in fleet.devices]
-    members: dict[str, list[str]] = {}
-    for label, name in zip(labels, fleet.names, strict=True):
-        members.setdefault(label, []).append(name)
-    number = {label: k for k, label in enumerate(members)}
-    latency, bandwidth = np.zeros((len(members), len(members))), np.ones((len(members), len(members)))
-    for a, sources in enumerate(members.values()):
-        for b, targets in enumerate(members.values()):
-            if a != b or len(sources) > 1:
-                link = fleet.link(sources[0], targets[-1])
-                latency[a, b], bandwidth[a, b] = link.latency_s, link.bandwidth_bytes_per_s
+    kind, latency, bandwidth = link_kinds(fleet)
+    alone = bandwidth == 0
+    latency[alone], bandwidth[alone] = 0.0, 1.0
     return PlacementProblem(
         task=task,
-        kind=np.array([number[label] for label in labels], dtype=np.int64),
+        kind=kind,
         latency_s=latency,
         bandwidth_bytes_per_s=bandwidth,
         compute_s=np.array([task.work_flops / device.sustained_flops_per_s for device in fleet.devices]),

@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping
 
 from isthmus.errors import unknown_name
 from isthmus.planners.placement.bounds import lower_bound_s
-from isthmus.planners.placement.dtfm_genetic import dtfm_genetic, dtfm_genetic_code
-from isthmus.planners.placement.dtfm_kl import dtfm_kl
-from isthmus.planners.placement.grouping import StageGrouping
+from isthmus.planners.placement.dtfm import dtfm_genetic, dtfm_genetic_code, dtfm_kl
+from isthmus.planners.placement.grouping import StageGrouping, random_groups
 from isthmus.planners.placement.islands import islands
 from isthmus.planners.placement.problem import PlacementProblem
-from isthmus.planners.placement.random_groups import random_groups
 
 PLACEMENTS: Mapping[str, Callable[[PlacementProblem, int], StageGrouping]] = {
     "dtfm-genetic": lambda problem, seed: dtfm_genetic(problem, seed=seed),

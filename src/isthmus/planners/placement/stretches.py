@@ -11,6 +11,7 @@ gradients. All lengths of stretches are tried; a set of reachable (n_1, n_2, ..)
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -47,14 +48,8 @@ class Components:
     def needed_s(self, long: int) -> float:
         """The least time of gradients with so many long hops; infinite where there must be more."""
         times = np.append(0.0, np.unique(self._sync_s))
-        low, high = 0, len(times)
-        while low < high:
-            middle = (low + high) // 2
-            if self._possible(long, float(times[middle])):
-                high = middle
-            else:
-                low = middle + 1
-        return float(times[low]) if low < len(times) else np.inf
+        first = bisect_left(times, True, key=lambda time_s: self._possible(long, float(time_s)))
+        return float(times[first]) if first < len(times) else np.inf
 
     def _possible(self, long: int, sync_s: float) -> bool:
         together = 1 + (self._sync_s > sync_s).sum(axis=1)

@@ -15,8 +15,7 @@ import numpy as np
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 
-from isthmus.cost.network import Floats
-from isthmus.planners.placement.problem import Ints
+from isthmus.cost.kernel import Floats, Ints
 
 _LEVELS = 8
 """Cluster counts that are tried, spread geometrically between one and all."""

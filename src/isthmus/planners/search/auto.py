@@ -90,7 +90,7 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
         part("every plan")
         settled = exhaustive_plan(problem, network, blocks, _best_s(plans))
     if settled is not None:
-        least = LeastBound(settled.step_s, exact=alike)
+        least = LeastBound(settled.bound, exact=alike)
         plans += [] if settled.plan is None else [settled.plan if alike else rebuilt(problem, settled.plan)]
         plans += _others(problem) if score is not None or not alike else ()
     elif plans or settles(problem):
@@ -146,12 +146,8 @@ def _of_surrogates(problem: Problem) -> Iterator[Plan]:
             yield rebuilt(problem, auto(surrogate))
 
 
-def _step_s(plan: Plan) -> float:
-    return plan.predicted.step_s
-
-
 def _best_s(plans: Sequence[Plan]) -> float:
-    return min(map(_step_s, plans), default=float("inf"))
+    return min((plan.predicted.step_s for plan in plans), default=float("inf"))
 
 
 def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -> Iterator[Plan]:

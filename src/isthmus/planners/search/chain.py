@@ -10,6 +10,7 @@ so on small fleets every chain is tried in that order.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,13 +20,14 @@ from isthmus.cost import Problem, build_plan, preference
 from isthmus.cost.blocks import Blocks, legal_places
 from isthmus.cost.limits import broken_constraint
 from isthmus.cost.network import network_of
-from isthmus.errors import FleetTooSmall, UserError
+from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link
 from isthmus.fleet.links import Links, Route
 from isthmus.planners.baselines.even import even
-from isthmus.planners.bounds import pipeline_price, pipeline_step_s
+from isthmus.planners.bounds import pipeline_bound
 from isthmus.planners.observer import keep
 from isthmus.planners.search.cuts import TOLERANCE
+from isthmus.planners.search.descent import Stages, neighbours
 from isthmus.planners.search.exhaustive import exhaustive_pipeline
 from isthmus.planners.search.local_search import first_improvement
 from isthmus.planners.search.one_pipeline import cheapest, fastest, with_bound
@@ -63,11 +65,7 @@ def fed(problem: Problem) -> Plan:
     one = as_one(problem)
     network, blocks = network_of(one), Blocks(one)
     best = improved(problem, _best_start(problem, one))
-    reached = preference(problem, best)[0]
-    if problem.constraints.objective == "cost":
-        bound = pipeline_price(network, blocks, one.micro_batches)
-    else:
-        bound = pipeline_step_s(network, blocks, one.micro_batches)
+    reached, bound = preference(problem, best)[0], pipeline_bound(one, network, blocks)
     if len(one.fleet.names) <= MOST_EXHAUSTIVE and reached > bound * (1 + TOLERANCE):
         proven = exhaustive_pipeline(one, network, blocks, reached, judged=problem)
         if proven is not None:
@@ -124,13 +122,9 @@ def _best_start(problem: Problem, one: Problem) -> Plan:
 
 def _shortest(problem: Problem) -> Iterator[Chain]:
     """The holders and one device, the first stage as short as can be: where written buffers or memory bind."""
-    first, others = (
-        problem.constraints.feeders[0],
-        [n for n in problem.fleet.names if n not in problem.constraints.feeders],
-    )
-    places = legal_places(problem)
-    last_start = problem.last_start
-    for name in others:
+    feeders, places, last_start = problem.constraints.feeders, legal_places(problem), problem.last_start
+    first = feeders[0]
+    for name in (n for n in problem.fleet.names if n not in feeders):
         if last_start is None:
             yield from (((first, name), (place,)) for place in places[:1])
         else:
@@ -144,33 +138,19 @@ def _built(problem: Problem, chain: Chain) -> Plan:
 
 def improved(problem: Problem, plan: Plan) -> Plan:
     """By moves of cuts, and of devices into the chain, out of it and past each other, as long as one helps."""
+    blocks, number = Blocks(problem), {name: d for d, name in enumerate(problem.fleet.names)}
 
-    def scored(now: Plan) -> Iterator[Plan]:
-        for chain in _near(problem, now):
-            if broken_constraint(problem, *chain) is None:
-                with contextlib.suppress(FleetTooSmall):
-                    yield _built(problem, chain)
+    def near(now: Plan) -> Iterator[Plan]:
+        ends = (0, *map(blocks.block_of, now.boundaries()), blocks.count)
+        stages = Stages(tuple(number[stage.device] for stage in now.stages), ends)
+        idle = [d for name, d in number.items() if d not in stages.order and name not in problem.constraints.feeders]
+        for other in itertools.chain.from_iterable(neighbours(stages, idle)):
+            order = [problem.fleet.names[d] for d in other.order]
+            boundaries = blocks.boundaries(other.ends[1:-1])
+            if broken_constraint(problem, order, boundaries) is None:
+                with contextlib.suppress(UserError):  # it does not fit, or neighbours are on one device
+                    yield keep(build_plan(problem, order, boundaries, planner=plan.planner))
 
     return first_improvement(
-        plan, scored, lambda made: preference(problem, made)[0], most=MOST_NEIGHBOURS, tolerance=TOLERANCE
+        plan, near, lambda made: preference(problem, made)[0], most=MOST_NEIGHBOURS, tolerance=TOLERANCE
     )
-
-
-def _near(problem: Problem, plan: Plan) -> Iterator[Chain]:
-    order, boundaries = tuple(s.device for s in plan.stages), tuple(plan.boundaries())
-    places = legal_places(problem)
-    ends = (0, *boundaries, len(problem.flow.operators))
-    for k, at in enumerate(boundaries):
-        low, high = ends[k], ends[k + 2]
-        free = [place for place in places if low < place < high and place != at]
-        for place in sorted(free, key=lambda place: abs(place - at))[:4]:
-            yield order, (*boundaries[:k], place, *boundaries[k + 1 :])
-    inner = range(1, len(order) - problem.constraints.labels_stay)
-    idle = [n for n in problem.fleet.names if n not in order and n not in problem.constraints.feeders]
-    for k in inner:
-        yield from (((*order[:k], name, *order[k + 1 :]), boundaries) for name in idle)
-        for j in inner:
-            if k < j:
-                yield tuple(order[{k: j, j: k}.get(i, i)] for i in range(len(order))), boundaries
-        if len(order) > 2 + problem.constraints.labels_stay:
-            yield (*order[:k], *order[k + 1 :]), (*boundaries[: k - 1], *boundaries[k:])

@@ -52,6 +52,8 @@ class SearchTooLarge(Exception):
 
 
 class Best(NamedTuple):
+    """A pipeline, or the beginning of one, whose end then is part of the cut."""
+
     cost: Cost
     path: Path
 
@@ -104,13 +106,6 @@ def objective(relaxation: Relaxation, path: Path) -> Cost:
     return Cost(fill_s - shared_s, float(period_s[0]), shared_s)
 
 
-class _Reached(NamedTuple):
-    cost: Cost
-    before: _Reached | None
-    device: int
-    boundary: int
-
-
 def least_sum(relaxation: Relaxation, threshold_s: float, cutoff_s: float, most_states: int) -> tuple[Best | None, int]:
     """The least sum below `cutoff_s` with a bottleneck up to `threshold_s`, and how many states were expanded.
 
@@ -118,16 +113,17 @@ def least_sum(relaxation: Relaxation, threshold_s: float, cutoff_s: float, most_
     Raises SearchTooLarge beyond `most_states`.
     """
     blocks, network, routes = relaxation.tables.blocks, relaxation.network, relaxation.routes
-    reached: list[dict[tuple[int, Label], _Reached]] = [{} for _ in routes.states]
+    reached: list[dict[tuple[int, Label], Best]] = [{} for _ in routes.states]
     for root in routes.roots:
-        reached[root][0, ()] = _Reached(Cost(0.0, 0.0), None, -1, 0)
-    best: _Reached | None = None
+        reached[root][0, ()] = Best(Cost(0.0, 0.0), Path((), ()))
+    best: Best | None = None
     expanded = 0
     for number, steps in enumerate(routes.steps):
         for (start, label), entry in reached[number].items():
             if start == blocks.count:
                 if routes.may_end(number) and entry.cost.sum_s < cutoff_s:
-                    best, cutoff_s = entry, entry.cost.sum_s
+                    cutoff_s, path = entry.cost.sum_s, entry.path
+                    best = Best(entry.cost, path._replace(cut=path.cut[:-1]))
                 continue
             expanded += 1
             if expanded > most_states:
@@ -146,18 +142,9 @@ def least_sum(relaxation: Relaxation, threshold_s: float, cutoff_s: float, most_
                     key = (end, next_label(blocks, label, start, end, device))
                     known = reached[after].get(key)
                     if known is None or cost.sum_s < known.cost.sum_s:
-                        reached[after][key] = _Reached(cost, entry, device, end)
-    return (Best(best.cost, _path(best)) if best else None), expanded
-
-
-def _path(entry: _Reached) -> Path:
-    devices: list[int] = []
-    cut: list[int] = []
-    while entry.before is not None:
-        devices.append(entry.device)
-        cut.append(entry.boundary)
-        entry = entry.before
-    return Path(tuple(reversed(devices)), tuple(reversed(cut[1:])))
+                        path = Path((*entry.path.devices, device), (*entry.path.cut, end))
+                        reached[after][key] = Best(cost, path)
+    return best, expanded
 
 
 TOLERANCE = 1e-9

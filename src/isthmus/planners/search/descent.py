@@ -22,7 +22,7 @@ ones here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -113,14 +113,7 @@ class Descent:
         rows = rows[fits]
         if not len(rows):
             return None
-        holders = np.stack(
-            [
-                np.take_along_axis(p.order[rows[:, r]], p.stage_of[rows[:, r]][:, self._averaging.parts], axis=1)
-                for r, p in enumerate(pipelines)
-            ],
-            axis=1,
-        )
-        sync_s = self._averaging.nearly_s(holders) / self.problem.sync.period
+        sync_s = self._averaging.nearly_s(self._averaging.holders(pipelines, rows)) / self.problem.sync.period
         # step = max over r (fill_r + (m_r - 1) * period_r) + averaging; price = step * rate + egress
         choose = cheapest if self._priced else soonest
         found = choose(pipelines, rows, sync_s, self.problem.micro_batches, goal)
@@ -146,12 +139,7 @@ class Descent:
         unused = by_speed[:MOST_UNUSED]
         for r, stages in enumerate(now):
             alike = [s.ends for s in now if len(s.ends) == len(stages.ends) and s.ends != stages.ends]
-            for several in (
-                [Stages(stages.order, ends) for ends in dict.fromkeys(alike)] + list(_cuts(stages)),
-                list(_orders(stages, unused)),
-                list(_longer(stages, unused)),
-                list(_shorter(stages)),
-            ):
+            for several in neighbours(stages, unused, dict.fromkeys(alike)):
                 allowed = [other for other in several if self._keeps_terms(other)]
                 if allowed:
                     yield {r: allowed}
@@ -192,6 +180,14 @@ class Descent:
             and fixed.may_end(last)
             and stages.ends[len(order) - 1] <= self.blocks.last_start
         )
+
+
+def neighbours(stages: Stages, unused: Sequence[int], cuts: Iterable[tuple[int, ...]] = ()) -> Iterator[list[Stages]]:
+    """Of one replica, by kind; `cuts` are whole ones that are tried too."""
+    yield [*(Stages(stages.order, ends) for ends in cuts), *_cuts(stages)]
+    yield list(_orders(stages, unused))
+    yield list(_longer(stages, unused))
+    yield list(_shorter(stages))
 
 
 def _cuts(stages: Stages) -> Iterator[Stages]:

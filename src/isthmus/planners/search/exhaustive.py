@@ -53,30 +53,18 @@ Candidate = tuple[tuple[int, ...], tuple[int, ...]]
 """Devices, block boundaries."""
 
 
-class ProvenPipeline(NamedTuple):
-    """The best plan, if any fits, and what no pipeline undercuts: seconds or money, by the problem's objective."""
+class Settled(NamedTuple):
+    """The best plan, if it beats what was known, and what none undercuts: seconds or money, by the objective."""
 
     plan: Plan | None
     bound: float
-
-
-class ExhaustiveResult(NamedTuple):
-    """The best plan if it beats what was known, and the least step time of any plan."""
-
-    plan: Plan | None
-    step_s: float
-
-
-class _PlanChoice(NamedTuple):
-    found: Split
-    groups: tuple[Group, ...]
 
 
 class _TooManyPlans(Exception):
     pass
 
 
-def exhaustive_plan(problem: Problem, network: FleetNetwork, blocks: Blocks, known_s: float) -> ExhaustiveResult | None:
+def exhaustive_plan(problem: Problem, network: FleetNetwork, blocks: Blocks, known_s: float) -> Settled | None:
     """What is best of all plans; None where they are too many to look at. `known_s` is the step of some plan, or
     infinite."""
     devices = len(network.names)
@@ -93,12 +81,12 @@ def exhaustive_plan(problem: Problem, network: FleetNetwork, blocks: Blocks, kno
                         search.look(ordered)
     except _TooManyPlans:
         return None
-    return ExhaustiveResult(search.plan() if search.best else None, search.best_s if search.best else known_s)
+    return Settled(search.plan() if search.best else None, search.best_s if search.best else known_s)
 
 
 def exhaustive_pipeline(
     problem: Problem, network: FleetNetwork, blocks: Blocks, known: float, *, judged: Problem | None = None
-) -> ProvenPipeline | None:
+) -> Settled | None:
     """The best pipeline, or none that beats `known`; None where there are too many to try.
 
     Plans are those of `judged`, by default the problem itself: no pipeline of it does better than in the problem, its
@@ -121,7 +109,7 @@ def exhaustive_pipeline(
         if bound[k] >= least * (1 - TOLERANCE):
             break
         if len(tried) == MOST_BUILT:
-            return ProvenPipeline(best, min(least, float(bound[k])))
+            return Settled(best, min(least, float(bound[k])))
         looked_at()
         p, row = pipelines[rows[k][0]], rows[k][1]
         candidate = tuple(p.order[row].tolist()), tuple(p.ends[row][1:-1].tolist())
@@ -131,7 +119,7 @@ def exhaustive_pipeline(
         plan = _built(judged, [network.names[d] for d in candidate[0]], blocks.boundaries(candidate[1]))
         if plan is not None and preference(judged, plan)[0] < least:
             best, least = keep(plan), preference(judged, plan)[0]
-    return ProvenPipeline(best, least)
+    return Settled(best, least)
 
 
 def _built(problem: Problem, order: Sequence[str], boundaries: Sequence[int]) -> Plan | None:
@@ -228,7 +216,7 @@ def every_grouping(devices: Sequence[int]) -> Iterator[tuple[Group, ...]]:
 class _PlanSearch:
     def __init__(self, problem: Problem, network: FleetNetwork, blocks: Blocks, known_s: float) -> None:
         self.problem, self.network, self.blocks = problem, network, blocks
-        self.best: _PlanChoice | None = None
+        self.best: tuple[Split, tuple[Group, ...]] | None = None
         self.best_s = known_s
         self._pipelines = _every_pipeline(problem, network, blocks, known_s)
         self._averaging = Averaging(problem.fleet, network, blocks)
@@ -251,10 +239,10 @@ class _PlanSearch:
         rows = self._worth(pipelines, goal_s)
         if not len(rows):
             return
-        sync_s = self._averaging.exact_s(self._holders(pipelines, rows), looked_at)
+        sync_s = self._averaging.exact_s(self._averaging.holders(pipelines, rows), looked_at)
         found = soonest(pipelines, rows, sync_s, self.problem.micro_batches, goal_s)
         if found is not None:
-            self.best_s, self.best = found.value, _PlanChoice(found, groups)
+            self.best_s, self.best = found.value, (found, groups)
 
     def _worth(self, pipelines: Sequence[Pipelines], goal_s: float) -> Ints:
         """[choices, replicas]: rows of pipelines that would end all micro-batches by the goal, averaging apart."""
@@ -272,19 +260,11 @@ class _PlanSearch:
         picked = np.nonzero(total >= most)
         return np.stack([rows[k] for rows, k in zip(found, picked, strict=True)], axis=1)
 
-    def _holders(self, pipelines: Sequence[Pipelines], rows: Ints) -> Ints:
-        """[choices, replicas, parts]: the device that owns the gradients of each part."""
-        held = [
-            np.take_along_axis(p.order[rows[:, r]], p.stage_of[rows[:, r]][:, self._averaging.parts], axis=1)
-            for r, p in enumerate(pipelines)
-        ]
-        return np.stack(held, axis=1)
-
     def plan(self) -> Plan:
         assert self.best is not None, "asked for only where one was found"
         layouts: list[PlanLayout] = []
-        found = self.best.found
-        for group, row, share in zip(self.best.groups, found.rows, found.shares, strict=True):
+        found, groups = self.best
+        for group, row, share in zip(groups, found.rows, found.shares, strict=True):
             p = self._pipelines[group]
             order = tuple(self.network.names[d] for d in p.order[row])
             layouts.append(PlanLayout(order, tuple(self.blocks.boundaries(p.ends[row][1:-1])), share))

@@ -34,7 +34,7 @@ from isthmus.cost.network import FleetNetwork, network_of
 from isthmus.cost.price import SECONDS_PER_HOUR
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.baselines.even import even
-from isthmus.planners.bounds import certificate_of, pipeline_price, pipeline_step_s
+from isthmus.planners.bounds import certificate_of, pipeline_bound, pipeline_step_s
 from isthmus.planners.observer import keep, looked_at
 from isthmus.planners.search.cuts import TOLERANCE
 from isthmus.planners.search.exhaustive import exhaustive_pipeline
@@ -62,7 +62,7 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
     if near is not problem:
         plan = fastest(near, settle=False)
         moved = build_plan(problem, [s.device for s in plan.stages], plan.boundaries(), planner="chain")
-        return with_bound(problem, moved, pipeline_step_s(network, blocks, problem.micro_batches))
+        return with_bound(problem, moved, pipeline_bound(problem, network, blocks))
     classic = OrderSearch(problem, network, blocks)
     best = classic.run() if classic.exhaustive or problem.schedule == "gpipe" else None
     plans = _plans(problem, [best])
@@ -90,7 +90,7 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
     chosen = min(plans, key=lambda p: p.predicted.step_s)
     if best and classic.exhaustive and not tight:
         return with_bound(problem, chosen, best.bound_s)
-    return with_bound(problem, chosen, pipeline_step_s(network, blocks, problem.micro_batches))
+    return with_bound(problem, chosen, pipeline_bound(problem, network, blocks))
 
 
 def _packed(problem: Problem, network: FleetNetwork, blocks: Blocks, settle: bool) -> Plan:
@@ -102,7 +102,7 @@ def _packed(problem: Problem, network: FleetNetwork, blocks: Blocks, settle: boo
         proven = exhaustive_pipeline(problem, network, blocks, best.predicted.step_s)
         if proven is not None:
             return with_bound(problem, proven.plan or best, proven.bound)
-    return with_bound(problem, best, pipeline_step_s(network, blocks, problem.micro_batches))
+    return with_bound(problem, best, pipeline_bound(problem, network, blocks))
 
 
 def _memory_binds(problem: Problem, network: FleetNetwork, blocks: Blocks) -> bool:
@@ -149,7 +149,7 @@ def cheapest(problem: Problem) -> Plan:
         best = _rebuilt(problem, fastest(problem))  # raises where nothing fits
     if len(problem.fleet.names) > MOST_EXHAUSTIVE:
         best = _with_fewer(problem, best)
-    price, bound = preference(problem, best)[0], _bound(problem, network, blocks)
+    price, bound = preference(problem, best)[0], pipeline_bound(problem, network, blocks)
     # Where the simple bound is reached nothing is left to try.
     small = len(problem.fleet.names) <= MOST_EXHAUSTIVE and bound < price * (1 - TOLERANCE)
     proven = exhaustive_pipeline(problem, network, blocks, price * (1 + 1e-9)) if small else None
@@ -158,13 +158,6 @@ def cheapest(problem: Problem) -> Plan:
             best = min(best, proven.plan, key=lambda plan: preference(problem, plan))
         return with_bound(problem, best, proven.bound)
     return with_bound(problem, best, bound)
-
-
-def _bound(problem: Problem, network: FleetNetwork, blocks: Blocks) -> float:
-    """Of what is minimised; a limit on the other can only add."""
-    if problem.constraints.objective == "time":
-        return pipeline_step_s(network, blocks, problem.micro_batches)
-    return pipeline_price(network, blocks, problem.micro_batches)
 
 
 def unpriced(problem: Problem, plan: Plan) -> Plan:

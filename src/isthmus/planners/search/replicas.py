@@ -88,11 +88,7 @@ def groupings(scorer: GroupScorer, regions: Sequence[int], count: int, worth_s: 
     """
     seeds = [scorer.grouping(seed) for seed in dict.fromkeys(_seeds(scorer, regions, count))]
     better = [improved(scorer, seed) if seed.step_s <= worth_s else seed for seed in seeds]
-    return sorted({_canonical(g): g for g in better}.values(), key=lambda g: g.step_s)
-
-
-def _canonical(grouping: ReplicaGrouping) -> tuple[Order, ...]:
-    return tuple(sorted(grouping.orders))
+    return sorted({tuple(sorted(g.orders)): g for g in better}.values(), key=lambda g: g.step_s)
 
 
 def _seeds(scorer: GroupScorer, regions: Sequence[int], count: int) -> Iterator[tuple[Order, ...]]:

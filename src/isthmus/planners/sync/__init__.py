@@ -2,16 +2,15 @@
 
 from isthmus.planners.sync.fusion import Fusion, by_size, fused, sent
 from isthmus.planners.sync.problem import SyncProblem, WorkerProfile
-from isthmus.planners.sync.registry import describe_sync, plan_sync, sync_planner_names
+from isthmus.planners.sync.registry import SYNC_PLANNERS, plan_sync
 
 __all__ = [
+    "SYNC_PLANNERS",
     "Fusion",
     "SyncProblem",
     "WorkerProfile",
     "by_size",
-    "describe_sync",
     "fused",
     "plan_sync",
     "sent",
-    "sync_planner_names",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,21 +24,12 @@ def dream_dfs(problem: SyncProblem) -> SyncPlan:
     return sync_plan(problem, "dream-dfs", intervals(ends), past_gaps=False)
 
 
-@dataclass(frozen=True)
-class FoundSchedule:
-    """The best solution and how many of them the paper's search would have compared (the size of Omega)."""
-
-    ends: tuple[int, ...]
-    leaves: int
-
-
-@dataclass(frozen=True)
-class _Partial:
-    """The best way to have opened so many sets, the next one starting at a given layer."""
+class FoundSchedule(NamedTuple):
+    """The best way to have opened so many sets, and how many of them the paper's search would have compared (in the
+    end the size of Omega)."""
 
     exposed_s: float
-    end: int
-    before: _Partial | None
+    ends: tuple[int, ...]
     leaves: int
 
 
@@ -50,27 +41,20 @@ def search(line: Timeline, iterations: int) -> FoundSchedule:
     """
     exposed = printed_exposed_s(line)
     choices = set_ends(line)
-    level: dict[int, _Partial] = {0: _Partial(0.0, 0, None, 1)}
+    level = {0: FoundSchedule(0.0, (), 1)}
     for iteration in range(iterations):
-        after: dict[int, _Partial] = {}
+        after: dict[int, FoundSchedule] = {}
         for start, partial in level.items():
             last = iteration == iterations - 1
             for end in (line.count,) if last else choices[start]:
                 exposed_s = partial.exposed_s + float(exposed[end, start])
-                known = after.get(end)
-                leaves = partial.leaves + (known.leaves if known else 0)
-                if known is None or exposed_s < known.exposed_s:
-                    after[end] = _Partial(exposed_s, end, partial, leaves)
-                else:
-                    after[end] = _Partial(known.exposed_s, end, known.before, leaves)
+                best = after.get(end)
+                leaves = partial.leaves + (best.leaves if best else 0)
+                if best is None or exposed_s < best.exposed_s:
+                    best = FoundSchedule(exposed_s, (*partial.ends, end), leaves)
+                after[end] = best._replace(leaves=leaves)
         level = after
-    best = level[line.count]
-    ends: list[int] = []
-    step: _Partial | None = best
-    while step is not None:
-        ends.append(step.end)
-        step = step.before
-    return FoundSchedule(tuple(reversed(ends[:-1])), best.leaves)
+    return level[line.count]
 
 
 def set_ends(line: Timeline) -> list[tuple[int, ...]]:

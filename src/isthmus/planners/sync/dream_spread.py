@@ -11,8 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.planners.sync.bound import exposed_bound_s
-from isthmus.planners.sync.build_sync_plan import sync_plan
+from isthmus.planners.sync.build_sync_plan import exposed_bound_s, sync_plan
 from isthmus.planners.sync.dream import cheapest_ends
 from isthmus.planners.sync.problem import SyncProblem
 from isthmus.planners.sync.timeline import ROUNDING, Timeline, interval_exposed_s, timeline

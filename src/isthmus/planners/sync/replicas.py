@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from isthmus.cost import Placement, Problem, layouts_of, place, with_sync
 from isthmus.cost.sync import buffer_bytes, grouped, owners
-from isthmus.fleet import Fleet
 from isthmus.planners.sync.problem import SyncProblem, WorkerProfile
 from isthmus.planners.sync.registry import SyncPlanner
 from isthmus.plans import Plan
@@ -38,12 +37,8 @@ def dream_replicas(problem: Problem, plan: Plan, planner: SyncPlanner) -> Plan:
 
 def _average_s(problem: Problem, devices: tuple[str, ...], size_bytes: int) -> float:
     """There and back in shards, over the slowest link between two of them."""
-    slowest = min(_bandwidth(problem.fleet, a, b) for a in devices for b in devices if a != b)
+    slowest = min(problem.fleet.link(a, b).bandwidth_bytes_per_s for a in devices for b in devices if a != b)
     return 2 * size_bytes / len(devices) / slowest
-
-
-def _bandwidth(fleet: Fleet, source: str, target: str) -> float:
-    return fleet.link(source, target).bandwidth_bytes_per_s
 
 
 def _profile(worker: str, placed: Placement, names: tuple[str, ...], average_s: list[float]) -> WorkerProfile:

@@ -1,13 +1,11 @@
-"""Sky Computing's layer allocation: the abstract problem, one algorithm per file.
+"""Sky Computing's layer allocation: the abstract problem and its algorithms.
 
 The planners made of them are in `on_fleet`; they have the names of modules here, so they are not imported here.
 """
 
 from isthmus.planners.baselines.allocation.certified import certified_layers
-from isthmus.planners.baselines.allocation.equal_compute import equal_compute_layers
-from isthmus.planners.baselines.allocation.even import even_layers
+from isthmus.planners.baselines.allocation.in_order import equal_compute_layers, even_layers, sky_heuristic_layers
 from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, Transfers, allocation
-from isthmus.planners.baselines.allocation.sky_heuristic import sky_heuristic_layers
 from isthmus.planners.baselines.allocation.sky_optimal import sky_optimal_layers
 
 __all__ = [

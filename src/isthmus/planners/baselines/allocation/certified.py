@@ -1,9 +1,9 @@
 """Ours: the smallest largest workload over every order of the devices, with a proven lower bound.
 
 Identical layers are counted, exactly. Otherwise prices on layers prove a bound (`prices`), and limits between it and
-the best allocation known are tried: a beam search looks for an order (`packing`), then swaps of devices do
-(`annealing`), then an integer programme for a cover, or for the proof that there is none (`cover`). Whatever order is
-found is cut exactly (`order_cut`).
+the best allocation known are tried: a beam search looks for an order (`pack`), then swaps of devices do (`anneal`),
+then an integer programme for a cover, or for the proof that there is none (`cover`). Whatever order is found is cut
+exactly (`best_cut`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.baselines.allocation.annealing import anneal
-from isthmus.planners.baselines.allocation.cover import CoverResult, cover
-from isthmus.planners.baselines.allocation.equal_compute import equal_compute_layers
-from isthmus.planners.baselines.allocation.even import even_layers
 from isthmus.planners.baselines.allocation.identical import identical, identical_layers
-from isthmus.planners.baselines.allocation.order_cut import best_cut
-from isthmus.planners.baselines.allocation.packing import pack
+from isthmus.planners.baselines.allocation.in_order import best_in_order
+from isthmus.planners.baselines.allocation.order_searches import CoverResult, anneal, cover, pack
 from isthmus.planners.baselines.allocation.prices import best_prices, pooled_bound_s, priced_bound_s, work_prices
 from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, allocation, too_small
-from isthmus.planners.baselines.allocation.sky_heuristic import sky_heuristic_layers
+from isthmus.planners.baselines.allocation.windows import best_cut
 from isthmus.planners.observer import SearchStopped
 
 TOLERANCE = 1e-4
@@ -42,26 +38,25 @@ MOST_UNKNOWN = 3
 """Limits on which the solver may run out of work."""
 
 
-def certified_layers(problem: LayerProblem, *, tolerance: float = TOLERANCE) -> Allocation:
+def certified_layers(problem: LayerProblem) -> Allocation:
     """The least largest workload found, and the bound that was proven for any order of any of the devices.
 
-    Never above `even_layers`, `equal_compute_layers` and
-    `sky_heuristic_layers`: the best cut of their order is where the search begins. Raises FleetTooSmall.
+    Never above `best_in_order`: the best cut of the order given is where the search begins. Raises FleetTooSmall.
     """
     if identical(problem):
         return identical_layers(problem)
     if problem.devices * problem.layers > TABLE_CELLS:
-        return _best_simple(problem)
-    return _LayerSearch(problem, tolerance).run()
+        best = best_in_order(problem)
+        return allocation(problem, best.order, best.counts, pooled_bound_s(problem))
+    return _LayerSearch(problem).run()
 
 
 class _LayerSearch:
     """The interval between what is proven out of reach and the best allocation found."""
 
-    def __init__(self, problem: LayerProblem, tolerance: float) -> None:
+    def __init__(self, problem: LayerProblem) -> None:
         cells = problem.devices * problem.layers
         self.problem = problem
-        self.tolerance = tolerance
         self.exact = cells <= EXACT_CELLS
         self.programmes = cells <= PRICED_CELLS
         self.prices = work_prices(problem)
@@ -81,7 +76,7 @@ class _LayerSearch:
             self.prices, self.bound_s = best_prices(self.problem, self.bound_s, self.best.workload_s)
         else:
             self.bound_s = priced_bound_s(self.problem, self.prices, self.bound_s, self.best.workload_s)
-        self._pack(self.bound_s * (1 + self.tolerance / 2))
+        self._pack(self.bound_s * (1 + TOLERANCE / 2))
         # On a small problem the integer programme is quicker than swaps, and proves what it does not find.
         steps = [self._pack, self._cover, self._anneal] if self.exact else [self._pack, self._anneal, self._cover]
         unknown = 0
@@ -93,7 +88,7 @@ class _LayerSearch:
     def _next_limit_s(self) -> float:
         """Half-way, then just below the best allocation; 0 where nothing is left to do."""
         floor_s, best_s = max(self.bound_s, self.tried_s), self.best.workload_s
-        if best_s > floor_s * (1 + self.tolerance):
+        if best_s > floor_s * (1 + TOLERANCE):
             return (floor_s + best_s) / 2
         below_s = best_s * (1 - EXACT / 2)
         return below_s if self.exact and floor_s < below_s else 0.0
@@ -137,20 +132,6 @@ class _LayerSearch:
         if found is None:
             raise _nothing_fits(problem, proven=order is CoverResult.IMPOSSIBLE)
         return found
-
-
-def _best_simple(problem: LayerProblem) -> Allocation:
-    found: list[Allocation] = []
-    refused: list[FleetTooSmall] = []
-    for make in (even_layers, equal_compute_layers, sky_heuristic_layers):
-        try:
-            found.append(make(problem))
-        except FleetTooSmall as e:
-            refused.append(e)
-    if not found:
-        raise refused[-1]
-    best = min(found, key=lambda a: a.workload_s)
-    return allocation(problem, best.order, best.counts, pooled_bound_s(problem))
 
 
 def _nothing_fits(problem: LayerProblem, *, proven: bool) -> FleetTooSmall:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isthmus.cost.network import Floats
+from isthmus.cost.kernel import Floats, Ints
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.baselines.allocation.problem import Allocation, Ints, LayerProblem, allocation
+from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, allocation
 from isthmus.units import format_size
 
 

@@ -17,12 +17,12 @@ import numpy as np
 from isthmus.cost import Problem, build_plan
 from isthmus.cost.blocks import Blocks, alternatives, coarse
 from isthmus.cost.cut_table import stage_bytes
+from isthmus.cost.kernel import Ints
 from isthmus.cost.network import FleetNetwork, network_of
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.baselines.allocation.certified import certified_layers
-from isthmus.planners.baselines.allocation.equal_compute import equal_compute_layers
-from isthmus.planners.baselines.allocation.problem import Allocation, Ints, LayerProblem, RunTooLarge, Transfers
-from isthmus.planners.baselines.allocation.sky_heuristic import sky_heuristic_layers
+from isthmus.planners.baselines.allocation.in_order import equal_compute_layers, sky_heuristic_layers
+from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, RunTooLarge, Transfers
 from isthmus.planners.baselines.allocation.sky_optimal import sky_optimal_layers
 from isthmus.planners.search.greedy_fill import greedy_fill
 from isthmus.planners.search.stage_tables import StageTables

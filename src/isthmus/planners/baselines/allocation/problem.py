@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from isthmus.cost.network import Floats
+from isthmus.cost.kernel import Floats, Ints
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.units import format_size
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,18 +14,17 @@ scipy cannot hand HiGHS a known allocation to start from, so the best simple one
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_matrix, vstack
 
-from isthmus.cost.network import Floats
+from isthmus.cost.kernel import Floats, Ints
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.baselines.allocation.equal_compute import equal_compute_layers
-from isthmus.planners.baselines.allocation.even import even_layers
+from isthmus.planners.baselines.allocation.in_order import best_in_order
 from isthmus.planners.baselines.allocation.prices import pooled_bound_s
-from isthmus.planners.baselines.allocation.problem import Allocation, Ints, LayerProblem, allocation
-from isthmus.planners.baselines.allocation.sky_heuristic import sky_heuristic_layers
+from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, allocation
 from isthmus.planners.baselines.allocation.windows import reach
 from isthmus.planners.highs import integer_programme
 
@@ -42,7 +41,9 @@ def sky_optimal_layers(problem: LayerProblem) -> Allocation:
     FleetTooSmall where the programme has no solution, or nothing was found that fits.
     """
     scale_s = pooled_bound_s(problem) or 1.0
-    known = _known(problem)
+    known: Allocation | None = None
+    with contextlib.suppress(FleetTooSmall):
+        known = best_in_order(problem)
     limit_s = known.workload_s if known else np.inf
     if problem.devices * problem.layers > MOST_CELLS:
         if known is None:
@@ -156,14 +157,3 @@ def _read(problem: LayerProblem, solution: Floats) -> Allocation:
     order = np.lexsort((counts, holds.argmax(axis=1)))
     order = order[counts[order] > 0]
     return allocation(problem, order.tolist(), counts[order].tolist())
-
-
-def _known(problem: LayerProblem) -> Allocation | None:
-    """The best of the simple allocations that fit."""
-    found: list[Allocation] = []
-    for make in (even_layers, equal_compute_layers, sky_heuristic_layers):
-        try:
-            found.append(make(problem))
-        except FleetTooSmall:
-            continue
-    return min(found, key=lambda a: a.workload_s, default=None)

@@ -1,4 +1,5 @@
-"""Every schedule in intervals, compared one by one: the paper's O((H+L)! / (L! H!)) baseline."""
+"""DreamDDP's baselines: the same number of layers in every iteration (PLSGD-ENP), and every schedule in intervals,
+compared one by one (O((H+L)! / (L! H!)))."""
 
 from __future__ import annotations
 
@@ -48,3 +49,15 @@ def best_of_all(exposed_s: Floats, iterations: int) -> tuple[int, ...]:
         if total[first] < best_s:
             best_s, best = float(total[first]), (*batch[first], count)
     return best
+
+
+def equal_number(problem: SyncProblem) -> SyncPlan:
+    """The same number of layers in every iteration, whatever they cost (DreamDDP, Example 1); bubbles filled."""
+    ends = equal_ends(len(problem.layers), problem.iterations)
+    return sync_plan(problem, "equal-number", intervals(ends), past_gaps=False)
+
+
+def equal_ends(layers: int, iterations: int) -> tuple[int, ...]:
+    """Where each iteration's interval ends. Numbers that do not divide leave one layer more to the first ones."""
+    each, more = divmod(layers, iterations)
+    return tuple(h * each + min(h, more) for h in range(1, iterations + 1))
