@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import isthmus
+from isthmus.api import proof
 from isthmus.job import prepared
 from isthmus.runtime.launchers import forked_agents
 from isthmus.runtime.processes import device_processes
 from tests.captures import kept
-from tests.interpreters import copied
+from tests.interpreters import PLANNING_WORK, copied
 
 from . import examples
 
@@ -66,7 +67,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The interpreter that others are copied from, and captured models: in a cache folder of all workers."""
+    """The interpreter that others are copied from, captured models in a cache folder of all workers, and bounds."""
     folder = tmp_path_factory.getbasetemp()
     session = folder.parent if hasattr(request.config, "workerinput") else folder
     with pytest.MonkeyPatch.context() as patch, copied():
@@ -74,6 +75,7 @@ def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pyte
         patch.setattr(prepared, "cached_capture", kept(prepared.cached_capture))
         for module in (device_processes, forked_agents):  # for commands that are called in this process
             patch.setattr(module, "fork_early", lambda *_: None)
+        patch.setattr(proof, "PLANNING_WORK", PLANNING_WORK)
         patch.setattr(gc, "unfreeze", lambda: None)  # as it ends a fork of executors, which would undo the freeze
         yield
 
