@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from _pytest.assertion import rewrite
 
 import isthmus
 from isthmus.api import proof
@@ -42,9 +43,22 @@ waits long for another."""
 @pytest.hookimpl(tryfirst=True)  # before hypothesis' plugin loads the profile that it is told
 def pytest_configure(config: pytest.Config) -> None:
     examples.register(config)
-    if not hasattr(config, "workerinput"):
+    worker = getattr(config, "workerinput", None)
+    if worker is None:
         # With PYTHONDONTWRITEBYTECODE each process that a test starts would compile all modules anew.
         compileall.compile_dir(Path(isthmus.__file__).parent, quiet=2)
+    else:
+        _rewrite_asserts(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
+
+
+def _rewrite_asserts(config: pytest.Config, number: int, workers: int) -> None:
+    """Of a share of the files, for the other workers too: each would take ten seconds to rewrite all."""
+    for file in sorted(Path(__file__).parent.rglob("test_*.py"))[number::workers]:
+        kept = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+        if rewrite._read_pyc(file, kept) is None:
+            kept.parent.mkdir(exist_ok=True)
+            source, code = rewrite._rewrite_test(file, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, kept)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
