@@ -4,7 +4,9 @@ Quick tests run first. What hypothesis draws is said in `examples.py`.
 """
 
 import compileall
+import functools
 import gc
+import importlib.metadata
 import logging
 import os
 import signal
@@ -15,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+import typer
 from _pytest.assertion import rewrite
 
 import isthmus
@@ -47,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker is None:
         # With PYTHONDONTWRITEBYTECODE each process that a test starts would compile all modules anew.
         compileall.compile_dir(Path(isthmus.__file__).parent, quiet=2)
-    else:
+    elif config.getoption("assertmode") == "rewrite":
         _rewrite_asserts(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
 
 
@@ -90,6 +93,9 @@ def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pyte
         for module in (device_processes, forked_agents):  # for commands that are called in this process
             patch.setattr(module, "fork_early", lambda *_: None)
         patch.setattr(proof, "PLANNING_WORK", PLANNING_WORK)
+        # For commands that are called in this process: what packages offer, and the options of all commands.
+        patch.setattr(importlib.metadata, "entry_points", functools.cache(importlib.metadata.entry_points))
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         patch.setattr(gc, "unfreeze", lambda: None)  # as it ends a fork of executors, which would undo the freeze
         yield
 

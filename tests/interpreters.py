@@ -33,6 +33,7 @@ import setproctitle
 
 TITLE = "isthmus interpreters"
 IMPORTED = (
+    "cryptography.hazmat.backends.openssl",
     "isthmus.cli.app",
     "isthmus.api.federated",
     "isthmus.api.join",
@@ -42,6 +43,7 @@ IMPORTED = (
     "isthmus.report.run_pictures",
     "isthmus.runtime.device.fork_server",
     "isthmus.runtime.launchers.agent_fork_server",
+    "pydantic.type_adapter",  # of typer, at the first option
     "torch._dynamo",  # at the first capture
 )
 """What most of them import, before or while they work; each imports the rest by itself."""
