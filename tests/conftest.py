@@ -4,7 +4,9 @@ Quick tests run first. What hypothesis draws is said in `examples.py`.
 """
 
 import compileall
+import functools
 import gc
+import importlib.metadata
 import logging
 import os
 import signal
@@ -15,13 +17,16 @@ from unittest import mock
 
 import pytest
 import torch
+import typer
+from _pytest.assertion import rewrite
 
 import isthmus
+from isthmus.api import proof
 from isthmus.job import prepared
 from isthmus.runtime.launchers import forked_agents
 from isthmus.runtime.processes import device_processes
 from tests.captures import kept
-from tests.interpreters import copied
+from tests.interpreters import PLANNING_WORK, copied
 
 from . import examples
 
@@ -41,9 +46,22 @@ waits long for another."""
 @pytest.hookimpl(tryfirst=True)  # before hypothesis' plugin loads the profile that it is told
 def pytest_configure(config: pytest.Config) -> None:
     examples.register(config)
-    if not hasattr(config, "workerinput"):
+    worker = getattr(config, "workerinput", None)
+    if worker is None:
         # With PYTHONDONTWRITEBYTECODE each process that a test starts would compile all modules anew.
         compileall.compile_dir(Path(isthmus.__file__).parent, quiet=2)
+    elif config.getoption("assertmode") == "rewrite":
+        _rewrite_asserts(config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
+
+
+def _rewrite_asserts(config: pytest.Config, number: int, workers: int) -> None:
+    """Of a share of the files, for the other workers too: each would take ten seconds to rewrite all."""
+    for file in sorted(Path(__file__).parent.rglob("test_*.py"))[number::workers]:
+        kept = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+        if rewrite._read_pyc(file, kept) is None:
+            kept.parent.mkdir(exist_ok=True)
+            source, code = rewrite._rewrite_test(file, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, kept)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,7 +84,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The interpreter that others are copied from, and captured models: in a cache folder of all workers."""
+    """The interpreter that others are copied from, captured models in a cache folder of all workers, and bounds."""
     folder = tmp_path_factory.getbasetemp()
     session = folder.parent if hasattr(request.config, "workerinput") else folder
     with pytest.MonkeyPatch.context() as patch, copied():
@@ -74,6 +92,10 @@ def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pyte
         patch.setattr(prepared, "cached_capture", kept(prepared.cached_capture))
         for module in (device_processes, forked_agents):  # for commands that are called in this process
             patch.setattr(module, "fork_early", lambda *_: None)
+        patch.setattr(proof, "PLANNING_WORK", PLANNING_WORK)
+        # For commands that are called in this process: what packages offer, and the options of all commands.
+        patch.setattr(importlib.metadata, "entry_points", functools.cache(importlib.metadata.entry_points))
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         patch.setattr(gc, "unfreeze", lambda: None)  # as it ends a fork of executors, which would undo the freeze
         yield
 

@@ -33,6 +33,7 @@ import setproctitle
 
 TITLE = "isthmus interpreters"
 IMPORTED = (
+    "cryptography.hazmat.backends.openssl",
     "isthmus.cli.app",
     "isthmus.api.federated",
     "isthmus.api.join",
@@ -42,9 +43,13 @@ IMPORTED = (
     "isthmus.report.run_pictures",
     "isthmus.runtime.device.fork_server",
     "isthmus.runtime.launchers.agent_fork_server",
+    "pydantic.type_adapter",  # of typer, at the first option
     "torch._dynamo",  # at the first capture
 )
 """What most of them import, before or while they work; each imports the rest by itself."""
+PLANNING_WORK = 2e7
+"""Less than the five seconds that a command spends on the bound of its plan: what a check accepts does not depend on
+it."""
 EARLY = ("PYTHON", "OMP_", "LD_", "MALLOC_", "TORCH_", "PYTORCH_")
 """How the names of variables begin that are read before torch is imported, or then."""
 LATE = {"PYTHONPATH", "PYTHONUNBUFFERED"}
@@ -200,6 +205,7 @@ def _serve() -> tuple[Wanted, list[int]]:
     before = dict(os.environ)
     for module in IMPORTED:
         importlib.import_module(module)
+    mock.patch("isthmus.api.proof.PLANNING_WORK", PLANNING_WORK).start()
     setproctitle.setproctitle(TITLE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()  # collecting in a copy would write to every page

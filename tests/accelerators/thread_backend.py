@@ -51,10 +51,12 @@ class ThreadCrew(LocalBackend, frozen=True, kw_only=True):
         with mock.patch.object(stage_runner, "tune_process", lambda: None):
             work = _Threads(self, call, (self.host, listener.port))
             try:
-                for thread in work.threads.values():
-                    thread.start()
+                if not call.stop.requested:  # a device that nobody admits any more tries for as long as its timeout
+                    for thread in work.threads.values():
+                        thread.start()
                 yield work
             finally:
                 for thread in work.threads.values():
-                    thread.join(20)
+                    if thread.ident is not None:
+                        thread.join(20)
                 listener.close()

@@ -1,4 +1,4 @@
-"""The snippets of docs/python.md run, one after another."""
+"""The snippets of docs/python.md run, one after another, and that of the README."""
 
 from __future__ import annotations
 
@@ -7,17 +7,36 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+import isthmus
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_snippets(page: str) -> dict[str, object]:
+    """The names that they leave."""
+    names: dict[str, object] = {}
+    for snippet in re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE):
+        exec(snippet, names)
+    return names
 
 
 def test_every_snippet_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    for snippet in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE):
-        exec(snippet, names)
+    run_snippets("docs/python.md")
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("done ") and said[1] == "24"
     assert said[-2].startswith("1 ") and said[-1].startswith("2 ")
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["linear", "sequential", "sequential-2"]
+
+
+def test_the_snippet_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process; `make test-faults` types it on a newcomer's machine (`tests/docs/test_pages.py`)."""
+    monkeypatch.chdir(tmp_path)
+    run = run_snippets("README.md")["run"]
+    assert isinstance(run, isthmus.Run) and len(run.losses) == 20
+    step_s, loss, checkpoint = capsys.readouterr().out.splitlines()[-1].split()
+    assert float(step_s) > 0 and float(loss) == run.losses[-1].loss and Path(checkpoint).is_dir()

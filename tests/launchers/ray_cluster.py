@@ -17,13 +17,14 @@ NODE = {
     "include_log_monitor": False,
 }
 VARIABLES = ("RAY_TMPDIR", "TMPDIR")
-SOON_DEAD = {
+SETTINGS = {
+    "prestart_worker_first_driver": False,
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 10_000,
     "health_check_failure_threshold": 3,
 }
-"""A killed node is known to be dead within seconds."""
+"""A killed node is known to be dead within seconds, and no interpreter starts that no actor is for."""
 
 
 class RayCluster:
@@ -45,7 +46,7 @@ class RayCluster:
             **self._node,
             include_dashboard=False,
             no_monitor=True,
-            _system_config=SOON_DEAD,
+            _system_config=SETTINGS,
         )
         for _ in range(1, self._nodes):
             self.add_node()

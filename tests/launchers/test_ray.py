@@ -1,4 +1,7 @@
-"""`isthmus up --on ray` on Ray's own test cluster: three nodes, which are processes of this machine."""
+"""`isthmus up --on ray` on Ray's own test cluster: two or three nodes, which are processes of this machine.
+
+In `make test` executors that are actors are tried on it too: a cluster takes longer to start than they do.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,9 @@ ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "isth
 
 from .ray_cluster import RayCluster  # noqa: E402
 from .test_contract import Case, check_engine  # noqa: E402
+from .test_ray_executors import ON_RAY, SLOW, Trained, long  # noqa: E402
 
-long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
+NODES = 3 if os.environ.get("ISTHMUS_FAULTS") else 2
 WITHIN_S = 300.0
 MANY = 100_000
 """Steps of a run that is ended before it has done them."""
@@ -49,8 +53,8 @@ default = { latency = "0.1 ms", bandwidth = "1 Gbit/s" }
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    """Each test leaves three nodes, with GPUs as Ray counts them: there need be none."""
-    with RayCluster(num_gpus=2) as made:
+    """Each test leaves its nodes, with GPUs as Ray counts them: there need be none."""
+    with RayCluster(NODES, num_gpus=2) as made:
         yield made
 
 
@@ -161,10 +165,27 @@ def test_more_agents_than_nodes_are_refused(cluster: RayCluster, tmp_path: Path)
     launcher = RayLauncher(RayOptions())
     launcher.check()
     agent = AgentSpec(name=secrets.token_hex(4), arguments=("--device", "cpu"), ticket="isthmus1-none")
-    with pytest.raises(PeerError, match="Ray has 3 nodes with 1 or more CPUs, expected 4"):
-        launcher.start([agent] * 4, tmp_path, lambda name, line: None)
+    with pytest.raises(PeerError, match=f"Ray has {NODES} nodes with 1 or more CPUs, expected {NODES + 1}"):
+        launcher.start([agent] * (NODES + 1), tmp_path, lambda name, line: None)
     launcher.stop()
     check_nothing_is_left(cluster, agent.name)
+
+
+def test_a_killed_actor_costs_nothing_but_time(cluster: RayCluster, tmp_path: Path) -> None:
+    def kill_one(run: Trained) -> None:
+        os.kill(cluster.pids()[0], signal.SIGKILL)
+        run.wait_for("was lost: its actor's process ended unexpectedly")
+
+    run = Trained(tmp_path / "ray", {**ON_RAY, **SLOW}, kill_one)
+    assert run.bits == Trained(tmp_path / "alone", {"execution.scheme": "sp"}).bits
+    assert len(run.lines[0].record.trained) == 2 and len(run.lines[-1].record.trained) == 1
+    assert not cluster.actors() and not cluster.groups()
+
+
+def test_there_must_be_room_for_executors(cluster: RayCluster, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"execution\.executors: got 5, expected at most {NODES}: so many with"):
+        Trained(tmp_path, {**ON_RAY, "execution.executors": 5})
+    assert not cluster.groups()
 
 
 @pytest.mark.parametrize(

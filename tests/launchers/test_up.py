@@ -37,7 +37,7 @@ kind = "digits"
 data_holder = "NAME-LAST"
 
 [training]
-steps = 300
+steps = 100
 """
 DEVICE = """
 [[device]]
@@ -94,7 +94,7 @@ def test_a_run_goes_on_with_the_replacement_of_a_lost_agent(tmp_path: Path) -> N
     assert up.ended() == 0, up.printed.read_text()
     printed = up.printed.read_text()
     assert f"{lost} was lost" in printed and f"{lost} has joined again" in printed
-    assert len(isthmus.Run(tmp_path / "run").losses) == 300
+    assert len(isthmus.Run(tmp_path / "run").losses) == 100
     log = (tmp_path / "run" / "agents.log").read_text()
     assert log.count(f"{lost}: in the fleet as {lost}") == 2, log
     _check_nothing_left(tmp_path)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from unittest import mock
 
 from isthmus.cli import main
 from tests.interpreters import processes
+from tests.waiting import wait_for
 
 COMMAND = [sys.executable, "-m", "isthmus"]
 DEVICE_TITLE = "isthmus device "
@@ -116,11 +116,11 @@ def wait_until(
     condition: Callable[[], object], process: subprocess.Popen[str] | None = None, *, within_s: float = 300
 ) -> None:
     """Wait for something that a command does."""
-    deadline_s = time.monotonic() + within_s
-    while not condition():
+
+    def still() -> None:
         assert process is None or process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.02)
+
+    wait_for(condition, within_s, still)
 
 
 def interrupt(process: subprocess.Popen[str]) -> None:

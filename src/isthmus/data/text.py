@@ -7,7 +7,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -153,7 +153,8 @@ def _of_split(files: Mapping[str, Path], holdout: float, split: Split) -> dict[s
     return {name: files[name] for name in sorted(by_hash[:kept] if split == "train" else by_hash[kept:])}
 
 
-def _stdlib_files() -> dict[str, Path]:
+@cache
+def _stdlib_files() -> Mapping[str, Path]:
     root = Path(sysconfig.get_path("stdlib"))
     files: dict[str, Path] = {}
     for folder, folders, names in os.walk(root):
@@ -198,7 +199,7 @@ def files_of(options: TextOptions, split: Split) -> dict[str, Path]:
     return _of_split(_all_files(options), options.holdout, split)
 
 
-def _all_files(options: TextOptions) -> dict[str, Path]:
+def _all_files(options: TextOptions) -> Mapping[str, Path]:
     if options.files == STDLIB:
         return _stdlib_files()
     return _named_files((options.files,) if isinstance(options.files, str) else options.files)

@@ -14,11 +14,13 @@ import torch
 from isthmus.runtime.device import process
 from isthmus.runtime.processes.fork_server import SpawnRequest
 from isthmus.runtime.processes.fork_service import serve_forks
+from isthmus.training.engine_operators import engine_operators
 
 FIRST_BACKWARD = "torch.fx.experimental.symbolic_shapes"
 """What torch imports at the first backward from given gradients: sympy, for a third of a second of every copy."""
 
 importlib.import_module(FIRST_BACKWARD)
+engine_operators("torch")  # hundreds of schemas, which every copy would look up before its first stage
 
 
 def main() -> None:
