@@ -168,7 +168,7 @@ def test_a_home_that_gets_another_address_is_found_again(
 
 @pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
 def test_training_goes_on_where_a_home_gets_another_address(lab: Lab, tmp_path: Path) -> None:
-    """Both devices are behind NATs. Their link is direct before and after, and the losses are those of a plain loop. The
+    """Both devices are behind NATs. Their link is direct before and after; the losses are those of a plain loop. The
     run has no end of its own: how long the home is away depends on the machine."""
     (tmp_path / "fleet.toml").write_text(FLEET.replace('"d0"', '"oslo"').replace('"d1"', '"porto"'))
     job = edited(
