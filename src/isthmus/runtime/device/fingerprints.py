@@ -21,10 +21,11 @@ from isthmus.protocol.run_messages import Arrived
 from isthmus.protocol.work import Item
 from isthmus.runtime.messages.assignment import Fingerprinting
 from isthmus.training.digests import fold, leaf, quick_leaf
+from isthmus.training.snapshot import Snapshot
 
 Leaves = dict[str, dict[str, str]]
 """By node, the digests of its leaves."""
-Value = Tensor | PendingRead | float
+Value = Tensor | PendingRead | Snapshot | float
 
 
 class Fingerprinter:
@@ -91,11 +92,10 @@ class Fingerprinter:
             if count is not None:
                 self._put(item, "count", "number", count)
 
-    def state(self, item: int, saved: Mapping[str, Tensor]) -> None:
+    def state(self, item: int, saved: Snapshot) -> None:
         """What a checkpoint gets."""
         if self.on:
-            for name, value in saved.items():
-                self._put(item, STATE, name, value)
+            self._queue.put((item, STATE, "", saved))
 
     def inside(self, step: int, node: str, name: str, value: Tensor) -> None:
         """A value that no message carries."""
@@ -143,6 +143,10 @@ class Fingerprinter:
             self._end(of, settings)
             return
         leaves = self._by_item.setdefault(of, {}) if of >= 0 else self._by_step.setdefault(-1 - of, {})
+        if isinstance(value, Snapshot):
+            value.wait()
+            leaves[node] = {part: leaf(settings.key, tensor) for part, tensor in value.tensors().items()}
+            return
         if isinstance(value, PendingRead):
             value = value.values()
         if node == GRADIENTS and isinstance(value, Tensor):

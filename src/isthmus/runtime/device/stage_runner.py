@@ -269,7 +269,7 @@ class StageRunner:
             case Save(item=item):
                 state, wanted = self._whole_state(), self.assignment.saves
                 self._state = self.copied({k: v for k, v in state.items() if wanted is None or k in wanted})
-                self.fingerprints.state(item, self._state.tensors())
+                self.fingerprints.state(item, self._state)
                 self._finite.saved(state)
                 return Saved(item=item)
             case KeepSnapshot(item=item):
