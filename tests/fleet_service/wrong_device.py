@@ -1,12 +1,16 @@
-"""A fork server whose device processes flip the lowest bit of one gradient, in the third step that each computes: the
-program in front of a device's own (`ProcessPlace.prefix`)."""
+"""In front of a device's commands (`ProcessPlace.prefix`): its device processes flip the lowest bit of one gradient, in
+the third step that each computes."""
 
 from __future__ import annotations
+
+import os
+import sys
 
 import torch
 
 from isthmus.runtime.device import fork_server
 from isthmus.runtime.device.device import DeviceWorker
+from isthmus.runtime.processes.fork_server import DEVICES
 from isthmus.training.engine import Engine
 
 WRONG_STEP = 3
@@ -36,4 +40,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    command = sys.argv[1:]
+    if command[-1] != DEVICES:
+        os.execv(command[0], command)
     main()

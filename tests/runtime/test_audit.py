@@ -206,7 +206,9 @@ def test_one_wrong_bit_is_found_and_its_device_named(fault: str, gpt: Prepared, 
     assert found.lines() == [f"step {step}: {WRONG} computed wrong: {', '.join(finding.nodes)}"]
 
 
-def test_the_bits_of_training_are_those_without_fingerprints(tmp_path: Path) -> None:
+def test_the_bits_of_a_hundred_steps_are_those_without_fingerprints_and_of_another_cut(
+    alone: str, tmp_path: Path
+) -> None:
     weights: list[dict[str, Tensor]] = []
     prepared: Prepared | None = None
     for fingerprints in (True, False):
@@ -217,6 +219,8 @@ def test_the_bits_of_training_are_those_without_fingerprints(tmp_path: Path) -> 
     assert on.keys() == off.keys() and all(torch.equal(on[name], off[name]) for name in on)
     kept = read_fingerprints(tmp_path / "True")
     assert list(kept) == list(range(1, 101)) and all(len(one.workers) == 2 for one in kept.values())
+    found = audit_run(tmp_path / "True", 100, alone)
+    assert found.holds and found.after == 0 and found.compared >= 100 * 5  # in each, two messages at both ends
     assert not read_fingerprints(tmp_path / "False")
     with pytest.raises(UserError, match="has no fingerprints, expected a run with `fingerprints = true`"):
         audit_run(tmp_path / "False", 1)

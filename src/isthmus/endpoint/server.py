@@ -183,9 +183,9 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 def _said(error: Exception) -> tuple[dict[str, object], int]:
     """The document and the status."""
-    if isinstance(error, PeerError):
-        return refusal(str(error), "server_error"), 503
-    return refusal(str(error), "invalid_request_error"), 400
+    if isinstance(error, UserError):
+        return refusal(str(error), "invalid_request_error"), 400
+    return refusal(str(error), "server_error"), 503
 
 
 def application(service: ModelService, *, port: int, key: str = "") -> Starlette:
