@@ -138,6 +138,7 @@ def over_links(run: Path, what: str, choices: ServingChoices, tokens: int, kill:
         chain = service.statistics.chain
         watched = Watched(tokens * len(prompts), None if kill is None else chain.devices[kill])
         found = generate(service, prompts, Sampling(max_tokens=tokens), watched)
+        found.check()
     devices = len(chain.devices)
     return Row(
         what=what,

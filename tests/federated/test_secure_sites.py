@@ -6,8 +6,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ import torch
 from isthmus.errors import PeerError
 from isthmus.federated.job import load_federated_job
 from isthmus.federated.site_log import SiteLog
+from isthmus.protocol.federated_messages import SumsSent
+from isthmus.protocol.secure_messages import KeysSent, SharesRevealed, SharesSent
+from isthmus.runtime.federated.secure_site import SecureSiteExecutor
 from isthmus.runtime.federated.site_run import SiteRun
 from isthmus.runtime.processes.forked import Forked
 from tests.federated.sites import attend, free_port, model, write_job, write_tickets
@@ -118,6 +122,35 @@ def test_a_site_that_is_lost_while_it_trains_takes_its_masks_with_it(
     job_file, said = served(tmp_path, "mine_algorithm:Mine", monkeypatch, rounds=3, own=own)
     history = lines(tmp_path / "run")
     assert [sorted(by_site(line)) for line in history] == [["a", "b", "c"], ["a", "b"], ["a", "b"]], said
+    assert torch.equal(model(tmp_path / "run"), recomputed(job_file, history, len(NAMES)))
+
+
+@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
+@pytest.mark.parametrize(
+    ("sends", "summed"), [(KeysSent, "ab"), (SharesSent, "ab"), (SumsSent, "abc"), (SharesRevealed, "abc")]
+)
+def test_the_sum_is_the_plain_one_whenever_a_site_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sends: type[object], summed: str
+) -> None:
+    """Site c in its second round: before it sends keys, shares of its secrets, or others' shares; or after its masked
+    update."""
+
+    def killed(send: Callable[..., None], *, first: bool) -> Callable[..., None]:
+        def sent(own: SecureSiteExecutor, report: Any, *values: object) -> None:
+            now = Path.cwd().name == "at-c" and isinstance(report, sends) and report.phase.round == 1
+            if not (now and first):
+                send(own, report, *values)
+            if now:
+                own._sender.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return sent
+
+    monkeypatch.setattr(SecureSiteExecutor, "_report", killed(SecureSiteExecutor._report, first=True))
+    monkeypatch.setattr(SecureSiteExecutor, "_put_sums", killed(SecureSiteExecutor._put_sums, first=False))
+    job_file, said = served(tmp_path, "fedavg", monkeypatch, rounds=3)
+    history = lines(tmp_path / "run")
+    assert ["".join(sorted(by_site(line))) for line in history] == ["abc", summed, "ab"], said
     assert torch.equal(model(tmp_path / "run"), recomputed(job_file, history, len(NAMES)))
 
 

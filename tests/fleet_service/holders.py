@@ -32,9 +32,11 @@ class Joined:
         self.said: list[str] = []
         self._agents: dict[str, tuple[Agent, threading.Thread]] = {}
 
-    def add(self, name: str, data: Path | None, kinds: tuple[str, ...] | None = None) -> None:
+    def add(
+        self, name: str, data: Path | None, kinds: tuple[str, ...] | None = None, prefix: tuple[str, ...] = ()
+    ) -> None:
         membership = join_fleet(self.fleet.ticket(), {name: self._root / name}, 10.0)[name]
-        place = ProcessPlace(data=data, data_kinds=kinds)
+        place = ProcessPlace(data=data, data_kinds=kinds, prefix=prefix)
         agent = Agent(self._root / name, membership, place, timeout_s=10.0, log=self.said.append)
         thread = threading.Thread(target=outcomes, args=(agent.run,), daemon=True)
         self._agents[name] = (agent, thread)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -167,12 +168,14 @@ def test_a_home_that_gets_another_address_is_found_again(
 
 @pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
 def test_training_goes_on_where_a_home_gets_another_address(lab: Lab, tmp_path: Path) -> None:
-    """Both devices are behind NATs. Their link is direct before and after, and the losses are those of a plain loop."""
+    """Both devices are behind NATs. Their link is direct before and after; the losses are those of a plain loop. The
+    run has no end of its own: how long the home is away depends on the machine."""
     (tmp_path / "fleet.toml").write_text(FLEET.replace('"d0"', '"oslo"').replace('"d1"', '"porto"'))
     job = edited(
-        write_job(tmp_path, steps=120, fleet=str(tmp_path / "fleet.toml")),
+        write_job(tmp_path, steps=1_000_000, fleet=str(tmp_path / "fleet.toml")),
+        ("eval_every = 5\n", ""),
         ("save_every = 3\n", "save_every = 0\n"),
-        ("[learning_rate]", RUNTIME),
+        ('[learning_rate]\nschedule = "cosine"', RUNTIME),
     )
     with Home(lab, "oslo", "port-restricted") as oslo, Home(lab, "porto", "port-restricted") as porto:
         commands = {"oslo": oslo.command(), "porto": porto.command(), COORDINATOR: lab.command(COORDINATOR)}
@@ -186,18 +189,21 @@ def test_training_goes_on_where_a_home_gets_another_address(lab: Lab, tmp_path: 
                 machines.start(site, f"isthmus join --name {site} --timeout '5 s'", serve.stdout.readline())
             soon(lambda: len(run.losses()) >= 10, LIMIT_S)
             assert _ways(tmp_path / "fleet") == [False]
-            before = len(run.losses())
             porto.move("10.99.0.77")
-            soon(lambda: len(run.losses()) >= before + 10, LIMIT_S)
-            again_s = time.time()
-            soon(lambda: _ways(tmp_path / "fleet", again_s), LIMIT_S)
+            soon(lambda: "'porto' was lost" in machines.description(), LIMIT_S)
+            lost_s = time.time()
+            soon(lambda: _ways(tmp_path / "fleet", lost_s), LIMIT_S)
             assert _ways(tmp_path / "fleet") == [False]
-            assert serve.wait(LIMIT_S) == 0, machines.description()
+            together = len(run.losses())
+            soon(lambda: len(run.losses()) >= together + 10, LIMIT_S)
+            serve.send_signal(signal.SIGINT)
+            assert serve.wait(LIMIT_S) == 130, machines.description()
         finally:
             machines.end()
-    assert any("porto" in line for line in machines.description().splitlines() if "lost" in line)
-    _, expected = plain_run(load_job(job), prepare(load_job(job)))
-    assert [point.loss for point in run.losses()] == pytest.approx(expected, rel=1e-6)
+    losses = [point.loss for point in run.losses()]
+    done = load_job(edited(job, ("steps = 1000000", f"steps = {len(losses)}")))
+    _, expected = plain_run(done, prepare(done))
+    assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def _ways(folder: Path, since_s: float = 0.0) -> list[bool]:

@@ -85,6 +85,13 @@ def test_more_streams_are_tried_where_they_might_be_faster_and_kept_where_they_a
     assert link.bandwidth_bytes_per_s == pytest.approx(1.8e7) and link.latency_s == pytest.approx(0.2)
 
 
+def test_a_link_of_long_latency_is_measured(two: Fleet) -> None:
+    """Trips of next to nothing take longer than all trips of a quick link."""
+    with mock.patch.object(device_probe, "_round_trip", lambda _, __, size_bytes, ___: 1.2 + size_bytes / 1e6):
+        link = probe_link(two.service, "desk", "laptop", lambda _: None)
+    assert link.latency_s == pytest.approx(0.6) and link.bandwidth_bytes_per_s == pytest.approx(1e6)
+
+
 def test_who_cannot_be_reached_is_named(two: Fleet) -> None:
     refuse = mock.patch.object(PeerDialer, "dial", side_effect=PeerError("the other device: cannot connect"))
     with refuse, pytest.raises(PeerError, match=r"^desk -> laptop: the other device: cannot connect$"):

@@ -44,6 +44,8 @@ class Parrot:
         self.asked.append(sampling)
         if tokens[0] == ord("!"):
             raise PeerError("no device is left")
+        if tokens[0] == ord("?"):
+            raise UserError("temperature: got 1e-40, which is too small for these logits")
         try:
             for number in range(sampling.max_tokens):
                 await asyncio.sleep(0)
@@ -179,6 +181,14 @@ def test_a_lost_fleet_is_no_fault_of_the_request(parrot: Parrot) -> None:
     assert answer.status_code == 503 and "no device is left" in answer.json()["error"]["message"]
     streamed = client_of(parrot).post("/v1/completions", json={"prompt": "!", "stream": True})
     assert "no device is left" in streamed.text and "[DONE]" not in streamed.text
+
+
+def test_what_turns_out_to_be_the_requests_fault_is_said_to_be(parrot: Parrot) -> None:
+    """Only the last stage knows which temperatures its logits bear."""
+    answer = client_of(parrot).post("/v1/completions", json={"prompt": ["a", "?"], "temperature": 1e-40})
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("temperature: got 1e-40")
+    streamed = client_of(parrot).post("/v1/completions", json={"prompt": "?", "stream": True})
+    assert "invalid_request_error" in streamed.text and "[DONE]" not in streamed.text
 
 
 def test_fields_may_be_null(parrot: Parrot) -> None:

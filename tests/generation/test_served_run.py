@@ -6,30 +6,37 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
-from isthmus.api.generation import ModelService, ServingChoices, generate, prompts_of, sampling_of, served_run
+from isthmus.api import generation
+from isthmus.api.generation import ModelService, Piece, ServingChoices, generate, prompts_of, sampling_of, served_run
 from isthmus.api.serve import Serving
 from isthmus.data.tokenizer import ByteTokenizer
-from isthmus.errors import UserError
+from isthmus.errors import PeerError, UserError
 from isthmus.graph import Affine, Op, OpGraph, Ref, TensorSpec
 from isthmus.graph.captured import Captured
 from isthmus.graph.serving import ATTENTION, POSITIONS, check_attention
 from isthmus.graph.serving_capture import capture_serving
 from isthmus.job.served import Served, check_decoding
+from isthmus.planners.generation import Chain
 from isthmus.protocol.generation import Sampling
+from isthmus.runtime.coordinator.generation_host import ServingStatistics
 from isthmus.training.generation import TokenChooser
 from isthmus.training.weights import initial_weights
 from tests.faults.real import pid_of
 from tests.fleet_service.holders import Joined
 from tests.fleet_service.parties import serving
+from tests.runtime.commands import isthmus
+from tests.runtime.commands import refused as command_refused
 
 from .runs import GPT2, by_transformers, finished_run
 
@@ -66,6 +73,8 @@ def test_processes_generate_as_transformers_and_replace_a_device_that_is_lost(tm
             thread.join()
         assert [tuple(found[number]) for number in found] == expected[2][:2]
         assert service.statistics.losses == 1 and "d1" not in service.statistics.chain.devices
+        with pytest.raises(UserError, match="temperature: got 1e-40, which is too small"):
+            next(service.stream(PROMPTS[0], Sampling(max_tokens=2, temperature=1e-40)))
         stream = service.stream(PROMPTS[0], SAMPLINGS[0])
         next(stream)
         stream.close()  # the place of a cancelled request is free again
@@ -130,6 +139,40 @@ def test_another_kind_of_model_is_refused(run: Path, tmp_path: Path) -> None:
     job["model"] = {"name": "mlp"}
     (tmp_path / "run" / "job.json").write_bytes(msgspec.json.encode(job))
     refused(tmp_path / "run", "cannot be served: the forward of MLP takes no input_ids, position_ids")
+
+
+def test_a_prompt_and_a_port_are_refused_before_devices_begin(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "LocalBackend", lambda **_: pytest.fail("devices begin"))
+    command_refused(isthmus("generate", run, "--prompt", "x" * 64), 2, "prompt: got 64 tokens, expected 1 to 63")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command_refused(isthmus("serve-model", run, "--port", str(port)), 2, f"cannot listen on 127.0.0.1:{port}")
+
+
+class OneFails:
+    """Answers with one token, but for prompts that begin with 9."""
+
+    statistics = ServingStatistics(
+        chain=Chain(devices=(), boundaries=(), token_s=0.0, tokens_per_s=0.0, at_once=1), losses=0
+    )
+
+    def tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        assert not isinstance(prompt, str)
+        return tuple(prompt)
+
+    def stream(self, tokens: Sequence[int], sampling: Sampling) -> Generator[Piece]:
+        yield Piece(tokens[0], "!", last=tokens[0] != 9)
+        if tokens[0] == 9:
+            raise PeerError("no device is left")
+
+
+def test_an_answer_that_fails_leaves_the_others() -> None:
+    found = generate(cast("ModelService", OneFails()), [(1,), (9,), (2,)], Sampling(max_tokens=1))
+    assert [answer.tokens for answer in found.answers] == [(1,), (9,), (2,)]
+    document = cast("list[dict[str, object]]", found.document()["answers"])
+    assert [answer["failure"] for answer in document] == [None, "no device is left", None]
+    with pytest.raises(PeerError, match=r"^prompt 2 of 3: no device is left$"):
+        found.check()
 
 
 def attention(**given: object) -> OpGraph:

@@ -194,9 +194,9 @@ def test_a_prompt_whose_logits_are_not_finite_is_refused_alone() -> None:
     machine = serving(at_once=1)
     for n in range(2):
         machine.handle(PromptSubmitted(prompt=prompt(n)))
-    failed = FromDevice("b", PromptFailed(epoch=0, prompt=0, reason="not finite"))
+    failed = FromDevice("b", PromptFailed(epoch=0, prompt=0, reason="not finite", of_request=True))
     assert machine.handle(failed) == [
-        RefusePrompt(0, "not finite"),
+        RefusePrompt(0, "not finite", of_request=True),
         ForgetPrompt(0),
         StartPrompt(prompt(1), ()),
     ]

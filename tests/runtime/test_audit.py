@@ -32,6 +32,7 @@ from isthmus.runtime.coordinator.data_holders import DataHolders
 from isthmus.runtime.coordinator.fingerprint_log import FingerprintLog, read_fingerprints
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.messages.assignment import Fingerprinting
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.runtime.processes.signals import Stop
 from isthmus.training.engine import Engine
 from tests.accelerators.thread_backend import ThreadCrew
@@ -63,7 +64,7 @@ def gpt() -> Prepared:
     return prepare(of("gpt", GPT, steps=STEPS, save_every=2, clip_norm=1.0))
 
 
-def trained(prepared: Prepared, folder: Path, stages: int = 3) -> Path:
+def trained(prepared: Prepared, folder: Path, stages: int = 3, crew: Callable[[], ThreadCrew] = threads) -> Path:
     """A run's folder."""
     fleet = fleet_of(stages)
     cut = random_cut(prepared, stages, seed=5, once=True)
@@ -71,7 +72,7 @@ def trained(prepared: Prepared, folder: Path, stages: int = 3) -> Path:
     kept = RunFolder(folder)
     kept.begin(prepared.job, fleet, plan, 0)
     keep_prepared(prepared, kept.captured)  # as a fleet does: no audit captures again
-    found = run_plan(prepared, plan, fleet, folder, RunOptions(emulate=False, backend=threads()), Watcher())
+    found = run_plan(prepared, plan, fleet, folder, RunOptions(emulate=False, backend=crew()), Watcher())
     assert found.outcome == "done", found.reason
     return folder
 
@@ -205,7 +206,9 @@ def test_one_wrong_bit_is_found_and_its_device_named(fault: str, gpt: Prepared, 
     assert found.lines() == [f"step {step}: {WRONG} computed wrong: {', '.join(finding.nodes)}"]
 
 
-def test_the_bits_of_training_are_those_without_fingerprints(tmp_path: Path) -> None:
+def test_the_bits_of_a_hundred_steps_are_those_without_fingerprints_and_of_another_cut(
+    alone: str, tmp_path: Path
+) -> None:
     weights: list[dict[str, Tensor]] = []
     prepared: Prepared | None = None
     for fingerprints in (True, False):
@@ -216,9 +219,44 @@ def test_the_bits_of_training_are_those_without_fingerprints(tmp_path: Path) -> 
     assert on.keys() == off.keys() and all(torch.equal(on[name], off[name]) for name in on)
     kept = read_fingerprints(tmp_path / "True")
     assert list(kept) == list(range(1, 101)) and all(len(one.workers) == 2 for one in kept.values())
+    found = audit_run(tmp_path / "True", 100, alone)
+    assert found.holds and found.after == 0 and found.compared >= 100 * 5  # in each, two messages at both ends
     assert not read_fingerprints(tmp_path / "False")
     with pytest.raises(UserError, match="has no fingerprints, expected a run with `fingerprints = true`"):
         audit_run(tmp_path / "False", 1)
+
+
+ON_ACCELERATOR = dict.fromkeys(("d0", "d1", "d2"), ProcessPlace(accelerator="checked:0"))
+
+
+@pytest.fixture
+def _any_kernels_afterwards() -> Generator[None]:
+    """Devices are threads of this process, which others use after them."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_any_kernels_afterwards")
+def test_what_an_accelerator_computed_is_computed_again_on_one(
+    gpt: Prepared, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an emulated one, which finds tensors that are read before they are there."""
+
+    def crew(places: Mapping[str, ProcessPlace] = ON_ACCELERATOR) -> ThreadCrew:
+        return ThreadCrew(accelerators={name: place.accelerator for name, place in places.items()})
+
+    monkeypatch.setattr(audit, "LocalBackend", crew)
+    with pytest.raises(UserError, match=r"runtime.fingerprints: got true on .*: expected runtime.deterministic"):
+        trained(gpt, tmp_path / "refused", crew=crew)  # with other bits an honest device would be named
+    runtime = msgspec.structs.replace(gpt.job.runtime, deterministic=True)
+    prepared = msgspec.structs.replace(gpt, job=msgspec.structs.replace(gpt.job, runtime=runtime))
+    with faulty(wrong_gradient):
+        trained(prepared, tmp_path / "run", crew=crew)
+    assert read_fingerprints(tmp_path / "run")[1].accelerators == dict.fromkeys(ON_ACCELERATOR, "checked:0")
+    assert audit_run(tmp_path / "run", WRONG_STEP, other).holds
+    for fleet in (None, other):
+        (finding,) = audit_run(tmp_path / "run", STEPS, fleet).findings
+        assert finding.workers == (WRONG,)
 
 
 def test_audits_in_the_background_are_drawn_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,7 +235,7 @@ class CopyStream:
     def _trip(self, cargo: CopyLabel, after: DeviceEvent | None) -> Generator[CopyBatch]:
         self.tell()
         trip = CopyBatch(self, cargo)
-        with self.accelerator.on(self._stream):
+        with self.on():
             if after is not None:
                 self.accelerator.wait(after)
                 trip.begin()
@@ -244,6 +244,10 @@ class CopyStream:
         self._last = trip.done
         if self._clock is not None:
             self._under_way.append(trip)
+
+    def on(self) -> contextlib.AbstractContextManager[object]:
+        """Inside of it, this thread's work is queued on this stream."""
+        return self.accelerator.on(self._stream)
 
     def event(self) -> DeviceEvent:
         return self.accelerator.record(timed=self._clock is not None)

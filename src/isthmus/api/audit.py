@@ -114,9 +114,13 @@ def audit_run(
             others = idle.of(folder.fleet(), plan)
         if others is not None or len(periods) > 1:
             check_any_cut(prepared, plan)
-        again = _own_cut(prepared, plan, folder.fleet()) if others is None else _other_cut(prepared, plan, others)
-        where = "the beginning" if checkpoint is None else f"the checkpoint of step {after}"
-        note(f"computing {_steps(after, last)} again from {where}, on {', '.join(again.plan.used)}")
+        where = dict(period[last].accelerators)
+        if others is None:
+            again = _own_cut(prepared, plan, folder.fleet(), where)
+        else:
+            again = _other_cut(prepared, plan, others, where)
+        begins = "the beginning" if checkpoint is None else f"the checkpoint of step {after}"
+        note(f"computing {_steps(after, last)} again from {begins}, on {', '.join(again.plan.used)}")
         found = _judged(found, period, _computed(again, checkpoint, key, last, stop or Stop(), idle))
         if not found.holds:
             break
@@ -156,7 +160,7 @@ def _computed(
     again: _Again, checkpoint: Path | None, key: bytes, until: int, stop: Stop, idle: IdleDevices | None
 ) -> dict[int, Reports]:
     """What should have been reported of each step until this one."""
-    backend: Backend = LocalBackend(places=local_places("cpu", again.fleet.names))
+    backend: Backend = LocalBackend(places=local_places(again.accelerators, again.fleet.names))
     prepared, holders = again.prepared, None
     if idle is not None:
         backend, holders = idle
@@ -214,19 +218,21 @@ class _Again(NamedTuple):
     prepared: Prepared
     plan: Plan
     fleet: Fleet
+    accelerators: dict[str, str]
+    """Where devices of this machine compute, if not on the CPU."""
     expected: Callable[[Fingerprinted], Reports]
     """What the run's workers should have reported, of what those of this plan did."""
 
 
-def _own_cut(prepared: Prepared, plan: Plan, fleet: Fleet) -> _Again:
+def _own_cut(prepared: Prepared, plan: Plan, fleet: Fleet, accelerators: dict[str, str]) -> _Again:
     def expected(one: Fingerprinted) -> Reports:
         by_stage = {stage: _by_node(one.workers.get(worker, {})) for stage, worker in enumerate(plan.worker_ids)}
         return {s: {node: fold(one.key, of) for node, of in nodes.items()} for s, nodes in by_stage.items()}
 
-    return _Again(prepared, plan, fleet, expected)
+    return _Again(prepared, plan, fleet, accelerators, expected)
 
 
-def _other_cut(prepared: Prepared, plan: Plan, fleet: Fleet) -> _Again:
+def _other_cut(prepared: Prepared, plan: Plan, fleet: Fleet, accelerators: Mapping[str, str]) -> _Again:
     job = msgspec.structs.replace(
         prepared.job,
         planner="even",
@@ -252,7 +258,15 @@ def _other_cut(prepared: Prepared, plan: Plan, fleet: Fleet) -> _Again:
                 leaves.setdefault(node, {}).update(of)
         return {stage: _of_stage(pair, pairs, leaves, one.key) for stage, pair in enumerate(pairs)}
 
-    return _Again(other, made, fleet, expected)
+    return _Again(other, made, fleet, _alike(plan, fleet, accelerators), expected)
+
+
+def _alike(plan: Plan, fleet: Fleet, accelerators: Mapping[str, str]) -> dict[str, str]:
+    """All devices of another fleet where those of the plan computed. UserError where these did in several places."""
+    places = {accelerators.get(name, "cpu") for name in plan.used}
+    if len(places) > 1:
+        raise UserError(f"audit: the run's devices compute on {' and '.join(sorted(places))}: expected no --fleet")
+    return dict.fromkeys(fleet.names, places.pop())
 
 
 def _of_stage(pair: StagePair, pairs: tuple[StagePair, ...], leaves: Leaves, key: bytes) -> dict[str, str]:

@@ -28,7 +28,7 @@ from isthmus.job.served import Served, prepare_served
 from isthmus.planners.generation import Chain, Objective, ServingProblem, chain_of_plan, plan_chain
 from isthmus.protocol.generation import Prompt, Sampling
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, RunRequest, Session
-from isthmus.runtime.coordinator.generation_host import GenerationHost, ServingSettings, ServingStatistics
+from isthmus.runtime.coordinator.generation_host import GenerationHost, HostAnswer, ServingSettings, ServingStatistics
 from isthmus.units import format_duration
 
 INCOMPLETE = "\ufffd"
@@ -66,10 +66,6 @@ class Piece(NamedTuple):
     last: bool
 
 
-_HostAnswer = tuple[int | None, bool, str]
-"""A token and whether it is the last, or None and why there is none."""
-
-
 class _Answer:
     """A request's tokens as text."""
 
@@ -79,11 +75,12 @@ class _Answer:
         self._given = ""
         self.over = False
 
-    def piece(self, given: _HostAnswer) -> Piece:
-        """PeerError for the last one, where there is no further token."""
-        token, self.over, reason = given
-        if token is None:
-            raise PeerError(reason)
+    def piece(self, given: HostAnswer) -> Piece:
+        """UserError or PeerError where there is no further token."""
+        if isinstance(given, Exception):
+            self.over = True
+            raise given
+        token, self.over = given
         self._made.append(token)
         text = "" if self._tokenizer is None else self._tokenizer.text(self._made)
         whole = text if self.over else text.rstrip(INCOMPLETE)
@@ -143,19 +140,19 @@ class ModelService:
         return self._tokenizer
 
     def stream(self, tokens: Sequence[int], sampling: Sampling) -> Generator[Piece]:
-        """The answer's tokens as they come. PeerError when there are no further ones. An answer that is not read to its
-        end is cancelled."""
-        found: queue.SimpleQueue[_HostAnswer] = queue.SimpleQueue()
+        """The answer's tokens as they come. PeerError when there are no further ones, UserError where that is the
+        request's fault. An answer that is not read to its end is cancelled."""
+        found: queue.SimpleQueue[HostAnswer] = queue.SimpleQueue()
         with self._asked(tokens, sampling, found.put) as answer:
             while not answer.over:
                 yield answer.piece(found.get())
 
     async def pieces(self, tokens: Sequence[int], sampling: Sampling) -> AsyncGenerator[Piece]:
         """As `stream`, without a thread that waits."""
-        found: asyncio.Queue[_HostAnswer] = asyncio.Queue()
+        found: asyncio.Queue[HostAnswer] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def put(given: _HostAnswer) -> None:
+        def put(given: HostAnswer) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
                 loop.call_soon_threadsafe(found.put_nowait, given)
 
@@ -165,13 +162,13 @@ class ModelService:
 
     @contextlib.contextmanager
     def _asked(
-        self, tokens: Sequence[int], sampling: Sampling, put: Callable[[_HostAnswer], None]
+        self, tokens: Sequence[int], sampling: Sampling, put: Callable[[HostAnswer], None]
     ) -> Generator[_Answer]:
         """`put` gets what the host says, in the host's thread."""
         sampling = msgspec.structs.replace(sampling, stop=(*sampling.stop, *self.ends))
         prompt = Prompt(number=0, tokens=tuple(tokens), sampling=sampling)
         answer = _Answer(self._tokenizer)
-        number = self._host.submit(prompt, lambda *given: put(given))
+        number = self._host.submit(prompt, put)
         try:
             yield answer
         finally:
@@ -188,10 +185,16 @@ class ModelService:
 
 
 @contextlib.contextmanager
-def served_run(run: str | Path, choices: ServingChoices, note: Callable[[str], None]) -> Generator[ModelService]:
+def served_run(
+    run: str | Path,
+    choices: ServingChoices,
+    note: Callable[[str], None],
+    prompts: Sequence[str | tuple[int, ...]] = (),
+) -> Generator[ModelService]:
     """The model of a run's newest checkpoint, served while the block lasts: by a process for each device, or by devices
-    that joined, once all of the chain are there. UserError for a run that is not there, has no checkpoint or has a
-    model that cannot be served; PeerError when too few devices come."""
+    that joined, once all of the chain are there. UserError, before a device begins, for a run that is not there, has no
+    checkpoint or has a model that cannot be served, and where the model cannot take one of the prompts; PeerError when
+    too few devices come."""
     folder = RunFolder.existing(Path(run))
     folder.check_kind(federated=False)
     job, fleet = folder.job(), folder.fleet()
@@ -213,6 +216,9 @@ def served_run(run: str | Path, choices: ServingChoices, note: Callable[[str], N
         emulate=choices.joined is None and job.runtime.emulate,
     )
     host = GenerationHost(served, chain, fleet, settings, lambda left: plan_chain(problem(left), again), note)
+    service = ModelService(host, served, tokenizer_of(folder), job.model.name)
+    for prompt in prompts:
+        service.tokens(prompt)
     note(chain_text(chain))
     call = RunRequest(
         run=settings.run,
@@ -234,7 +240,7 @@ def served_run(run: str | Path, choices: ServingChoices, note: Callable[[str], N
             host.ready.wait()
             if failures:
                 raise failures[0]
-            yield ModelService(host, served, tokenizer_of(folder), job.model.name)
+            yield service
         finally:
             host.stop()
             thread.join()
@@ -291,6 +297,8 @@ class Generated(NamedTuple):
     prompt: str | tuple[int, ...]
     text: str
     tokens: tuple[int, ...]
+    failure: UserError | PeerError | None = None
+    """Why it has no further tokens."""
 
     def shown(self) -> str:
         """For a terminal: with a prompt that is text in front, or as ids."""
@@ -308,8 +316,18 @@ class Generation(NamedTuple):
 
     def document(self) -> dict[str, object]:
         """As JSON has it."""
-        answers = [{"prompt": a.prompt, "text": a.text, "tokens": a.tokens} for a in self.answers]
+        answers = [
+            {"prompt": a.prompt, "text": a.text, "tokens": a.tokens, "failure": a.failure and str(a.failure)}
+            for a in self.answers
+        ]
         return {"answers": answers, "tokens_per_s": self.tokens_per_s, **msgspec.structs.asdict(self.statistics)}
+
+    def check(self) -> None:
+        """Raise the first failure, where an answer has one."""
+        for number, answer in enumerate(self.answers, 1):
+            if (failure := answer.failure) is not None:
+                of = f"prompt {number} of {len(self.answers)}: " if len(self.answers) > 1 else ""
+                raise type(failure)(f"{of}{failure}")
 
 
 def sampling_of(**options: object) -> Sampling:
@@ -343,19 +361,22 @@ def generate(
     sampling: Sampling,
     on_piece: Callable[[Piece], None] = lambda _: None,
 ) -> Generation:
-    """Answer all prompts side by side. `on_piece` gets each token, in a thread for each prompt. UserError
-    for a prompt that the model cannot take, PeerError when devices are lost."""
+    """Answer all prompts side by side; an answer that fails says why, and the others go on. `on_piece` gets each token,
+    in a thread for each prompt. UserError for a prompt that the model cannot take."""
     tokens = [service.tokens(prompt) for prompt in prompts]
     found: list[list[Piece]] = [[] for _ in prompts]
-    failures: list[Exception] = []
+    failures: dict[int, UserError | PeerError] = {}
+    broken: list[Exception] = []
 
     def read(number: int) -> None:
         try:
             for piece in service.stream(tokens[number], sampling):
                 found[number].append(piece)
                 on_piece(piece)
+        except (UserError, PeerError) as e:
+            failures[number] = e
         except Exception as e:  # of any kind: the caller's thread raises it
-            failures.append(e)
+            broken.append(e)
 
     began_s = time.monotonic()
     threads = [threading.Thread(target=read, args=(number,), daemon=True) for number in range(len(prompts))]
@@ -363,11 +384,11 @@ def generate(
         thread.start()
     for thread in threads:
         thread.join()
-    if failures:
-        raise failures[0]
+    if broken:
+        raise broken[0]
     elapsed_s = time.monotonic() - began_s
     answers = [
-        Generated(prompt, "".join(piece.text for piece in one), tuple(piece.token for piece in one))
-        for prompt, one in zip(prompts, found, strict=True)
+        Generated(prompt, "".join(p.text for p in one), tuple(p.token for p in one), failures.get(number))
+        for number, (prompt, one) in enumerate(zip(prompts, found, strict=True))
     ]
     return Generation(answers, sum(len(one) for one in found) / elapsed_s, service.statistics)

@@ -82,7 +82,7 @@ def generate(
     """
     prompts, sampling = api.generation.prompts_of(prompt or (), tokens or ()), how.sampling
     streams = len(prompts) == 1 and bool(prompt) and not json
-    with api.generation.served_run(run, where.choices, log) as service:
+    with api.generation.served_run(run, where.choices, log, prompts) as service:
         if streams:
             typer.echo(prompts[0], nl=False)
             try:
@@ -95,6 +95,7 @@ def generate(
         print_json(found.document())
     elif not streams:
         typer.echo("\n".join(answer.shown() for answer in found.answers))
+    found.check()
     log(f"{found.tokens_per_s:.3g} tokens/s")
 
 
@@ -111,5 +112,6 @@ def serve_model(
     /v1/completions, /v1/chat/completions where the tokenizer has a template, /v1/models; with streaming.
     """
     server = importlib.import_module("isthmus.endpoint.server")
-    with api.generation.served_run(run, where.choices, log) as service:
-        server.serve(service, host, port, typer.echo)
+    listener = server.listen(host, port)  # before devices begin
+    with listener.socket, api.generation.served_run(run, where.choices, log) as service:
+        server.serve(service, listener, typer.echo)

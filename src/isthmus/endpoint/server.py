@@ -32,7 +32,7 @@ from isthmus.endpoint.documents import (
 )
 from isthmus.endpoint.text_stream import TextPiece, text_stream
 from isthmus.errors import IsthmusError, PeerError, UserError
-from isthmus.listening import own_hosts, private_listener
+from isthmus.listening import PrivateListener, own_hosts, private_listener
 from isthmus.protocol.generation import Sampling
 
 MOST_BYTES = 1 << 22
@@ -151,7 +151,7 @@ async def _events(answer: Answer, streams: Sequence[AsyncGenerator[TextPiece]]) 
                     if piece.text or piece.finish:
                         yield _event(answer.chunk(number, piece.text, piece.finish))
     except IsthmusError as e:
-        yield _event(refusal(str(e), "server_error"))
+        yield _event(_said(e)[0])
         return
     yield b"data: [DONE]\n\n"
 
@@ -178,9 +178,14 @@ async def _document_of(request: Request, kind: type[Wanted]) -> Wanted:
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    if isinstance(error, PeerError):
-        return _document(refusal(str(error), "server_error"), 503)
-    return _document(refusal(str(error), "invalid_request_error"), 400)
+    return _document(*_said(error))
+
+
+def _said(error: Exception) -> tuple[dict[str, object], int]:
+    """The document and the status."""
+    if isinstance(error, UserError):
+        return refusal(str(error), "invalid_request_error"), 400
+    return refusal(str(error), "server_error"), 503
 
 
 def application(service: ModelService, *, port: int, key: str = "") -> Starlette:
@@ -195,12 +200,15 @@ def application(service: ModelService, *, port: int, key: str = "") -> Starlette
     return Starlette(routes=routes, middleware=[guard], exception_handlers={IsthmusError: _refused})
 
 
-def serve(service: ModelService, host: str, port: int, log: Callable[[str], None]) -> None:
-    """Until Ctrl-C or SIGTERM, or until no device is left. `log` gets the address, and the key where one is needed.
-    UserError where nothing can listen there."""
-    listener, key, address = private_listener(host, port, "serve-model")
-    log(f"{address}/v1{f' key {key}' if key else ''}")
-    _until_ended(service, listener, key)
+def listen(host: str, port: int) -> PrivateListener:
+    """UserError for an address that cannot be bound."""
+    return private_listener(host, port, "serve-model")
+
+
+def serve(service: ModelService, at: PrivateListener, log: Callable[[str], None]) -> None:
+    """Until Ctrl-C or SIGTERM, or until no device is left. `log` gets the address, and the key where one is needed."""
+    log(f"{at.address}/v1{f' key {at.secret}' if at.secret else ''}")
+    _until_ended(service, at.socket, at.secret)
 
 
 class _Server(uvicorn.Server):

@@ -116,6 +116,8 @@ class PromptFailed(Body, frozen=True, kw_only=True):
 
     prompt: int
     reason: str
+    of_request: bool = False
+    """The request asks for what cannot be; else nothing can be chosen for any request."""
 
 
 HostEvent = ServerArrived | ServerLost | ChainPlanned | NoChain | PromptSubmitted | PromptCancelled | ServingStopped
@@ -166,6 +168,8 @@ class RefusePrompt(msgspec.Struct, frozen=True):
 
     number: int
     reason: str
+    of_request: bool = False
+    """The fault is the request's own."""
 
 
 class ReportLoss(msgspec.Struct, frozen=True):
@@ -286,8 +290,8 @@ class GenerationMachine(Machine[GenerationPhase, GenerationEvent, GenerationInst
                 return self._again(device, reason)
             case FromDevice(body=TokenGenerated() as made):
                 return self._generated(made)
-            case FromDevice(body=PromptFailed(prompt=number, reason=reason)):
-                return [RefusePrompt(number, reason), *self._cancel(number)]
+            case FromDevice(body=PromptFailed(prompt=number, reason=reason, of_request=of_request)):
+                return [RefusePrompt(number, reason, of_request), *self._cancel(number)]
             case _:
                 raise AssertionError("all events are above")
 

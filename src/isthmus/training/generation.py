@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_device
-from isthmus.errors import InternalError, UserError
+from isthmus.errors import Diverged, InternalError, UserError
 from isthmus.graph.opgraph import Ref
 from isthmus.graph.partition import StageGraph
 from isthmus.graph.serving import ATTENTION, POSITIONS
@@ -128,10 +128,10 @@ class TokenChooser:
                 torch.multinomial(torch.ones(1, vocabulary), 1, generator=self._generator)
 
     def choose(self, logits: Tensor) -> tuple[int, bool]:
-        """The next token of [1, vocabulary] float32 logits, and whether it is the last one. UserError where they are
-        not finite, or not after division by the temperature."""
+        """The next token of [1, vocabulary] float32 logits, and whether it is the last one. Diverged where they are
+        not finite, UserError where they are not after division by the temperature."""
         if not bool(torch.isfinite(logits).all()):
-            raise UserError("the model's logits are not finite")
+            raise Diverged("the model's logits are not finite")
         token = self._drawn(logits.cpu()) if self._sampling.temperature else int(logits.argmax(dim=-1))
         self.made += 1
         return token, token in self._sampling.stop or self.made >= self._sampling.max_tokens

@@ -173,6 +173,11 @@ class LocalBackend(msgspec.Struct, frozen=True, kw_only=True):
     """Kept from run to run; None: each run makes its own."""
 
     @property
+    def accelerators(self) -> Mapping[str, str]:
+        """Where devices compute that do not on the CPU."""
+        return {name: place.accelerator for name, place in self.places.items() if place.accelerator != "cpu"}
+
+    @property
     def survives_coordinator(self) -> bool:
         return False
 

@@ -6,7 +6,7 @@ A plan that begins after so many steps voids what was said of later ones: they a
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,6 +27,8 @@ class FingerprintLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     plan: Plan | None = None
     key: bytes = b""
     """Of the digests under this plan."""
+    accelerators: dict[str, str] = {}
+    """Where devices of this machine compute under this plan, if not on the CPU."""
     worker: str = ""
     digests: dict[str, str] = {}
 
@@ -36,14 +38,19 @@ class Fingerprinted(msgspec.Struct, frozen=True, kw_only=True):
 
     plan: Plan
     key: bytes
+    accelerators: dict[str, str]
+    """By device; those that are not here compute on CPUs."""
     workers: dict[str, dict[str, str]]
     """By worker, its digests."""
 
 
 class FingerprintLog:
-    def __init__(self, folder: Path, settings: Fingerprinting | None, steps: int) -> None:
-        """None: nothing is kept. `steps`: of the run."""
+    def __init__(
+        self, folder: Path, settings: Fingerprinting | None, steps: int, accelerators: Mapping[str, str] = {}
+    ) -> None:
+        """None: nothing is kept. `steps`: of the run. `accelerators`: where devices compute, if not on the CPU."""
         self.settings = settings
+        self._accelerators = dict(accelerators)
         self._steps = steps
         self._file = _file(folder)
         self._workers = 0
@@ -53,7 +60,9 @@ class FingerprintLog:
     def begin(self, step: int, plan: Plan) -> None:
         self._workers, self._last = len(plan.worker_ids), {}
         if self.settings is not None:
-            self._file.add(FingerprintLine(step=step, plan=plan, key=self.settings.key))
+            self._file.add(
+                FingerprintLine(step=step, plan=plan, key=self.settings.key, accelerators=self._accelerators)
+            )
 
     def add(self, worker: str, found: Sequence[StepFingerprint]) -> None:
         """What no honest device reports is ignored: steps out of order, unknown nodes."""
@@ -80,13 +89,14 @@ def chosen_fingerprints(job: Job) -> Fingerprinting | None:
 def read_fingerprints(folder: Path) -> dict[int, Fingerprinted]:
     """By steps done; nothing where none were kept."""
     found: dict[int, Fingerprinted] = {}
-    plan, key = None, b""
+    plan, key, accelerators = None, b"", dict[str, str]()
     for line in _file(folder).lines():
         if line.plan is not None:
-            plan, key = line.plan, line.key
+            plan, key, accelerators = line.plan, line.key, line.accelerators
             found = {step: one for step, one in found.items() if step <= line.step}
         elif plan is not None and line.worker in plan.worker_ids:
-            one = found.setdefault(line.step, Fingerprinted(plan=plan, key=key, workers={}))
+            new = Fingerprinted(plan=plan, key=key, accelerators=accelerators, workers={})
+            one = found.setdefault(line.step, new)
             if one.key == key:  # a checkpoint of the step at which this plan began is of the one before
                 one.workers[line.worker] = {**line.digests, **one.workers.get(line.worker, {})}
     return found

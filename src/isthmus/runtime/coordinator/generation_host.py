@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from isthmus.errors import IsthmusError, PeerError
+from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, StageGraph, assign, partition
 from isthmus.graph.serving import POSITIONS
@@ -65,8 +65,10 @@ START_S = 60.0
 """How long a device may take to start a process, on a machine that is busy."""
 GRACE_S = 0.5
 """So long a broken link waits for a better explanation: a device that is lost."""
-Answer = Callable[[int | None, bool, str], None]
-"""Takes a token and whether it is the last; or no token, and why there will be none. In the host's thread."""
+HostAnswer = tuple[int, bool] | UserError | PeerError
+"""A token and whether it is the last; or why there will be none."""
+Answer = Callable[[HostAnswer], None]
+"""Called in the host's thread."""
 
 
 class ServingSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,10 +266,10 @@ class GenerationHost:
             case DeliverToken(number=number, token=token, last=last):
                 answer = self._answers.pop(number, None) if last else self._answers.get(number)
                 if answer is not None:
-                    answer(token, last, "")
-            case RefusePrompt(number=number, reason=reason):
+                    answer((token, last))
+            case RefusePrompt(number=number, reason=reason, of_request=of_request):
                 if (answer := self._answers.pop(number, None)) is not None:
-                    answer(None, True, reason)
+                    answer(UserError(reason) if of_request else PeerError(reason))
             case ReportLoss(text=text):
                 self._note(text)
             case EndServing(reason=reason):
@@ -346,7 +348,7 @@ class GenerationHost:
     def _refuse_all(self, reason: str) -> None:
         for number in list(self._answers):
             if (answer := self._answers.pop(number, None)) is not None:
-                answer(None, True, reason)
+                answer(PeerError(reason))
 
 
 def _guard(device: str, message: AnyMessage) -> None:

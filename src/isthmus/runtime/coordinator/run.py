@@ -145,7 +145,10 @@ class RunController:
         """Since when by the monotonic clock."""
         self._holders = options.holders
         self._fingerprints = FingerprintLog(
-            folder, options.fingerprints or chosen_fingerprints(self.job), self.job.training.steps
+            folder,
+            options.fingerprints or chosen_fingerprints(self.job),
+            self.job.training.steps,
+            options.backend.accelerators if isinstance(options.backend, LocalBackend) else {},
         )
         self._values = ParameterStore(prepared, self.now.written, options.weights)
         self._ledger = opened_ledger(folder, self.now.protection.noise, counted_samples(prepared))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal
 
@@ -79,6 +80,10 @@ class LinkCopyStreams:
         trip.done.synchronize()
         self.down.tell()
         return PackedMessage(message, [bytes_of(buffer) for buffer in buffers], trip.release)
+
+    def landing(self) -> AbstractContextManager[object]:
+        """Inside of it, the receiving thread's work is queued behind what landed."""
+        return self.up.on()
 
     def land(self, cargo: CopyLabel, headers: Sequence[TensorHeader], fill: Fill) -> list[Tensor]:
         """Tensors on the accelerator, for who waits for `landed`."""

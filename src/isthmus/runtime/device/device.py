@@ -344,7 +344,7 @@ class DeviceWorker:
         if released is not None:
             private = Privatizer(released, keeps=not assignment.frozen, accelerator=self._accelerator)
         tells = assignment.discloses and released is None
-        fingerprints = Fingerprinter(assignment.fingerprints if tells else None)
+        fingerprints = Fingerprinter(assignment.fingerprints if tells else None, self._accelerator)
         engine = self._engine(assignment, values, fingerprints)
         try:
             self._notes = compile_stage(
@@ -384,9 +384,13 @@ class DeviceWorker:
         self._handle(StageStarted(epoch=assignment.epoch))
 
     def _engine(self, assignment: Assignment, values: Mapping[str, Tensor], fingerprints: Fingerprinter) -> Engine:
-        if fingerprints.on and self._accelerator.asynchronous:
-            raise UserError(f"runtime.fingerprints: got true, and {self._accelerator.device}: expected CPUs")
         train, evaluation, config = assignment.train, assignment.evaluation, assignment.engine
+        if fingerprints.on and self._accelerator.asynchronous:
+            here = self._accelerator.device
+            if self._site.identity is not None:  # an audit could not tell which hardware to compute on again
+                raise UserError(f"runtime.fingerprints: got true, and {here} of a device that joined: expected CPUs")
+            if not config.kernels.deterministic:
+                raise UserError(f"runtime.fingerprints: got true on {here}: expected runtime.deterministic = true")
         if note := config.kernels.use(self._accelerator):
             print(f"device {self._site.device}: {note}", file=sys.stderr, flush=True)
         if assignment.view.splits and self._site.island is None and not assignment.frozen:

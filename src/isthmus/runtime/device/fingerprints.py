@@ -1,7 +1,8 @@
 """Fingerprints of a stage's steps, hashed in a thread of its own while the stage goes on.
 
-A tensor that is handed over must not change any more: it is read later. Nothing waits but a checkpoint, with which the
-fingerprints of all steps before it are reported.
+A tensor on the host must not change before it is read. Clipping, which is in place, waits for that: usually no longer
+than for the norms of other stages. So does a checkpoint: the fingerprints of all steps before it are reported with it.
+Of a tensor on an accelerator a copy is on its way to the host once it is handed over.
 """
 
 from __future__ import annotations
@@ -13,25 +14,28 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
+from isthmus.accelerators import HOST, Accelerator
+from isthmus.accelerators.copies import PendingRead
 from isthmus.protocol.fingerprints import GRADIENTS, STATE, SUMMANDS, StepFingerprint
 from isthmus.protocol.run_messages import Arrived
 from isthmus.protocol.work import Item
 from isthmus.runtime.messages.assignment import Fingerprinting
 from isthmus.training.digests import fold, leaf, quick_leaf
+from isthmus.training.snapshot import Snapshot
 
 Leaves = dict[str, dict[str, str]]
 """By node, the digests of its leaves."""
+Value = Tensor | PendingRead | Snapshot | float
 
 
 class Fingerprinter:
     """Any thread may hand something over; the compute lane ends items."""
 
-    def __init__(self, settings: Fingerprinting | None) -> None:
+    def __init__(self, settings: Fingerprinting | None, accelerator: Accelerator = HOST) -> None:
         """None: nothing is hashed."""
         self._settings = settings
-        self._queue: queue.SimpleQueue[tuple[Item | int, str, str, Tensor | float] | Future[None] | None] = (
-            queue.SimpleQueue()
-        )
+        self._accelerator = accelerator
+        self._queue: queue.SimpleQueue[tuple[Item | int, str, str, Value] | Future[None] | None] = queue.SimpleQueue()
         self._by_item: dict[int, Leaves] = {}
         self._by_step: dict[int, Leaves] = {}
         """Of values inside the stage: the engine knows no items."""
@@ -52,51 +56,70 @@ class Fingerprinter:
     def _message(self, body: Arrived, node: str, tensors: Mapping[str, Tensor]) -> None:
         if self.on:
             values: Mapping[str, Tensor | float] = tensors or {"number": body.number}
-            if body.parcel == "shared":  # the update changes them in place
-                values = {name: value.clone() for name, value in tensors.items()}
+            if body.parcel == "shared":
+                values = {name: self._unchanged(value) for name, value in tensors.items()}
             elif body.parcel == "norms":  # each alone: another cut has them in other stages
                 values = {f"{number}": norm for number, norm in enumerate(tensors["norms"])}
             for name, value in values.items():
-                self._queue.put((body.item, node, f"{body.micro_batch} {name}", value))
+                self._put(body.item, node, f"{body.micro_batch} {name}", value)
+
+    def _unchanged(self, value: Tensor) -> Tensor:
+        """Of what is changed in place before long."""
+        return value if self._accelerator.asynchronous else value.clone()
+
+    def _put(self, item: int, node: str, name: str, value: Tensor | float) -> None:
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            dense = value.detach().to_dense() if value.is_sparse else value.detach()
+            self._queue.put((item, node, name, PendingRead(self._accelerator, dense)))
+        else:
+            self._queue.put((item, node, name, value))
 
     def summand(self, item: int, group: int, flat: Tensor) -> None:
         """What this stage adds to a sum, which is made in place."""
         if self.on:
-            self._queue.put((item, SUMMANDS, f"{group}", flat.clone()))
+            self._put(item, SUMMANDS, f"{group}", self._unchanged(flat))
 
     def gradients(self, item: int, found: Mapping[str, Tensor]) -> None:
-        """Those that the optimizers took."""
+        """Before they are clipped: no other stage has a part in them."""
         for name, gradient in found.items():
-            self._queue.put((item, GRADIENTS, name, gradient))
+            self._put(item, GRADIENTS, name, gradient)
 
     def totals(self, item: int, owned: Sequence[str], norms: Tensor, count: float | None) -> None:
         """For an audit: what stages of another cut tell each other of these parameters, and of the loss."""
         if self._settings is not None and self._settings.leaves:
             for name, norm in zip(owned, norms, strict=False):
-                self._queue.put((item, "norms", name, norm))
+                self._put(item, "norms", name, norm)
             if count is not None:
-                self._queue.put((item, "count", "number", count))
+                self._put(item, "count", "number", count)
 
-    def state(self, item: int, saved: Mapping[str, Tensor]) -> None:
+    def state(self, item: int, saved: Snapshot) -> None:
         """What a checkpoint gets."""
         if self.on:
-            for name, value in saved.items():
-                self._queue.put((item, STATE, name, value))
+            self._queue.put((item, STATE, "", saved))
 
     def inside(self, step: int, node: str, name: str, value: Tensor) -> None:
         """A value that no message carries."""
-        self._queue.put((-1 - step, node, name, value))
+        self._put(-1 - step, node, name, value)
 
     def end(self, item: Item) -> None:
         """All that was to come of the item has been handed over."""
         if self.on:
             self._queue.put((item, "", "", 0.0))
 
-    def take(self, *, wait: bool) -> tuple[StepFingerprint, ...]:
-        """Those that are done; with `wait` all of items that have ended."""
-        if wait and self.on:
+    def before_changes(self) -> None:
+        """Wait until what was handed over may change."""
+        if not self._accelerator.asynchronous:
+            self._wait()
+
+    def _wait(self) -> None:
+        if self.on:
             self._queue.put(reached := Future[None]())
             reached.result()
+
+    def take(self, *, wait: bool) -> tuple[StepFingerprint, ...]:
+        """Those that are done; with `wait` all of items that have ended."""
+        if wait:
+            self._wait()
         return tuple(self._done.get() for _ in range(self._done.qsize()))
 
     def close(self) -> None:
@@ -115,11 +138,17 @@ class Fingerprinter:
             except Exception as e:  # of any kind: who waits must learn of it
                 failure = e
 
-    def _take_in(self, settings: Fingerprinting, of: Item | int, node: str, name: str, value: Tensor | float) -> None:
+    def _take_in(self, settings: Fingerprinting, of: Item | int, node: str, name: str, value: Value) -> None:
         if isinstance(of, Item):
             self._end(of, settings)
             return
         leaves = self._by_item.setdefault(of, {}) if of >= 0 else self._by_step.setdefault(-1 - of, {})
+        if isinstance(value, Snapshot):
+            value.wait()
+            leaves[node] = {part: leaf(settings.key, tensor) for part, tensor in value.tensors().items()}
+            return
+        if isinstance(value, PendingRead):
+            value = value.values()
         if node == GRADIENTS and isinstance(value, Tensor):
             digest = quick_leaf(settings.key, value)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -266,8 +267,9 @@ class StageLinks:
             self._snapshot_copies.accept(body, tensors)
             return
         self._keep(body, tensors)
-        if isinstance(body, Arrived):
-            self._fingerprints.received(body, {h.name: t for h, t in zip(message.tensors, tensors, strict=True)})
+        if isinstance(body, Arrived) and self._fingerprints.on:
+            with self._ways[stage].landing() if stage in self._ways else contextlib.nullcontext():
+                self._fingerprints.received(body, {h.name: t for h, t in zip(message.tensors, tensors, strict=True)})
         name, micro_batch = _called(body)
         self._spans(
             Span(

@@ -269,7 +269,7 @@ class StageRunner:
             case Save(item=item):
                 state, wanted = self._whole_state(), self.assignment.saves
                 self._state = self.copied({k: v for k, v in state.items() if wanted is None or k in wanted})
-                self.fingerprints.state(item, self._state.tensors())
+                self.fingerprints.state(item, self._state)
                 self._finite.saved(state)
                 return Saved(item=item)
             case KeepSnapshot(item=item):
@@ -431,7 +431,9 @@ class StageRunner:
             if not (view.groups and view.averages == "gradients"):
                 self._gather(item)
             self._norms = self.engine.collect(self._count)
-            self.fingerprints.totals(item, self.engine.owned, self._norms, self._count)
+            if self.fingerprints.on:
+                self.fingerprints.totals(item, self.engine.owned, self._norms, self._count)
+                self.fingerprints.gradients(item, self.engine.gradients())
             self._all_finite = self._finite.collected(self._norms)
         return self._all_finite
 
@@ -439,20 +441,15 @@ class StageRunner:
         with self._tasklets.tasklet("update", item):
             norms = self._agreed_norms(item) if self.assignment.view.agrees else None
             given = self.engine.gradients() if self._donor is not None and not skip else {}
-            hashed = self._unclipped() if self.fingerprints.on else {}
             self._hold()
             if skip:
                 self.engine.skip_update()
             else:
+                if self.assignment.engine.clip_norm > 0:  # in place, by norms of all stages
+                    self.fingerprints.before_changes()
                 self.engine.update(self._items[item].step, norms)
             self._steps = self._items[item].step + 1
             self._send_state(given)
-            self.fingerprints.gradients(item, hashed)
-
-    def _unclipped(self) -> Mapping[str, Tensor]:
-        """Gradients as no other stage has a part in them: they are clipped in place, by all norms."""
-        clips, found = self.assignment.engine.clip_norm > 0, self.engine.gradients()
-        return {name: g.clone() for name, g in found.items()} if clips else found
 
     def _agreed_norms(self, item: int) -> Tensor:
         """Those of all parameters of the model, in its own order."""

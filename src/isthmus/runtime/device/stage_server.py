@@ -20,7 +20,7 @@ from torch import Tensor
 
 from isthmus.accelerators import Accelerator
 from isthmus.accelerators.copies import to_host
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import Diverged, PeerError, UserError
 from isthmus.graph.opgraph import Ref
 from isthmus.protocol.generation import PromptFailed, StageLoaded, StageReport, StageUnable, TokenGenerated
 from isthmus.runtime.device.coordinator_link import CoordinatorLink, in_one_line
@@ -257,8 +257,11 @@ class _Serving:
         place, end = chooser.made, step.start + step.count
         try:
             token, last = chooser.choose(logits)
-        except UserError as e:
-            self._report(PromptFailed(epoch=self.order.epoch, prompt=step.prompt, reason=str(e)))
+        except (Diverged, UserError) as e:
+            failed = PromptFailed(
+                epoch=self.order.epoch, prompt=step.prompt, reason=str(e), of_request=isinstance(e, UserError)
+            )
+            self._report(failed)
             return
         last = last or end + 1 >= new.capacity
         made = TokenGenerated(epoch=self.order.epoch, prompt=step.prompt, place=place, token=token, last=last)
