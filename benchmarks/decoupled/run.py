@@ -159,19 +159,44 @@ def _show(report: Report) -> None:
             disturbed = statistics.fmean(one.disturbed for one in found)
             table.add_row(mode, f"{100 * undisturbed:.1f} %", f"{100 * disturbed:.1f} %")
     console.print(table)
-    table = Table("mode", "goodput", "loss", "time", title="real runs, two devices stopped for ten seconds each")
-    for mode in ("decoupled", *WAITING):
-        runs = [run for name, run in report.reals.items() if name.rpartition(" ")[0] == mode]
-        if runs:
-            goodput, loss = statistics.fmean(r.goodput for r in runs), statistics.fmean(r.loss for r in runs)
-            seconds = statistics.fmean(r.seconds for r in runs)
-            table.add_row(mode, f"{100 * goodput:.1f} %", f"{loss:.4f}", f"{seconds:.1f} s")
-    console.print(table)
+    console.print(_reals_table(report.reals))
     for name, stop in report.stops.items():
         console.print(
             f"{name} stopped for a minute: the others' steps {100 * stop.cost:+.2f} %; merged again after "
             f"{stop.back_after_s:.1f} s; replay with the same bits: {stop.same_bits}"
         )
+
+
+def _reals_table(reals: dict[str, RealRun]) -> Table:
+    table = Table(
+        "mode",
+        "runs",
+        "goodput",
+        "time",
+        "held-out loss",
+        f"above {BASE}",
+        "training loss when decoupled ends",
+        "cores busy",
+        title="real runs, two devices stopped for some seconds each",
+    )
+    for mode in ("decoupled", *WAITING):
+        runs = {seed: reals[f"{mode} {seed}"] for seed in SEEDS if f"{mode} {seed}" in reals}
+        if not runs:
+            continue
+        gaps = [run.loss / reals[f"{BASE} {s}"].loss - 1 for s, run in runs.items() if f"{BASE} {s}" in reals]
+        ends = [run.trained_at(reals[f"decoupled {s}"].seconds) for s, run in runs.items() if f"decoupled {s}" in reals]
+        known = [loss for loss in ends if loss is not None]
+        table.add_row(
+            mode,
+            str(len(runs)),
+            f"{100 * statistics.fmean(r.goodput for r in runs.values()):.1f} %",
+            f"{statistics.fmean(r.seconds for r in runs.values()):.1f} s",
+            f"{statistics.fmean(r.loss for r in runs.values()):.4f}",
+            f"{100 * statistics.fmean(gaps):+.2f} % ({100 * min(gaps):+.2f} .. {100 * max(gaps):+.2f})" if gaps else "",
+            f"{statistics.fmean(known):.3f}" if known else "",
+            f"{100 * statistics.fmean(r.busy for r in runs.values()):.0f} %",
+        )
+    return table
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import isthmus
-from isthmus.api.decoupled import step_times
+from isthmus.api.decoupled import overruns, step_times
 from isthmus.api.decoupled_simulation import simulate_decoupled
+from isthmus.api.job_queue import submit_job
 from isthmus.cost import PlanLayout, SyncPolicy, build_replicas
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
@@ -19,6 +20,7 @@ from isthmus.job import Job, RuntimeConfig, fleet_of, prepare
 from isthmus.models import build_model
 from isthmus.runtime.decoupled.record import merges_file, replay
 from isthmus.runtime.decoupled.run import check_decoupled
+from isthmus.runtime.decoupled.trainer import heldout_loss
 from isthmus.simulator import Fault
 from isthmus.training.decoupled import fragments_of
 
@@ -64,9 +66,20 @@ def test_a_job_leaves_the_merged_model_and_a_record_that_gives_its_bits(job: Job
     assert run.load(module) == 40
     merges = [line.merge for line in merges_file(run.path).lines()]
     names = resolve_fleet(job.fleet).names
+    heldout = load_dataset(job.data, "heldout")
+    assert run.heldout[-1].loss == heldout_loss(module, heldout, 64, job.training.batch_size)
     again, expected = build_model(job.model), replay(job, load_dataset(job.data, "train"), names, merges)
     expected.fill(fragments_of(again, 2))
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+
+
+def test_a_host_that_cannot_keep_up_is_named_but_not_a_device_that_was_stopped() -> None:
+    step_s = {"a-0": 0.1, "b-0": 0.2, "c-0": 0.1}
+    ended_s = {"a-0": [0.3, 0.6, 0.9, 1.0], "b-0": [0.2, 0.4, 9.4, 9.6], "c-0": [0.1]}
+    assert overruns(ended_s, step_s) == [
+        "warning: this host could not keep up with emulated device a-0: half of its steps took 300 ms or more, "
+        "not 100 ms; use slower devices or fewer of them"
+    ]
 
 
 def test_a_job_is_simulated_with_its_faults(job: Job) -> None:
@@ -113,6 +126,18 @@ def test_what_replicas_cannot_do_is_refused(job: Job) -> None:
         with pytest.raises(UserError) as error:
             check_decoupled(wrong, fleet_of(wrong))
         assert str(error.value) == text
+
+
+def test_commands_for_other_machines_refuse_in_a_line(job: Job, tmp_path: Path) -> None:
+    refused = {
+        "serve": lambda: isthmus.serve(job, state=tmp_path / "fleet"),
+        "submit": lambda: submit_job(job, state=tmp_path / "fleet"),
+        "up": lambda: isthmus.up(job, on="local"),
+    }
+    for command, act in refused.items():
+        with pytest.raises(UserError, match=f"sync.mode: got 'decoupled' with `isthmus {command}`, expected another"):
+            act()
+    assert not (tmp_path / "fleet").exists()
 
 
 def test_settings_of_another_mode_are_refused() -> None:

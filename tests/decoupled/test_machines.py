@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from isthmus.api.replica_simulation import DecoupledSimulation, SimulatedReplicas
@@ -207,6 +209,35 @@ def test_no_contribution_is_merged_twice() -> None:
     numbers = [(f.fragment, c.replica, c.number) for _, m in run.merges for f in m.fragments for c in f.contributions]
     assert len(numbers) == len(set(numbers))
     assert run.useful_samples <= sum(made.samples for _, _, made in run.steps)
+
+
+class Compared:
+    """What replicas think that all have trained on, beside what they have."""
+
+    def __init__(self) -> None:
+        self.done = 0
+        self.found: list[tuple[int, int]] = []
+
+    def step(self, replica: str, samples: int) -> float:
+        self.found.append((samples, self.done))
+        self.done += 4
+        return 0.0
+
+    def start(self, replica: str) -> None: ...
+    def take(self, replica: str, sent: FragmentSent) -> None: ...
+    def give(self, replica: str, fragment: int, number: int) -> None: ...
+    def merge(self, merge: MergeChanges) -> None: ...
+
+
+@pytest.mark.parametrize(("step_s", "before"), [((0.4,) * 4, 0), (STEP_S, 300)])
+def test_between_merges_a_replica_counts_on_what_all_have_trained_on(step_s: tuple[float, ...], before: int) -> None:
+    """To five batches of 16, though merges are eight apart, and late: the learning rate follows it. Replicas of other
+    speeds learn them from the first two merges."""
+    compared = Compared()
+    seldom = msgspec.structs.replace(rules(samples=2000), merge_every=128)
+    models = [dataclasses.replace(model, step_s=s) for model, s in zip(replicas(), step_s, strict=True)]
+    DecoupledSimulation(seldom, models, SIZES, computing=compared).run()
+    assert max(abs(known - done) for known, done in compared.found if done >= before) <= 5 * 16
 
 
 def test_a_fault_of_a_link_is_refused() -> None:

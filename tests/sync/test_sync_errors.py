@@ -102,6 +102,11 @@ class TestAttach:
         with pytest.raises(UserError, match="unknown sync mode 'drem': did you mean 'dream'"):
             attach(model, sgd(model), mode="drem")
 
+    def test_a_mode_of_job_files_alone(self) -> None:
+        model = net()
+        with pytest.raises(UserError, match=r"sync mode: got 'decoupled', expected another: .* `isthmus train`"):
+            attach(model, sgd(model), mode="decoupled")
+
     @pytest.mark.parametrize("mode", [None, 3, ["dream"]])
     def test_mode_of_another_kind(self, mode: object) -> None:
         model = net()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -42,16 +46,26 @@ def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop)
         path = session.folder.path
         with DecoupledRun(job, fleet, path) as run:
             step_s = step_times(prepare(job), fleet)
+            emulated_s = step_s if job.runtime.emulate else {}
             watch = _Watch(job, run, session, observer)
             watch.start(fleet, stop)
             observer.note(f"run folder: {path}")
             for name, seconds in step_s.items():
                 observer.note(f"{name}: {job.training.batch_size // len(step_s)} samples in {format_duration(seconds)}")
-            outcome = run.run(step_s if job.runtime.emulate else {}, watch.merger, stop)
-            watch.end(outcome)
+            outcome = run.run(emulated_s, watch.merger, stop)
+            watch.end(outcome, emulated_s)
         if outcome.finish.outcome == "lost":
             raise PeerError(outcome.finish.reason)
         return Run(path, outcome=outcome.finish.outcome)
+
+
+def refuse_decoupled(job: Job, command: str) -> None:
+    """UserError where a command runs jobs on other machines than this one."""
+    if job.sync.mode == "decoupled":
+        raise UserError(
+            f"sync.mode: got 'decoupled' with `isthmus {command}`, expected another: replicas that never wait are "
+            "processes of one machine, which `isthmus train` starts"
+        )
 
 
 def step_times(prepared: Prepared, fleet: Fleet) -> dict[str, float]:
@@ -75,6 +89,25 @@ def step_times(prepared: Prepared, fleet: Fleet) -> dict[str, float]:
     return found
 
 
+OVERRUN = 1.25
+"""Of an emulated step's time: what is longer is worth a warning."""
+
+
+def overruns(ended_s: Mapping[str, Sequence[float]], step_s: Mapping[str, float]) -> list[str]:
+    """A line for each emulated replica half of whose steps took longer than they should. `ended_s` is when its steps
+    ended, seconds. Replicas of other speeds learn something else from the same samples."""
+    found: list[str] = []
+    for name, emulated_s in step_s.items():
+        took_s = [end - begin for begin, end in pairwise(ended_s.get(name, ()))]
+        if took_s and (half_s := statistics.median(took_s)) > OVERRUN * emulated_s:
+            found.append(
+                f"warning: this host could not keep up with emulated device {name}: half of its steps took "
+                f"{format_duration(half_s)} or more, not {format_duration(emulated_s)}; "
+                "use slower devices or fewer of them"
+            )
+    return found
+
+
 class _Watch:
     """Turns what the merger sees into lines of files, events for who observes it, and calls of the job's callbacks."""
 
@@ -86,6 +119,8 @@ class _Watch:
         self._heldout = load_dataset(job.data, "heldout") if job.evaluates else None
         self._step = self._evaluated = 0
         self._losses: list[float] = []
+        self._ended_s: defaultdict[str, list[float]] = defaultdict(list)
+        """Of each replica's steps."""
         self.merger = MergerWatch(stepped=self._stepped, merged=self._merged, note=self._noted)
 
     def start(self, fleet: Fleet, stop: Stop) -> None:
@@ -109,6 +144,7 @@ class _Watch:
         self._observer.note(text)
 
     def _stepped(self, replica: str, made: StepsMade, samples: int, seconds: float) -> None:
+        self._ended_s[replica].append(seconds)
         self._losses.append(math.nan if made.loss is None else made.loss)
         if (step := self._at(samples)) == self._step:
             return
@@ -124,7 +160,8 @@ class _Watch:
     def _merged(self, merge: MergeChanges, seconds: float) -> None:
         self._merges.add(MergeLine(seconds=seconds, merge=merge))
         step, every = self._at(merge.samples), self._job.training.eval_every
-        if self._heldout is not None and step // every > self._evaluated // every:
+        last = step == self._job.training.steps  # the merge that ends the run comes after it: `end` evaluates that
+        if self._heldout is not None and not last and step // every > self._evaluated // every:
             self._evaluate(step, self._heldout)
 
     def _evaluate(self, step: int, heldout: Dataset) -> None:
@@ -137,10 +174,10 @@ class _Watch:
         self._observer.evaluated(step, loss)
         self._callbacks.evaluation(Evaluated(step=step, loss=loss))
 
-    def end(self, outcome: DecoupledOutcome) -> None:
+    def end(self, outcome: DecoupledOutcome, emulated_s: Mapping[str, float]) -> None:
         """Save the merged model, and say what it took."""
         training, step = self._job.training, self._at(outcome.samples)
-        if self._heldout is not None and self._evaluated < step:
+        if self._heldout is not None and step:
             self._evaluate(step, self._heldout)
         weights = dict(self._run.model.named_parameters()) | dict(self._run.model.named_buffers())
         writer = CheckpointWriter(self._folder.checkpoints)
@@ -160,6 +197,8 @@ class _Watch:
             f"{outcome.plain_bytes / max(1, changes_bytes):.1f} times fewer than as float32; "
             f"{format_size(outcome.whole_bytes)} of whole fragments sent"
         )
+        for text in overruns(self._ended_s, emulated_s):
+            self._noted(text)
         self._log.ended(outcome.finish.outcome, outcome.finish.reason)
         if outcome.finish.outcome != "lost":
             ended = "interrupted" if outcome.finish.outcome == "interrupted" else "done"

@@ -101,9 +101,10 @@ class SimulatedReplicas:
 class _Replica:
     """A device, and the process on it if there is one."""
 
-    def __init__(self, model: ReplicaModel, fragments: int) -> None:
-        self.model = model
-        self.machine = DecoupledReplica(fragments)
+    def __init__(self, model: ReplicaModel, fragments: int, batch: int) -> None:
+        """`batch` is of a step of each replica."""
+        self.model, self.batch = model, batch
+        self.machine = DecoupledReplica(fragments, batch)
         self.delivery = Delivery(fragments)
         self.received: deque[ReplicaEvent] = deque()
         """Since the last step ended."""
@@ -138,7 +139,8 @@ class DecoupledSimulation:
     ) -> None:
         self._machine, self._sizes, self._computing = Merger(rules), sizes, computing
         self._clock = VirtualClock(seed)
-        self._replicas = {model.name: _Replica(model, rules.fragments) for model in replicas}
+        batch = sum(model.samples for model in replicas)
+        self._replicas = {model.name: _Replica(model, rules.fragments, batch) for model in replicas}
         self._result = SimulatedReplicas()
         self._over = False
         self._due_s: float | None = None
@@ -174,7 +176,7 @@ class DecoupledSimulation:
         if self._over or one.there:
             return
         one.there, one.life = True, one.life + 1
-        one.machine = DecoupledReplica(self._machine.rules.fragments)
+        one.machine = DecoupledReplica(self._machine.rules.fragments, one.batch)
         one.received.clear()
         one.samples, one.given, one.taken, one.steps = [0] * len(one.samples), {}, [], 0
         if self._computing is not None:

@@ -54,17 +54,46 @@ REPLICA = Transitions(
 )
 
 
+class SamplesKnown:
+    """Samples of all replicas so far, as one of them knows; the learning rate follows them. The versions that it takes
+    name them, but late, and once in a merge. From one to the next it counts on by its own steps: if the learning rate
+    stood still meanwhile, its warm-up would come too late, which short runs never make up for."""
+
+    def __init__(self, per_step: int) -> None:
+        """`per_step` of all replicas during a step of this one, until it knows better."""
+        self._per_step = float(per_step)
+        self._first = self._newest = (0, 0)
+        """Samples and own steps. Versions come late: two of them, both late, say best how many samples a step is."""
+
+    def heard(self, samples: int, steps: int) -> None:
+        """Of a version, taken after so many own steps."""
+        if samples <= self._newest[0]:
+            return
+        self._newest = samples, steps
+        before, then = self._first
+        if steps > then:
+            self._per_step = (samples - before) / (steps - then)
+        if not then:
+            self._first = self._newest
+
+    def after(self, steps: int) -> int:
+        """When so many own steps were made."""
+        samples, then = self._newest
+        return samples + round((steps - then) * self._per_step)
+
+
 class DecoupledReplica(Machine[Phase, ReplicaEvent, ReplicaInstruction]):
     """One replica's side."""
 
     transitions = REPLICA
 
-    def __init__(self, fragments: int) -> None:
+    def __init__(self, fragments: int, per_step: int) -> None:
+        """`per_step` is as of `SamplesKnown`."""
         super().__init__()
         self._missing = set(range(fragments))
         """Fragments that it has no version of yet."""
         self.steps = 0
-        self._samples = 0
+        self._known = SamplesKnown(per_step)
         self._asked: CollectChanges | None = None
 
     def _is_stale(self, event: ReplicaEvent) -> bool:
@@ -86,14 +115,15 @@ class DecoupledReplica(Machine[Phase, ReplicaEvent, ReplicaInstruction]):
         return []
 
     def _fragment(self, sent: FragmentSent) -> list[ReplicaInstruction]:
-        self._samples = max(self._samples, sent.samples)
+        ended = self._phase == "training"  # a step that is not counted yet: this came during it
+        self._known.heard(sent.samples, self.steps + ended)
         if self._phase != "joining":
             return [sent]
         self._missing.discard(sent.fragment)
         if self._missing:
             return [sent]
         self._phase = "training"
-        return [sent, Train(self._samples)]
+        return [sent, Train(self._known.after(self.steps))]
 
     def _stepped(self, ended: StepEnded) -> list[ReplicaInstruction]:
         self.steps += 1
@@ -104,7 +134,7 @@ class DecoupledReplica(Machine[Phase, ReplicaEvent, ReplicaInstruction]):
             if asked.last:
                 self._phase = "ending"
                 return out
-        return [*out, Train(self._samples)]
+        return [*out, Train(self._known.after(self.steps))]
 
     def _over(self) -> list[ReplicaInstruction]:
         self._phase = "over"

@@ -117,6 +117,11 @@ def _check_arguments(
     for name, given, kind in kinds:
         if not isinstance(given, kind):
             raise UserError(f"{name}: got {type(given).__name__}, expected {kind.__module__}.{kind.__qualname__}")
+    if mode == "decoupled":
+        raise UserError(
+            "sync mode: got 'decoupled', expected another: replicas that never wait are those of a job file, which "
+            "`isthmus train` runs; torchrun ends all workers when one ends"
+        )
     if str(mode) not in _MODES:
         raise unknown_name("sync mode", str(mode), _MODES)
     if not isinstance(period, int) or isinstance(period, bool) or not 1 <= period < 1 << 31:  # pyright: ignore[reportUnnecessaryIsInstance]

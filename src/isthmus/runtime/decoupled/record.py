@@ -13,6 +13,7 @@ from isthmus.data import Dataset
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.protocol.decoupled_events import NEVER, Contribution, FragmentSent, MergeChanges
+from isthmus.protocol.decoupled_replica import SamplesKnown
 from isthmus.run_files import LinesFile
 from isthmus.runtime.decoupled.together import ReplicasTogether
 from isthmus.training.decoupled import MergedFragments
@@ -65,7 +66,7 @@ class _Replay:
             self._acts[name] = _acts(own)
         self._samples = {merge.merge: merge.samples for merge in merges} | {0: 0}
         """Of all replicas, by version."""
-        self._known = dict.fromkeys(names, 0)
+        self._known = {name: SamplesKnown(job.training.batch_size) for name in names}
         """The same, as far as each replica knows."""
         self._included: dict[tuple[str, int], list[tuple[int, int]]] = {}
         """By replica and fragment, the versions with a contribution of it, and its number."""
@@ -87,8 +88,8 @@ class _Replay:
             self._act(replica, self._acts[replica].popleft())
 
     def _act(self, replica: str, act: _Act) -> None:
-        while self.together.trainers[replica].steps < act.steps:
-            self.together.step(replica, self._known[replica])
+        while (steps := self.together.trainers[replica].steps) < act.steps:
+            self.together.step(replica, self._known[replica].after(steps))
         if act.gives:
             self.together.give(replica, act.fragment, act.merge)
             return
@@ -103,7 +104,7 @@ class _Replay:
             samples=samples,
         )
         self.together.take(replica, sent)
-        self._known[replica] = max(self._known[replica], samples)
+        self._known[replica].heard(samples, act.steps)
 
 
 def replay(job: Job, data: Dataset, names: Sequence[str], merges: Sequence[MergeChanges]) -> MergedFragments:

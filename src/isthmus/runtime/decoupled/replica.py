@@ -128,7 +128,7 @@ class ReplicaProcess:
     """Drives the machine: its instructions are carried out in this thread, between two steps."""
 
     def __init__(self, trainer: ReplicaTrainer, place: ReplicaPlace, fragments: int) -> None:
-        self._machine = DecoupledReplica(fragments)
+        self._machine = DecoupledReplica(fragments, trainer.batch)
         self._trainer, self._place = trainer, place
         self._link = MergerLink(place)
         self._taken: list[VersionTaken] = []
@@ -144,8 +144,9 @@ class ReplicaProcess:
         """Until the run is over. The merger gets the error of training, which is then raised."""
         try:
             while not self._over:
-                self._receive(wait=self._train is None)
-                if (train := self._train) is not None:
+                if (train := self._train) is None:
+                    self._receive(wait=True)
+                else:
                     self._train = None
                     self._step(train)
         except Exception as e:
@@ -157,11 +158,10 @@ class ReplicaProcess:
             self._link.close()
 
     def _receive(self, *, wait: bool) -> None:
-        """What came since the last step; at least one message if `wait`."""
-        while wait or not self._link.received.empty():
-            event, tensors = self._link.received.get()
-            self._handle(event, tensors)
-            wait = wait and self._train is None and not self._over
+        """What came, up to the next step's beginning; if `wait`, also what is yet to come. What comes after a step's
+        learning rate is known waits for the step's end: the record could not say that it came before."""
+        while self._train is None and not self._over and (wait or not self._link.received.empty()):
+            self._handle(*self._link.received.get())
 
     def _step(self, train: Train) -> None:
         began_s = time.monotonic()

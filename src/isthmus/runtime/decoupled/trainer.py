@@ -57,6 +57,8 @@ class ReplicaTrainer:
     def __init__(self, job: Job, data: Dataset, number: int, count: int) -> None:
         self.samples = job.training.batch_size // count
         """Of a step."""
+        self.batch = self.samples * count
+        """Of a step of each replica."""
         self.steps = 0
         """That were made."""
         self._job, self._number = job, number
