@@ -202,6 +202,7 @@ class _Check:
             return parts.work > most * self._effort
 
         for part in parts.all:
+            part.aim()  # ended after little work, it would go on with a limit that is easier to prove
             while part.bound_s < reach and not part.stuck and not ended():
                 part.advance(ended)
         return max(self._single, parts.single.bound_s), max(self._several, parts.several.bound_s)

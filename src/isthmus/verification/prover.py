@@ -48,6 +48,9 @@ class BoundPart:
         self.bound_s, self.words, self.stuck = bound_s, words, True
         """`stuck`: nothing raises the bound."""
 
+    def aim(self) -> None:
+        """At the goal again, whatever was tried meanwhile."""
+
     def advance(self, ended: Callable[[], bool]) -> None:
         """Raises the bound if it can."""
 
@@ -69,6 +72,9 @@ class _Several(BoundPart):
         super().__init__(simple.bound_s, simple.words)
         self._searches, self.stuck = searches, False
         self._goal_s = self._above_s = self._next_s = goal_s
+
+    def aim(self) -> None:
+        self._next_s = self._goal_s
 
     def advance(self, ended: Callable[[], bool]) -> None:
         """The goal first. Then a limit between what is proven and what could not be; with finer intervals once these
