@@ -191,6 +191,17 @@ def test_the_gap_is_told_as_it_falls_and_a_check_proves_the_bound_again() -> Non
     assert verdict.bound.status == "proven" and not verdict.differences
 
 
+def test_a_check_that_ended_early_tries_the_stated_bound_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(gpt_graph(1), fleet_of([2e6, 2e6, 3e6], 2), micro_batches=2)
+    parts, tried = BoundParts(GraphReading(question_of(problem)), 1e12), list[float]()
+    monkeypatch.setattr(several_replicas.SeveralReplicas, "proven", lambda self, limit_s, ended: tried.append(limit_s))
+    parts.several.advance(lambda: True)
+    parts.several.advance(lambda: True)
+    parts.several.aim()
+    parts.several.advance(lambda: True)
+    assert tried[0] == tried[-1] == 1e12 and min(tried) < 1e12
+
+
 def test_a_fleet_that_is_too_small_has_no_bound() -> None:
     fleet = fleet_of([2.0, 3.0], 1, memory=[10, 10])
     problem = problem_of(random_graph(3, 4), fleet)
