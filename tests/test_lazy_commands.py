@@ -40,11 +40,17 @@ IMPORTED = """
 import json, sys
 import isthmus.api.job_overrides, isthmus.api.serve, isthmus.federated.job
 print(json.dumps(sorted(sys.modules)))
+import isthmus.api.fault_simulation, isthmus.api.job_plans, isthmus.api.pipeline
+print(json.dumps(sorted(sys.modules)))
 """
-"""What `serve` imports before it listens."""
+"""What `serve` imports before it listens; and what plans and trains, before it draws."""
 WORKED = """
 import sys, torch
 import isthmus.runtime.device.fork_server
+before = set(sys.modules)
+value = torch.ones(3, requires_grad=True)
+torch.autograd.grad([value * 2], [value], [torch.ones(3)], allow_unused=True)
+print(*sorted(set(sys.modules) - before))
 from isthmus.plans import OuterOptimizer
 from isthmus.training.optim import OptimizerConfig, Optimizers, OuterStep
 for name in ("sgd", "adamw"):
@@ -55,15 +61,13 @@ for name in ("sgd", "adamw"):
 OuterStep([torch.ones(3)], OuterOptimizer()).step([torch.ones(3)])
 print(*[name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
 """
-"""What a device imports before its first step, and with its optimizers in it."""
-DIFFERENTIATED = """
-import sys, torch
-import isthmus.runtime.device.fork_server
-before = set(sys.modules)
-value = torch.ones(3, requires_grad=True)
-torch.autograd.grad([value * 2], [value], [torch.ones(3)], allow_unused=True)
-print(*sorted(set(sys.modules) - before))
-"""
+"""What a device imports in its first backward; and before its first step, and with its optimizers in it."""
+
+
+def lines_of(code: str) -> list[str]:
+    """What a new interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout.splitlines()
 
 
 def test_what_commands_do_not_import(tmp_path: Path) -> None:
@@ -82,29 +86,16 @@ def test_what_commands_do_not_import(tmp_path: Path) -> None:
 
 
 def test_a_coordinator_listens_before_it_can_plan_capture_and_draw() -> None:
-    """It may be started again while devices wait for it."""
-    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True, timeout=120)
-    found: list[str] = json.loads(done.stdout)
-    assert "isthmus.runtime.service.fleet_coordinator" in found
+    """It may be started again while devices wait for it. And a picture is drawn only when it is asked for."""
+    listening, planning = map(json.loads, lines_of(IMPORTED))
+    assert "isthmus.runtime.service.fleet_coordinator" in listening
     late = ("matplotlib", "networkx", "scipy.optimize", "sympy", "torch._dynamo", "isthmus.graph.capture")
-    assert [name for name in late if name in found] == []
+    assert [name for name in late if name in listening] == []
+    assert "matplotlib" not in planning
 
 
-def test_a_device_does_not_import_torchs_compiler() -> None:
-    """Which takes longer than torch itself."""
-    done = subprocess.run([sys.executable, "-c", WORKED], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split() == []
-
-
-def test_a_device_imports_nothing_of_torch_in_its_first_backward() -> None:
-    """Every process of a run would import it anew, and its first step would wait for that."""
-    code = [sys.executable, "-c", DIFFERENTIATED]
-    done = subprocess.run(code, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.split() == []
-
-
-def test_a_picture_is_drawn_only_when_it_is_asked_for() -> None:
-    imported = "import json, sys, isthmus.api.fault_simulation, isthmus.api.job_plans, isthmus.api.pipeline\n"
-    code = imported + "print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert "matplotlib" not in json.loads(done.stdout)
+def test_a_device_imports_nothing_of_torch_in_its_first_backward_and_never_torchs_compiler() -> None:
+    """Every process of a run would import the one anew, and its first step would wait for that; the other takes longer
+    than torch itself."""
+    backward, compiler = lines_of(WORKED)
+    assert backward.split() == [] and compiler.split() == []

@@ -127,5 +127,5 @@ def test_a_lost_state_of_a_client_that_does_not_train_is_no_end_where_the_algori
 def test_the_accuracies_of_clients_alone_are_drawn(job: Path) -> None:
     job.write_text(job.read_text().replace('"fedavg"', '"heads:Heads"').replace("rounds = 6", "rounds = 2"))
     run = job.parent / "run"
-    assert isthmus("train", job, "--run", run).code == 0
+    assert isthmus("train", job, "--run", run, draws=True).code == 0
     assert (run / "accuracy.png").read_bytes().startswith(b"\x89PNG")

@@ -155,5 +155,5 @@ def in_background(act: Callable[[], object], stop: Callable[[], object]) -> Gene
         assert not thread.is_alive()
 
 
-def soon(condition: Callable[[], object], within_s: float = 30.0) -> None:
+def soon(condition: Callable[[], object], within_s: float = 120.0) -> None:
     wait_for(condition, within_s)

@@ -120,7 +120,7 @@ def test_a_run_waits_for_its_devices_and_ends_when_one_is_revoked(fleet: Fleet, 
     ended: list[Outcome] = []
     running = threading.Thread(target=lambda: ended.append(_train(fleet, tmp_path / "run")[0]), daemon=True)
     running.start()
-    soon(lambda: any(line.startswith("waiting for d1") for line in fleet.said), 30)
+    soon(lambda: any(line.startswith("waiting for d1") for line in fleet.said))
     second = Devices(fleet, tmp_path, ("d1",))
     soon(lambda: any("at work" in line for line in second.said))
     fleet.state.roster.revoke("d1", 0.0)

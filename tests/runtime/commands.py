@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+from PIL import Image
+
 from isthmus.cli import main
 from tests.interpreters import processes
 from tests.waiting import wait_for
@@ -72,11 +74,14 @@ def edited(path: Path, *changes: tuple[str, str]) -> Path:
     return path
 
 
-def isthmus(*arguments: str | Path) -> Done:
-    """The command in this process: device processes are real all the same."""
+def isthmus(*arguments: str | Path, draws: bool = False) -> Done:
+    """The command in this process: device processes are real all the same. Pictures that nobody asks for have one
+    pixel: to render them takes as long as a short run."""
     out, err = io.StringIO(), io.StringIO()
     code: object = 0
+    rendered = draws or "--picture" in arguments
     with (
+        contextlib.nullcontext() if rendered else mock.patch("matplotlib.figure.Figure.savefig", _save_pixel),
         mock.patch.object(sys, "argv", ["isthmus", *map(str, arguments)]),
         mock.patch.object(sys, "path", list(sys.path)),
         mock.patch.dict(os.environ, {"NO_COLOR": "1"}),
@@ -89,6 +94,10 @@ def isthmus(*arguments: str | Path) -> Done:
             code = e.code
     assert isinstance(code, int)
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def _save_pixel(figure: object, path: Path, **options: object) -> None:
+    Image.new("L", (1, 1)).save(path)
 
 
 def refused(done: Done, code: int, *words: str) -> None:

@@ -305,7 +305,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         msgspec.structs.replace(third, device=first.device),
     )
     save_plan(msgspec.structs.replace(plan, replicas=(msgspec.structs.replace(replica, stages=moved),)), path)
-    return Trained(job, folder / "run", path, isthmus("train", job, "--run", folder / "run", "--plan", path, "--json"))
+    done = isthmus("train", job, "--run", folder / "run", "--plan", path, "--json", draws=True)
+    return Trained(job, folder / "run", path, done)
 
 
 def test_train_leaves_a_folder_that_explains_it(trained: Trained) -> None:

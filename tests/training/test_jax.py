@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,6 +31,15 @@ ALL = os.environ.get("ISTHMUS_FAULTS") == "1"
 """Compiling takes seconds for each model."""
 SOME = ("gpt", "cnn", "Written", "Lists", "Dropouts")
 STEPS = 100 if ALL else 25
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_plainly() -> Iterator[None]:
+    """XLA optimizes for two fifths of the time: in `make test-faults`, and for the devices of `test_engines.py`."""
+    config = importlib.import_module("jax").config
+    config.update("jax_disable_most_optimizations", not ALL)
+    yield
+    config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *CASES, "Dropouts"] if ALL else SOME)

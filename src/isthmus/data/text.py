@@ -155,15 +155,15 @@ def _of_split(files: Mapping[str, Path], holdout: float, split: Split) -> dict[s
 
 @cache
 def _stdlib_files() -> Mapping[str, Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    files: dict[str, Path] = {}
+    root = sysconfig.get_path("stdlib")
+    found: list[str] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if _is_source(name)]  # what is installed may be thousands of files
-        within = Path(folder).relative_to(root)
-        files |= {(within / name).as_posix(): root / within / name for name in names if _is_source(name, ".py")}
-    if not files:
+        within = "" if folder == root else f"{Path(folder).relative_to(root).as_posix()}/"
+        found += [within + name for name in names if _is_source(name, ".py")]
+    if not found:
         raise UserError(f"text option 'files': this Python has no standard library source under {root}")
-    return dict(sorted(files.items(), key=lambda entry: entry[1]))
+    return {name: Path(root, name) for name in sorted(found, key=lambda name: name.split("/"))}
 
 
 def _is_source(name: str, ending: str = "") -> bool:
