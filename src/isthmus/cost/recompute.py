@@ -34,7 +34,8 @@ def fastest(placed: Placement) -> Placement:
     if len(placed.times.stages_of) < len(placed.order) <= MOST_SHARING:
         return _best_of_all(placed)
     count = placed.problem.micro_batches
-    now = recomputing(placed, _unfitting(placed))
+    short = shortages(placed, room_of_each(placed))
+    now = recomputing(placed, [name in short for name in placed.order])
     best, best_s = now, float("inf")
     while True:
         limits = _limits(now)
@@ -74,9 +75,3 @@ def _limits(placed: Placement) -> tuple[int, ...] | None:
     """Micro-batches in flight per stage; None where it does not fit."""
     found = room_of_each(placed)
     return None if shortages(placed, found) else in_flight_limits(placed.problem, placed.times, found)
-
-
-def _unfitting(placed: Placement) -> list[bool]:
-    """The stages of devices that are short of memory otherwise."""
-    short = shortages(placed, room_of_each(placed))
-    return [name in short for name in placed.order]

@@ -43,7 +43,8 @@ def least(problem: Problem) -> LeastBound:
         return LeastBound(0.0, exact=False)
     if problem.constraints.lacking:
         return least(problem.everywhere())._replace(exact=False)
-    problem = _as_minimised(problem)
+    if problem.constraints.objective == "cost" and not _prices(problem):
+        problem = problem.timed()  # where nothing has a price the fastest plan is as cheap as any
     part("lower bound")
     if problem.constraints.copied:
         return of_fed(chain(problem))
@@ -134,8 +135,3 @@ def claim(plan: Plan) -> str:
 def _prices(problem: Problem) -> bool:
     """On a fleet where nothing has a price the fastest plan is sought, and time is bounded."""
     return problem.constraints.objective == "cost" and is_priced(problem.fleet)
-
-
-def _as_minimised(problem: Problem) -> Problem:
-    """On a fleet where nothing has a price the fastest plan is as cheap as any, and within a deadline if any is."""
-    return problem.timed() if problem.constraints.objective == "cost" and not _prices(problem) else problem

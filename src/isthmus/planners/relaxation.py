@@ -154,7 +154,10 @@ class Relaxation:
         if state.last < 0 or _only(state):
             return total
         if not self.tables.early.empty:
-            total += self._early_cost(state.first, device, low, high)[:, ends]
+            # What the first stage sends, at its true price.
+            key, early = ("early", state.first, device), self.tables.early
+            messages = self._table(key, lambda rows: self._messages(early, state.first, device, rows), low, high)
+            total += messages[:, ends]
         if not self.tables.other.empty:
             total += self._other_cost(state.used, device, low, high)[:, ends]
         return total
@@ -250,12 +253,6 @@ class Relaxation:
             cost += received.shared_count[rows] * (net.latency[source, device] + net.latency[device, source])
             cost += received.shared[rows] * (net.byte_s[source, device] + net.byte_s[device, source])
         return cost
-
-    def _early_cost(self, first: int, device: int, low: int, high: int) -> Floats:
-        """What the first stage sends, at its true price."""
-        return self._table(
-            ("early", first, device), lambda rows: self._messages(self.tables.early, first, device, rows), low, high
-        )
 
     def _other_cost(self, used: int, device: int, low: int, high: int) -> Floats:
         """Everything else, from whichever earlier device is cheapest; latency may already have been paid."""

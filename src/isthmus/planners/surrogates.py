@@ -6,7 +6,7 @@ all of them as short as the method ever makes them; what is found is then packed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -20,15 +20,10 @@ from isthmus.planners.shares import share_out
 from isthmus.plans import Plan
 
 
-def surrogates(problem: Problem) -> Iterator[Problem]:
-    """The problem itself where every plan packs alike."""
-    if packs_alike(problem):
-        yield problem
-        return
-    yield problem.uncompressed()
-    yield replace(
-        problem, constraints=msgspec.structs.replace(problem.constraints, compression=harshest_codec(problem))
-    )
+def surrogates(problem: Problem) -> tuple[Problem, Problem]:
+    """With messages as they are, and with all of them as short as can be."""
+    shortest = msgspec.structs.replace(problem.constraints, compression=harshest_codec(problem))
+    return problem.uncompressed(), replace(problem, constraints=shortest)
 
 
 def rebuilt(problem: Problem, plan: Plan) -> Plan:

@@ -47,7 +47,7 @@ def test_exact_times_give_exact_lines() -> None:
     fitted = fit_times(recorded(0, 3, noise=0.0), 3)
     assert fitted.seconds_per_sample == pytest.approx(T)
     assert fitted.fixed_s == pytest.approx(B)
-    assert fitted.seconds(np.array([100.0]))[0] == pytest.approx(100 * T + B)
+    assert fitted.problem(np.array([100.0])).client_s()[0] == pytest.approx(100 * T + B)
 
 
 def test_a_window_follows_executors_that_slow_down() -> None:

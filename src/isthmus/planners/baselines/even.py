@@ -19,12 +19,8 @@ def even(problem: Problem) -> Plan:
     names: tuple[str, ...] = problem.fleet.names
     places = legal_places(problem)
     holders, last_start = problem.constraints.data_holders, problem.last_start
-    first = (
-        problem.constraints.feeders[0]
-        if problem.constraints.feeders
-        else next(name for name in names if not holders or name in holders)
-    )
     feeders = problem.constraints.feeders  # all of them run what the first does
+    first = next(name for name in names if name in (feeders[:1] or holders or names))
     names = (first, *(name for name in names if name != first and name not in feeders))
     if last_start is not None and len(names) > 1:  # a data holder comes again at the end
         names, places = (*names, first), [place for place in places if place <= last_start]

@@ -50,10 +50,6 @@ class TimeModel:
     fixed_s: Floats
     """(executors,) b_k, at least 0."""
 
-    def seconds(self, sizes: Floats) -> Floats:
-        """(clients, executors) estimated seconds of clients of `sizes` samples."""
-        return np.outer(sizes, self.seconds_per_sample) + self.fixed_s
-
     def problem(self, sizes: Floats) -> CohortProblem:
         """The round that trains clients of `sizes` samples. Raises UserError as `CohortProblem` does."""
         return CohortProblem(sizes=sizes, seconds_per_sample=self.seconds_per_sample, fixed_s=self.fixed_s)

@@ -5,7 +5,7 @@ from isthmus.planners.placement.dtfm import dtfm_genetic, dtfm_genetic_code, dtf
 from isthmus.planners.placement.grouping import StageGrouping, evaluate, random_groups
 from isthmus.planners.placement.islands import islands
 from isthmus.planners.placement.problem import PlacementProblem, PlacementTask, from_fleet, from_matrices
-from isthmus.planners.placement.registry import PLACEMENTS, place
+from isthmus.planners.placement.registry import PLACEMENTS
 
 __all__ = [
     "PLACEMENTS",
@@ -20,6 +20,5 @@ __all__ = [
     "from_matrices",
     "islands",
     "lower_bound_s",
-    "place",
     "random_groups",
 ]

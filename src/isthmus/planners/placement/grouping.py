@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -66,24 +66,11 @@ class StageGrouping:
     data_parallel_s: float
     pipeline_s: float
     compute_s: float
-    lower_bound_s: float = 0.0
-    """No placement costs less; 0 where nothing was proven."""
 
     @property
     def total_s(self) -> float:
         """DT-FM Eq. 1, and the computation."""
         return self.data_parallel_s + self.pipeline_s + self.compute_s
-
-    @property
-    def gap(self) -> float:
-        """total / bound - 1; infinite without a bound."""
-        if self.total_s == 0:
-            return 0.0
-        return self.total_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else float("inf")
-
-    def with_bound(self, lower_bound_s: float) -> StageGrouping:
-        # A bound is computed in another order of additions: rounding must not let it pass the total.
-        return replace(self, lower_bound_s=min(lower_bound_s, self.total_s))
 
 
 def evaluate(problem: PlacementProblem, groups: Ints, landscape: Landscape | None = None) -> StageGrouping:

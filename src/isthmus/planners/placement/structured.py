@@ -62,7 +62,8 @@ def _cluster_levels(hop_s: Floats) -> list[Ints]:
     np.fill_diagonal(between, 0.0)
     tree = linkage(squareform(between, checks=False), method="average")
     counts = np.unique(np.rint(np.geomspace(1, kinds, _LEVELS)).astype(np.int64))
-    return [_numbered(fcluster(tree, t=int(count), criterion="maxclust")) for count in counts]
+    clusters = (fcluster(tree, t=int(count), criterion="maxclust") for count in counts)
+    return [np.unique(labels, return_inverse=True)[1].astype(np.int64) for labels in clusters]
 
 
 def _ranks(number: Floats) -> list[Ints]:
@@ -74,7 +75,3 @@ def _ranks(number: Floats) -> list[Ints]:
         return [np.searchsorted(values, number).astype(np.int64)]
     ranks = np.argsort(np.argsort(number, kind="stable"), kind="stable")
     return [(ranks * parts // len(number)).astype(np.int64) for parts in (2, 4, len(number))]
-
-
-def _numbered(labels: Ints) -> Ints:
-    return np.unique(labels, return_inverse=True)[1].astype(np.int64)

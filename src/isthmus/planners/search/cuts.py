@@ -191,17 +191,20 @@ class ThresholdSearch:
 
     def run(self) -> float:
         """Searches; returns the lower bound in seconds (infinite where no pipeline fits)."""
-        gain = self.micro_batches - 1
-        low = self._least_bottleneck()
-        high = (self.upper_s - self._least_sum()) / gain if gain else float("inf")
-        self._push(low, high, self._least_sum())
+        gain, relaxation = self.micro_batches - 1, self.relaxation
+        work = float(relaxation.tables.blocks.work[-1])
+        speeds = [float(relaxation.network.speed[d]) for d in relaxation.routes.members]
+        # All on the fastest; all on the joint speed, or just below it, as intervals exclude their low end.
+        least_s, low = work / max(speeds), work / sum(speeds) * (1 - TOLERANCE)
+        high = (self.upper_s - least_s) / gain if gain else float("inf")
+        self._push(low, high, least_s)
         # Nothing in an interval (low, high) takes less than m(high) + (n - 1) * low.
         while self._open and self._open[0].bound_s < self._goal() and self.probes < self.budget.probes:
             looked_at()
             self._probe(heapq.heappop(self._open))
         self.unresolved = [i for i in self.unresolved if i.bound_s < self._goal()]
         # The exact search does not know a device that comes twice: what is left open shows in the bound.
-        if not self.relaxation.throttled and not self.relaxation.routes.returns:
+        if not relaxation.throttled and not relaxation.routes.returns:
             self._resolve()
         left = [i.bound_s for i in (*self._open, *self.unresolved)]
         return min([self.upper_s, *left])
@@ -214,17 +217,6 @@ class ThresholdSearch:
 
     def _goal(self) -> float:
         return self.upper_s * (1 - TOLERANCE)
-
-    def _least_bottleneck(self) -> float:
-        """Total work over the joint speed; just below it, as intervals exclude their low end."""
-        relaxation = self.relaxation
-        joint = sum(float(relaxation.network.speed[d]) for d in relaxation.routes.members)
-        return float(relaxation.tables.blocks.work[-1]) / joint * (1 - TOLERANCE)
-
-    def _least_sum(self) -> float:
-        relaxation = self.relaxation
-        fastest = max(float(relaxation.network.speed[d]) for d in relaxation.routes.members)
-        return float(relaxation.tables.blocks.work[-1]) / fastest
 
     def _push(self, low: float, high: float, sum_s: float) -> None:
         if low < high:
