@@ -11,10 +11,10 @@ import pytest
 import isthmus
 from isthmus import api
 from isthmus.api.observer import Silent
-from isthmus.cost.compression import expected_loss
 from isthmus.errors import UserError
 from isthmus.job import Job, load_job, prepare
 from isthmus.models import BoundaryOptions, ModelSpec
+from isthmus.plans import expected_loss
 
 FLEET = """
 name = "far"

@@ -12,7 +12,6 @@ from isthmus.api.make_plan import fleet_for, make
 from isthmus.api.observer import Observer
 from isthmus.api.search import searched
 from isthmus.cost import Problem
-from isthmus.cost.compression.expected_loss import BOTTLENECKS, BOUNDARIES, MEASURED_ON, TOPK, increase_of
 from isthmus.cost.compression.messages import sender_of, stage_messages_of
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
@@ -21,6 +20,7 @@ from isthmus.models import BoundaryOptions, build_model
 from isthmus.models.residual_stream import find_stream
 from isthmus.planners import least
 from isthmus.plans import CompressionConfig, Plan
+from isthmus.plans.expected_loss import BOTTLENECKS, BOUNDARIES, MEASURED_ON, TOPK, increase_of
 from isthmus.report.boundary_table import BoundaryChoice, BoundaryRow, replica_line
 from isthmus.runtime.processes.signals import Stop
 

@@ -104,13 +104,15 @@ def build_replicas(
     several although replicas cannot sum the model's parameters.
     """
     _check_layouts(problem, layouts)
-    placed = within_budget([_placed(problem, x) for x in layouts])
-    limits = [in_flight_limits(p.problem, p.times, rooms(p)) for p in placed]
-    predicted = [prediction(p.times, limit, p.problem.micro_batches) for p, limit in zip(placed, limits, strict=True)]
+    placed = [_placed(problem, x) for x in layouts]
     if problem.constraints.copied:
         sync = copies_sync(problem.flow, problem.fleet, problem.constraints, placed[0].graphs)
     else:
         sync = replica_sync(problem.flow, problem.fleet, problem.sync, [(p.order, p.graphs) for p in placed])
+    averaging_s = sync_s(problem.fleet, sync)
+    placed = within_budget(placed, averaging_s)
+    limits = [in_flight_limits(p.problem, p.times, rooms(p)) for p in placed]
+    predicted = [prediction(p.times, limit, p.problem.micro_batches) for p, limit in zip(placed, limits, strict=True)]
     replicas = tuple(_replica(p, limit) for p, limit in zip(placed, limits, strict=True))
     all_notes = [_note(placed, name, (notes or {}).get(name, "")) for name in problem.fleet.names]
     if problem.constraints.compression is not None:
@@ -124,7 +126,7 @@ def build_replicas(
         replicas=replicas,
         sync=sync,
         constraints=problem.constraints,
-        predicted=together(predicted, sync_s(problem.fleet, sync)),
+        predicted=together(predicted, averaging_s),
         certificate=certificate,
         notes=tuple(all_notes),
     )

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import msgspec
 
-from isthmus.cost.compression.expected_loss import MEASURED_ON, increase_of
 from isthmus.cost.compression.messages import StageMessage, packed_edges, sender_of, stage_messages_of
 from isthmus.cost.compression.registry import as_requested
 from isthmus.cost.limits import MemoryRoom, in_flight_limits
@@ -28,6 +27,7 @@ from isthmus.plans import (
     Stage,
     StageMemory,
 )
+from isthmus.plans.expected_loss import MEASURED_ON, increase_of
 from isthmus.units import format_size
 
 

@@ -30,7 +30,7 @@ from isthmus.planners.search.exhaustive import exhaustive_plan
 from isthmus.planners.search.one_pipeline import unpriced
 from isthmus.planners.search.prune_fleet import pruned_fleet
 from isthmus.planners.search.replicas import ReplicaSearch, replicas_per_device
-from isthmus.planners.surrogates import over_surrogates, rebuilt, surrogates
+from isthmus.planners.surrogates import over_surrogates, plans_of_surrogates, rebuilt
 from isthmus.plans import Plan
 
 MOST_STARTS = 4
@@ -83,7 +83,9 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
         refused = error
     least = relaxed(problem, network, blocks, plans[0] if plans else None)
     alike = packs_alike(problem)
-    plans += () if alike else _of_surrogates(problem)
+    if not alike:
+        with contextlib.suppress(FleetTooSmall):
+            plans += plans_of_surrogates(problem, auto)
     plans += _extremes(problem) if problem.constraints.limited else ()
     settled = None
     if settles(problem):
@@ -137,13 +139,6 @@ def _extremes(problem: Problem) -> Iterator[Plan]:
     for other in (problem.unlimited("time"), problem.unlimited("cost")):
         with contextlib.suppress(FleetTooSmall):
             yield msgspec.structs.replace(auto(other), constraints=problem.constraints)
-
-
-def _of_surrogates(problem: Problem) -> Iterator[Plan]:
-    """Where messages depend on the plan: the best plans where they do not, packed as they will be."""
-    for surrogate in surrogates(problem):
-        with contextlib.suppress(FleetTooSmall):
-            yield rebuilt(problem, auto(surrogate))
 
 
 def _step_s(plan: Plan) -> float:

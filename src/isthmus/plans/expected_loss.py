@@ -2,7 +2,7 @@
 
 A held-out loss at equal steps, relative to the dense model's: `measured_losses.json`, which benchmarks/wan_loss writes,
 from a pipeline of eight stages. Each message of a plan is charged an equal part of what all packed messages of the
-measured pipeline cost together: an assumption.
+measured pipeline cost together: an assumption. So is that a loss falls with the steps as the dense model's did.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from importlib import resources
 
 import msgspec
 
-from isthmus.plans import Edge, Packing, Replica
+from isthmus.plans.packing import Packing
+from isthmus.plans.plan import Edge, Replica
 
 BOTTLENECKS = 7
 MESSAGES = 2 * BOTTLENECKS
@@ -24,6 +25,8 @@ class MeasuredLosses(msgspec.Struct, frozen=True, kw_only=True):
     """Increases of the loss, none negative and none below that of something milder."""
 
     measured_on: str
+    exponent: float
+    """Of the dense model's loss, which falls as steps ** -exponent between half of the steps and all."""
     codecs: dict[str, float]
     """Of all messages."""
     topk: dict[float, float]
@@ -34,9 +37,9 @@ class MeasuredLosses(msgspec.Struct, frozen=True, kw_only=True):
     """Of all bottlenecks, by rate."""
 
 
-MEASURED_FILE = resources.files("isthmus.cost.compression").joinpath("measured_losses.json")
+MEASURED_FILE = resources.files("isthmus.plans").joinpath("measured_losses.json")
 _MEASURED = msgspec.json.decode(MEASURED_FILE.read_bytes(), type=MeasuredLosses)
-MEASURED_ON = _MEASURED.measured_on
+MEASURED_ON, EXPONENT = _MEASURED.measured_on, _MEASURED.exponent
 CODECS = {name: increase / MESSAGES for name, increase in _MEASURED.codecs.items()}
 """By one message."""
 TOPK = {1.0: 0.0} | {ratio: increase / MESSAGES for ratio, increase in _MEASURED.topk.items()}
@@ -54,6 +57,21 @@ def expected_increase(packing: Packing) -> float:
     below = max(r for r in TOPK if r <= packing.ratio)
     share = math.log(packing.ratio / below) / math.log(above / below) if above > below else 0.0
     return TOPK[below] + share * (TOPK[above] - TOPK[below])
+
+
+def harshest_ratio(budget: float) -> float:
+    """Of top-K: the highest, rounded up, whose increase by one message is within the budget."""
+    points = list(TOPK.items())
+    above = next((k for k, (_, increase) in enumerate(points) if increase > budget), None)
+    if above is None:
+        return points[-1][0]
+    (low, cost), (high, dearer) = points[above - 1], points[above]
+    return low * (high / low) ** ((budget - cost) / (dearer - cost)) * (1 + 1e-9)
+
+
+def more_steps(increase: float) -> float:
+    """By what factor more steps reach the loss that would be reached without the increase."""
+    return (1 + increase) ** (1 / EXPONENT)
 
 
 def increase_of(replicas: Iterable[Replica]) -> float:
