@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from isthmus.job import Job, Prepared, constraints_of, fleet_of
 from isthmus.planners import LeastBound, check_constraints, check_planner, over_counts, scheduled
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan, PlanPeriod, Replica, load_plan, schedule_of
+from isthmus.plans.expected_loss import MEASURED_ON, boundary_increase
 from isthmus.protocol import RunSpec
 from isthmus.runtime.coordinator.private_feedback import check_feedback
 from isthmus.runtime.coordinator.run import run_spec
@@ -64,8 +66,20 @@ def make(
     def planned(cut: Problem) -> Plan:
         return make_plan(planner or job.planner, cut.timed() if timed else cut, simulated_s)
 
-    plan = over_counts(problem, job.counts, planned, simulated_s, bound)
+    plan = _with_boundary(job, over_counts(problem, job.counts, planned, simulated_s, bound))
     return plan if bound is not None else as_proven(problem, plan, job.counts, proving)
+
+
+def _with_boundary(job: Job, plan: Plan) -> Plan:
+    """The plan with a note on what the model's boundary costs, where that was measured."""
+    boundary = job.model.boundary
+    if boundary is None or boundary.method == "none":
+        return plan
+    increase = boundary_increase(boundary.method, tuple(boundary.rates.values()) or (boundary.rate,))
+    if not math.isfinite(increase):
+        return plan
+    note = f"boundary {boundary.method!r}: expected loss {increase:+.2%} without codecs, as measured on {MEASURED_ON}"
+    return msgspec.structs.replace(plan, notes=(*plan.notes, note))
 
 
 def plan_for(

@@ -27,7 +27,7 @@ from isthmus.plans import (
     Stage,
     StageMemory,
 )
-from isthmus.plans.expected_loss import MEASURED_ON, increase_of
+from isthmus.plans.expected_loss import MEASURED_ON, increase_of, more_steps
 from isthmus.units import format_size
 
 
@@ -55,7 +55,8 @@ def packed_note(asked: CompressionConfig, replicas: Sequence[Replica]) -> str:
     increase = increase_of(replicas)
     if not math.isfinite(increase):
         return words
-    return f"{words}; expected loss {increase:+.2%}, as measured on {MEASURED_ON}"
+    steps = f", so {more_steps(increase) - 1:.1%} more steps to a loss" if increase else ""
+    return f"{words}; expected loss {increase:+.2%}{steps}, as measured on {MEASURED_ON}"
 
 
 def repeat_compression(problem: Problem, plan: Plan, document: Plan) -> Plan:

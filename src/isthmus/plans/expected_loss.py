@@ -8,7 +8,7 @@ measured pipeline cost together: an assumption. So is that a loss falls with the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib import resources
 
 import msgspec
@@ -57,6 +57,13 @@ def expected_increase(packing: Packing) -> float:
     below = max(r for r in TOPK if r <= packing.ratio)
     share = math.log(packing.ratio / below) / math.log(above / below) if above > below else 0.0
     return TOPK[below] + share * (TOPK[above] - TOPK[below])
+
+
+def boundary_increase(method: str, rates: Collection[float]) -> float:
+    """By a boundary of the model: `residual` has a bottleneck for each rate, of which the measured pipeline had
+    `BOTTLENECKS`. inf where a rate was not measured."""
+    found = sum(BOUNDARIES[method].get(rate, math.inf) for rate in rates)
+    return found / BOTTLENECKS if method == "residual" else found
 
 
 def harshest_ratio(budget: float) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 
@@ -53,7 +54,8 @@ Score = Callable[[Plan], float]
 
 
 def auto(problem: Problem, score: Score | None = None) -> Plan:
-    """The fastest plan found over any number of replicas, or the cheapest, with a lower bound on all plans.
+    """The fastest plan found over any number of replicas, or the cheapest, with a lower bound on all plans. Within a
+    loss budget the least time to a loss.
 
     Raises FleetTooSmall with the device that is short, and by how much.
     """
@@ -85,7 +87,7 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     alike = packs_alike(problem)
     if not alike:
         with contextlib.suppress(FleetTooSmall):
-            plans += plans_of_surrogates(problem, auto)
+            plans += plans_of_surrogates(problem, partial(auto, score=score))
     plans += _extremes(problem) if problem.constraints.limited else ()
     settled = None
     if settles(problem):
@@ -110,7 +112,8 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     plans.sort(key=lambda plan: preference(problem, plan))
     if score is not None:
         part("simulating the best")
-        plans = sorted(plans[:MOST_SCORED], key=lambda plan: preference(problem, plan, score(plan)))
+        unlike = list({(preference(problem, plan), plan.predicted): plan for plan in plans}.values())
+        plans = sorted(unlike[:MOST_SCORED], key=lambda plan: preference(problem, plan, score(plan)))
     return _certified(problem, plans[0], least, problem.fleet.names)
 
 
