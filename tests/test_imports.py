@@ -56,7 +56,7 @@ COMPONENTS = {
     "launchers": ("isthmus.runtime.launchers", "isthmus.runtime.service"),  # agents without a run
     "mixed": (
         "isthmus.api",
-        "isthmus.plans.expected_loss",
+        "isthmus.expected_loss",
         "isthmus.report",
     ),  # what `plan` shows
     "nat": ("isthmus.protocol", "isthmus.runtime", "isthmus.training.layout"),  # a connection without a run
@@ -75,7 +75,7 @@ COMPONENTS = {
     "thousand": ("isthmus.federated", "isthmus.runtime"),  # devices without processes of their own
     "transport": ("isthmus.protocol.run_messages", "isthmus.runtime", "isthmus.training.layout"),  # a channel alone
     "wan_loss": (
-        "isthmus.plans.expected_loss",
+        "isthmus.expected_loss",
         "isthmus.protocol",
     ),  # where its losses go; a run without a job
 }

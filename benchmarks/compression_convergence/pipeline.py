@@ -75,7 +75,7 @@ class Stages:
                 arrived[c.value, c.target] = _crossed(out[c.value], how, c.value.op)
 
     def _return(self, m: int, samples: Sequence[int]) -> None:
-        back: dict[int, list[dict[Ref, Tensor]]] = {k: [] for k in range(len(self._engines))}
+        back: dict[int, list[dict[Ref, Tensor]]] = {engine.train.index: [] for engine in self._engines}
         for engine in reversed(self._engines):
             gradients = engine.backward(m, back[engine.train.index])
             for source in sorted({c.source for c in engine.train.receives}):

@@ -24,9 +24,9 @@ from rich.table import Table
 
 import isthmus
 from isthmus.api.observer import Silent
+from isthmus.expected_loss import increase_of
 from isthmus.job import load_job, prepare
 from isthmus.plans import Plan, load_plan, save_plan
-from isthmus.plans.expected_loss import increase_of
 from isthmus.report.boundary_table import replica_line
 from isthmus.trace import steady_step_s
 

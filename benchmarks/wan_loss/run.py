@@ -27,7 +27,7 @@ from rich.table import Table
 from step_times import Times, times_of
 from twin import STAGES, TOKENS, VARIANTS, Variant
 
-from isthmus.plans.expected_loss import MEASURED_FILE, MeasuredLosses
+from isthmus.expected_loss import MEASURED_FILE, MeasuredLosses
 from training import Trained, train
 
 mpl.use("Agg")

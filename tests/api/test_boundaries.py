@@ -10,12 +10,11 @@ import msgspec
 import pytest
 
 import isthmus
-from isthmus import api
+from isthmus import api, expected_loss
 from isthmus.api.observer import Silent
 from isthmus.errors import UserError
 from isthmus.job import Job, load_job, prepare
 from isthmus.models import BoundaryOptions, ModelSpec
-from isthmus.plans import expected_loss
 
 FLEET = """
 name = "far"

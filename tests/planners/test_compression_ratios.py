@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from plan_cases import every_cut, fits, fleet_of, operator, parameter, placeholder, problem_of, random_graph
 from test_verify import question_of
 
+from isthmus import expected_loss
 from isthmus.cost import PlanLayout, Problem, SyncPolicy, build_replicas, plan_compression, preference, with_edges
 from isthmus.cost.compression import describe_ratios, ratio_planner_names
 from isthmus.cost.compression.adatopk import ratio_that_shortens
@@ -27,7 +28,7 @@ from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Region
 from isthmus.graph import OpGraph, Ref, cuts
 from isthmus.planners import plan
-from isthmus.plans import Compression, CompressionConfig, Constraints, Edge, Packing, Plan, expected_loss
+from isthmus.plans import Compression, CompressionConfig, Constraints, Edge, Packing, Plan
 from isthmus.plans.packing import DENSE
 from isthmus.verification import Prover, verify
 

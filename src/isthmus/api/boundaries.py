@@ -14,13 +14,13 @@ from isthmus.api.search import searched
 from isthmus.cost import Problem
 from isthmus.cost.compression.messages import sender_of, stage_messages_of
 from isthmus.errors import UserError
+from isthmus.expected_loss import BOUNDARIES, MEASURED_ON, TOPK, boundary_increase, increase_of
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, prepare, prepared_again
 from isthmus.models import BoundaryOptions, build_model
 from isthmus.models.residual_stream import find_stream
 from isthmus.planners import least
 from isthmus.plans import CompressionConfig, Plan
-from isthmus.plans.expected_loss import BOUNDARIES, MEASURED_ON, TOPK, boundary_increase, increase_of
 from isthmus.report.boundary_table import BoundaryChoice, BoundaryRow, replica_line
 from isthmus.runtime.processes.signals import Stop
 

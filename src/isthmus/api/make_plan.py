@@ -12,12 +12,12 @@ from isthmus.api.proof import A_LITTLE, Proving, as_proven
 from isthmus.cost import Problem, build_again, layouts_of
 from isthmus.cost.compressed import limited_as
 from isthmus.errors import UserError, unknown_name
+from isthmus.expected_loss import MEASURED_ON, boundary_increase
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, constraints_of, fleet_of
 from isthmus.planners import LeastBound, check_constraints, check_planner, over_counts, scheduled
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan, PlanPeriod, Replica, load_plan, schedule_of
-from isthmus.plans.expected_loss import MEASURED_ON, boundary_increase
 from isthmus.protocol import RunSpec
 from isthmus.runtime.coordinator.private_feedback import check_feedback
 from isthmus.runtime.coordinator.run import run_spec

@@ -15,6 +15,7 @@ from isthmus.cost.problem import Problem
 from isthmus.cost.stage_costs import StageFlops
 from isthmus.cost.steptime import pipeline, prediction, together
 from isthmus.errors import FleetTooSmall, UserError
+from isthmus.expected_loss import MEASURED_ON, increase_of, more_steps
 from isthmus.plans import (
     CompressionConfig,
     Constraints,
@@ -27,7 +28,6 @@ from isthmus.plans import (
     Stage,
     StageMemory,
 )
-from isthmus.plans.expected_loss import MEASURED_ON, increase_of, more_steps
 from isthmus.units import format_size
 
 

@@ -21,7 +21,7 @@ from isthmus.cost.compression.registry import with_asked_feedback
 from isthmus.cost.limits import in_flight_limits
 from isthmus.cost.placement import Placement, rooms
 from isthmus.cost.steptime import pipeline, prediction
-from isthmus.plans.expected_loss import more_steps, packed_increase
+from isthmus.expected_loss import more_steps, packed_increase
 
 
 class _Packed(NamedTuple):

@@ -10,9 +10,9 @@ import msgspec
 
 from isthmus.cost.problem import Problem
 from isthmus.cost.sync import messages
+from isthmus.expected_loss import increase_of, more_steps
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan, Replica
-from isthmus.plans.expected_loss import increase_of, more_steps
 
 GB = 10**9
 ROUNDING = 1 + 1e-9

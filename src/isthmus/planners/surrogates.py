@@ -18,10 +18,10 @@ from isthmus.cost import PlanLayout, Problem, build_replicas, layouts_of, prefer
 from isthmus.cost.compressed import replica_predictions
 from isthmus.cost.compression import packs_alike, uniform_codecs
 from isthmus.errors import FleetTooSmall
+from isthmus.expected_loss import increase_of
 from isthmus.planners.observer import keep
 from isthmus.planners.shares import share_out
 from isthmus.plans import Plan
-from isthmus.plans.expected_loss import increase_of
 
 
 def plans_of_surrogates(problem: Problem, planner: Callable[[Problem], Plan]) -> Iterator[Plan]:

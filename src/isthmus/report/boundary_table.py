@@ -8,8 +8,8 @@ import msgspec
 from rich.console import RenderableType
 from rich.text import Text
 
+from isthmus.expected_loss import more_steps
 from isthmus.plans import Replica
-from isthmus.plans.expected_loss import more_steps
 from isthmus.report.tables import new_table, titled
 from isthmus.units import format_duration, format_share
 

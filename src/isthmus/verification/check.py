@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from isthmus.errors import UserError
+from isthmus.expected_loss import expected_increase
 from isthmus.graph.opgraph import DTYPE_BYTES
 from isthmus.plans import Plan, Prediction, Replica, ReplicaSync, Stage
-from isthmus.plans.expected_loss import expected_increase
 from isthmus.verification.certificate import PlanCost, check_certificate
 from isthmus.verification.closed_form import Setup
 from isthmus.verification.cutting import CutGraph, Flowing, Part, cut

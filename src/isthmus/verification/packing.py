@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+from isthmus.expected_loss import expected_increase, harshest_ratio
 from isthmus.graph.opgraph import DTYPE_BYTES
 from isthmus.plans import CompressionConfig, Packing
-from isthmus.plans.expected_loss import expected_increase, harshest_ratio
 from isthmus.plans.packing import DENSE
 from isthmus.verification.cutting import CutGraph, Flowing
 from isthmus.verification.question import Question

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 
 from isthmus.cost.compression.messages import Packings, Sender, StageMessage, stage_messages_of
 from isthmus.cost.problem import Problem
+from isthmus.expected_loss import expected_increase
 from isthmus.plans import Packing
-from isthmus.plans.expected_loss import expected_increase
 
 RATIOS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 SLACK = 1 + 1e-9

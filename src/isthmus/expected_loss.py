@@ -13,8 +13,7 @@ from importlib import resources
 
 import msgspec
 
-from isthmus.plans.packing import Packing
-from isthmus.plans.plan import Edge, Replica
+from isthmus.plans import Edge, Packing, Replica
 
 BOTTLENECKS = 7
 MESSAGES = 2 * BOTTLENECKS
@@ -37,7 +36,7 @@ class MeasuredLosses(msgspec.Struct, frozen=True, kw_only=True):
     """Of all bottlenecks, by rate."""
 
 
-MEASURED_FILE = resources.files("isthmus.plans").joinpath("measured_losses.json")
+MEASURED_FILE = resources.files("isthmus").joinpath("measured_losses.json")
 _MEASURED = msgspec.json.decode(MEASURED_FILE.read_bytes(), type=MeasuredLosses)
 MEASURED_ON, EXPONENT = _MEASURED.measured_on, _MEASURED.exponent
 CODECS = {name: increase / MESSAGES for name, increase in _MEASURED.codecs.items()}
