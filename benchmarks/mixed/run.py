@@ -197,8 +197,9 @@ def show(report: Report) -> None:
             )
     console = Console(width=170)
     console.print(plans)
-    console.print(losses)
-    print(f"target: the loss of the same fleet's plan without codecs after {TARGET_AT:.0%} of the steps, mean of seeds")
+    if losses.row_count:
+        console.print(losses)
+        print(f"target: mean loss of the fleet's plan without codecs after {TARGET_AT:.0%} of its steps")
 
 
 def _trained(report: Report, fleet: str) -> dict[str, Trained]:
