@@ -112,8 +112,8 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     plans.sort(key=lambda plan: preference(problem, plan))
     if score is not None:
         part("simulating the best")
-        unlike = list({(preference(problem, plan), plan.predicted): plan for plan in plans}.values())
-        plans = sorted(unlike[:MOST_SCORED], key=lambda plan: preference(problem, plan, score(plan)))
+        judged = plans if alike else _of_each_grouping(plans)
+        plans = sorted(judged[:MOST_SCORED], key=lambda plan: preference(problem, plan, score(plan)))
     return _certified(problem, plans[0], least, problem.fleet.names)
 
 
@@ -142,6 +142,14 @@ def _extremes(problem: Problem) -> Iterator[Plan]:
     for other in (problem.unlimited("time"), problem.unlimited("cost")):
         with contextlib.suppress(FleetTooSmall):
             yield msgspec.structs.replace(auto(other), constraints=problem.constraints)
+
+
+def _of_each_grouping(plans: Sequence[Plan]) -> list[Plan]:
+    """The first of those whose replicas have the same devices: many differ in a codec alone."""
+    found: dict[frozenset[frozenset[str]], Plan] = {}
+    for plan in plans:
+        found.setdefault(frozenset(frozenset(stage.device for stage in r.stages) for r in plan.replicas), plan)
+    return list(found.values())
 
 
 def _step_s(plan: Plan) -> float:
