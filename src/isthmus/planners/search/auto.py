@@ -39,7 +39,7 @@ MOST_STARTS = 4
 MOST_NEIGHBOURS = 60_000
 """Of plans, that the descents look at altogether: bounds the time, the same on every machine."""
 MOST_SCORED = 3
-"""Plans that the scorer judges."""
+"""Plans that the scorer judges; of so many groupings of devices where codecs depend on the plan."""
 DESCENT_BLOCKS = 100
 WORTH_DESCENT = 2.0
 """Times the best plan known, up to which another is a start."""
