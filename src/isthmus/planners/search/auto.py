@@ -56,7 +56,8 @@ Score = Callable[[Plan], float]
 def auto(problem: Problem, score: Score | None = None) -> Plan:
     """The fastest plan found over any number of replicas, or the cheapest, with a lower bound on all plans.
 
-    Within a loss budget it has the least time to a loss. Raises FleetTooSmall with the device that is short, and by how much.
+    Within a loss budget it has the least time to a loss. Raises FleetTooSmall with the device that is short, and by
+    how much.
     """
     if problem.constraints.copied:
         plan = fed(problem)
