@@ -54,7 +54,11 @@ COMPONENTS = {
     "gpu": ("isthmus.cost.stage_costs", "isthmus.runtime.coordinator.stage_assignments"),  # bytes of states
     "joiner": ("isthmus.protocol", "isthmus.runtime"),  # a device that is held back, frame by frame
     "launchers": ("isthmus.runtime.launchers", "isthmus.runtime.service"),  # agents without a run
-    "mixed": ("isthmus.api", "isthmus.report"),  # a run without output, and the replicas as `plan` shows them
+    "mixed": (
+        "isthmus.api",
+        "isthmus.expected_loss",
+        "isthmus.report",
+    ),  # what `plan` shows
     "nat": ("isthmus.protocol", "isthmus.runtime", "isthmus.training.layout"),  # a connection without a run
     "parrot_figures": ("isthmus.api.federated_simulation", "isthmus.data", "isthmus.federated", "isthmus.protocol"),
     "placement_runs": ("isthmus.training",),  # the plain module beside the runs
@@ -70,7 +74,10 @@ COMPONENTS = {
     "sync": ("isthmus.sync",),
     "thousand": ("isthmus.federated", "isthmus.runtime"),  # devices without processes of their own
     "transport": ("isthmus.protocol.run_messages", "isthmus.runtime", "isthmus.training.layout"),  # a channel alone
-    "wan_loss": ("isthmus.cost.compression", "isthmus.protocol"),  # where its losses go; a run's length, without a job
+    "wan_loss": (
+        "isthmus.expected_loss",
+        "isthmus.protocol",
+    ),  # where its losses go; a run without a job
 }
 """Benchmarks that measure a part below the API, and where that part is. All others use public packages alone."""
 

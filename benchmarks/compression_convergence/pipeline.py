@@ -1,4 +1,4 @@
-"""A plan's stages one after the other in this process: the engines and the codecs of a run, without its transport."""
+"""Stages of a replica one after another in this process: the engines and codecs of a run, without its transport."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isthmus.job import Prepared
 from isthmus.plans import Compression, Plan
 from isthmus.runtime.coordinator.stages import stage_pairs
 from isthmus.training.compression import SampleFeedback, codec_of
-from isthmus.training.engine import TorchEngine
+from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.weights import initial_weights
 
 Batch = Mapping[str, Tensor]
@@ -21,13 +21,15 @@ Batch = Mapping[str, Tensor]
 class Stages:
     """A chain: values pass from each stage to later ones, and no parameter is shared."""
 
-    def __init__(self, prepared: Prepared, plan: Plan) -> None:
-        captured, job = prepared.captured, prepared.job
-        pairs = stage_pairs(plan, captured, clips=False)
-        weights = initial_weights(prepared.build, captured, job.training.seed)
-        self._engines = [TorchEngine(p.train, p.evaluation, job.engine(), _copied(weights)) for p in pairs]
+    def __init__(self, prepared: Prepared, plan: Plan, replica: int = 0, config: EngineConfig | None = None) -> None:
+        """Of the plan's replica of this number; `config` is the job's if not given."""
+        captured, config = prepared.captured, config or prepared.job.engine()
+        first, count = sum(len(r.stages) for r in plan.replicas[:replica]), len(plan.replicas[replica].stages)
+        pairs = stage_pairs(plan, captured, clips=config.clip_norm > 0)[first : first + count]
+        weights = initial_weights(prepared.build, captured, config.seed)
+        self._engines = [TorchEngine(p.train, p.evaluation, config, _copied(weights)) for p in pairs]
         self._placeholders = {op.target: op.name for op in captured.train.ops if op.kind == "placeholder"}
-        edges = {(e.source, e.target): e for e in plan.replica.edges}
+        edges = {(first + e.source, first + e.target): e for e in plan.replicas[replica].edges}
         self._forward = {ends: e.forward_compression for ends, e in edges.items()}
         self._backward = {ends: e.backward_compression for ends, e in edges.items()}
         self._feedback = {ends: SampleFeedback() for ends in edges}
@@ -38,9 +40,9 @@ class Stages:
         for m, (batch, its) in enumerate(zip(micro_batches, samples, strict=True)):
             self._run("train", number, m, batch)
             self._return(m, its)
+        norms = torch.cat([engine.collect(None) for engine in self._engines])
         for engine in self._engines:
-            engine.collect(None)
-            engine.update(number, None)
+            engine.update(number, norms)
         return self._told([engine.take_loss() for engine in self._engines])
 
     def evaluate(self, micro_batches: Sequence[Batch], *, packed: bool) -> float:
@@ -48,6 +50,18 @@ class Stages:
         for m, batch in enumerate(micro_batches):
             self._run("eval", 0, m, batch, packed=packed)
         return self._told([engine.take_evaluation_loss() for engine in self._engines])
+
+    def parameters(self) -> dict[str, Tensor]:
+        """By the module's own names. They share the engines' memory."""
+        return {
+            engine.trainable[name]: value
+            for engine in self._engines
+            for name, value in engine.parameters(tuple(engine.trainable)).items()
+        }
+
+    def set_parameters(self, values: Mapping[str, Tensor]) -> None:
+        for engine in self._engines:
+            engine.set_parameters({name: values[own] for name, own in engine.trainable.items()})
 
     def _run(self, mode: str, step: int, m: int, batch: Batch, *, packed: bool = True) -> None:
         arrived: dict[tuple[Ref, int], Tensor] = {}
@@ -61,7 +75,7 @@ class Stages:
                 arrived[c.value, c.target] = _crossed(out[c.value], how, c.value.op)
 
     def _return(self, m: int, samples: Sequence[int]) -> None:
-        back: dict[int, list[dict[Ref, Tensor]]] = {k: [] for k in range(len(self._engines))}
+        back: dict[int, list[dict[Ref, Tensor]]] = {engine.train.index: [] for engine in self._engines}
         for engine in reversed(self._engines):
             gradients = engine.backward(m, back[engine.train.index])
             for source in sorted({c.source for c in engine.train.receives}):

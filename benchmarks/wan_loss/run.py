@@ -27,7 +27,7 @@ from rich.table import Table
 from step_times import Times, times_of
 from twin import STAGES, TOKENS, VARIANTS, Variant
 
-from isthmus.cost.compression.expected_loss import MEASURED_FILE, MeasuredLosses
+from isthmus.expected_loss import MEASURED_FILE, MeasuredLosses
 from training import Trained, train
 
 mpl.use("Agg")
@@ -176,8 +176,14 @@ def draw(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def measured_losses(rows: list[Row], steps: int, before: MeasuredLosses) -> MeasuredLosses:
+def exponent_of(dense: list[Trained]) -> float:
+    """x of a loss that falls as steps ** -x between half of the steps and all."""
+    return statistics.fmean(math.log2(run.curve[len(run.curve) // 2 - 1] / run.curve[-1]) for run in dense)
+
+
+def measured_losses(rows: list[Row], dense: list[Trained], before: MeasuredLosses) -> MeasuredLosses:
     """What plans expect from now on: the mean gap of each variant, what was not trained as before."""
+    steps = dense[0].steps
     gaps = {row.variant: statistics.fmean(row.gaps) for row in rows if all(map(math.isfinite, row.final))}
     seeds = max(len(row.gaps) for row in rows)
 
@@ -188,6 +194,7 @@ def measured_losses(rows: list[Row], steps: int, before: MeasuredLosses) -> Meas
     codecs = _rising({name: gaps.get(name, before.codecs[name]) for name in ("bf16", "int8", "int4")})
     return MeasuredLosses(
         measured_on=f"a GPT of {STAGES} blocks after {steps} steps, {seeds} {'seed' if seeds == 1 else 'seeds'}",
+        exponent=exponent_of(dense),
         codecs=codecs,
         topk=by_number("uniform top-K ", before.topk),
         subspace=by_number("subspace ", before.subspace),
@@ -201,11 +208,13 @@ def _rising(values: dict[K, float]) -> dict[K, float]:
     return dict(zip(values, itertools.islice(highest, 1, None), strict=True))
 
 
-def publish(rows: list[Row], steps: int) -> None:
+def publish(report: Report, steps: int) -> None:
+    rows = rows_of(report, steps)
     draw(rows, PICTURE)
     path = Path(str(MEASURED_FILE))
+    dense = [run for run in report.runs if (run.variant, run.steps) == ("dense", steps)]
     before = msgspec.json.decode(path.read_bytes(), type=MeasuredLosses)
-    write_figures(path, measured_losses(rows, steps, before))
+    write_figures(path, measured_losses(rows, dense, before))
 
 
 def main() -> None:
@@ -230,7 +239,7 @@ def main() -> None:
         sys.exit(f"no table: {path} has no training of the dense model over {options.steps} steps")
     show(report, options.steps)
     if options.publish:
-        publish(rows_of(report, options.steps), options.steps)
+        publish(report, options.steps)
 
 
 def known(report: Report, variant: Variant, seed: int, steps: int) -> bool:

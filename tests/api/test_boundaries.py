@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from pathlib import Path
 
@@ -9,9 +10,8 @@ import msgspec
 import pytest
 
 import isthmus
-from isthmus import api
+from isthmus import api, expected_loss
 from isthmus.api.observer import Silent
-from isthmus.cost.compression import expected_loss
 from isthmus.errors import UserError
 from isthmus.job import Job, load_job, prepare
 from isthmus.models import BoundaryOptions, ModelSpec
@@ -66,7 +66,8 @@ def test_a_budget_buys_boundaries_and_codecs(tmp_path: Path, monkeypatch: pytest
     assert rows.keys() == {"none", "subspace, rate 16", "subspace, rate 32", "residual, on slow links"}
     assert "more than the budget" in (rows["subspace, rate 32"].refused or "")
     planned = [row for row in found.rows if row.step_s is not None]
-    assert [row.step_s for row in planned] == sorted(row.step_s or 0.0 for row in planned)
+    times = [(row.step_s or 0.0) * expected_loss.more_steps(row.increase or 0.0) for row in planned]
+    assert times == sorted(times)
     assert rows["none"].increase is not None and rows["none"].step_s is not None
     for name, boundary in (("none", 0.0), ("subspace, rate 16", 0.02), ("residual, on slow links", 0.07 / 7)):
         row = rows[name]
@@ -82,6 +83,13 @@ def test_a_budget_buys_boundaries_and_codecs(tmp_path: Path, monkeypatch: pytest
     pasted = load_job(written)
     assert pasted.model.boundary == BoundaryOptions(method="residual", after={"blocks.0": 16.0})
     assert pasted.compression is not None and pasted.compression.loss_budget == pytest.approx(0.04)
+    noted = isthmus.plan(written, overrides={"planner": "even"}).notes
+    assert sum("boundary 'residual': expected loss +1.00% without codecs" in note for note in noted) == 1
+
+
+def test_a_boundary_that_was_not_measured_has_no_expected_loss() -> None:
+    assert expected_loss.boundary_increase("subspace", [3.0]) == math.inf
+    assert expected_loss.boundary_increase("subspace", [16.0]) == expected_loss.BOUNDARIES["subspace"][16.0]
 
 
 def test_a_model_without_a_residual_stream_has_codecs_alone(tmp_path: Path) -> None:

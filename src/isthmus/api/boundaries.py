@@ -1,4 +1,4 @@
-"""Which boundary and which codecs for this fleet: the fastest plan that a loss budget allows."""
+"""Which boundary and which codecs for this fleet: the plan with the least time to a loss that a budget allows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from isthmus.api.make_plan import fleet_for, make
 from isthmus.api.observer import Observer
 from isthmus.api.search import searched
 from isthmus.cost import Problem
-from isthmus.cost.compression.expected_loss import BOTTLENECKS, BOUNDARIES, MEASURED_ON, TOPK, increase_of
 from isthmus.cost.compression.messages import sender_of, stage_messages_of
 from isthmus.errors import UserError
+from isthmus.expected_loss import BOUNDARIES, MEASURED_ON, TOPK, boundary_increase, increase_of
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, prepare, prepared_again
 from isthmus.models import BoundaryOptions, build_model
@@ -49,7 +49,7 @@ def plan_boundaries(job: Job, budget: float, observer: Observer, stop: Stop) -> 
         return found + [_row(prepared, fleet, *one, budget) for some in bounded for one in some]
 
     found = searched(observer, stop, rows, best_so_far=True)
-    ordered = sorted(found, key=lambda row: math.inf if row.step_s is None else row.step_s)
+    ordered = sorted(found, key=lambda row: row.time_to_loss_s)
     return BoundaryChoice(
         model=job.model.name, fleet=fleet.name, budget=budget, measured_on=MEASURED_ON, rows=tuple(ordered)
     )
@@ -77,7 +77,7 @@ def _bottlenecks(
                 rate = min((r for r in measured if r >= needed), default=max(measured))
                 after[block] = max(rate, after.get(block, 0.0))
     if after:
-        increase = sum(measured[rate] for rate in after.values()) / BOTTLENECKS
+        increase = boundary_increase("residual", after.values())
         yield "residual, on slow links", BoundaryOptions(method="residual", after=after), increase
 
 

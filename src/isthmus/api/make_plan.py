@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from isthmus.api.proof import A_LITTLE, Proving, as_proven
 from isthmus.cost import Problem, build_again, layouts_of
 from isthmus.cost.compressed import limited_as
 from isthmus.errors import UserError, unknown_name
+from isthmus.expected_loss import MEASURED_ON, boundary_increase
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, constraints_of, fleet_of
 from isthmus.planners import LeastBound, check_constraints, check_planner, over_counts, scheduled
@@ -64,8 +66,20 @@ def make(
     def planned(cut: Problem) -> Plan:
         return make_plan(planner or job.planner, cut.timed() if timed else cut, simulated_s)
 
-    plan = over_counts(problem, job.counts, planned, simulated_s, bound)
+    plan = _with_boundary(job, over_counts(problem, job.counts, planned, simulated_s, bound))
     return plan if bound is not None else as_proven(problem, plan, job.counts, proving)
+
+
+def _with_boundary(job: Job, plan: Plan) -> Plan:
+    """The plan with a note on what the model's boundary costs, where that was measured."""
+    boundary = job.model.boundary
+    if boundary is None or boundary.method == "none":
+        return plan
+    increase = boundary_increase(boundary.method, tuple(boundary.rates.values()) or (boundary.rate,))
+    if not math.isfinite(increase):
+        return plan
+    note = f"boundary {boundary.method!r}: expected loss {increase:+.2%} without codecs, as measured on {MEASURED_ON}"
+    return msgspec.structs.replace(plan, notes=(*plan.notes, note))
 
 
 def plan_for(

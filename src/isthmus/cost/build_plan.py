@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from isthmus.cost.compression.expected_loss import packed_note
 from isthmus.cost.limits import in_flight_limits
 from isthmus.cost.loss_budget import within_budget
 from isthmus.cost.placement import Placement, place, rooms
@@ -19,6 +18,7 @@ from isthmus.cost.recompute import fastest
 from isthmus.cost.steptime import prediction, together
 from isthmus.cost.sync import copies_sync, replica_sync, sync_s
 from isthmus.errors import UserError
+from isthmus.expected_loss import packed_note
 from isthmus.plans import Certificate, Constraints, Plan, Prediction, Replica, ReplicaSync, Schedule, Stage
 from isthmus.units import format_compute, format_share
 
@@ -104,12 +104,14 @@ def build_replicas(
     several although replicas cannot sum the model's parameters.
     """
     _check_layouts(problem, layouts)
-    placed = within_budget([placed_as(problem, x) for x in layouts])
-    replicas, predicted = built(placed)
+    placed = [placed_as(problem, x) for x in layouts]
     if problem.constraints.copied:
         sync = copies_sync(problem.flow, problem.fleet, problem.constraints, placed[0].graphs)
     else:
         sync = replica_sync(problem.flow, problem.fleet, problem.sync, [(p.order, p.graphs) for p in placed])
+    averaging_s = sync_s(problem.fleet, sync)
+    placed = within_budget(placed, averaging_s)
+    replicas, predicted = built(placed)
     all_notes = [_note(placed, name, (notes or {}).get(name, "")) for name in problem.fleet.names]
     if problem.constraints.compression is not None:
         all_notes.append(packed_note(problem.constraints.compression, replicas))
@@ -122,7 +124,7 @@ def build_replicas(
         replicas=replicas,
         sync=sync,
         constraints=problem.constraints,
-        predicted=together(predicted, sync_s(problem.fleet, sync)),
+        predicted=together(predicted, averaging_s),
         certificate=certificate,
         notes=tuple(all_notes),
     )

@@ -10,6 +10,7 @@ import msgspec
 
 from isthmus.cost.problem import Problem
 from isthmus.cost.sync import messages
+from isthmus.expected_loss import increase_of, more_steps
 from isthmus.fleet import Fleet
 from isthmus.plans import Plan, Replica
 
@@ -46,16 +47,25 @@ def step_price(plan: Plan, fleet: Fleet, step_s: float | None = None) -> Price:
 def preference(problem: Problem, plan: Plan, step_s: float | None = None) -> tuple[float, float]:
     """The problem's objective and its tie-breaker: (seconds, 0), or (price of a step, seconds).
 
-    A step takes `step_s`, by default what the plan predicts. Of a plan beyond the terms' limit the first is infinite,
-    the second what is limited, by the prediction.
+    A step takes `step_s`, by default what the plan predicts. Within a loss budget the first is that of all steps that
+    make up for the plan's codecs, per step without codecs. Of a plan beyond the terms' limit the first is infinite, the
+    second what is limited, by the prediction.
     """
     beyond = beyond_limit(problem, plan)
     if beyond is not None:
         return math.inf, beyond
-    seconds = plan.predicted.step_s if step_s is None else step_s
+    asked, seconds = problem.constraints.compression, plan.predicted.step_s if step_s is None else step_s
+    steps = 1.0 if asked is None or asked.loss_budget is None else more_steps(increase_of(plan.replicas))
     if problem.constraints.objective == "time":
-        return seconds, 0.0
-    return step_price(plan, problem.fleet, seconds).total, seconds
+        return steps * seconds, 0.0
+    return steps * step_price(plan, problem.fleet, seconds).total, seconds
+
+
+def minimised(problem: Problem, plan: Plan) -> float:
+    """Of one step, whatever its codecs and limits: the seconds or the price that a bound is compared with."""
+    if problem.constraints.objective == "time":
+        return plan.predicted.step_s
+    return step_price(plan, problem.fleet).total
 
 
 def beyond_limit(problem: Problem, plan: Plan) -> float | None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from isthmus.cost import Problem, is_priced, preference
+from isthmus.cost import Problem, is_priced, minimised
 from isthmus.cost.blocks import Blocks
 from isthmus.cost.compression import packs_alike
 from isthmus.cost.network import FleetNetwork, network_of
@@ -112,7 +112,7 @@ def with_certificate(problem: Problem, plan: Plan, found: LeastBound, counts: Se
     """The plan with what the bound proves of it. `problem` has the plan's number of micro-batches; `counts` are those
     over which the bound ranges."""
     priced = _prices(problem)
-    reached, _ = preference(problem.unlimited("cost" if priced else "time"), plan)  # of a plan beyond a limit too
+    reached = minimised(problem.unlimited("cost" if priced else "time"), plan)
     certificate = certificate_of(found.bound, reached, question(problem, counts), exact=found.exact, priced=priced)
     return msgspec.structs.replace(plan, certificate=certificate)
 

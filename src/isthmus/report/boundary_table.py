@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 from rich.console import RenderableType
 from rich.text import Text
 
+from isthmus.expected_loss import more_steps
 from isthmus.plans import Replica
 from isthmus.report.tables import new_table, titled
 from isthmus.units import format_duration, format_share
@@ -27,6 +30,13 @@ class BoundaryRow(msgspec.Struct, frozen=True, kw_only=True):
     refused: str | None = None
     """Why there is no plan."""
 
+    @property
+    def time_to_loss_s(self) -> float:
+        """Of all steps that make up for the increase, per step without it; infinite where there is no plan."""
+        if self.step_s is None or self.increase is None:
+            return math.inf
+        return self.step_s * more_steps(self.increase)
+
 
 def replica_line(replica: Replica) -> str:
     """Its micro-batches, its devices in order, and the codecs of its messages."""
@@ -37,7 +47,7 @@ def replica_line(replica: Replica) -> str:
 
 
 class BoundaryChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The fastest first; those without a plan behind."""
+    """The least time to a loss first; those without a plan behind."""
 
     model: str
     fleet: str

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from isthmus.errors import UserError
+from isthmus.expected_loss import expected_increase
 from isthmus.graph.opgraph import DTYPE_BYTES
 from isthmus.plans import Plan, Prediction, Replica, ReplicaSync, Stage
 from isthmus.verification.certificate import PlanCost, check_certificate
@@ -67,6 +68,7 @@ def verify(plan: Plan, question: Question, *, effort: float = 1.0) -> Verdict:
     )  # what is not well formed has no rounds to be paid for
     price = paid(question.fleet, pipelines, [r.micro_batches for r in plan.replicas], sync, step_s)
     _limits(ledger, question, step_s, price)
+    _loss(ledger, plan, question)
     setups = [_setup(r) for r in plan.replicas]
     bound = check_certificate(ledger, reading, plan.certificate, PlanCost(step_s, price), setups, effort)
     return Verdict(checked=ledger.checked, differences=tuple(ledger.differences), bound=bound)
@@ -80,6 +82,22 @@ def _limits(ledger: DifferenceList, question: Question, step_s: float, price: fl
     if dearest is not None:
         most = f"at most {dearest:g} for 1,000 steps"
         ledger.judge("terms.max_price", 1000 * price <= dearest * (1 + CLOSE), 1000 * price, most)
+
+
+def _loss(ledger: DifferenceList, plan: Plan, question: Question) -> None:
+    """No more expected than the budget: each packed message of a replica counts by the replica's share of the batch."""
+    asked = question.constraints.compression
+    if asked is None or asked.loss_budget is None:
+        return
+    expected = sum(
+        expected_increase(packed.packing) * replica.micro_batches / question.micro_batches
+        for replica in plan.replicas
+        for edge in replica.edges
+        for packed in (edge.forward_compression, edge.backward_compression)
+        if packed is not None
+    )
+    within = expected <= asked.loss_budget + CLOSE
+    ledger.judge("terms.loss_budget", within, expected, f"at most {asked.loss_budget:g}")
 
 
 def _setup(replica: Replica) -> Setup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+from isthmus.expected_loss import expected_increase, harshest_ratio
 from isthmus.graph.opgraph import DTYPE_BYTES
 from isthmus.plans import CompressionConfig, Packing
 from isthmus.plans.packing import DENSE
@@ -29,9 +30,18 @@ def offers(asked: CompressionConfig | None) -> tuple[Packing, ...]:
         case "uniform":
             return (Packing(codec="topk", ratio=asked.ratio),)
         case "just-enough":
-            return *(Packing(codec=dense) for dense in DENSE), Packing(codec="topk", ratio=asked.ratio)
+            return _just_enough(asked.ratio, asked.loss_budget)
         case _:  # of AdaTopK: its factor is 3 at most, the paper's
             return (Packing(codec="topk", ratio=3 * asked.ratio),)
+
+
+def _just_enough(ratio: float, budget: float | None) -> tuple[Packing, ...]:
+    """Within a loss budget, those that it allows one message."""
+    dense = [Packing(codec=codec) for codec in DENSE]
+    if budget is None:
+        return *dense, Packing(codec="topk", ratio=ratio)
+    allowed = [packing for packing in dense if expected_increase(packing) <= budget]
+    return *allowed, Packing(codec="topk", ratio=min(ratio, harshest_ratio(budget)))
 
 
 def least_bytes(asked: CompressionConfig | None, elements: int, dtype: str, size_bytes: int) -> int:

@@ -4,18 +4,18 @@ from isthmus.cost.compression.registry import (
     RatioPlanner,
     as_requested,
     describe_ratios,
-    harshest_codec,
     least_bytes,
     packs_alike,
     ratio_planner_names,
+    uniform_codecs,
 )
 
 __all__ = [
     "RatioPlanner",
     "as_requested",
     "describe_ratios",
-    "harshest_codec",
     "least_bytes",
     "packs_alike",
     "ratio_planner_names",
+    "uniform_codecs",
 ]

@@ -4,8 +4,9 @@ The period of a pipeline is that of its slowest stage or link. Compression canno
 stays slowest under the harshest codec it cannot shorten that link further; the longer of the two is the least period,
 and the aim. Each message takes the mildest codec with which its bytes pass in that time.
 
-With a loss budget the aim is the least period whose codecs are expected to cost no more than that. Several replicas
-share one budget (`cost.loss_budget`).
+With a loss budget the aim is the least period whose codecs are expected to cost no more than that. Candidates are the
+codecs of which one message costs no more. A whole plan's codecs follow from what all its replicas may choose
+(`cost.loss_budget`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
-from isthmus.cost.compression.expected_loss import expected_increase
 from isthmus.cost.compression.messages import Packings, Sender, StageMessage, stage_messages_of
 from isthmus.cost.problem import Problem
+from isthmus.expected_loss import expected_increase
 from isthmus.plans import Packing
 
 RATIOS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
@@ -28,25 +29,32 @@ def just_enough(problem: Problem, sender: Sender, ratio: float, codecs: Sequence
     """The mildest codec per message with which its link is not the bottleneck.
 
     `codecs` are the candidates, the mildest first; by default bf16, int8, int4 and top-K at ratios up to `ratio`. Where
-    the problem has a loss budget, those whose loss was measured. Latency and the memory that holds micro-batches in
+    the problem has a loss budget, those that it allows one message. Latency and the memory that holds micro-batches in
     flight are not looked at: bytes do not change them. Raises UserError for a ratio below 1.
     """
-    candidates = ladder(ratio) if codecs is None else tuple(codecs)
     asked = problem.constraints.compression
-    if asked is None or asked.loss_budget is None:
-        return _CodecChoice(problem, stage_messages_of(problem, sender), candidates).choose(sender.slowest_s)
-    return _of_measured(problem, sender, candidates).within(asked.loss_budget, sender.slowest_s)
+    budget = None if asked is None else asked.loss_budget
+    candidates = _allowed(ladder(ratio) if codecs is None else codecs, budget)
+    choice = _CodecChoice(problem, stage_messages_of(problem, sender), candidates)
+    return choice.choose(sender.slowest_s) if budget is None else choice.within(budget, sender.slowest_s)
 
 
-def measured_choices(problem: Problem, sender: Sender, ratio: float) -> Iterator[Packings]:
-    """What it may choose under some loss budget: for the least period first, then for each longer one, and last
-    messages as they are."""
-    return _of_measured(problem, sender, ladder(ratio)).every(sender.slowest_s)
+def choices_within(problem: Problem, sender: Sender, ratio: float, budget: float) -> Iterator[Packings]:
+    """What one pipeline of a plan may choose: for the least period first, then for each longer one; messages as they
+    are; and all of them by one codec, which shortens the fill too."""
+    candidates = candidates_within(ratio, budget)
+    yield from _CodecChoice(problem, stage_messages_of(problem, sender), candidates).every(sender.slowest_s)
 
 
-def _of_measured(problem: Problem, sender: Sender, candidates: Sequence[Packing]) -> _CodecChoice:
-    measured = [c for c in candidates if math.isfinite(expected_increase(c))]
-    return _CodecChoice(problem, stage_messages_of(problem, sender), measured)
+def candidates_within(ratio: float, budget: float | None) -> tuple[Packing, ...]:
+    """Those of the ladder that a loss budget, if there is one, allows one message."""
+    return _allowed(ladder(ratio), budget)
+
+
+def _allowed(candidates: Sequence[Packing], budget: float | None) -> tuple[Packing, ...]:
+    if budget is None:
+        return tuple(candidates)
+    return tuple(c for c in candidates if math.isfinite(increase := expected_increase(c)) and increase <= budget)
 
 
 def ladder(ratio: float) -> tuple[Packing, ...]:
@@ -78,21 +86,20 @@ class _CodecChoice:
             return sum(expected_increase(p.packing) for p in packed if p is not None) <= budget
 
         first = bisect_left(longer, True, key=is_within)
-        return self._in_time(longer[first]) if first < len(longer) else self._dense
+        return self._in_time(longer[first]) if first < len(longer) else self._alike(None)
 
     def every(self, stage_s: float) -> Iterator[Packings]:
         yield from (self._in_time(period_s) for period_s in self._periods(stage_s))
-        yield self._dense
+        yield from map(self._alike, self._candidates)
 
-    @property
-    def _dense(self) -> dict[StageMessage, Packing | None]:
-        return dict[StageMessage, Packing | None].fromkeys(self._messages)
+    def _alike(self, codec: Packing | None) -> dict[StageMessage, Packing | None]:
+        return dict.fromkeys(self._messages, codec)
 
     def _periods(self, stage_s: float) -> list[float]:
         """Those at which another choice may be the mildest, from the least on."""
         least_s = self._least_s(stage_s)
         periods = {m.wire_s(self._problem, codec) for m in self._messages for codec in self._candidates}
-        periods |= {least_s, *self._uplinks_s(self._dense).values()}
+        periods |= {least_s, *self._uplinks_s(self._alike(None)).values()}
         return sorted(s for s in periods if s >= least_s)
 
     def _least_s(self, stage_s: float) -> float:

@@ -8,8 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from isthmus.cost.compression.adatopk import PAPER_FACTOR, adatopk, adatopk_paper, dense, harshest_ratio, uniform
-from isthmus.cost.compression.expected_loss import expected_increase
-from isthmus.cost.compression.just_enough import just_enough, ladder
+from isthmus.cost.compression.just_enough import candidates_within, just_enough
 from isthmus.cost.compression.messages import Packings, Sender, packed_edges, tensor_of, with_feedback
 from isthmus.cost.problem import Problem
 from isthmus.errors import unknown_name
@@ -36,6 +35,11 @@ def _harshest(problem: Problem, ratio: float) -> tuple[Packing, ...]:
     return _topk(harshest_ratio(ratio, dtypes | {"float32"}))
 
 
+def _within_budget(problem: Problem, ratio: float) -> tuple[Packing, ...]:
+    asked = problem.constraints.compression
+    return candidates_within(ratio, asked.loss_budget if asked else None)
+
+
 def _dense(codec: str) -> RatioPlanner:
     return RatioPlanner(partial(dense, codec), lambda *_: (Packing(codec=codec),), alike=True)
 
@@ -44,7 +48,7 @@ _PLANNERS: Mapping[str, RatioPlanner] = {
     "adatopk": RatioPlanner(adatopk, _harshest),
     "adatopk-paper": RatioPlanner(adatopk_paper, lambda _, ratio: _topk(PAPER_FACTOR * ratio)),
     **{name: _dense(name) for name in DENSE},
-    "just-enough": RatioPlanner(just_enough, lambda _, ratio: ladder(ratio)),
+    "just-enough": RatioPlanner(just_enough, _within_budget),
     "uniform": RatioPlanner(uniform, lambda _, ratio: _topk(ratio), alike=True),
 }
 
@@ -91,16 +95,15 @@ def packs_alike(problem: Problem) -> bool:
     return asked is None or (ratio_planner(asked.method).alike and asked.backward in (None, asked.method))
 
 
-def harshest_codec(problem: Problem) -> CompressionConfig | None:
-    """A compression that packs every message alike, by the harshest codec that the problem's method offers; of those
-    that a loss budget allows one message."""
+def uniform_codecs(problem: Problem) -> list[CompressionConfig]:
+    """Compressions that pack every message alike, by each codec that the problem's method offers, the harshest
+    first."""
     asked = problem.constraints.compression
-    if asked is None:
-        return None
-    budget = asked.loss_budget
-    offers = [codec for codec in _offers(problem, asked) if budget is None or expected_increase(codec) <= budget]
-    harshest = min(offers, key=Packing.bytes_per_element)
-    return CompressionConfig(method="uniform" if harshest.codec == "topk" else harshest.codec, ratio=harshest.ratio)
+    offers = () if asked is None else _offers(problem, asked)
+    return [
+        CompressionConfig(method="uniform" if codec.codec == "topk" else codec.codec, ratio=codec.ratio)
+        for codec in sorted(offers, key=Packing.bytes_per_element)
+    ]
 
 
 def _offers(problem: Problem, asked: CompressionConfig) -> tuple[Packing, ...]:

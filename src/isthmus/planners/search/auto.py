@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 
@@ -30,7 +31,7 @@ from isthmus.planners.search.exhaustive import exhaustive_plan
 from isthmus.planners.search.one_pipeline import unpriced
 from isthmus.planners.search.prune_fleet import pruned_fleet
 from isthmus.planners.search.replicas import ReplicaSearch, replicas_per_device
-from isthmus.planners.surrogates import over_surrogates, rebuilt, surrogates
+from isthmus.planners.surrogates import over_surrogates, plans_of_surrogates, rebuilt
 from isthmus.plans import Plan
 
 MOST_STARTS = 4
@@ -38,7 +39,7 @@ MOST_STARTS = 4
 MOST_NEIGHBOURS = 60_000
 """Of plans, that the descents look at altogether: bounds the time, the same on every machine."""
 MOST_SCORED = 3
-"""Plans that the scorer judges."""
+"""Plans that the scorer judges; of so many groupings of devices where codecs depend on the plan."""
 DESCENT_BLOCKS = 100
 WORTH_DESCENT = 2.0
 """Times the best plan known, up to which another is a start."""
@@ -55,7 +56,8 @@ Score = Callable[[Plan], float]
 def auto(problem: Problem, score: Score | None = None) -> Plan:
     """The fastest plan found over any number of replicas, or the cheapest, with a lower bound on all plans.
 
-    Raises FleetTooSmall with the device that is short, and by how much.
+    Within a loss budget it has the least time to a loss. Raises FleetTooSmall with the device that is short, and by
+    how much.
     """
     if problem.constraints.copied:
         plan = fed(problem)
@@ -83,7 +85,9 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
         refused = error
     least = relaxed(problem, network, blocks, plans[0] if plans else None)
     alike = packs_alike(problem)
-    plans += () if alike else _of_surrogates(problem)
+    if not alike:
+        with contextlib.suppress(FleetTooSmall):
+            plans += plans_of_surrogates(problem, partial(auto, score=score))
     plans += _extremes(problem) if problem.constraints.limited else ()
     settled = None
     if settles(problem):
@@ -108,7 +112,8 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     plans.sort(key=lambda plan: preference(problem, plan))
     if score is not None:
         part("simulating the best")
-        plans = sorted(plans[:MOST_SCORED], key=lambda plan: preference(problem, plan, score(plan)))
+        judged = plans if alike else _of_each_grouping(plans)
+        plans = sorted(judged[:MOST_SCORED], key=lambda plan: preference(problem, plan, score(plan)))
     return _certified(problem, plans[0], least, problem.fleet.names)
 
 
@@ -139,11 +144,12 @@ def _extremes(problem: Problem) -> Iterator[Plan]:
             yield msgspec.structs.replace(auto(other), constraints=problem.constraints)
 
 
-def _of_surrogates(problem: Problem) -> Iterator[Plan]:
-    """Where messages depend on the plan: the best plans where they do not, packed as they will be."""
-    for surrogate in surrogates(problem):
-        with contextlib.suppress(FleetTooSmall):
-            yield rebuilt(problem, auto(surrogate))
+def _of_each_grouping(plans: Sequence[Plan]) -> list[Plan]:
+    """The first of those whose replicas have the same devices: many differ in a codec alone."""
+    found: dict[frozenset[frozenset[str]], Plan] = {}
+    for plan in plans:
+        found.setdefault(frozenset(frozenset(stage.device for stage in r.stages) for r in plan.replicas), plan)
+    return list(found.values())
 
 
 def _best_s(plans: Sequence[Plan]) -> float:

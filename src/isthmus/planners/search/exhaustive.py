@@ -21,7 +21,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isthmus.cost import PlanLayout, Problem, broken_constraint, build_plan, build_replicas, kernel, preference
+from isthmus.cost import (
+    PlanLayout,
+    Problem,
+    broken_constraint,
+    build_plan,
+    build_replicas,
+    kernel,
+    minimised,
+    preference,
+)
 from isthmus.cost.averaging import Averaging
 from isthmus.cost.blocks import Blocks
 from isthmus.cost.cut_table import cut_table, every_cut
@@ -104,12 +113,12 @@ def exhaustive_pipeline(
     except _TooManyPlans:
         return None
     bound = np.concatenate([np.zeros(0), *bounds])
-    best, least, tried = None, known, set[Candidate]()
+    best, least, proven, tried = None, known, known, set[Candidate]()
     for k in np.argsort(bound, kind="stable").tolist():
         if bound[k] >= least * (1 - TOLERANCE):
             break
         if len(tried) == MOST_BUILT:
-            return Settled(best, min(least, float(bound[k])))
+            return Settled(best, min(proven, least, float(bound[k])))
         looked_at()
         p, row = pipelines[rows[k][0]], rows[k][1]
         candidate = tuple(p.order[row].tolist()), tuple(p.ends[row][1:-1].tolist())
@@ -117,9 +126,12 @@ def exhaustive_pipeline(
             continue
         tried.add(candidate)
         plan = _built(judged, [network.names[d] for d in candidate[0]], blocks.boundaries(candidate[1]))
-        if plan is not None and preference(judged, plan)[0] < least:
+        if plan is None:
+            continue
+        proven = min(proven, minimised(judged, plan))  # less than what is preferred, within a loss budget
+        if preference(judged, plan)[0] < least:
             best, least = keep(plan), preference(judged, plan)[0]
-    return Settled(best, least)
+    return Settled(best, min(proven, least))
 
 
 def _built(problem: Problem, order: Sequence[str], boundaries: Sequence[int]) -> Plan | None:

@@ -26,7 +26,7 @@ from functools import partial
 
 import msgspec
 
-from isthmus.cost import Problem, build_plan, is_priced, preference
+from isthmus.cost import Problem, build_plan, is_priced, minimised, preference
 from isthmus.cost.blocks import Blocks
 from isthmus.cost.compression import packs_alike
 from isthmus.cost.cut_table import stage_bytes
@@ -97,9 +97,9 @@ def _packed(problem: Problem, network: FleetNetwork, blocks: Blocks, settle: boo
     """Where what a message takes depends on the plan."""
     best = over_surrogates(problem, partial(fastest, settle=False))
     plans = [best, *_baseline(problem)]
-    best = min(plans, key=lambda p: p.predicted.step_s)
+    best = min(plans, key=lambda p: preference(problem, p))
     if settle and OrderSearch(problem, network, blocks).exhaustive:
-        proven = exhaustive_pipeline(problem, network, blocks, best.predicted.step_s)
+        proven = exhaustive_pipeline(problem, network, blocks, preference(problem, best)[0])
         if proven is not None:
             return with_bound(problem, proven.plan or best, proven.bound)
     return with_bound(problem, best, pipeline_bound(problem, network, blocks))
@@ -252,7 +252,7 @@ def with_bound(problem: Problem, plan: Plan, bound: float, plans: str = ONE) -> 
     priced = problem.constraints.objective == "cost"
     what, better = ("price", "cheaper") if priced else ("time", "faster")
     question = f"the {what} of a step of {plans} in any order, any cuts, by the closed form"
-    certificate = certificate_of(bound, preference(problem, plan)[0], question, exact=False, priced=priced)
+    certificate = certificate_of(bound, minimised(problem, plan), question, exact=False, priced=priced)
     found = "" if certificate is not None and not certificate.gap else " that was found"
     return build_plan(
         problem,

@@ -2,13 +2,13 @@
 
 A held-out loss at equal steps, relative to the dense model's: `measured_losses.json`, which benchmarks/wan_loss writes,
 from a pipeline of eight stages. Each message of a plan is charged an equal part of what all packed messages of the
-measured pipeline cost together: an assumption.
+measured pipeline cost together: an assumption. So is that a loss falls with the steps as the dense model's did.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib import resources
 
 import msgspec
@@ -24,6 +24,8 @@ class MeasuredLosses(msgspec.Struct, frozen=True, kw_only=True):
     """Increases of the loss, none negative and none below that of something milder."""
 
     measured_on: str
+    exponent: float
+    """Of the dense model's loss, which falls as steps ** -exponent between half of the steps and all."""
     codecs: dict[str, float]
     """Of all messages."""
     topk: dict[float, float]
@@ -34,9 +36,9 @@ class MeasuredLosses(msgspec.Struct, frozen=True, kw_only=True):
     """Of all bottlenecks, by rate."""
 
 
-MEASURED_FILE = resources.files("isthmus.cost.compression").joinpath("measured_losses.json")
+MEASURED_FILE = resources.files("isthmus").joinpath("measured_losses.json")
 _MEASURED = msgspec.json.decode(MEASURED_FILE.read_bytes(), type=MeasuredLosses)
-MEASURED_ON = _MEASURED.measured_on
+MEASURED_ON, EXPONENT = _MEASURED.measured_on, _MEASURED.exponent
 CODECS = {name: increase / MESSAGES for name, increase in _MEASURED.codecs.items()}
 """By one message."""
 TOPK = {1.0: 0.0} | {ratio: increase / MESSAGES for ratio, increase in _MEASURED.topk.items()}
@@ -54,6 +56,28 @@ def expected_increase(packing: Packing) -> float:
     below = max(r for r in TOPK if r <= packing.ratio)
     share = math.log(packing.ratio / below) / math.log(above / below) if above > below else 0.0
     return TOPK[below] + share * (TOPK[above] - TOPK[below])
+
+
+def boundary_increase(method: str, rates: Collection[float]) -> float:
+    """By a boundary of the model: `residual` has a bottleneck for each rate, of which the measured pipeline had
+    `BOTTLENECKS`. inf where a rate was not measured."""
+    found = sum(BOUNDARIES[method].get(rate, math.inf) for rate in rates)
+    return found / BOTTLENECKS if method == "residual" else found
+
+
+def harshest_ratio(budget: float) -> float:
+    """Of top-K: the highest, rounded up, whose increase by one message is within the budget."""
+    points = list(TOPK.items())
+    above = next((k for k, (_, increase) in enumerate(points) if increase > budget), None)
+    if above is None:
+        return points[-1][0]
+    (low, cost), (high, dearer) = points[above - 1], points[above]
+    return low * (high / low) ** ((budget - cost) / (dearer - cost)) * (1 + 1e-9)
+
+
+def more_steps(increase: float) -> float:
+    """By what factor more steps reach the loss that would be reached without the increase."""
+    return (1 + increase) ** (1 / EXPONENT)
 
 
 def increase_of(replicas: Iterable[Replica]) -> float:
@@ -77,4 +101,5 @@ def packed_note(asked: CompressionConfig, replicas: Sequence[Replica]) -> str:
     increase = increase_of(replicas)
     if not math.isfinite(increase):
         return words
-    return f"{words}; expected loss {increase:+.2%}, as measured on {MEASURED_ON}"
+    steps = f", so {more_steps(increase) - 1:.1%} more steps to a loss" if increase else ""
+    return f"{words}; expected loss {increase:+.2%}{steps}, as measured on {MEASURED_ON}"
