@@ -37,6 +37,8 @@ class EarlyForkServer(ForkServer):
 
     def __init__(self, like: _Like) -> None:  # no super: no interpreter is started
         self.like = like
+        self.owner = os.getpid()
+        """Copies of this process have the handle too, but may not use it."""
         self.in_use = False
         line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -76,7 +78,13 @@ def fork_early(command: Sequence[str], environment: Mapping[str, str], module: s
 def standing_for(command: Sequence[str], environment: Mapping[str, str], module: str = DEVICES) -> ForkServer | None:
     """The early one, if it is idle and like a fork server that would be started so."""
     found = _standing
-    if found is None or found.in_use or found.gone or found.like != (tuple(command), dict(environment), module):
+    if (
+        found is None
+        or found.owner != os.getpid()
+        or found.in_use
+        or found.gone
+        or found.like != (tuple(command), dict(environment), module)
+    ):
         return None
     found.in_use = True
     return found
