@@ -78,8 +78,8 @@ def replica_plans(prepared: Prepared, fleet: Fleet) -> dict[str, Plan]:
             f"samples a step, expected a multiple of {len(groups)}"
         )
     found: dict[str, Plan] = {}
-    for number, (name, devices) in enumerate(groups.items()):
-        own = pipeline_prepared(prepared, number, len(groups))
+    for name, devices in groups.items():
+        own = pipeline_prepared(prepared, groups, name)
         if len(devices) > 1:
             found[name] = plan_for(own, fleet.subset(devices))
         else:

@@ -118,17 +118,17 @@ def replica_models(prepared: Prepared, fleet: Fleet) -> list[ReplicaModel]:
             up=up,
             down=down,
             devices=groups[name],
-            planned=_planned_steps(prepared, fleet, plans[name], number) if len(groups[name]) > 1 else None,
+            planned=_planned_steps(prepared, fleet, plans[name], name) if len(groups[name]) > 1 else None,
         )
-        for number, (name, (up, down)) in enumerate(links_of(groups, fleet).items())
+        for name, (up, down) in links_of(groups, fleet).items()
     ]
 
 
-def _planned_steps(prepared: Prepared, fleet: Fleet, first: Plan, number: int) -> Planned:
-    """Of a pipeline, replica `number`: as it would plan on the devices that are there."""
+def _planned_steps(prepared: Prepared, fleet: Fleet, first: Plan, name: str) -> Planned:
+    """Of a replica that is a pipeline: as it would plan on the devices that are there."""
     groups = replica_groups(prepared.job, fleet)
-    own = pipeline_prepared(prepared, number, len(groups))
-    known = {frozenset(list(groups.values())[number]): first}
+    own = pipeline_prepared(prepared, groups, name)
+    known = {frozenset(groups[name]): first}
 
     @functools.cache
     def planned(present: frozenset[str]) -> PlannedStep | None:

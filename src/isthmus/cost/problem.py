@@ -70,6 +70,8 @@ class Decoupled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     replicas: Literal["devices", "regions"] | tuple[tuple[str, ...], ...] = "devices"
     """Which devices train one replica: each by itself, those of a region together, or those of each list. Several are a
     pipeline, planned like any other."""
+    packed: tuple[str, ...] = ()
+    """Of several pipelines, those whose messages are packed as [compression] says, by name; none: all of them."""
 
     def __post_init__(self) -> None:
         Packing(codec=self.codec, ratio=self.ratio)

@@ -37,6 +37,7 @@ from isthmus.protocol.decoupled_events import (
 from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.protocol.run_messages import WeightExchange
 from isthmus.protocol.work import Item
+from isthmus.run_files import write_json
 from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
 from isthmus.runtime.coordinator.run_callbacks import Outcome, WeightAmounts
@@ -50,8 +51,9 @@ from isthmus.training.weights import weights_of
 
 RETURN_S = 30.0
 """After so long the process of a lost device is started again: as a machine that starts anew."""
-TRACE = "measured.jsonl"
-"""Of one replica, with times since the whole run began."""
+TRACE, PERIODS = "measured.jsonl", "periods.json"
+"""Of one replica: its devices' spans, and since when it made which steps on each of its plans; in seconds since the
+whole run began. Spans of a step are void that began before a plan which made it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +242,9 @@ class PipelineReplica:
         spans = tuple(
             msgspec.structs.replace(s, start_s=s.start_s + later_s, end_s=s.end_s + later_s) for s in outcome.spans
         )
-        write_jsonl(Trace(source="runtime", run=self._pipeline.folder.name, spans=spans), self._pipeline.folder / TRACE)
+        folder = self._pipeline.folder
+        write_jsonl(Trace(source="runtime", run=folder.name, spans=spans), folder / TRACE)
+        write_json(folder / PERIODS, [(p.first_step, p.since_s + later_s) for p in outcome.periods])
 
 
 def serve_pipeline(job: Job, pipeline: ReplicaPipeline, place: ReplicaPlace) -> None:

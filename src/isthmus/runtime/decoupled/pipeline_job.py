@@ -15,14 +15,16 @@ from isthmus.data import ColumnSpec, DataSpec, batch_at, load_dataset, sample_or
 from isthmus.data.dataset import Indices, Split, joined
 from isthmus.job import Job, Prepared
 from isthmus.rng import torch_seed
+from isthmus.runtime.decoupled.groups import Groups
 
 MOST_STEPS = 1 << 32
 """Of a replica, for which there are samples: more than any run has."""
 
 
-def pipeline_job(job: Job, number: int, count: int) -> Job:
-    """Of replica `number` of `count`. Its learning rate is that of the whole run's steps."""
-    training = job.training
+def pipeline_job(job: Job, groups: Groups, name: str) -> Job:
+    """Of one replica. Its learning rate is that of the whole run's steps."""
+    training, packed = job.training, job.sync.decoupled.packed
+    number, count = list(groups).index(name), len(groups)
     own = training.batch_size // count
     share = {"data": job.data, "number": number, "own": own, "batch": training.batch_size}
     order = {"seed": training.seed, "shuffle": training.shuffle}
@@ -41,13 +43,14 @@ def pipeline_job(job: Job, number: int, count: int) -> Job:
         # A step is opened when the one before is over: only then is it known what comes with it.
         runtime=msgspec.structs.replace(job.runtime, lease_ahead=1, fingerprints=False, audit=0.0),
         sync=SyncPolicy(),
+        compression=job.compression if not packed or name in packed else None,
         callback=(),
     )
 
 
-def pipeline_prepared(prepared: Prepared, number: int, count: int) -> Prepared:
+def pipeline_prepared(prepared: Prepared, groups: Groups, name: str) -> Prepared:
     """The same with its model, which is captured already: micro-batches are those of the whole job."""
-    job = pipeline_job(prepared.job, number, count)
+    job = pipeline_job(prepared.job, groups, name)
     samples = msgspec.structs.replace(prepared.samples, train=MOST_STEPS * job.training.batch_size)
     return msgspec.structs.replace(prepared, job=job, samples=samples)
 

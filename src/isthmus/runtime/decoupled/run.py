@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from isthmus.data import load_dataset
-from isthmus.errors import UserError
+from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
 from isthmus.fleet import Fleet, Link
 from isthmus.job import Job, Prepared, keep_prepared, kept_prepared
@@ -69,6 +69,12 @@ def check_decoupled(job: Job, fleet: Fleet) -> None:
         raise UserError(
             f"training.batch_size: got {training.batch_size} for {count} replicas, expected a multiple of {count}"
         )
+    for name in job.sync.decoupled.packed:
+        if name not in pipelines:
+            raise UserError(f"sync.decoupled.packed: {unknown_name('pipeline', name, pipelines)}")
+    if job.sync.decoupled.packed and job.compression is None:
+        got = ", ".join(job.sync.decoupled.packed)
+        raise UserError(f"sync.decoupled.packed: got {got} without a table [compression], expected one")
     settings: list[tuple[str, object, object]] = [
         ("training.precision", training.precision, "fp32"),
         ("training.non_finite", training.non_finite, "stop"),
@@ -163,7 +169,7 @@ class DecoupledRun:
                     return
                 whole = kept_prepared(job, folder / CAPTURED)
                 assert whole is not None and replan is not None, "kept before replicas begin"
-                prepared = pipeline_prepared(whole, number, count)
+                prepared = pipeline_prepared(whole, groups, name)
                 pipeline = ReplicaPipeline(
                     prepared=prepared,
                     plan=load_plan(replica_folder(folder, name) / PLAN),

@@ -65,12 +65,12 @@ class ReplicaTrainer:
         self._job, self._number = job, number
         self._data, self._columns = data, list(data.columns)
         self._order = sample_order(data, job.training.seed, job.training.shuffle)
-        self._module = seeded_model(job)
-        self.parameters = [p for p in self._module.parameters() if p.requires_grad]
-        named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        self.module = seeded_model(job)
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         steps = job.training.steps
         self._optimizers = Optimizers(job.optimizer, named, job.learning_rate.tabled(steps), steps)
-        self.fragments = ReplicaFragments(self._module, job.sync.decoupled.fragments, delta_codec(job))
+        self.fragments = ReplicaFragments(self.module, job.sync.decoupled.fragments, delta_codec(job))
 
     def step(self, samples: int) -> float:
         """One step, where all replicas had trained on so many samples; returns the loss."""
@@ -81,7 +81,7 @@ class ReplicaTrainer:
         losses, counts, count = 0.0, 0.0, None
         for first in range(start, start + self.samples, self._micro_batch):
             batch = batch_at(self._data, self._order, first, self._micro_batch, self._columns)
-            loss, count, _ = split_outputs(self._module(**batch))
+            loss, count, _ = split_outputs(self.module(**batch))
             loss.backward(self._seed if count is None else None)
             losses += float(loss.detach())
             counts += 1.0 if count is None else float(count)
