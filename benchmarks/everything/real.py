@@ -29,6 +29,8 @@ from isthmus.trace import Span, read_jsonl
 
 TITLE = "isthmus device "
 """What device processes call themselves."""
+LARGER = 32
+"""Samples of a micro-batch where there is one process: the losses differ by rounding."""
 QUIET = 0.2
 """Share of the run before the first loss, and after the last."""
 
@@ -155,8 +157,9 @@ def _away(device: str, killed: Iterable[tuple[float, str]], end_s: float) -> flo
 
 def _alone(job: isthmus.Job, samples: int) -> float:
     """The held-out loss of one process that trains on as many samples, in batches of the whole job's size."""
-    trainer = ReplicaTrainer(job, load_dataset(job.data, "train"), 0, 1)
     batch = job.training.batch_size
+    quicker = job.cut_into(batch // LARGER)
+    trainer = ReplicaTrainer(quicker, load_dataset(job.data, "train"), 0, 1)
     for step in range(samples // batch):
         trainer.step(step * batch)
     return heldout_loss(trainer.module, load_dataset(job.data, "heldout"), job.training.eval_samples, batch)

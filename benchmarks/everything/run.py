@@ -25,7 +25,7 @@ from harness import machine, options_of, write_figures
 HERE = Path(__file__).parent
 LATEST = HERE / "results" / "latest.json"
 JOB = HERE.parents[1] / "examples" / "everything.toml"
-A_LOSS_EVERY_S = 300.0
+A_LOSS_EVERY_S = 600.0
 """Of a real run."""
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     options.add_argument("--hours", type=float, default=4.0, help="of each simulated run; 0: none")
     options.add_argument("--seeds", type=int, default=3, help="simulated runs")
     options.add_argument("--real", type=float, default=0.0, metavar="SECONDS", help="of a real run")
-    options.add_argument("--losses", type=int, help="in the real run, by default one in five minutes")
+    options.add_argument("--losses", type=int, help="in the real run, by default one in ten minutes")
     given = options.parse_args()
     torch.set_num_threads(1)
     job = msgspec.structs.replace(load_job(JOB), fleet=str(JOB.with_name("everything-fleet.toml")))
