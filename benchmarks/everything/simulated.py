@@ -28,8 +28,7 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 
 def simulated(job: isthmus.Job, hours: float, seed: int) -> Simulated:
     """For so many hours of devices that are never lost."""
-    short = simulate_decoupled(job)
-    full_speed, batch = short.full_speed, job.training.batch_size
+    full_speed, batch = simulate_decoupled(job).full_speed, job.training.batch_size
     steps = max(1, round(hours * 3600 * full_speed / batch))
     long = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=steps))
     faults = drawn(fleet_of(job).names, 2 * hours * 3600, seed)
@@ -39,7 +38,7 @@ def simulated(job: isthmus.Job, hours: float, seed: int) -> Simulated:
         losses=sum(fault.time_s < found.run.seconds for fault in faults),
         hours=found.run.seconds / 3600,
         used=found.run.used,
-        undisturbed=short.run.used,
+        undisturbed=simulate_decoupled(long).run.used,
         goodput=found.goodput,
         merges=len(found.run.merges),
         late=found.run.late,

@@ -109,16 +109,21 @@ def replica_models(prepared: Prepared, fleet: Fleet) -> list[ReplicaModel]:
     """The times of the fleet's replicas."""
     job, plans = prepared.job, replica_plans(prepared, fleet)
     groups = replica_groups(job, fleet)
+    planned = {name: _planned_steps(prepared, fleet, plans[name], name) for name in groups if len(groups[name]) > 1}
+    step_s = {name: plan.predicted.step_s for name, plan in plans.items()}
+    for name, make in planned.items():
+        if (step := make(frozenset(groups[name]))) is not None:
+            step_s[name] = step.step_s
     samples = job.training.batch_size // len(groups)
     return [
         ReplicaModel(
             name=name,
-            step_s=plans[name].predicted.step_s,
+            step_s=step_s[name],
             samples=samples,
             up=up,
             down=down,
             devices=groups[name],
-            planned=_planned_steps(prepared, fleet, plans[name], name) if len(groups[name]) > 1 else None,
+            planned=planned.get(name),
         )
         for name, (up, down) in links_of(groups, fleet).items()
     ]

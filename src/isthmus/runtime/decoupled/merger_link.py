@@ -25,7 +25,7 @@ from isthmus.protocol.decoupled_events import (
 )
 from isthmus.protocol.run_messages import DeviceFailed
 from isthmus.runtime.decoupled.outgoing import Outgoing, OutgoingLink
-from isthmus.runtime.messages.decoupled import FromReplica, ToReplica
+from isthmus.runtime.messages.decoupled import FromReplica, ReplicaNote, ToReplica
 from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.transport.channel import dial
 from isthmus.runtime.transport.message_sender import PER_TIMEOUT
@@ -65,7 +65,9 @@ class MergerLink:
         threading.Thread(target=self._live, name="connect to merger", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
-    def put(self, body: StepsMade | Contributed | DeviceFailed, tensors: list[Tensor] | None = None) -> None:
+    def put(
+        self, body: StepsMade | Contributed | DeviceFailed | ReplicaNote, tensors: list[Tensor] | None = None
+    ) -> None:
         """Send it, when the link is free; what is put while there is no connection is dropped."""
         headers = tuple(header_of(f"delta {n}", t) for n, t in enumerate(tensors or []))
         self._put((FromReplica(run=self._place.run, body=body, tensors=headers), tensors or []))
