@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import tempfile
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from picture import draw
@@ -41,6 +43,8 @@ class Real(msgspec.Struct, frozen=True, kw_only=True):
     killed: list[tuple[float, str]]
     """Seconds of the run, and the device. It is away for `away_s`."""
     away_s: float
+    recovered_s: list[float]
+    """From each of these ends until a device of the replica began the first step that counts again."""
     used: float
     """Share of the time in which devices were there that they computed steps that count."""
     computed: float
@@ -110,26 +114,22 @@ def real(job: isthmus.Job, seconds: float, losses: int, picture: Path) -> Real:
             watch.end()
         lines = merges_file(path).lines()
         began_s = next(entry.at_s for entry in run_entries(path) if entry.kind == "began")
-        spans, counted = list[Span](), list[Span]()
-        for name in groups:
-            own_spans = read_jsonl(replica_folder(path, name) / TRACE).spans
-            periods = msgspec.json.decode(
-                (replica_folder(path, name) / PERIODS).read_bytes(), type=list[tuple[int, float]]
-            )
-            spans += [span for span in own_spans if span.track == "compute"]
-            counted += [span for span in own_spans if span.track == "compute" and not _void(span, periods)]
+        killed = [(at_s - began_s, device) for at_s, device in watch.killed]
+        traced = [_Traced.read(replica_folder(path, name), devices) for name, devices in groups.items()]
     end_s, samples = lines[-1].seconds, lines[-1].merge.samples
+    spans = [span for one in traced for span in one.spans if span.start_s < end_s]
+    counted = [span for one in traced for span in one.counted if span.start_s < end_s]
     first_s = min(span.start_s for span in spans)
-    killed = [(at_s - began_s, device) for at_s, device in watch.killed]
     present_s = {name: end_s - first_s - _away(name, killed, end_s) for name in fleet.names}
     draw(counted, spans, killed, RETURN_S, end_s, picture)
-    busy_s = _busy(counted, fleet.names)
+    busy_s = _busy(counted, fleet.names, end_s)
     return Real(
         seconds=end_s - first_s,
         killed=killed,
         away_s=RETURN_S,
+        recovered_s=[found for at_s, device in killed for one in traced for found in one.recovered(at_s, device)],
         used=sum(busy_s.values()) / sum(present_s.values()),
-        computed=sum(_busy(spans, fleet.names).values()) / sum(present_s.values()),
+        computed=sum(_busy(spans, fleet.names, end_s).values()) / sum(present_s.values()),
         by_device={name: busy_s[name] / present_s[name] for name in fleet.names},
         samples=samples,
         merges=len(lines),
@@ -139,15 +139,40 @@ def real(job: isthmus.Job, seconds: float, losses: int, picture: Path) -> Real:
     )
 
 
-def _void(span: Span, periods: Iterable[tuple[int, float]]) -> bool:
-    """Whether its step was made again: by a plan that came later, and began with that step or one before."""
-    return any(first_step <= span.step and span.start_s < since_s for first_step, since_s in periods)
+class _Traced(NamedTuple):
+    """What a replica left."""
+
+    devices: tuple[str, ...]
+    spans: list[Span]
+    """Of computing."""
+    periods: list[tuple[int, float]]
+    """The first step of each of its plans, and since when that was at work."""
+
+    @classmethod
+    def read(cls, folder: Path, devices: tuple[str, ...]) -> _Traced:
+        periods = msgspec.json.decode((folder / PERIODS).read_bytes(), type=list[tuple[int, float]])
+        return cls(devices, [span for span in read_jsonl(folder / TRACE).spans if span.track == "compute"], periods)
+
+    @property
+    def counted(self) -> list[Span]:
+        """But for those whose step was made again: by a plan that came later, and began with that step or before."""
+        return [
+            span
+            for span in self.spans
+            if not any(first <= span.step and span.start_s < since_s for first, since_s in self.periods)
+        ]
+
+    def recovered(self, at_s: float, device: str) -> list[float]:
+        """From the loss of a device of its until the others began a step on the next plan."""
+        since_s = min((since_s for _, since_s in self.periods if since_s > at_s), default=math.inf)
+        starts = [span.start_s for span in self.counted if span.start_s > since_s]
+        return [min(starts) - at_s] if starts and device in self.devices else []
 
 
-def _busy(spans: Iterable[Span], names: Iterable[str]) -> dict[str, float]:
+def _busy(spans: Iterable[Span], names: Iterable[str], end_s: float) -> dict[str, float]:
     found = dict.fromkeys(names, 0.0)
     for span in spans:
-        found[span.device] += span.end_s - span.start_s
+        found[span.device] += min(span.end_s, end_s) - span.start_s
     return found
 
 
