@@ -38,7 +38,7 @@ long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes lo
 FLEET = Fleet(
     name="four",
     devices=tuple(
-        Device(name=name, region=region, flops_per_s=1e9, memory_bytes=1 << 30)
+        Device(name=name, region=region, flops_per_s=1e6, memory_bytes=1 << 30)
         for name, region in (("a", "x"), ("b", "x"), ("c", "x"), ("d", "y"))
     ),
     links=Links(default=LINK),
@@ -95,8 +95,8 @@ def test_a_pipeline_gives_the_bits_of_one_process(tmp_path: Path) -> None:
 
 @long
 def test_a_lost_device_costs_its_own_replica_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "RETURN_S", 3.0)
-    job, counts, at_loss = pipeline_job(150), Counter[str](), Counter[str]()
+    monkeypatch.setattr(pipeline, "RETURN_S", 1.0)
+    job, counts, at_loss = pipeline_job(300), Counter[str](), Counter[str]()
 
     def stepped(steps: Counter[str]) -> None:
         counts.update(steps - counts)
@@ -170,7 +170,7 @@ def test_a_job_with_pipelines_is_simulated(tmp_path: Path) -> None:
 
 
 def _as_file(fleet: Fleet) -> dict[str, object]:
-    devices = [{"name": d.name, "region": d.region, "compute": "1 GFLOPS", "memory": "1 GiB"} for d in fleet.devices]
+    devices = [{"name": d.name, "region": d.region, "compute": "1 MFLOPS", "memory": "1 GiB"} for d in fleet.devices]
     return {"name": fleet.name, "device": devices, "links": {"default": {"latency": "20 ms", "bandwidth": "20 Mbit/s"}}}
 
 

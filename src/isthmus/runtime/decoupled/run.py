@@ -30,6 +30,7 @@ from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.replica import serve_replica
 from isthmus.runtime.decoupled.together import merged_fragments
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer, check_model, delta_codec, seeded_model
+from isthmus.runtime.processes.device_processes import fork_before_threads
 from isthmus.runtime.processes.forked import Forked
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.listener import Listener
@@ -167,6 +168,7 @@ class DecoupledRun:
                 if len(devices) == 1:
                     serve_replica(lambda: ReplicaTrainer(job, data, number, count), place, job.sync.decoupled.fragments)
                     return
+                fork_before_threads(waiting=1)  # one waits for the end of the merger's process
                 whole = kept_prepared(job, folder / CAPTURED)
                 assert whole is not None and replan is not None, "kept before replicas begin"
                 prepared = pipeline_prepared(whole, groups, name)
