@@ -23,11 +23,12 @@ from isthmus.api.run_entries import run_entries
 from isthmus.data import load_dataset
 from isthmus.job import fleet_of
 from isthmus.runtime.decoupled.groups import replica_groups
-from isthmus.runtime.decoupled.pipeline import PERIODS, RETURN_S, TRACE
+from isthmus.runtime.decoupled.pipeline import RETURN_S
+from isthmus.runtime.decoupled.pipeline_log import periods_file, spans_file
 from isthmus.runtime.decoupled.record import merges_file
 from isthmus.runtime.decoupled.run import replica_folder
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer, heldout_loss
-from isthmus.trace import Span, read_jsonl
+from isthmus.trace import Span
 
 TITLE = "isthmus device "
 """What device processes call themselves."""
@@ -150,8 +151,8 @@ class _Traced(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path, devices: tuple[str, ...]) -> _Traced:
-        periods = msgspec.json.decode((folder / PERIODS).read_bytes(), type=list[tuple[int, float]])
-        return cls(devices, [span for span in read_jsonl(folder / TRACE).spans if span.track == "compute"], periods)
+        periods = [(period.first_step, period.since_s) for period in periods_file(folder).lines()]
+        return cls(devices, [span for step in spans_file(folder).lines() for span in step.spans], periods)
 
     @property
     def counted(self) -> list[Span]:

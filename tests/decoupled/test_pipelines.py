@@ -96,7 +96,7 @@ def test_a_pipeline_gives_the_bits_of_one_process(tmp_path: Path) -> None:
 @long
 def test_a_lost_device_costs_its_own_replica_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "RETURN_S", 1.0)
-    job, counts, at_loss = pipeline_job(300), Counter[str](), Counter[str]()
+    job, counts, at_loss = pipeline_job(120), Counter[str](), Counter[str]()
 
     def stepped(steps: Counter[str]) -> None:
         counts.update(steps - counts)

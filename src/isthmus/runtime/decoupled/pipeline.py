@@ -10,6 +10,7 @@ Devices that are lost cost this replica the steps since its last snapshot. They 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -37,23 +38,19 @@ from isthmus.protocol.decoupled_events import (
 from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.protocol.run_messages import WeightExchange
 from isthmus.protocol.work import Item
-from isthmus.run_files import write_json
 from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
-from isthmus.runtime.coordinator.run_callbacks import Outcome, WeightAmounts
+from isthmus.runtime.coordinator.run_callbacks import WeightAmounts
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, Taken
+from isthmus.runtime.decoupled.pipeline_log import PipelineLog
 from isthmus.runtime.decoupled.trainer import delta_codec, seeded_model
 from isthmus.runtime.messages.decoupled import MOST_NOTE, ReplicaNote
-from isthmus.runtime.processes.signals import Stop
-from isthmus.trace import Span, Trace, write_jsonl
+from isthmus.trace import Span
 from isthmus.training.decoupled import ReplicaAccount, flat, fragments_of, spread
 from isthmus.training.weights import weights_of
 
 RETURN_S = 30.0
 """After so long the process of a lost device is started again: as a machine that starts anew."""
-TRACE, PERIODS = "measured.jsonl", "periods.json"
-"""Of one replica: its devices' spans, and since when it made which steps on each of its plans; in seconds since the
-whole run began. Spans of a step are void that began before a plan which made it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +79,10 @@ class _Opened:
     """Weights that devices have reported."""
 
 
+class _Ended(Exception):
+    """The replica's last step is made."""
+
+
 class PipelineReplica:
     """Drives the machine as the controller of a run: everything but the connection's threads is in the run's thread."""
 
@@ -98,7 +99,7 @@ class PipelineReplica:
         self._account = ReplicaAccount(count, delta_codec(job))
         self._taken = Taken()
         self._link = MergerLink(place)
-        self._stop = Stop()
+        self._log = PipelineLog(pipeline.folder, pipeline.began_s)
         self.steps = 0
         """That were made; some may be made again."""
         self._known = self._next_known = 0
@@ -117,31 +118,34 @@ class PipelineReplica:
             while self._machine.phase == "joining":
                 self._receive(wait=True)
             if self._machine.phase == "training":
-                self._write_trace(self._train())
+                with contextlib.suppress(_Ended):
+                    self._train()
             while not self._over:
                 self._receive(wait=True)
 
-    def _train(self) -> Outcome:
+    def _train(self) -> None:
         known, plan = self._pipeline, self._pipeline.plan
         options = RunOptions(
             emulate=self._job.runtime.emulate,
             weights={name: t.clone() for name, t in weights_of(self._module, known.prepared.captured).items()},
             backend=LocalBackend(respawn_after_s=RETURN_S),
-            stop=self._stop,
             until=self._most_steps,
             exchanges=self,
             replan=known.replan,
         )
         watcher = Watcher(
-            planned=self._planned, advanced=self._advanced, acknowledged=self._acknowledged, noted=self._note
+            planned=self._planned,
+            period=self._log.period,
+            advanced=self._advanced,
+            acknowledged=self._acknowledged,
+            noted=self._note,
         )
-        outcome = run_plan(known.prepared, plan, known.fleet, known.folder, options, watcher)
-        check_outcome(outcome)
-        return outcome
+        check_outcome(run_plan(known.prepared, plan, known.fleet, known.folder, options, watcher))
 
     # The run
 
     def opened(self, item: Item) -> WeightAmounts:
+        self._log.begin()
         if (found := self._opened.get(item.step)) is not None:
             found.found.clear()
             return found.weights
@@ -161,15 +165,20 @@ class PipelineReplica:
         self._opened[item.step].found.update(values)
 
     def _advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
-        if item.kind != "train" or item.step < self.steps or self._over:
+        self._log.spans(spans)
+        if item.kind != "train" or item.step < self.steps:
             return
         self.steps = item.step + 1
         self._account.trained(self._samples)
         if (asked := self._opened[item.step].asked) is not None:
             self._give(asked, self._opened[item.step].found)
+            if asked.last:
+                raise _Ended
         if not self._has_copies:
             self._opened.clear()
         self._receive()
+        if self._over:
+            raise _Ended
         if self._machine.phase == "training":
             known = loss if loss is not None and math.isfinite(loss) else None
             self._handle(StepEnded(samples=self._samples, loss=known), [])
@@ -205,7 +214,6 @@ class PipelineReplica:
                     self._link.put(instruction)
                 case StopReplica():
                     self._over = True
-                    self._stop.request()
                 case Train():
                     pass
 
@@ -233,18 +241,6 @@ class PipelineReplica:
         payloads = [self._account.give(f, flat(self._fragments[f]), asked.merge) for f in asked.fragments]
         samples = [self._account.samples(fragment) for fragment in asked.fragments]
         self._link.put(self._taken.contributed(asked, asked.fragments, self.steps, samples), payloads)
-        if asked.last:
-            self._stop.request()
-
-    def _write_trace(self, outcome: Outcome) -> None:
-        """For who asks later how the devices spent their time."""
-        later_s = outcome.origin_s - self._pipeline.began_s
-        spans = tuple(
-            msgspec.structs.replace(s, start_s=s.start_s + later_s, end_s=s.end_s + later_s) for s in outcome.spans
-        )
-        folder = self._pipeline.folder
-        write_jsonl(Trace(source="runtime", run=folder.name, spans=spans), folder / TRACE)
-        write_json(folder / PERIODS, [(p.first_step, p.since_s + later_s) for p in outcome.periods])
 
 
 def serve_pipeline(job: Job, pipeline: ReplicaPipeline, place: ReplicaPlace) -> None:
