@@ -20,7 +20,7 @@ from isthmus.api.simulated_pipeline import PlannedStep
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Links
-from isthmus.job import Job, prepare
+from isthmus.job import Job, load_job, prepare
 from isthmus.plans import CompressionConfig
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.runtime.decoupled import pipeline
@@ -162,16 +162,16 @@ def test_a_simulated_pipeline_makes_lost_steps_again_and_the_others_do_not_notic
 
 def test_a_job_with_pipelines_is_simulated(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.toml"
-    fleet.write_bytes(msgspec.toml.encode(_as_file(FLEET)))
+    devices = (
+        f'[[device]]\nname = "{d.name}"\nregion = "{d.region}"\ncompute = "1 MFLOPS"\nmemory = "1 GiB"\n'
+        for d in FLEET.devices
+    )
+    links = '[links]\ndefault = { latency = "20 ms", bandwidth = "20 Mbit/s" }\n'
+    fleet.write_text("\n".join(['name = "four"\n', *devices, links]))
     found = simulate_decoupled(msgspec.structs.replace(pipeline_job(), fleet=str(fleet)))
     assert set(found.steps) == {"x", "d"}
     assert set(found.run.busy_s) == {"a", "b", "c", "d"}
     assert 0 < found.run.used <= 1
-
-
-def _as_file(fleet: Fleet) -> dict[str, object]:
-    devices = [{"name": d.name, "region": d.region, "compute": "1 MFLOPS", "memory": "1 GiB"} for d in fleet.devices]
-    return {"name": fleet.name, "device": devices, "links": {"default": {"latency": "20 ms", "bandwidth": "20 Mbit/s"}}}
 
 
 def test_boundaries_of_chosen_replicas_are_packed() -> None:
@@ -180,6 +180,15 @@ def test_boundaries_of_chosen_replicas_are_packed() -> None:
     prepared, groups = prepare(job), replica_groups(job, FLEET)
     asked = {name: pipeline_prepared(prepared, groups, name).job.compression for name in groups}
     assert asked == {"a+b": None, "c+d": job.compression}
+
+
+def test_a_job_file_may_list_the_devices_of_replicas(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(
+        'name = "small"\nmodel.name = "mlp"\ndata.kind = "digits"\nsync.mode = "decoupled"\n'
+        'sync.decoupled.replicas = [["a", "b"], ["c", "d"]]\n'
+    )
+    assert load_job(file).sync.decoupled.replicas == (("a", "b"), ("c", "d"))
 
 
 @pytest.mark.parametrize(
