@@ -15,8 +15,8 @@ import torch
 
 from isthmus.api.decoupled import plan_again, replica_plans
 from isthmus.api.decoupled_simulation import simulate_decoupled
+from isthmus.api.replica_devices import PlannedStep
 from isthmus.api.replica_simulation import DecoupledSimulation
-from isthmus.api.simulated_pipeline import PlannedStep
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Links

@@ -12,8 +12,8 @@ import torch
 from isthmus.api.decoupled import plan_again, replica_plans
 from isthmus.api.fault_simulation import fault_text
 from isthmus.api.make_plan import predict
+from isthmus.api.replica_devices import Planned, PlannedStep
 from isthmus.api.replica_simulation import DecoupledSimulation, FragmentBytes, ReplicaModel, SimulatedReplicas
-from isthmus.api.simulated_pipeline import Planned, PlannedStep
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, prepare

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from isthmus.api.simulated_pipeline import Planned, PlannedStep, SimulatedPipeline
+from isthmus.api.replica_devices import Planned, PlannedStep, ReplicaDevices
 from isthmus.errors import UserError
 from isthmus.fleet import Link
 from isthmus.protocol.decoupled import Merger
@@ -73,11 +73,11 @@ class ReplicaModel:
     planned: Planned | None = None
     """Its step; None: `step_s`, on the device of its name."""
 
-    def pipeline(self) -> SimulatedPipeline:
+    def pipeline(self) -> ReplicaDevices:
         """Its devices, when all are there."""
         alone = PlannedStep(self.step_s, {self.name: self.step_s})
         planned = self.planned or (lambda present: alone if present else None)
-        return SimulatedPipeline(frozenset(self.devices or (self.name,)), planned)
+        return ReplicaDevices(frozenset(self.devices or (self.name,)), planned)
 
 
 @dataclass(frozen=True, kw_only=True)

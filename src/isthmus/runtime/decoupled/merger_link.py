@@ -1,4 +1,4 @@
-"""A replica's connection to the merger, which is made again whenever it is lost; and what a replica tells of itself."""
+"""A replica's connection to the merger, which is made again whenever it is lost; and the versions that it took."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class MergerLink:
             channel.close()
 
 
-class Taken:
+class TakenVersions:
     """The versions that a replica took, as its contributions name them."""
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import LocalBackend
 from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
 from isthmus.runtime.coordinator.run_callbacks import WeightAmounts
-from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, Taken
+from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, TakenVersions
 from isthmus.runtime.decoupled.pipeline_log import PipelineLog
 from isthmus.runtime.decoupled.trainer import delta_codec, seeded_model
 from isthmus.runtime.messages.decoupled import MOST_NOTE, ReplicaNote
@@ -97,7 +97,7 @@ class PipelineReplica:
         self._fragments = fragments_of(self._module, count)
         self._names = _names(self._module)
         self._account = ReplicaAccount(count, delta_codec(job))
-        self._taken = Taken()
+        self._taken = TakenVersions()
         self._link = MergerLink(place)
         self._log = PipelineLog(pipeline.folder, pipeline.began_s)
         self.steps = 0

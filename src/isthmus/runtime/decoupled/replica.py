@@ -19,7 +19,7 @@ from isthmus.protocol.decoupled_events import (
     Train,
 )
 from isthmus.protocol.decoupled_replica import DecoupledReplica
-from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, Taken
+from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, TakenVersions
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer
 from isthmus.runtime.transport.shaping import sleep_until
 
@@ -31,7 +31,7 @@ class ReplicaProcess:
         self._machine = DecoupledReplica(fragments)
         self._trainer, self._place = trainer, place
         self._link = MergerLink(place)
-        self._taken = Taken()
+        self._taken = TakenVersions()
         self._train: Train | None = None
         self._over = False
 

@@ -22,7 +22,7 @@ Planned = Callable[[frozenset[str]], PlannedStep | None]
 """On the devices that are there; None where they cannot hold the model."""
 
 
-class SimulatedPipeline:
+class ReplicaDevices:
     """Of one replica. It knows no clock."""
 
     def __init__(self, devices: frozenset[str], planned: Planned) -> None:
