@@ -73,7 +73,7 @@ def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pyte
         patch.setenv("XDG_CACHE_HOME", str(session / "cache"))
         patch.setattr(prepared, "cached_capture", kept(prepared.cached_capture))
         for module in (device_processes, forked_agents):  # for commands that are called in this process
-            patch.setattr(module, "fork_early", lambda *_: None)
+            patch.setattr(module, "fork_early", lambda *_, **__: None)
         patch.setattr(gc, "unfreeze", lambda: None)  # as it ends a fork of executors, which would undo the freeze
         yield
 
