@@ -23,7 +23,6 @@ from isthmus.fleet import Device, Fleet, Links
 from isthmus.job import Job, load_job, prepare
 from isthmus.plans import CompressionConfig
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
-from isthmus.runtime.decoupled import pipeline
 from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.merger import MergerWatch
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
@@ -94,9 +93,8 @@ def test_a_pipeline_gives_the_bits_of_one_process(tmp_path: Path) -> None:
 
 
 @long
-def test_a_lost_device_costs_its_own_replica_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "RETURN_S", 1.0)
-    job, counts, at_loss = pipeline_job(120), Counter[str](), Counter[str]()
+def test_a_lost_device_costs_its_own_replica_alone(tmp_path: Path) -> None:
+    job, counts, at_loss = pipeline_job(60), Counter[str](), Counter[str]()
 
     def stepped(steps: Counter[str]) -> None:
         counts.update(steps - counts)
@@ -108,7 +106,6 @@ def test_a_lost_device_costs_its_own_replica_alone(tmp_path: Path, monkeypatch: 
     plans = [note for note in notes if note.startswith("x: a pipeline over")]
     assert "over a, b, c" in plans[0]
     assert "b" not in plans[1].removeprefix("x: a pipeline over").partition(":")[0]
-    assert "over a, b, c" in plans[-1]  # its process was started again
     assert min((counts - at_loss).values()) > 10
     assert bits_as_replayed(job, merges, run)
 
