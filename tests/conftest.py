@@ -91,7 +91,7 @@ def _what_is_dear_is_kept(request: pytest.FixtureRequest, tmp_path_factory: pyte
         patch.setenv("XDG_CACHE_HOME", str(session / "cache"))
         patch.setattr(prepared, "cached_capture", kept(prepared.cached_capture))
         for module in (device_processes, forked_agents):  # for commands that are called in this process
-            patch.setattr(module, "fork_early", lambda *_: None)
+            patch.setattr(module, "fork_early", lambda *_, **__: None)
         patch.setattr(proof, "PLANNING_WORK", PLANNING_WORK)
         # For commands that are called in this process: what packages offer, and the options of all commands.
         patch.setattr(importlib.metadata, "entry_points", functools.cache(importlib.metadata.entry_points))

@@ -44,6 +44,7 @@ COMPONENTS = {
     "dream": ("isthmus.planners.sync",),
     "dtfm": ("isthmus.cost.blocks", "isthmus.planners"),
     "engines": ("isthmus.training",),  # a stage alone
+    "everything": ("isthmus.api", "isthmus.runtime.decoupled"),  # hours on the virtual clock, and spans of devices
     "families": ("isthmus.training",),  # each cut of a model, in one process
     "federated": ("isthmus.data.femnist", "isthmus.protocol.federated_participation", "isthmus.rng"),  # peers' clients
     "federated_deployment": ("isthmus.runtime.service.fleet_state",),  # tickets for thousands of sites

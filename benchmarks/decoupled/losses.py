@@ -15,6 +15,7 @@ from isthmus.api.decoupled_simulation import fragment_bytes, replica_models
 from isthmus.api.replica_simulation import DecoupledSimulation
 from isthmus.data import Dataset, SampleOrder, load_dataset
 from isthmus.fleet import Fleet, resolve_fleet
+from isthmus.job import prepare
 from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.decoupled.run import merge_rules
 from isthmus.runtime.decoupled.together import ReplicasTogether
@@ -47,7 +48,7 @@ def decoupled(job: isthmus.Job, faults: Sequence[Fault] = ()) -> Curve:
     merged in the same order, and losses differ by the codec alone."""
     fleet, data, heldout = resolve_fleet(job.fleet), load_dataset(job.data, "train"), load_dataset(job.data, "heldout")
     together = _Evaluated(job, data, heldout, fleet)
-    models = replica_models(job, fleet, times().alone_s)
+    models = replica_models(prepare(job), fleet)
     rules = msgspec.structs.replace(job.sync.decoupled, codec="int4", ratio=1.0)
     timed = msgspec.structs.replace(job, sync=msgspec.structs.replace(job.sync, decoupled=rules))
     as_timed = fragment_bytes(timed, together.merged)

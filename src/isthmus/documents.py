@@ -98,7 +98,7 @@ def _check_names(value: object, expected: object, source: str, path: str) -> Non
                 raise UserError(f"{source}: {unknown_name('key', key, fields, prefix=dot)}")
             _check_names(inner, fields[key], source, f"{dot}{key}")
     elif isinstance(value, list):
-        (item, *_) = typing.get_args(expected) or (None,)
+        item = _item_of(expected)
         for number, inner in enumerate(typing.cast("list[object]", value)):
             _check_names(inner, item, source, f"{path}[{number}]")
     elif isinstance(value, float) and not math.isfinite(value):
@@ -107,6 +107,14 @@ def _check_names(value: object, expected: object, source: str, path: str) -> Non
         check_choice(path, value, expected)
     except UserError as e:
         raise UserError(f"{source}: {e}") from None
+
+
+def _item_of(expected: object) -> object:
+    """The type of a list's items in a type such as `tuple[Item, ...]`, or one of several."""
+    origin, inner = typing.get_origin(expected), typing.get_args(expected)
+    if origin in (typing.Union, types.UnionType, typing.Annotated):
+        return next((item for one in inner if (item := _item_of(one)) is not None), None)
+    return inner[0] if origin in (tuple, list, frozenset) and inner else None
 
 
 def _struct_of(expected: object) -> type[msgspec.Struct] | None:

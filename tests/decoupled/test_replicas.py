@@ -59,7 +59,7 @@ def test_one_replica_whose_changes_are_merged_as_they_are_trains_as_alone() -> N
         alone.step(0)
         delta = merged.unpacked(0, payload, NoCodec())
         assert delta is not None
-        change = merged.merge(0, [(delta, own.fragments.samples(0))])
+        change = merged.merge(0, [(delta, own.fragments.account.samples(0))])
         own.fragments.take(0, change, whole=False, included=number, first=False)
     found, expected = (torch.cat([p.detach().reshape(-1) for p in t.parameters]) for t in (own, alone))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -74,12 +74,12 @@ def test_a_change_that_a_lost_connection_took_away_is_given_again() -> None:
     own.step(0)
     first = merged.unpacked(0, own.fragments.give(0, 1), NoCodec())
     own.fragments.take(0, start, whole=True, included=-1, first=True)  # it never arrived
-    assert not own.fragments.waits(0)
+    assert not own.fragments.account.waits(0)
     second = merged.unpacked(0, own.fragments.give(0, 2), NoCodec())
     assert first is not None
     assert second is not None
     assert torch.equal(first, second)
-    assert own.fragments.samples(0) == own.samples
+    assert own.fragments.account.samples(0) == own.samples
 
 
 def test_more_fragments_than_layers_are_refused() -> None:

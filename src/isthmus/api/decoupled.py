@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections import defaultdict
@@ -13,19 +12,25 @@ import msgspec
 
 from isthmus.api.folder import FLEET
 from isthmus.api.losses import LossPoint
+from isthmus.api.make_plan import plan_for
 from isthmus.api.observer import Observer
 from isthmus.api.run import Run
 from isthmus.api.run_log import RunLog
 from isthmus.api.run_session import RunChoices, RunSession, run_session
 from isthmus.callbacks import Evaluated, RunEnded, RunStarted, StepDone
-from isthmus.cost import PlanLayout, SyncPolicy, build_replicas
+from isthmus.cost import PlanLayout, build_replicas
 from isthmus.data import Dataset, load_dataset
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, prepare
+from isthmus.planners import least
+from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
+from isthmus.report.boundary_table import codecs_of
 from isthmus.run_files import JOB, write_json
+from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.merger import MergerWatch
+from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.record import MergeLine, merges_file
 from isthmus.runtime.decoupled.run import DecoupledOutcome, DecoupledRun, check_decoupled
 from isthmus.runtime.decoupled.trainer import heldout_loss
@@ -44,14 +49,22 @@ def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop)
         raise UserError("--resume: got a job with sync.mode 'decoupled', expected a new run: replicas are not saved")
     with run_session(job, choices, observer) as session:
         path = session.folder.path
-        with DecoupledRun(job, fleet, path) as run:
-            step_s = step_times(prepare(job), fleet)
-            emulated_s = step_s if job.runtime.emulate else {}
+        with DecoupledRun(job, fleet, path, plan_again) as run:
+            prepared = prepare(job)
+            plans = replica_plans(prepared, fleet)
             watch = _Watch(job, run, session, observer)
             watch.start(fleet, stop)
             observer.note(f"run folder: {path}")
-            for name, seconds in step_s.items():
-                observer.note(f"{name}: {job.training.batch_size // len(step_s)} samples in {format_duration(seconds)}")
+            for name, plan in plans.items():
+                observer.note(
+                    f"{name}: {plan.micro_batches * plan.micro_batch_size} samples in "
+                    f"{format_duration(plan.predicted.step_s)}{_pipeline_text(plan)}"
+                )
+            pipelines = {name: plan for name, plan in plans.items() if len(run.groups[name]) > 1}
+            if pipelines:
+                run.keep(prepared, pipelines)
+            alone_s = {name: plan.predicted.step_s for name, plan in plans.items() if name not in pipelines}
+            emulated_s = alone_s if job.runtime.emulate else {}
             outcome = run.run(emulated_s, watch.merger, stop)
             watch.end(outcome, emulated_s)
         if outcome.finish.outcome == "lost":
@@ -68,25 +81,42 @@ def refuse_decoupled(job: Job, command: str) -> None:
         )
 
 
-def step_times(prepared: Prepared, fleet: Fleet) -> dict[str, float]:
-    """By device, how long a step of its replica takes, as the cost model says. UserError for a device that cannot hold
-    the model."""
-    count = len(fleet.names)
-    samples = prepared.job.training.batch_size // count
-    if samples % prepared.job.micro_batch_size:
+def replica_plans(prepared: Prepared, fleet: Fleet) -> dict[str, Plan]:
+    """By replica, the plan of its step on its devices: of a device alone the only one, of several the planner's.
+    UserError for replicas that cannot hold the model."""
+    job, groups = prepared.job, replica_groups(prepared.job, fleet)
+    samples = job.training.batch_size // len(groups)
+    if samples % job.micro_batch_size:
         raise UserError(
-            f"training.micro_batches: got {prepared.job.training.micro_batches} with {count} replicas of {samples} "
-            f"samples a step, expected a multiple of {count}"
+            f"training.micro_batches: got {job.training.micro_batches} with {len(groups)} replicas of {samples} "
+            f"samples a step, expected a multiple of {len(groups)}"
         )
-    alone = msgspec.structs.replace(prepared.job, sync=SyncPolicy())
-    micro_batches = samples // prepared.job.micro_batch_size
-    whole = msgspec.structs.replace(prepared, job=alone).problem(fleet)
-    problem = dataclasses.replace(whole, micro_batches=micro_batches)
-    found: dict[str, float] = {}
-    for name in fleet.names:
-        plan = build_replicas(problem, [PlanLayout((name,), (), micro_batches)], planner="decoupled")
-        found[name] = plan.predicted.step_s
+    found: dict[str, Plan] = {}
+    for name, devices in groups.items():
+        own = pipeline_prepared(prepared, groups, name)
+        if len(devices) > 1:
+            found[name] = plan_for(own, fleet.subset(devices))
+        else:
+            layout = PlanLayout(devices, (), own.job.training.micro_batches)
+            found[name] = build_replicas(own.problem(fleet), [layout], planner="decoupled")
     return found
+
+
+def step_times(prepared: Prepared, fleet: Fleet) -> dict[str, float]:
+    """By replica, how long a step takes, as the cost model says. UserError as of `replica_plans`."""
+    return {name: plan.predicted.step_s for name, plan in replica_plans(prepared, fleet).items()}
+
+
+def plan_again(prepared: Prepared, fleet: Fleet) -> Plan:
+    """While devices wait."""
+    return plan_for(prepared, fleet, bound=least)
+
+
+def _pipeline_text(plan: Plan) -> str:
+    if len(plan.used) == 1:
+        return ""
+    codecs = ", ".join(sorted({codec for replica in plan.replicas for codec in codecs_of(replica)}))
+    return f" over {', '.join(plan.used)}, {f'packed by {codecs}' if codecs else 'nothing packed'}"
 
 
 OVERRUN = 1.25

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 import torch
 
-from isthmus.api.decoupled import step_times
+from isthmus.api.decoupled import plan_again, replica_plans
 from isthmus.api.fault_simulation import fault_text
+from isthmus.api.make_plan import predict
+from isthmus.api.replica_devices import Planned, PlannedStep
 from isthmus.api.replica_simulation import DecoupledSimulation, FragmentBytes, ReplicaModel, SimulatedReplicas
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
-from isthmus.job import Job, fleet_of, prepare
+from isthmus.job import Job, Prepared, fleet_of, prepare
+from isthmus.plans import Plan
+from isthmus.runtime.coordinator.run import run_spec
+from isthmus.runtime.coordinator.stage_assignments import StageAssignments
+from isthmus.runtime.decoupled.groups import replica_groups
+from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.run import check_decoupled, links_of, merge_rules
 from isthmus.runtime.decoupled.together import merged_fragments
 from isthmus.runtime.decoupled.trainer import change_codec, delta_codec
 from isthmus.simulator import Fault
 from isthmus.simulator.simulate import check_faults
+from isthmus.trace import steady_step_s
 from isthmus.training.decoupled import MergedFragments
 from isthmus.units import format_duration
+
+PLANNING_S = 2.0
+"""From the loss of a pipeline's device until there is a plan for the others, and their processes are connected: as
+benchmarks/everything measured it."""
 
 
 class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +69,8 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
             *found,
             f"steps: {steps}; {len(run.merges)} merges, {run.late} contributions too late for theirs",
             f"{run.finish.outcome} after {format_duration(run.seconds)}: {100 * self.goodput:.1f} % of what the "
-            f"devices could do undisturbed. {run.finish.reason}".rstrip(" ."),
+            f"devices could do undisturbed, which computed {100 * run.used:.1f} % of the time that they were there. "
+            f"{run.finish.reason}".rstrip(" ."),
         ]
 
     def summary(self) -> dict[str, object]:
@@ -67,6 +81,7 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
             "reason": run.finish.reason,
             "seconds": run.seconds,
             "goodput": self.goodput,
+            "used": run.used,
             "useful_samples": run.useful_samples,
             "steps": self.steps,
             "merges": len(run.merges),
@@ -82,8 +97,7 @@ def simulate_decoupled(job: Job, faults: Sequence[Fault] = ()) -> DecoupledForec
     check_faults(tuple(faults), fleet)
     if {fault.device for fault in faults if fault.kind == "join"} >= set(fleet.names):
         raise UserError("--join: got all devices, expected one that is there from the start")
-    step_s = step_times(prepare(job), fleet)
-    models = replica_models(job, fleet, step_s)
+    models = replica_models(prepare(job), fleet)
     sizes = fragment_bytes(job, merged_fragments(job))
     run = DecoupledSimulation(merge_rules(job), models, sizes, faults, seed=job.training.seed).run()
     return DecoupledForecast(
@@ -91,13 +105,56 @@ def simulate_decoupled(job: Job, faults: Sequence[Fault] = ()) -> DecoupledForec
     )
 
 
-def replica_models(job: Job, fleet: Fleet, step_s: dict[str, float]) -> list[ReplicaModel]:
+def replica_models(prepared: Prepared, fleet: Fleet) -> list[ReplicaModel]:
     """The times of the fleet's replicas."""
-    samples = job.training.batch_size // len(fleet.names)
+    job, plans = prepared.job, replica_plans(prepared, fleet)
+    groups = replica_groups(job, fleet)
+    planned = {name: _planned_steps(prepared, fleet, plans[name], name) for name in groups if len(groups[name]) > 1}
+    step_s = {name: plan.predicted.step_s for name, plan in plans.items()}
+    for name, make in planned.items():
+        if (step := make(frozenset(groups[name]))) is not None:
+            step_s[name] = step.step_s
+    samples = job.training.batch_size // len(groups)
     return [
-        ReplicaModel(name=name, step_s=step_s[name], samples=samples, up=up, down=down)
-        for name, (up, down) in links_of(fleet).items()
+        ReplicaModel(
+            name=name,
+            step_s=step_s[name],
+            samples=samples,
+            up=up,
+            down=down,
+            devices=groups[name],
+            planned=planned.get(name),
+        )
+        for name, (up, down) in links_of(groups, fleet).items()
     ]
+
+
+def _planned_steps(prepared: Prepared, fleet: Fleet, first: Plan, name: str) -> Planned:
+    """Of a replica that is a pipeline: as it would plan on the devices that are there."""
+    groups = replica_groups(prepared.job, fleet)
+    own = pipeline_prepared(prepared, groups, name)
+    known = {frozenset(groups[name]): first}
+
+    @functools.cache
+    def planned(present: frozenset[str]) -> PlannedStep | None:
+        left = fleet.subset([name for name in fleet.names if name in present]) if present else None
+        try:
+            plan = None if left is None else known.get(present) or plan_again(own, left)
+        except UserError:  # of too little memory, for example
+            return None
+        if plan is None or left is None:
+            return None
+        spec = run_spec(own)
+        trace = predict(own, plan, left, spec)
+        steps = len({span.step for span in trace.spans if span.name == "update"})
+        busy_s = dict.fromkeys(plan.used, 0.0)
+        for span in trace.spans:
+            busy_s[span.device] += (span.end_s - span.start_s) / steps if span.track == "compute" else 0.0
+        stages = StageAssignments(own, plan, left)
+        begin_s = PLANNING_S + stages.whole_s
+        return PlannedStep(steady_step_s(trace), busy_s, begin_s, stages.layout.keep_every)
+
+    return planned
 
 
 def fragment_bytes(job: Job, merged: MergedFragments) -> FragmentBytes:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from isthmus.api.replica_devices import Planned, PlannedStep, ReplicaDevices
 from isthmus.errors import UserError
 from isthmus.fleet import Link
 from isthmus.protocol.decoupled import Merger
@@ -67,6 +68,16 @@ class ReplicaModel:
     up: Link | None = None
     """To the merger; None: no time."""
     down: Link | None = None
+    devices: tuple[str, ...] = ()
+    """Of a replica that is a pipeline; none: it is the device of its name."""
+    planned: Planned | None = None
+    """Its step; None: `step_s`, on the device of its name."""
+
+    def pipeline(self) -> ReplicaDevices:
+        """Its devices, when all are there."""
+        alone = PlannedStep(self.step_s, {self.name: self.step_s})
+        planned = self.planned or (lambda present: alone if present else None)
+        return ReplicaDevices(frozenset(self.devices or (self.name,)), planned)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +100,15 @@ class SimulatedReplicas:
     finish: FinishMerges = field(default_factory=lambda: FinishMerges("lost", "nobody has anything to do"))
     seconds: float = 0.0
     late: int = 0
+    busy_s: dict[str, float] = field(default_factory=dict[str, float])
+    """By device, computing of steps that were not made again."""
+    present_s: dict[str, float] = field(default_factory=dict[str, float])
+    """By device, until the end of the run."""
+
+    @property
+    def used(self) -> float:
+        """Share of the time in which devices were there that they computed."""
+        return sum(self.busy_s.values()) / (sum(self.present_s.values()) or 1.0)
 
     @property
     def useful_samples(self) -> float:
@@ -99,11 +119,12 @@ class SimulatedReplicas:
 
 
 class _Replica:
-    """A device, and the process on it if there is one."""
+    """Its devices, and its process if there is one."""
 
     def __init__(self, model: ReplicaModel, fragments: int, batch: int) -> None:
         """`batch` is of a step of each replica."""
         self.model, self.batch = model, batch
+        self.pipeline = model.pipeline()
         self.machine = DecoupledReplica(fragments, batch)
         self.delivery = Delivery(fragments)
         self.received: deque[ReplicaEvent] = deque()
@@ -121,6 +142,10 @@ class _Replica:
         self.step_ends_s = math.nan
         self.silent_until_s = 0.0
         self.factor = 1.0
+        self.attempt = 0
+        """Of steps: one that was begun before a device was lost is void."""
+        self.train = 0
+        """Samples of all replicas, at the step under way."""
         self.up_free_s = self.down_free_s = 0.0
         self.receiving = False
 
@@ -147,15 +172,21 @@ class DecoupledSimulation:
         for one in self._replicas.values():
             for fragment in range(rules.fragments):
                 one.delivery.publish(fragment, 0, 0)
-        later = {fault.device for fault in faults if fault.kind == "join"}
-        for name in self._replicas.keys() - later:
+        self._of = {device: one for one in self._replicas.values() for device in one.pipeline.present}
+        self._since_s = dict.fromkeys(self._of, 0.0)
+        """Since when each device is there."""
+        for fault in faults:
+            if fault.kind == "join" and fault.device in self._of:
+                self._of[fault.device].pipeline.present.discard(fault.device)
+                self._since_s.pop(fault.device, None)
+        for name in self._replicas:
             self._clock.at(0.0, name, partial(self._start, name))
         acts: Mapping[str, Callable[[Fault], None]] = {
             "lost": self._lose,
             "leave": self._lose,
             "silent": self._silence,
             "slow": self._slow,
-            "join": lambda fault: self._start(fault.device),
+            "join": lambda fault: self._return(fault.device),
         }
         for fault in faults:
             if fault.kind not in acts:
@@ -166,6 +197,8 @@ class DecoupledSimulation:
 
     def run(self) -> SimulatedReplicas:
         self._clock.run()
+        for device, since_s in self._since_s.items():
+            self._there(device, self._result.seconds - since_s)
         self._result.late = self._machine.late
         return self._result
 
@@ -173,7 +206,7 @@ class DecoupledSimulation:
 
     def _start(self, name: str) -> None:
         one = self._replicas[name]
-        if self._over or one.there:
+        if self._over or one.there or not one.pipeline.begin():
             return
         one.there, one.life = True, one.life + 1
         one.machine = DecoupledReplica(self._machine.rules.fragments, one.batch)
@@ -189,13 +222,35 @@ class DecoupledSimulation:
         self._decide(ReplicaJoined(replica=one.model.name))
 
     def _lose(self, fault: Fault) -> None:
-        one = self._replicas[fault.device]
-        if self._over or not one.there:
+        self._lose_device(fault.device, fault.lasts_s)
+
+    def _lose_device(self, device: str, lasts_s: float) -> None:
+        one, now_s = self._of[device], self._clock.now_s
+        if self._over or device not in one.pipeline.present:
             return
-        one.there, one.life = False, one.life + 1
-        self._cut(one, "its process ended")
-        if math.isfinite(fault.lasts_s):
-            self._clock.at(self._clock.now_s + fault.lasts_s, fault.device, partial(self._start, fault.device))
+        self._there(device, now_s - self._since_s.pop(device))
+        if math.isfinite(lasts_s):
+            self._clock.at(now_s + lasts_s, device, partial(self._return, device))
+        if not one.pipeline.lost(device, one.steps) or not one.there:
+            return
+        if one.pipeline.plan is None:
+            one.there, one.life = False, one.life + 1
+            self._cut(one, "its process ended" if one.model.planned is None else "too few devices are left")
+            return
+        note = f"{one.model.name}: {device} is lost; {one.pipeline.again} steps are made again"
+        self._result.notes.append((now_s, note))
+        if one.machine.phase == "training":
+            self._begin_step(one, one.pipeline.plan.begin_s)
+
+    def _return(self, device: str) -> None:
+        one = self._of[device]
+        if not self._over and device not in one.pipeline.present:
+            one.pipeline.present.add(device)
+            self._since_s[device] = self._clock.now_s
+            self._start(one.model.name)
+
+    def _there(self, device: str, seconds: float) -> None:
+        self._result.present_s[device] = self._result.present_s.get(device, 0.0) + seconds
 
     def _cut(self, one: _Replica, reason: str) -> None:
         if one.connected:
@@ -203,8 +258,14 @@ class DecoupledSimulation:
             self._decide(ReplicaLost(replica=one.model.name, reason=reason))
 
     def _silence(self, fault: Fault) -> None:
-        """Its process is stopped, and goes on later where it was."""
-        one, now_s, timeout_s = self._replicas[fault.device], self._clock.now_s, self._machine.rules.timeout_s
+        """Its process is stopped, and goes on later where it was. A pipeline waits for its device."""
+        one, now_s, timeout_s = self._of[fault.device], self._clock.now_s, self._machine.rules.timeout_s
+        if one.model.planned is not None:
+            one.step_ends_s += min(fault.lasts_s, timeout_s)
+            if fault.lasts_s > timeout_s:
+                lose = partial(self._lose_device, fault.device, fault.lasts_s - timeout_s)
+                self._clock.at(now_s + timeout_s, fault.device, lose)
+            return
         one.silent_until_s = now_s + fault.lasts_s
         one.step_ends_s += fault.lasts_s
         if fault.lasts_s > timeout_s:
@@ -225,7 +286,7 @@ class DecoupledSimulation:
         self._send(one)
 
     def _slow(self, fault: Fault) -> None:
-        self._replicas[fault.device].factor = fault.factor
+        self._of[fault.device].factor = fault.factor
 
     # The merger
 
@@ -304,8 +365,13 @@ class DecoupledSimulation:
         while one.received:
             self._act(one, one.received.popleft())
 
+    def _begin_step(self, one: _Replica, after_s: float) -> None:
+        assert one.pipeline.plan is not None, "only a replica with a plan trains"
+        one.attempt += 1
+        one.step_ends_s = self._clock.now_s + after_s + one.pipeline.plan.step_s * one.factor
+        self._clock.at(one.step_ends_s, one.model.name, partial(self._stepped, one, one.life, one.attempt))
+
     def _act(self, one: _Replica, event: ReplicaEvent) -> None:
-        name = one.model.name
         for instruction in one.machine.handle(event):
             match instruction:
                 case FragmentSent():
@@ -315,19 +381,25 @@ class DecoupledSimulation:
                 case StepsMade():
                     self._report(one, instruction, SMALL_BYTES)
                 case Train(samples=samples):
-                    one.step_ends_s = self._clock.now_s + one.model.step_s * one.factor
-                    self._clock.at(one.step_ends_s, name, partial(self._stepped, one, one.life, samples))
+                    one.train = samples
+                    self._begin_step(one, one.pipeline.better())
                 case _:
                     pass
 
-    def _stepped(self, one: _Replica, life: int, samples: int) -> None:
-        if one.life != life or self._over:
+    def _stepped(self, one: _Replica, life: int, attempt: int) -> None:
+        if one.life != life or one.attempt != attempt or self._over:
             return
         if self._clock.now_s < one.step_ends_s:  # it was stopped meanwhile
             if math.isfinite(one.step_ends_s):
-                self._clock.at(one.step_ends_s, one.model.name, partial(self._stepped, one, life, samples))
+                self._clock.at(one.step_ends_s, one.model.name, partial(self._stepped, one, life, attempt))
             return
-        loss = None if self._computing is None else self._computing.step(one.model.name, samples)
+        if not one.pipeline.stepped(one.steps + 1):
+            self._begin_step(one, 0.0)
+            return
+        assert one.pipeline.plan is not None, "a step was made"
+        for device, busy_s in one.pipeline.plan.busy_s.items():
+            self._result.busy_s[device] = self._result.busy_s.get(device, 0.0) + busy_s * one.factor
+        loss = None if self._computing is None else self._computing.step(one.model.name, one.train)
         one.steps += 1
         one.samples = [before + one.model.samples for before in one.samples]
         self._handle_received(one)

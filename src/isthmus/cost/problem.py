@@ -67,6 +67,11 @@ class Decoupled(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """What packs the changes of replicas."""
     ratio: Annotated[float, msgspec.Meta(ge=1)] = 1.0
     """With `sparse2bit`: elements of a change per element that is sent."""
+    replicas: Literal["devices", "regions"] | tuple[tuple[str, ...], ...] = "devices"
+    """Which devices train one replica: each by itself, those of a region together, or those of each list. Several are a
+    pipeline, planned like any other."""
+    packed: tuple[str, ...] = ()
+    """Of several pipelines, those whose messages are packed as [compression] says, by name; none: all of them."""
 
     def __post_init__(self) -> None:
         Packing(codec=self.codec, ratio=self.ratio)
@@ -83,7 +88,7 @@ class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     the period is short, more than once where that costs nothing; `dreamddp` does so by the paper's search and fillings.
     `outer` and `streaming` exchange what parameters have moved and make an outer step on its mean: all in the last step
     of a period (DiLoCo), or in fragments that take turns, on their way while the next steps compute (Streaming
-    DiLoCo). `decoupled`: every device trains the whole model and waits for none; changes are merged in fragments."""
+    DiLoCo). `decoupled`: replicas wait for none; changes are merged in fragments."""
     period: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Steps; 1 for `every-step`. With `decoupled`: batches in which every fragment is merged once."""
     outer_rate: Annotated[float, msgspec.Meta(gt=0)] = RATE

@@ -84,7 +84,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         """What a planner is asked. UserError where nothing is to be planned."""
         if self.job.sync.mode == "decoupled":
             raise UserError(
-                "sync.mode: got 'decoupled', expected another for a plan: every device trains the whole model"
+                "sync.mode: got 'decoupled', expected another for a plan: `isthmus simulate` plans each replica"
             )
         t = self.job.training
         return Problem(

@@ -66,10 +66,21 @@ class PlaceWeights(Body, frozen=True, kw_only=True):
     own: frozenset[str] = frozenset()
 
 
+class WeightExchange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of a training step whose weights others change too: after the update the devices add the amounts that come with
+    it, and report the weights that are asked for."""
+
+    rate_step: NotNegative
+    """The learning rate is that of this step of training."""
+    wanted: tuple[str, ...] = ()
+    """Parameters, by the module's own names."""
+
+
 class OpenItem(Body, frozen=True, kw_only=True):
-    """The coordinator leases an item to every device."""
+    """The coordinator leases an item to every device. With an exchange come amounts, by the names of parameters."""
 
     item: Item
+    exchange: WeightExchange | None = None
 
 
 class FetchState(Body, frozen=True, kw_only=True):
@@ -130,7 +141,7 @@ class DeviceReady(Body, frozen=True, kw_only=True):
 
 class ItemReported(Body, frozen=True, kw_only=True):
     """The device finished an item. `loss` and `count` are sums over the item's micro-batches, from the loss's stage.
-    With a save comes the stage's part of the checkpoint."""
+    With a save comes the stage's part of the checkpoint, with an exchange the weights that were wanted."""
 
     item: int
     loss: float | None = None

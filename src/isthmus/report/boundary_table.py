@@ -41,9 +41,14 @@ class BoundaryRow(msgspec.Struct, frozen=True, kw_only=True):
 def replica_line(replica: Replica) -> str:
     """Its micro-batches, its devices in order, and the codecs of its messages."""
     devices = ", ".join(stage.device for stage in replica.stages)
-    packed = [c for e in replica.edges for c in (e.forward_compression, e.backward_compression) if c is not None]
-    codecs = ", ".join(sorted({c.codec if c.ratio == 1 else f"{c.codec} {c.ratio:g}" for c in packed}))
+    codecs = ", ".join(codecs_of(replica))
     return f"{replica.micro_batches}: {devices}" + (f" ({codecs})" if codecs else "")
+
+
+def codecs_of(replica: Replica) -> list[str]:
+    """Of its messages, with their ratios."""
+    packed = [c for e in replica.edges for c in (e.forward_compression, e.backward_compression) if c is not None]
+    return sorted({c.codec if c.ratio == 1 else f"{c.codec} {c.ratio:g}" for c in packed})
 
 
 class BoundaryChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
     given     delta = outer - w
     merged    change = Nesterov(outer, mean of the deltas, weighted by samples) - outer       outer <- outer + unpacked
-    taken     w <- outer + what the replica has moved and not given
+    taken     w <- w + outer - what the replica had given, or had known
 
 A replica keeps what it has moved and not given yet, and what it gave until it hears that this is merged. What a lost
 connection took away is given again: nothing is lost, and nothing counts twice. So it is with what packing leaves out of
@@ -63,11 +63,11 @@ class _Given(NamedTuple):
     samples: int
 
 
-class ReplicaFragments:
-    """A replica's side. What it has of the merger's is nothing until every fragment was taken once."""
+class ReplicaAccount:
+    """What a replica knows of the merger's weights, and which of its own changes are merged. Wherever its own weights
+    are. It knows nothing until every fragment was taken once."""
 
-    def __init__(self, module: nn.Module, count: int, codec: DeltaCodec) -> None:
-        self._parameters = fragments_of(module, count)
+    def __init__(self, count: int, codec: DeltaCodec) -> None:
         self._codec = codec
         self._known: list[Tensor | None] = [None] * count
         self._given: list[_Given | None] = [None] * count
@@ -86,9 +86,10 @@ class ReplicaFragments:
         return self._given[fragment] is not None
 
     @torch.no_grad()
-    def give(self, fragment: int, number: int) -> Tensor:
-        """The payload of what this replica has moved, for the merge `number`. UserError where that is not finite."""
-        own, known = flat(self._parameters[fragment]), self._known[fragment]
+    def give(self, fragment: int, own: Tensor, number: int) -> Tensor:
+        """The payload of what this replica has moved, for the merge `number`, where `own` are its weights [elements].
+        UserError where that is not finite."""
+        known = self._known[fragment]
         assert known is not None, "nothing is asked before everything was taken"
         payload = self._codec.encode(known - own, f"fragment {fragment}")
         sent = known - self._codec.decode(payload, known.shape, known.dtype)
@@ -96,25 +97,44 @@ class ReplicaFragments:
         return payload
 
     @torch.no_grad()
-    def take(self, fragment: int, values: Tensor, *, whole: bool, included: int, first: bool) -> None:
-        """`values` is a version of the fragment if `whole`, else the payload of its change. `included` is the newest
+    def take(self, fragment: int, values: Tensor, *, whole: bool, included: int, first: bool) -> Tensor | None:
+        """What is to be added to the replica's own weights [elements]; None where they are to be `values`.
+
+        `values` is a version of the fragment if `whole`, else the payload of its change. `included` is the newest
         contribution of this replica that is merged; with `first` one that is not is void."""
-        parameters, known = self._parameters[fragment], self._known[fragment]
-        own = flat(parameters)
+        known = self._known[fragment]
         if known is None:
             assert whole, "a change is of something that was taken before"
-            new, moved = values, torch.zeros_like(own)
-        else:
-            new = values if whole else known + self._codec.decode(values, known.shape, known.dtype)
-            moved = own - known
+            self._known[fragment] = values
+            return None
+        new = values if whole else known + self._codec.decode(values, known.shape, known.dtype)
+        self._known[fragment], added = new, new - known
         given, self._given[fragment] = self._given[fragment], None
         if given is not None and given.number == included:
-            moved = own - given.values
+            added = new - given.values
             self._samples[fragment] -= given.samples
-        elif given is not None and known is not None and not first:
-            self._given[fragment] = given._replace(values=given.values + (new - known))
-        self._known[fragment] = new
-        spread(new + moved, parameters)
+        elif given is not None and not first:
+            self._given[fragment] = given._replace(values=given.values + added)
+        return added
+
+
+class ReplicaFragments:
+    """A replica's side, where one process has all of its weights."""
+
+    def __init__(self, module: nn.Module, count: int, codec: DeltaCodec) -> None:
+        self._parameters = fragments_of(module, count)
+        self.account = ReplicaAccount(count, codec)
+
+    def give(self, fragment: int, number: int) -> Tensor:
+        """As the account does, of the module's weights."""
+        return self.account.give(fragment, flat(self._parameters[fragment]), number)
+
+    @torch.no_grad()
+    def take(self, fragment: int, values: Tensor, *, whole: bool, included: int, first: bool) -> None:
+        """As the account does, into the module's weights."""
+        parameters = self._parameters[fragment]
+        added = self.account.take(fragment, values, whole=whole, included=included, first=first)
+        spread(values if added is None else flat(parameters) + added, parameters)
 
 
 class MergedFragments:

@@ -101,6 +101,8 @@ class CoordinatorHost:
         self._lanes: dict[str, SendLane] = {}
         self._addresses: dict[str, Address] = {}
         self._items: dict[int, Item] = {}
+        self._exchanges: set[int] = set()
+        """Indices of items that came with one."""
         self._fresh: list[Span] = []
         self._spans: list[Span] = []
         self._late_s: dict[str, float] = {}
@@ -192,7 +194,8 @@ class CoordinatorHost:
         body = content(message)
         item = self._items.get(body.item) if isinstance(body, ItemReported) else None
         late = isinstance(body, ItemReported) and item is not None and body.epoch != self.machine.epoch
-        if isinstance(body, StateFetched) or late:
+        wanted = item is not None and item.index in self._exchanges
+        if isinstance(body, StateFetched) or late or wanted:
             self._callbacks.check_parts(message.tensors)
         elif item is not None and item.kind == "save":
             self._callbacks.check_state(device, message.tensors)
@@ -249,7 +252,7 @@ class CoordinatorHost:
         self._late_s[owner] = self._late_s.get(owner, 0.0) + report.late_s
         self._callbacks.fingerprinted(device, report.fingerprints)
         item = self._items[report.item]
-        if item.kind == "save":
+        if item.kind == "save" or state:
             self._callbacks.saved(item, device, state, report.peak)
 
     def _localise(self, span: Span) -> Span:
@@ -282,8 +285,7 @@ class CoordinatorHost:
                     self._joiners.forget(device)
                 self._send(device, ToDevice(run=run, body=body))
             case OpenItem(item=item):
-                self._open(item)
-                self._broadcast(self.machine.coordinator.devices, instruction)
+                self._open(item, instruction)
             case ItemDone(item=item, loss=loss, note_=note_):
                 self._advance(item, loss)
                 if note_:
@@ -363,11 +365,18 @@ class CoordinatorHost:
         self._assigned = {}
         self._joiners.clear()
 
-    def _open(self, item: Item) -> None:
+    def _open(self, item: Item, order: OpenItem) -> None:
         self._origin_s = self._origin_s or time.monotonic()
         self._items[item.index] = item
         self._items.pop(item.index - LATE_ITEMS - self.machine.coordinator.spec.lease_ahead, None)
-        self._callbacks.opened(item)
+        self._exchanges &= self._items.keys()
+        exchange, amounts = self._callbacks.opened(item) or (None, {})
+        if exchange is not None:
+            self._exchanges.add(item.index)
+            order = msgspec.structs.replace(order, exchange=exchange)
+        headers = tuple(header_of(name, t) for name, t in amounts.items())
+        for device in self.machine.coordinator.devices:
+            self._send(device, ToDevice(run=self._run, body=order, tensors=headers), list(amounts.values()))
 
     def _advance(self, item: Item, loss: float | None) -> None:
         fresh, self._fresh = self._fresh, []

@@ -29,31 +29,36 @@ class Plans:
         *,
         believed: Fleet | None = None,
         emulate: bool,
+        repeats: bool = True,
     ) -> None:
-        """`replan` None: the first plan is the only one. `believed`: the fleet as an earlier session measured it."""
+        """`replan` None: the first plan is the only one. `believed`: the fleet as an earlier session measured it.
+        `repeats`: gradients alone change the weights."""
         self._prepared = prepared
         self._replan = replan
         self._stated = fleet
         self._emulated = fleet if emulate else None
+        self._repeats = repeats
         self._believed = believed or fleet
         self._making = threading.Lock()
         self._made = {0: self._deployment(first, self._believed, 0)}
         self.now = self._made[0]
         """In force."""
 
-    def adaptation(self) -> Adaptation:
-        """The machine that decides when another plan is made."""
+    def adaptation(self, steps: int) -> Adaptation:
+        """The machine that decides when another plan is made, in a run of so many steps."""
         return Adaptation(
             self.now.plan,
             self._believed,
-            self._prepared.job.training.steps,
+            steps,
             number=self.now.layout.number,
             adapts=self._replan is not None and self._prepared.job.runtime.adapt,
             outdated=differs(self._stated, self._believed) and not self._is_made_for(self._believed),
         )
 
     def _deployment(self, plan: Plan, fleet: Fleet, number: int) -> StageAssignments:
-        return StageAssignments(self._prepared, plan, fleet, emulated=self._emulated, number=number)
+        return StageAssignments(
+            self._prepared, plan, fleet, emulated=self._emulated, number=number, repeats=self._repeats
+        )
 
     def _is_made_for(self, fleet: Fleet) -> bool:
         return math.isclose(self.now.repriced(fleet), self.now.plan.predicted.step_s)

@@ -33,7 +33,7 @@ from isthmus.runtime.coordinator.parameter_store import ParameterStore
 from isthmus.runtime.coordinator.plans import Plans
 from isthmus.runtime.coordinator.privacy_ledger import opened_ledger
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, remove_record, write_record
-from isthmus.runtime.coordinator.run_callbacks import Address, Outcome
+from isthmus.runtime.coordinator.run_callbacks import Address, Outcome, WeightAmounts, WeightExchanges
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.messages.assignment import Assignment, Fingerprinting
 from isthmus.runtime.processes.signals import Stop
@@ -89,6 +89,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The step to end after, and evaluate nothing; None: as the job says."""
     yields: bool = False
     """A device that another run calls leaves this one."""
+    exchanges: WeightExchanges | None = None
+    """Who else changes the run's weights."""
     replan: Callable[[Fleet], Plan] | None = None
     """Plans for the devices that are left, or that came. None: the run ends when a device is lost."""
 
@@ -134,7 +136,15 @@ class RunController:
         self._watcher = watcher
         self._writer = CheckpointWriter(folder / CHECKPOINTS, keep=self.job.training.keep_checkpoints)
         first = self._record.plan if self._record is not None else plan
-        self._plans = Plans(prepared, first, fleet, options.replan, believed=options.believed, emulate=options.emulate)
+        self._plans = Plans(
+            prepared,
+            first,
+            fleet,
+            options.replan,
+            believed=options.believed,
+            emulate=options.emulate,
+            repeats=options.exchanges is None,
+        )
         self._lineage = Lineage(self._record.lineage if self._record is not None else ())
         self.peaks: dict[str, MemoryPeak] = {}
         """By device of the plan in force."""
@@ -175,7 +185,7 @@ class RunController:
             self._coordinator(),
             timeout_s=timeout_s,
             start_s=START_S,
-            adaptation=self._plans.adaptation(),
+            adaptation=self._plans.adaptation(self._options.until or self.job.training.steps),
             observe=self._watcher.decided,
         )
 
@@ -291,9 +301,11 @@ class RunController:
     def updates(self) -> tuple[frozenset[str], EngineConfig]:
         return self.now.owned, self.job.engine()
 
-    def opened(self, item: Item) -> None:
+    def opened(self, item: Item) -> WeightAmounts | None:
         if self._ledger is not None:
             self._ledger.opened(item, self.job.micro_batch_size, self.now.protection)
+        exchanges = self._options.exchanges
+        return exchanges.opened(item) if exchanges is not None and item.kind == "train" else None
 
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         self._watcher.advanced(item, loss, spans)
@@ -314,6 +326,10 @@ class RunController:
     def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
         if peak is not None:
             self._peaked(device_of(device), peak)
+        if item.kind != "save":
+            assert self._options.exchanges is not None, "nothing else is wanted of a step"
+            self._options.exchanges.collected(item, state)
+            return
         pair, replica = self.now.by_worker_id[device], self.now.replica(device)
         stage = f"stage-{pair.view.stage - pair.view.first}"
         if not replica and not pair.copy:

@@ -17,6 +17,7 @@ from isthmus.protocol.fingerprints import StepFingerprint
 from isthmus.protocol.interruptions import Recovery
 from isthmus.protocol.memory_shortage import MemoryPeak
 from isthmus.protocol.recovery import StateLayout
+from isthmus.protocol.run_messages import WeightExchange
 from isthmus.protocol.work import Item
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.trace import Span
@@ -54,6 +55,26 @@ class Address(NamedTuple):
     host: str
     port: int
     id: str = ""
+
+
+class WeightAmounts(NamedTuple):
+    """What comes with a training step from outside of the run."""
+
+    exchange: WeightExchange
+    amounts: Mapping[str, Tensor]
+    """By the module's own names of parameters."""
+
+
+class WeightExchanges(Protocol):
+    """Of a run whose weights others change too."""
+
+    def opened(self, item: Item) -> WeightAmounts:
+        """With a training step. A step that is made again is opened again, and gets the same."""
+        ...
+
+    def collected(self, item: Item, values: Mapping[str, Tensor]) -> None:
+        """A device's part of what the step's exchange wanted, before `advanced`."""
+        ...
 
 
 class RunCallbacks(Protocol):
@@ -98,8 +119,9 @@ class RunCallbacks(Protocol):
         """What optimizers update, and how."""
         ...
 
-    def opened(self, item: Item) -> None:
-        """Devices are about to hear of the item: what it makes leave them is to be on record when this returns."""
+    def opened(self, item: Item) -> WeightAmounts | None:
+        """Devices are about to hear of the item: what it makes leave them is to be on record when this returns. What
+        comes with it, if anything does."""
         ...
 
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
@@ -115,7 +137,8 @@ class RunCallbacks(Protocol):
         ...
 
     def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
-        """A device's part of a checkpoint is here, and the most memory that it had so far."""
+        """A device's part of a checkpoint is here, or of what an exchange wanted; and the most memory that it had so
+        far."""
         ...
 
     def fingerprinted(self, device: str, found: Sequence[StepFingerprint]) -> None:

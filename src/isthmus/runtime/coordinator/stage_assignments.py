@@ -45,9 +45,17 @@ class StageAssignments:
     """Made anew for each plan. UserError for a plan that cannot be run."""
 
     def __init__(
-        self, prepared: Prepared, plan: Plan, fleet: Fleet, *, emulated: Fleet | None = None, number: int = 0
+        self,
+        prepared: Prepared,
+        plan: Plan,
+        fleet: Fleet,
+        *,
+        emulated: Fleet | None = None,
+        number: int = 0,
+        repeats: bool = True,
     ) -> None:
-        """`fleet` is what is believed of the devices, `emulated` what they play; `number` tells plans apart."""
+        """`fleet` is what is believed of the devices, `emulated` what they play; `number` tells plans apart; `repeats`:
+        gradients alone change the weights."""
         check_feedback(prepared, plan, fleet)
         self.plan = plan
         self.job = prepared.job
@@ -79,7 +87,7 @@ class StageAssignments:
             keep_every=self._keep_every(),
             period=plan.sync.period,
             number=number,
-            repeats=plan.sync.averages == "gradients" and self.job.schedule != "delayed",
+            repeats=repeats and plan.sync.averages == "gradients" and self.job.schedule != "delayed",
         )
 
     @property
@@ -180,6 +188,16 @@ class StageAssignments:
                 now.layout.repeats and worker_id not in now.layout.parts and gradients_s < now.plan.predicted.step_s
             )
             found.append(gradients_s if follows else 2 * self._bytes_of(missing) / max(near))
+        return max(found)
+
+    @property
+    def whole_s(self) -> float:
+        """An estimate of how long it takes to bring all devices the state of their stages, by the same assumption."""
+        found = [0.0]
+        for worker_id, parts in self.layout.parts.items():
+            device = device_of(worker_id)
+            near = [self.fleet.link(d, device).bandwidth_bytes_per_s for d in self.fleet.names if d != device]
+            found += [self._bytes_of(parts) / max(near)] if near else []
         return max(found)
 
     def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:

@@ -36,11 +36,12 @@ from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.runtime.decoupled.outgoing import Outgoing, OutgoingLink
 from isthmus.runtime.messages.all_messages import AnyMessage
-from isthmus.runtime.messages.decoupled import FromReplica, ToReplica
+from isthmus.runtime.messages.decoupled import FromReplica, ReplicaNote, ToReplica
 from isthmus.runtime.messages.run import Heartbeat, JoinRun
 from isthmus.runtime.transport.acceptor import Acceptor, ReceivedMessage
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.message_sender import start_heartbeats
+from isthmus.sanitize import sanitize
 from isthmus.training.compression import Codec
 from isthmus.training.decoupled import MergedFragments
 from isthmus.training.layout import header_of
@@ -220,6 +221,8 @@ class MergerHost:
                 self._watch.stepped(replica, body, self._machine.samples, self.now_s)
             case FromReplica(body=Contributed() as body):
                 self._contributed(replica, body, tensors)
+            case FromReplica(body=ReplicaNote(text=text)):
+                self._watch.note(f"{replica}: {sanitize(text)}")
             case Heartbeat():
                 pass
             case _:

@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from urllib.parse import quote
 
 import msgspec
 import torch
 from torch import nn
 
 from isthmus.data import load_dataset
-from isthmus.errors import UserError
+from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
 from isthmus.fleet import Fleet, Link
-from isthmus.job import Job
+from isthmus.job import Job, Prepared, keep_prepared, kept_prepared
+from isthmus.plans import Plan, load_plan, save_plan
 from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.decoupled_events import FinishMerges, MergeRules
+from isthmus.runtime.decoupled.groups import Groups, replica_groups
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
-from isthmus.runtime.decoupled.replica import ReplicaPlace, serve_replica
+from isthmus.runtime.decoupled.merger_link import ReplicaPlace
+from isthmus.runtime.decoupled.pipeline import ReplicaPipeline, serve_pipeline
+from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
+from isthmus.runtime.decoupled.replica import serve_replica
 from isthmus.runtime.decoupled.together import merged_fragments
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer, check_model, delta_codec, seeded_model
+from isthmus.runtime.processes.device_processes import fork_before_threads
 from isthmus.runtime.processes.forked import Forked
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.listener import Listener
 from isthmus.training.decoupled import MergedFragments, fragments_of
+
+MakePlan = Callable[[Prepared, Fleet], Plan]
+REPLICAS = "replicas"
+"""Folder of the run's folder, with one for each pipeline."""
+CAPTURED, PLAN = "captured.safetensors", "plan.json"
+"""The model's graphs, in the run's folder; a pipeline's first plan, in its own."""
+
+
+def replica_folder(run: Path, name: str) -> Path:
+    """Of a replica that is a pipeline."""
+    return run / REPLICAS / quote(name, safe="+ ")
 
 
 def merge_rules(job: Job) -> MergeRules:
@@ -44,17 +64,24 @@ def merge_rules(job: Job) -> MergeRules:
 def check_decoupled(job: Job, fleet: Fleet) -> None:
     """UserError for what replicas that never wait cannot do, or a batch that the fleet's devices cannot share."""
     training, runtime = job.training, job.runtime
-    count = len(fleet.names)
+    groups = replica_groups(job, fleet)
+    count, pipelines = len(groups), [name for name, devices in groups.items() if len(devices) > 1]
     if training.batch_size % count:
         raise UserError(
             f"training.batch_size: got {training.batch_size} for {count} replicas, expected a multiple of {count}"
         )
+    for name in job.sync.decoupled.packed:
+        if name not in pipelines:
+            raise UserError(f"sync.decoupled.packed: {unknown_name('pipeline', name, pipelines)}")
+    if job.sync.decoupled.packed and job.compression is None:
+        got = ", ".join(job.sync.decoupled.packed)
+        raise UserError(f"sync.decoupled.packed: got {got} without a table [compression], expected one")
     settings: list[tuple[str, object, object]] = [
         ("training.precision", training.precision, "fp32"),
         ("training.non_finite", training.non_finite, "stop"),
         ("training.save_every", training.save_every, 0),
         ("plan.data_holder", ", ".join(job.plan.holders), ""),
-        ("compression", "a table" if job.compression is not None else None, None),
+        ("compression", "a table" if job.compression is not None and not pipelines else None, None),
         ("store", "a table" if job.store is not None else None, None),
         ("runtime.device", runtime.device, "cpu"),
         ("runtime.engine", ", ".join(sorted(fleet.engines)), "torch"),
@@ -67,11 +94,13 @@ def check_decoupled(job: Job, fleet: Fleet) -> None:
             raise UserError(f"{field}: got {value!r} with sync.mode 'decoupled', expected {what}")
 
 
-def links_of(fleet: Fleet) -> dict[str, tuple[Link | None, Link | None]]:
-    """By device, its links to the merger and back. The merger is where the fleet's first device is."""
-    first = fleet.names[0]
-    others = {name: (fleet.link(name, first), fleet.link(first, name)) for name in fleet.names[1:]}
-    return {first: (None, None), **others}
+def links_of(groups: Groups, fleet: Fleet) -> dict[str, tuple[Link | None, Link | None]]:
+    """By replica, the links of its first device to the merger and back. The merger is where the fleet's first device
+    is."""
+    (first, _), *others = groups.items()
+    ends = fleet.names[0]
+    found = {name: (fleet.link(devices[0], ends), fleet.link(ends, devices[0])) for name, devices in others}
+    return {first: (None, None), **found}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,28 +128,34 @@ class _Begin(msgspec.Struct, frozen=True):
 
     address: str
     step_s: dict[str, float]
+    began_s: float
+    """By the monotonic clock."""
 
 
 class DecoupledRun:
     """Replicas are forked when it is made, so before this process has threads. A context manager, which ends them."""
 
-    def __init__(self, job: Job, fleet: Fleet, folder: Path) -> None:
-        """UserError for a job or a model that does not fit."""
+    def __init__(self, job: Job, fleet: Fleet, folder: Path, replan: MakePlan | None = None) -> None:
+        """`replan` plans a pipeline anew where some of its devices are lost, or came. UserError for a job or a model
+        that does not fit."""
         check_decoupled(job, fleet)
         torch.set_num_threads(job.runtime.threads)
-        self._job, self._fleet = job, fleet
+        self._job, self._folder = job, folder
+        self.groups = groups = replica_groups(job, fleet)
         self.model: nn.Module = seeded_model(job)
         check_model(self.model)
         self.machine = Merger(merge_rules(job))
         self.merged: MergedFragments = merged_fragments(job)
         self._run = secrets.token_hex(16)
-        self._links = links_of(fleet) if job.runtime.emulate else dict.fromkeys(fleet.names, (None, None))
+        self._links = links_of(groups, fleet) if job.runtime.emulate else dict.fromkeys(groups, (None, None))
         data = load_dataset(job.data, "train")
         title = import_extra("setproctitle", "a device process").setproctitle
 
         def serve(number: int, name: str) -> Callable[[str], None]:
+            devices, count = groups[name], len(groups)
+
             def act(text: str) -> None:
-                title(f"isthmus device {name}")
+                title(f"isthmus {'device' if len(devices) == 1 else 'replica'} {name}")
                 begin = msgspec.json.decode(text, type=_Begin)
                 place = ReplicaPlace(
                     name=name,
@@ -130,16 +165,38 @@ class DecoupledRun:
                     step_s=begin.step_s.get(name, 0.0),
                     link=self._links[name][0],
                 )
-                count = len(fleet.names)
-                serve_replica(lambda: ReplicaTrainer(job, data, number, count), place, job.sync.decoupled.fragments)
+                if len(devices) == 1:
+                    serve_replica(lambda: ReplicaTrainer(job, data, number, count), place, job.sync.decoupled.fragments)
+                    return
+                fork_before_threads(waiting=1)  # one waits for the end of the merger's process
+                whole = kept_prepared(job, folder / CAPTURED)
+                assert whole is not None and replan is not None, "kept before replicas begin"
+                prepared = pipeline_prepared(whole, groups, name)
+                pipeline = ReplicaPipeline(
+                    prepared=prepared,
+                    plan=load_plan(replica_folder(folder, name) / PLAN),
+                    fleet=fleet.subset(devices),
+                    replan=partial(replan, prepared),
+                    folder=replica_folder(folder, name),
+                    began_s=begin.began_s,
+                )
+                serve_pipeline(job, pipeline, place)
 
             return act
 
-        acts = {name: serve(number, name) for number, name in enumerate(fleet.names)}
+        acts = {name: serve(number, name) for number, name in enumerate(groups)}
         self.processes = Forked(acts, folder / "logs")
 
+    def keep(self, prepared: Prepared, plans: Mapping[str, Plan]) -> None:
+        """Leave what pipelines need where they look for it."""
+        keep_prepared(prepared, self._folder / CAPTURED)
+        for name, plan in plans.items():
+            folder = replica_folder(self._folder, name)
+            folder.mkdir(parents=True, exist_ok=True)
+            save_plan(plan, folder / PLAN)
+
     def run(self, step_s: Mapping[str, float], watch: MergerWatch, stop: Stop) -> DecoupledOutcome:
-        """To the end. `step_s` is how long a step of each replica takes at least."""
+        """To the end. `step_s` is how long a step of each replica of one device takes at least."""
         job = self._job
         host = MergerHost(
             self.machine,
@@ -152,7 +209,7 @@ class DecoupledRun:
         )
         listener = Listener("127.0.0.1", timeout_s=job.timeout_s)
         listener.start(host.acceptor.on_connection)
-        begin = _Begin(f"127.0.0.1:{listener.port}", dict(step_s))
+        begin = _Begin(f"127.0.0.1:{listener.port}", dict(step_s), time.monotonic())
         self.processes.begin(msgspec.json.encode(begin).decode())
         try:
             with stop.calls(lambda: None):

@@ -1,4 +1,5 @@
-"""The steps of one replica on the whole model, on one device: its own share of the samples, its own optimizer."""
+"""The steps of one replica on the whole model, on one device: its own share of the samples, its own optimizer. A
+pipeline makes the same steps in the same micro-batches, with the same bits."""
 
 from __future__ import annotations
 
@@ -59,17 +60,19 @@ class ReplicaTrainer:
         """Of a step."""
         self.batch = self.samples * count
         """Of a step of each replica."""
+        self._micro_batch = min(self.samples, job.micro_batch_size)
+        self._seed = torch.tensor(self._micro_batch / self.samples)
         self.steps = 0
         """That were made."""
         self._job, self._number = job, number
         self._data, self._columns = data, list(data.columns)
         self._order = sample_order(data, job.training.seed, job.training.shuffle)
-        self._module = seeded_model(job)
-        self.parameters = [p for p in self._module.parameters() if p.requires_grad]
-        named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        self.module = seeded_model(job)
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         steps = job.training.steps
         self._optimizers = Optimizers(job.optimizer, named, job.learning_rate.tabled(steps), steps)
-        self.fragments = ReplicaFragments(self._module, job.sync.decoupled.fragments, delta_codec(job))
+        self.fragments = ReplicaFragments(self.module, job.sync.decoupled.fragments, delta_codec(job))
 
     def step(self, samples: int) -> float:
         """One step, where all replicas had trained on so many samples; returns the loss."""
@@ -77,18 +80,23 @@ class ReplicaTrainer:
         seeds = np.random.SeedSequence([training.seed, self._number, self.steps])
         torch.manual_seed(int(seeds.generate_state(1)[0]))  # of dropout
         start = self.steps * training.batch_size + self._number * self.samples
-        batch = batch_at(self._data, self._order, start, self.samples, self._columns)
-        loss, count, _ = split_outputs(self._module(**batch))
-        loss = loss if count is None else loss / count.clamp(min=1)
-        self._optimizers.drop_gradients()
-        loss.backward()
+        losses, counts, count = 0.0, 0.0, None
+        for first in range(start, start + self.samples, self._micro_batch):
+            batch = batch_at(self._data, self._order, first, self._micro_batch, self._columns)
+            loss, count, _ = split_outputs(self.module(**batch))
+            loss.backward(self._seed if count is None else None)
+            losses += float(loss.detach())
+            counts += 1.0 if count is None else float(count)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if count is not None:
+            for gradient in gradients:
+                gradient.div_(counts or 1.0)
         if training.clip_norm > 0:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
             clip(gradients, gradient_norms(gradients), training.clip_norm)
         self._optimizers.step(min(samples // training.batch_size, training.steps - 1))
         self.steps += 1
-        self.fragments.trained(self.samples)
-        return float(loss.detach())
+        self.fragments.account.trained(self.samples)
+        return losses / (counts or 1.0)
 
 
 @torch.no_grad()

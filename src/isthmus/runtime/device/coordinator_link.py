@@ -22,6 +22,7 @@ from isthmus.protocol.failures import StepFailure
 from isthmus.protocol.memory_shortage import MemoryShortage
 from isthmus.protocol.recovery import StateHolding
 from isthmus.protocol.run_messages import DeviceFailed, Halt, OpenItem
+from isthmus.runtime.device.weight_exchange import OpenedExchange
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.all_messages import AnyMessage
 from isthmus.runtime.messages.generation import ServeStage, ServingOrder
@@ -147,7 +148,8 @@ class CoordinatorLink:
     def _on_message(self, message: AnyMessage, tensors: list[Tensor]) -> None:
         body = message.body if isinstance(message, ToDevice) else None
         if isinstance(body, OpenItem):
-            self._inbox.put(body)
+            amounts = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+            self._inbox.put(body if body.exchange is None else OpenedExchange(body, body.exchange, amounts))
         elif isinstance(message, ORDERS):
             begun = message if isinstance(message, ServeStage) else body
             self._newest_epoch = max(self._newest_epoch, begun.epoch if begun is not None else -1)

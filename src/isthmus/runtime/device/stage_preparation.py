@@ -27,13 +27,14 @@ from isthmus.graph.mixing import sample_axis
 from isthmus.protocol import Item
 from isthmus.protocol.worker import StageView
 from isthmus.runtime.device.stage_data import Batches
-from isthmus.runtime.messages.assignment import Assignment
+from isthmus.runtime.messages.assignment import Assignment, GroupShare
 from isthmus.training.compiled import compile_where_it_pays
 from isthmus.training.engine import Engine, TorchEngine
 from isthmus.training.engine_operators import engine_operators
 from isthmus.training.jax import compute_by_jax
 from isthmus.training.program import Program
 from isthmus.training.split_backward import SplitEngine
+from isthmus.training.sums import GroupBuffer, Parameters, summed
 
 LOOK_S = 0.1
 
@@ -200,3 +201,11 @@ def _changed(
         moved[exchanged] = 0
         if float(moved.max()) > CLOSE * float(before[c.value].double().abs().max()):
             yield c.value
+
+
+def group_buffer(assignment: Assignment, group: GroupShare, engine: Engine, saved: Mapping[str, Tensor]) -> GroupBuffer:
+    """What a stage sums with a group."""
+    own = {op.name: op.target for op in assignment.train.variables()}
+    parameters = Parameters(engine, {name: own[name] for name in group.parameters})
+    averages, share = assignment.view.averages, assignment.share.count / assignment.share.of
+    return summed(parameters, None if averages == "gradients" else share, assignment.outer, saved)

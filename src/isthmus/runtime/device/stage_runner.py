@@ -49,9 +49,11 @@ from isthmus.runtime.device.links import StageLinks
 from isthmus.runtime.device.parcel_checks import label, sent_packings
 from isthmus.runtime.device.snapshots import Snapshots, SnapshotSender
 from isthmus.runtime.device.stage_data import Batches
+from isthmus.runtime.device.stage_preparation import group_buffer
 from isthmus.runtime.device.state_transfer import StateDonor
 from isthmus.runtime.device.tasklets import ComputeTurns, NoTurns, Tasklets
-from isthmus.runtime.messages.assignment import Assignment, GroupShare
+from isthmus.runtime.device.weight_exchange import OpenedExchange
+from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.processes.memory import tune_process
 from isthmus.trace import Span
 from isthmus.training.engine import Engine
@@ -59,7 +61,7 @@ from isthmus.training.local_privacy import Privatizer
 from isthmus.training.scaling import LOSS_SCALE
 from isthmus.training.snapshot import Snapshot
 from isthmus.training.split_backward import SplitEngine
-from isthmus.training.sums import GroupBuffer, Parameters, add_in_order, summed
+from isthmus.training.sums import add_in_order
 
 Chore = Callable[[], None]
 """What another lane leaves to be done between two instructions."""
@@ -108,13 +110,14 @@ class StageRunner:
         self._done: deque[WorkerEvent] = deque()
         """Ends of instructions that the machine has not heard of yet."""
         self._items: dict[int, Item] = {}
+        self._exchanges: dict[int, OpenedExchange] = {}
         self._outgoing: dict[tuple[Parcel, int, int], dict[str, Tensor]] = {}
         self._norms: Tensor | None = None
         self._all_finite = True
         """The loss and gradients of the item that was collected last."""
         self._count: float | None = None
         """Of the item's loss: this replica's, or after a sum of gradients with other replicas that of all."""
-        self._buffers = {g.group: _buffer(assignment, g, engine, saved) for g in assignment.groups}
+        self._buffers = {g.group: group_buffer(assignment, g, engine, saved) for g in assignment.groups}
         self._rounds = {g.group: g.rounds for g in assignment.view.groups}
         self._state: Snapshot | None = None
         self._norm_places: dict[int, Tensor] = {}
@@ -238,6 +241,8 @@ class StageRunner:
             if callable(found):
                 found()
                 continue
+            if isinstance(found, OpenedExchange):
+                self._exchanges[found.order.item.index], found = found, found.order
             if isinstance(found, OpenItem) and found.epoch == self.assignment.epoch:
                 found = OpenItem(item=self.assignment.share.part(found.item), epoch=found.epoch)
                 self._items[found.item.index] = found.item
@@ -442,13 +447,16 @@ class StageRunner:
             norms = self._agreed_norms(item) if self.assignment.view.agrees else None
             given = self.engine.gradients() if self._donor is not None and not skip else {}
             self._hold()
+            step, exchange = self._items[item].step, self._exchanges.pop(item, None)
             if skip:
                 self.engine.skip_update()
             else:
                 if self.assignment.engine.clip_norm > 0:  # in place, by norms of all stages
                     self.fingerprints.before_changes()
-                self.engine.update(self._items[item].step, norms)
-            self._steps = self._items[item].step + 1
+                self.engine.update(step if exchange is None else exchange.exchange.rate_step, norms)
+            wanted = exchange.apply(self.engine, self.assignment.train) if exchange is not None else {}
+            self._state = self.copied(wanted) if wanted else None
+            self._steps = step + 1
             self._send_state(given)
 
     def _agreed_norms(self, item: int) -> Tensor:
@@ -473,7 +481,6 @@ class StageRunner:
             self._snapshots.tell()
         take_loss = {"train": self.engine.take_loss, "eval": self.engine.take_evaluation_loss}.get(kind, lambda: None)
         loss, count = take_loss() or (None, None)
-        state, self._state = self._state, None
         done = ItemReported(
             item=item,
             loss=loss,
@@ -484,14 +491,7 @@ class StageRunner:
             fingerprints=self.fingerprints.take(wait=kind == "save"),
             epoch=self.assignment.epoch,
         )
+        state, self._state = self._state, None
         self._report(done, state)
         if self._snapshot_copy is not None:
             self._snapshot_copy.go_on()
-
-
-def _buffer(assignment: Assignment, group: GroupShare, engine: Engine, saved: Mapping[str, Tensor]) -> GroupBuffer:
-    """What this stage sums with a group."""
-    own = {op.name: op.target for op in assignment.train.variables()}
-    parameters = Parameters(engine, {name: own[name] for name in group.parameters})
-    averages, share = assignment.view.averages, assignment.share.count / assignment.share.of
-    return summed(parameters, None if averages == "gradients" else share, assignment.outer, saved)

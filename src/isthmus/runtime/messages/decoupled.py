@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from isthmus.protocol.decoupled_events import ReplicaOrder, ReplicaReport
 from isthmus.protocol.run_messages import DeviceFailed
 from isthmus.runtime.messages.message import Message
@@ -13,10 +17,19 @@ class ToReplica(Message, frozen=True, kw_only=True):
     body: ReplicaOrder
 
 
+MOST_NOTE = 400
+
+
+class ReplicaNote(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """For people: what becomes of a replica's devices."""
+
+    text: Annotated[str, msgspec.Meta(max_length=MOST_NOTE)]
+
+
 class FromReplica(Message, frozen=True, kw_only=True):
     """With `Contributed` come payloads, one for each fragment."""
 
-    body: ReplicaReport | DeviceFailed
+    body: ReplicaReport | DeviceFailed | ReplicaNote
 
 
 DecoupledMessage = ToReplica | FromReplica

@@ -36,7 +36,8 @@ class Credit(Message, frozen=True, kw_only=True):
 
 
 class ToCoordinator(Message, frozen=True, kw_only=True):
-    """With `ItemReported` of a save comes the stage's part of the checkpoint; with `StateFetched`, parts of a state."""
+    """With `ItemReported` of a save comes the stage's part of the checkpoint, of a step the wanted weights; with
+    `StateFetched`, parts of a state."""
 
     body: DeviceReport
 
@@ -59,7 +60,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class ToDevice(Message, frozen=True, kw_only=True):
-    """With `PlaceWeights` come values of the stage's variables and optimizer state, by the module's own names."""
+    """With `PlaceWeights` come values of the stage's variables and optimizer state, by the module's own names; with the
+    exchange of `OpenItem`, amounts that are added to parameters."""
 
     body: DeviceOrder | RunOrder
 

@@ -77,11 +77,12 @@ class ProcessPlace(msgspec.Struct, frozen=True, kw_only=True):
         return ["-P"] if self.identity is not None else []
 
 
-def fork_before_threads(*, fleet: bool = False) -> None:
+def fork_before_threads(*, fleet: bool = False, waiting: int = 0) -> None:
     """For a command that will start devices, those of a run here or of a `fleet`, with a thread each: their fork server
-    is a copy of this process. Before the command has threads, files or an accelerator open."""
+    is a copy of this process. Before the command has threads but those that are `waiting`, files or an accelerator
+    open."""
     place = ProcessPlace(identity=Path() if fleet else None)
-    fork_early((sys.executable, *place.safety()), _environment(1))
+    fork_early((sys.executable, *place.safety()), _environment(1), waiting=waiting)
 
 
 class ForkServers:

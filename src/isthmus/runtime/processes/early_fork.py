@@ -37,6 +37,8 @@ class EarlyForkServer(ForkServer):
 
     def __init__(self, like: _Like) -> None:  # no super: no interpreter is started
         self.like = like
+        self.owner = os.getpid()
+        """Copies of this process have the handle too, but may not use it."""
         self.in_use = False
         line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -64,19 +66,28 @@ class _Copy:
         return self._code
 
 
-def fork_early(command: Sequence[str], environment: Mapping[str, str], module: str = DEVICES) -> None:
+def fork_early(
+    command: Sequence[str], environment: Mapping[str, str], module: str = DEVICES, *, waiting: int = 0
+) -> None:
     """In place of a fork server that will be wanted, with this command line, environment and module. Nothing happens
-    where this process already has threads."""
+    where this process has other threads than those that are `waiting` for as long as it lives."""
     global _standing
     able = hasattr(os, "pidfd_open") and find_spec("setproctitle") is not None
-    if able and _standing is None and threading.active_count() == 1:
+    none = _standing is None or _standing.owner != os.getpid()
+    if able and none and threading.active_count() == 1 + waiting:
         _standing = EarlyForkServer(_Like(tuple(command), dict(environment), module))
 
 
 def standing_for(command: Sequence[str], environment: Mapping[str, str], module: str = DEVICES) -> ForkServer | None:
     """The early one, if it is idle and like a fork server that would be started so."""
     found = _standing
-    if found is None or found.in_use or found.gone or found.like != (tuple(command), dict(environment), module):
+    if (
+        found is None
+        or found.owner != os.getpid()
+        or found.in_use
+        or found.gone
+        or found.like != (tuple(command), dict(environment), module)
+    ):
         return None
     found.in_use = True
     return found

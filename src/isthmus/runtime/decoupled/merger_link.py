@@ -1,0 +1,165 @@
+"""A replica's connection to the merger, which is made again whenever it is lost; and the versions that it took."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.fleet import Link
+from isthmus.protocol.decoupled_events import (
+    NEVER,
+    CollectChanges,
+    Contributed,
+    FragmentSent,
+    LinkLost,
+    ReplicaEvent,
+    StepsMade,
+    VersionTaken,
+)
+from isthmus.protocol.run_messages import DeviceFailed
+from isthmus.runtime.decoupled.outgoing import Outgoing, OutgoingLink
+from isthmus.runtime.messages.decoupled import FromReplica, ReplicaNote, ToReplica
+from isthmus.runtime.messages.run import Heartbeat, JoinRun
+from isthmus.runtime.transport.channel import dial
+from isthmus.runtime.transport.message_sender import PER_TIMEOUT
+from isthmus.training.layout import header_of
+
+REDIAL_S = 1.0
+EXIT_GRACE_S = 10.0
+"""For what is on its way when a replica ends."""
+Received = tuple[ReplicaEvent, list[Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaPlace:
+    """Where a replica is, and how slow its device and its link are made."""
+
+    name: str
+    run: str
+    """The run's secret name."""
+    address: str
+    """HOST:PORT of the merger."""
+    timeout_s: float
+    step_s: float = 0.0
+    """A step takes no less."""
+    link: Link | None = None
+    """Emulated, to the merger."""
+
+
+class MergerLink:
+    """The connection to the merger, which is made again whenever it is lost. Any thread may put."""
+
+    def __init__(self, place: ReplicaPlace) -> None:
+        self._place = place
+        self.received: queue.SimpleQueue[Received] = queue.SimpleQueue()
+        self._connection: tuple[deque[Outgoing], OutgoingLink] | None = None
+        """What waits to be sent over it."""
+        self._over = threading.Event()
+        threading.Thread(target=self._live, name="connect to merger", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def put(
+        self, body: StepsMade | Contributed | DeviceFailed | ReplicaNote, tensors: list[Tensor] | None = None
+    ) -> None:
+        """Send it, when the link is free; what is put while there is no connection is dropped."""
+        headers = tuple(header_of(f"delta {n}", t) for n, t in enumerate(tensors or []))
+        self._put((FromReplica(run=self._place.run, body=body, tensors=headers), tensors or []))
+
+    @contextlib.contextmanager
+    def reporting(self) -> Generator[None]:
+        """Errors of the block reach the merger before they are raised. The connection ends with the block."""
+        try:
+            yield
+        except Exception as e:
+            reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
+            fault = "user" if isinstance(e, UserError) else "device"
+            self.put(DeviceFailed(reason=" ".join(reason.split())[:500], fault=fault))
+            raise
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Send what waits, and end."""
+        self._over.set()
+        if (connection := self._connection) is not None:
+            connection[1].finish(EXIT_GRACE_S)
+
+    def _put(self, message: Outgoing) -> None:
+        if (connection := self._connection) is not None:
+            waiting, outgoing = connection
+            waiting.append(message)
+            outgoing.wake()
+
+    def _beat(self) -> None:
+        while not self._over.wait(self._place.timeout_s / PER_TIMEOUT):
+            self._put((Heartbeat(run=self._place.run), []))
+
+    def _live(self) -> None:
+        while not self._over.is_set():
+            try:
+                self._connect()
+            except PeerError:
+                self.received.put((LinkLost(), []))
+            self._over.wait(REDIAL_S)
+
+    def _connect(self) -> None:
+        """Receive until the connection ends."""
+        place = self._place
+        host, _, port = place.address.rpartition(":")
+        channel = dial(host, int(port), "merger", place.timeout_s)
+        join = JoinRun(run=place.run, device=place.name, host="", port=0)
+        waiting = deque[Outgoing]([(join, [])])
+        outgoing = OutgoingLink(channel, place.link, lambda: waiting.popleft() if waiting else None)
+        self._connection = waiting, outgoing
+        try:
+            outgoing.wake()
+            while (received := channel.receive(idle_s=place.timeout_s)) is not None:
+                message, tensors = received
+                if isinstance(message, ToReplica):
+                    self.received.put((message.body, tensors))
+            raise PeerError("merger: closed the connection")
+        finally:
+            self._connection = None
+            outgoing.finish(0.0)
+            channel.close()
+
+
+class TakenVersions:
+    """The versions that a replica took, as its contributions name them."""
+
+    def __init__(self) -> None:
+        self._taken: list[VersionTaken] = []
+        """Since the newest contribution that is known to be merged."""
+        self._before = 0
+        """How many came before those."""
+        self._reported = (NEVER, 0)
+        """The newest contribution, and how many versions had been taken until then."""
+
+    def add(self, sent: FragmentSent, steps: int) -> None:
+        """After so many steps. Versions that a merged contribution has named are forgotten."""
+        self._taken.append(VersionTaken(fragment=sent.fragment, merge=sent.merge, steps=steps))
+        merge, count = self._reported
+        if merge == sent.included != NEVER:
+            del self._taken[: count - self._before]
+            self._before = count
+
+    def contributed(
+        self, collect: CollectChanges, fragments: Sequence[int], steps: int, samples: Sequence[int]
+    ) -> Contributed:
+        """To these fragments, after so many steps: samples of each."""
+        self._reported = (collect.merge, self._before + len(self._taken))
+        return Contributed(
+            merge=collect.merge,
+            fragments=tuple(fragments),
+            steps=steps,
+            samples=tuple(samples),
+            taken=tuple(self._taken),
+            taken_before=self._before,
+        )

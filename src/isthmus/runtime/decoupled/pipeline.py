@@ -1,0 +1,267 @@
+"""A replica that is a pipeline: its process coordinates a run over its devices, and changes the run's weights between
+two steps.
+
+    step k is over ──► give what the merger asked for before step k ──► look at what it sent since
+                   ──► step k + 1 is opened: after it, the devices add what was taken, and report what is asked for now
+
+So a pipeline takes and gives one step later than a process that has all weights, and at the same step on every device.
+Devices that are lost cost this replica the steps since its last snapshot. They are made again with the same exchanges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from isthmus.errors import FleetTooSmall, PeerError
+from isthmus.fleet import Fleet
+from isthmus.job import Job, Prepared
+from isthmus.plans import Plan
+from isthmus.protocol.decoupled_events import (
+    CollectChanges,
+    Contribute,
+    FragmentSent,
+    ReplicaEvent,
+    StepEnded,
+    StepsMade,
+    StopReplica,
+    Train,
+)
+from isthmus.protocol.decoupled_replica import DecoupledReplica, SamplesKnown
+from isthmus.protocol.run_messages import WeightExchange
+from isthmus.protocol.work import Item
+from isthmus.runtime.coordinator.backend import LocalBackend
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
+from isthmus.runtime.coordinator.run_callbacks import WeightAmounts
+from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, TakenVersions
+from isthmus.runtime.decoupled.pipeline_log import PipelineLog
+from isthmus.runtime.decoupled.trainer import delta_codec, seeded_model
+from isthmus.runtime.messages.decoupled import MOST_NOTE, ReplicaNote
+from isthmus.trace import Span
+from isthmus.training.decoupled import ReplicaAccount, flat, fragments_of, spread
+from isthmus.training.weights import weights_of
+
+RETURN_S = 30.0
+"""After so long the process of a lost device is started again: as a machine that starts anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaPipeline:
+    """What a replica's devices run, and on which plan."""
+
+    prepared: Prepared
+    """Of the replica's own job."""
+    plan: Plan
+    fleet: Fleet
+    """Its devices."""
+    replan: Callable[[Fleet], Plan]
+    """For those of them that are there."""
+    folder: Path
+    began_s: float
+    """The whole run, by the monotonic clock."""
+
+
+@dataclass
+class _Opened:
+    """A step that is not in a snapshot yet."""
+
+    weights: WeightAmounts
+    asked: CollectChanges | None
+    found: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Weights that devices have reported."""
+
+
+class _Ended(Exception):
+    """The replica's last step is made."""
+
+
+class PipelineReplica:
+    """Drives the machine as the controller of a run: everything but the connection's threads is in the run's thread."""
+
+    def __init__(self, job: Job, pipeline: ReplicaPipeline, place: ReplicaPlace) -> None:
+        count = job.sync.decoupled.fragments
+        self._job, self._pipeline = job, pipeline
+        self._samples = pipeline.prepared.job.training.batch_size
+        self._most_steps = 2 * job.training.steps * job.training.batch_size // self._samples
+        """The whole run has half as many, if no other replica makes any."""
+        self._machine = DecoupledReplica(count, job.training.batch_size)
+        self._module = seeded_model(job)
+        self._fragments = fragments_of(self._module, count)
+        self._names = _names(self._module)
+        self._account = ReplicaAccount(count, delta_codec(job))
+        self._taken = TakenVersions()
+        self._link = MergerLink(place)
+        self._log = PipelineLog(pipeline.folder, pipeline.began_s)
+        self.steps = 0
+        """That were made; some may be made again."""
+        self._known = SamplesKnown(job.training.batch_size)
+        self._heard: list[int] = []
+        """Samples that versions name which are taken after the step that is opened next."""
+        self._amounts: dict[str, Tensor] = {}
+        self._asked: CollectChanges | None = None
+        """What comes with the step that is opened next."""
+        self._opened: dict[int, _Opened] = {}
+        self._has_copies = True
+        """Whether steps may be made again."""
+        self._over = False
+
+    def run(self) -> None:
+        """Until the run is over. The merger gets the error of training, which is then raised."""
+        with self._link.reporting():
+            while self._machine.phase == "joining":
+                self._receive(wait=True)
+            if self._machine.phase == "training":
+                with contextlib.suppress(_Ended):
+                    self._train()
+            while not self._over:
+                self._receive(wait=True)
+
+    def _train(self) -> None:
+        known, plan = self._pipeline, self._pipeline.plan
+        options = RunOptions(
+            emulate=self._job.runtime.emulate,
+            weights={name: t.clone() for name, t in weights_of(self._module, known.prepared.captured).items()},
+            backend=LocalBackend(respawn_after_s=RETURN_S),
+            until=self._most_steps,
+            exchanges=self,
+            replan=known.replan,
+        )
+        watcher = Watcher(
+            planned=self._planned,
+            period=self._log.period,
+            advanced=self._advanced,
+            acknowledged=self._acknowledged,
+            noted=self._note,
+        )
+        check_outcome(run_plan(known.prepared, plan, known.fleet, known.folder, options, watcher))
+
+    # The run
+
+    def opened(self, item: Item) -> WeightAmounts:
+        self._log.begin()
+        if (found := self._opened.get(item.step)) is not None:
+            found.found.clear()
+            return found.weights
+        if item.step < self.steps:
+            raise PeerError(f"step {item.step} is lost, and what came with it is not known any more")
+        training = self._job.training
+        rate_step = min(self._known.after(item.step) // training.batch_size, training.steps - 1)
+        wanted: list[str] = []
+        for fragment in self._asked.fragments if self._asked is not None else ():
+            wanted += [name for parameter in self._fragments[fragment] for name in self._names[parameter]]
+        exchange = WeightExchange(rate_step=rate_step, wanted=tuple(wanted))
+        self._opened[item.step] = _Opened(WeightAmounts(exchange, self._amounts), self._asked)
+        for samples in self._heard:
+            self._known.heard(samples, item.step + 1)
+        self._amounts, self._asked, self._heard = {}, None, []
+        return self._opened[item.step].weights
+
+    def collected(self, item: Item, values: Mapping[str, Tensor]) -> None:
+        self._opened[item.step].found.update(values)
+
+    def _advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+        self._log.spans(spans)
+        if item.kind != "train" or item.step < self.steps:
+            return
+        self.steps = item.step + 1
+        self._account.trained(self._samples)
+        if (asked := self._opened[item.step].asked) is not None:
+            self._give(asked, self._opened[item.step].found)
+            if asked.last:
+                raise _Ended
+        if not self._has_copies:
+            self._opened.clear()
+        self._receive()
+        if self._over:
+            raise _Ended
+        if self._machine.phase == "training":
+            known = loss if loss is not None and math.isfinite(loss) else None
+            self._handle(StepEnded(samples=self._samples, loss=known), [])
+
+    def _acknowledged(self, step: int) -> None:
+        """No step before is made again."""
+        self._opened = {number: opened for number, opened in self._opened.items() if number >= step}
+
+    def _planned(self, plan: Plan, epoch: int) -> None:
+        self._has_copies = len(plan.used) > 1 and self._job.runtime.snapshots
+        self._note(f"a pipeline over {', '.join(plan.used)}: {plan.predicted.step_s:.3g} s per step as planned")
+
+    def _note(self, text: str) -> None:
+        self._link.put(ReplicaNote(text=text[:MOST_NOTE]))
+
+    # The merger
+
+    def _receive(self, *, wait: bool = False) -> None:
+        while wait or not self._link.received.empty():
+            event, tensors = self._link.received.get()
+            self._handle(event, tensors)
+            wait = False
+
+    def _handle(self, event: ReplicaEvent, tensors: list[Tensor]) -> None:
+        for instruction in self._machine.handle(event):
+            match instruction:
+                case FragmentSent():
+                    self._take(instruction, tensors)
+                case Contribute(collect=collect):
+                    fragments = tuple(f for f in collect.fragments if collect.last or not self._account.waits(f))
+                    self._asked = msgspec.structs.replace(collect, fragments=fragments) if fragments else None
+                case StepsMade():
+                    self._link.put(instruction)
+                case StopReplica():
+                    self._over = True
+                case Train():
+                    pass
+
+    def _take(self, sent: FragmentSent, tensors: list[Tensor]) -> None:
+        (values,) = tensors
+        parameters = self._fragments[sent.fragment]
+        added = self._account.take(sent.fragment, values, whole=sent.whole, included=sent.included, first=sent.first)
+        if added is None:
+            spread(values, parameters)
+            self._known.heard(sent.samples, self.steps)
+            self._taken.add(sent, self.steps)
+            return
+        for parameter, part in zip(parameters, added.split([p.numel() for p in parameters]), strict=True):
+            for name in self._names[parameter]:
+                self._amounts[name] = self._amounts[name] + part if name in self._amounts else part
+        self._heard.append(sent.samples)
+        self._taken.add(sent, self.steps + 1)
+
+    def _give(self, asked: CollectChanges, found: Mapping[str, Tensor]) -> None:
+        """The weights after the step that is over."""
+        with torch.no_grad():
+            for fragment in asked.fragments:
+                for parameter in self._fragments[fragment]:
+                    parameter.copy_(next(found[name] for name in self._names[parameter] if name in found))
+        payloads = [self._account.give(f, flat(self._fragments[f]), asked.merge) for f in asked.fragments]
+        samples = [self._account.samples(fragment) for fragment in asked.fragments]
+        self._link.put(self._taken.contributed(asked, asked.fragments, self.steps, samples), payloads)
+
+
+def serve_pipeline(job: Job, pipeline: ReplicaPipeline, place: ReplicaPlace) -> None:
+    """Train as one replica until the merger ends the run. A pipeline whose devices have lost its state begins anew from
+    the merged weights. PeerError where it made no step since."""
+    while True:
+        replica = PipelineReplica(job, pipeline, place)
+        try:
+            return replica.run()
+        except (PeerError, FleetTooSmall):
+            if not replica.steps:
+                raise
+            time.sleep(RETURN_S)
+
+
+def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Of each parameter: several of tied ones."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, []).append(name)
+    return found

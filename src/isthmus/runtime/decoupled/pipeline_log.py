@@ -1,0 +1,81 @@
+"""What the devices of a pipeline computed, step after step, in files of the replica's folder. Times count from the
+beginning of the whole run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from isthmus.plans import PlanPeriod
+from isthmus.run_files import LinesFile
+from isthmus.trace import Span
+
+SPANS, PERIODS = "spans.jsonl", "periods.jsonl"
+MOST_SPANS = 500_000
+"""Of a replica: days of training would fill the disk."""
+
+
+class StepSpans(msgspec.Struct, frozen=True, kw_only=True):
+    """Of computing: those that devices reported with one step."""
+
+    spans: tuple[Span, ...]
+
+
+class PeriodBegun(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan of the replica. Spans of its first step and of later ones are void that began before it."""
+
+    first_step: int
+    since_s: float
+    step_s: float
+    """As planned."""
+    devices: tuple[str, ...]
+
+
+def spans_file(replica: Path) -> LinesFile[StepSpans]:
+    """Of a replica's folder."""
+    return LinesFile(replica / SPANS, StepSpans, "spans")
+
+
+def periods_file(replica: Path) -> LinesFile[PeriodBegun]:
+    """The same of its plans."""
+    return LinesFile(replica / PERIODS, PeriodBegun, "periods")
+
+
+class PipelineLog:
+    """Writes them. What is written stays, however the replica's process ends."""
+
+    def __init__(self, folder: Path, began_s: float) -> None:
+        """`began_s`: the whole run, by the monotonic clock."""
+        self._spans, self._periods = spans_file(folder), periods_file(folder)
+        self._began_s = began_s
+        self._written = 0
+        self._origin_s: float | None = None
+        """From which the spans of this run count."""
+
+    def begin(self) -> None:
+        """A step is opened: times of spans count from the first of them."""
+        if self._origin_s is None:
+            self._origin_s = time.monotonic() - self._began_s
+
+    def spans(self, spans: Iterable[Span]) -> None:
+        """Of a step that is over."""
+        later_s = self._origin_s or 0.0
+        found = tuple(
+            msgspec.structs.replace(span, start_s=span.start_s + later_s, end_s=span.end_s + later_s)
+            for span in spans
+            if span.track == "compute"
+        )
+        self._written += len(found)
+        if found and self._written <= MOST_SPANS:
+            self._spans.add(StepSpans(spans=found))
+
+    def period(self, begun: PlanPeriod) -> None:
+        """A plan came into force, by the monotonic clock."""
+        plan, since_s = begun.plan, begun.since_s - self._began_s
+        found = PeriodBegun(
+            first_step=begun.first_step, since_s=since_s, step_s=plan.predicted.step_s, devices=tuple(plan.used)
+        )
+        self._periods.add(found)

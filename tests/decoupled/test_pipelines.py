@@ -1,0 +1,205 @@
+"""Replicas of several devices: the same bits as one process, and what a lost device costs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from isthmus.api.decoupled import plan_again, replica_plans
+from isthmus.api.decoupled_simulation import simulate_decoupled
+from isthmus.api.replica_devices import PlannedStep
+from isthmus.api.replica_simulation import DecoupledSimulation
+from isthmus.data import load_dataset
+from isthmus.errors import UserError
+from isthmus.fleet import Device, Fleet, Links
+from isthmus.job import Job, load_job, prepare
+from isthmus.plans import CompressionConfig
+from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
+from isthmus.runtime.decoupled.groups import replica_groups
+from isthmus.runtime.decoupled.merger import MergerWatch
+from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
+from isthmus.runtime.decoupled.record import replay
+from isthmus.runtime.decoupled.run import DecoupledRun, check_decoupled
+from isthmus.runtime.processes.signals import Stop
+from isthmus.simulator import Fault
+
+from .small import LINK, SIZES, job_of, replicas, rules
+
+long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
+FLEET = Fleet(
+    name="four",
+    devices=tuple(
+        Device(name=name, region=region, flops_per_s=1e6, memory_bytes=1 << 30)
+        for name, region in (("a", "x"), ("b", "x"), ("c", "x"), ("d", "y"))
+    ),
+    links=Links(default=LINK),
+)
+
+
+def pipeline_job(steps: int = 12) -> Job:
+    """Three devices that are a pipeline, and one alone."""
+    job = job_of(replicas="regions")
+    training = msgspec.structs.replace(job.training, steps=steps, clip_norm=1.0)
+    runtime = msgspec.structs.replace(job.runtime, emulate=False, snapshot_every=1)
+    return msgspec.structs.replace(job, planner="even", training=training, runtime=runtime)
+
+
+def run_of(
+    job: Job, folder: Path, stepped: Callable[[Counter[str]], None] = lambda steps: None
+) -> tuple[list[MergeChanges], list[str], DecoupledRun]:
+    """A real run: its merges, and what was noted. The device alone is stopped while it is ahead of the pipeline."""
+    merges, notes, steps = list[MergeChanges](), list[str](), Counter[str]()
+    with DecoupledRun(job, FLEET, folder, plan_again) as run:
+        alone = run.processes.pids()["d"]
+
+        def made(name: str, made: StepsMade, samples: int, seconds: float) -> None:
+            steps[name] += 1
+            os.kill(alone, signal.SIGSTOP if steps["d"] > steps["x"] + 3 else signal.SIGCONT)
+            stepped(steps)
+
+        prepared = prepare(job)
+        plans = replica_plans(prepared, FLEET)
+        run.keep(prepared, {"x": plans["x"]})
+        watch = MergerWatch(
+            stepped=made,
+            merged=lambda merge, _: merges.append(merge),
+            note=notes.append,
+        )
+        outcome = run.run({}, watch, Stop())
+        os.kill(alone, signal.SIGCONT)
+    assert outcome.finish.outcome == "done"
+    return merges, notes, run
+
+
+def bits_as_replayed(job: Job, merges: list[MergeChanges], run: DecoupledRun) -> bool:
+    again = replay(job, load_dataset(job.data, "train"), ["x", "d"], merges)
+    return all(torch.equal(a, b) for a, b in zip(again.known, run.merged.known, strict=True))
+
+
+def test_a_pipeline_gives_the_bits_of_one_process(tmp_path: Path) -> None:
+    job = pipeline_job()
+    merges, _, run = run_of(job, tmp_path)
+    contributed = {c.replica for merge in merges for fragment in merge.fragments for c in fragment.contributions}
+    assert contributed == {"x", "d"}
+    assert bits_as_replayed(job, merges, run)
+
+
+@long
+def test_a_lost_device_costs_its_own_replica_alone(tmp_path: Path) -> None:
+    job, counts, at_loss = pipeline_job(60), Counter[str](), Counter[str]()
+
+    def stepped(steps: Counter[str]) -> None:
+        counts.update(steps - counts)
+        if not at_loss and steps["x"] == 6:
+            at_loss.update(steps)
+            os.kill(_pid_of("b"), signal.SIGKILL)
+
+    merges, notes, run = run_of(job, tmp_path, stepped)
+    plans = [note for note in notes if note.startswith("x: a pipeline over")]
+    assert "over a, b, c" in plans[0]
+    assert "b" not in plans[1].removeprefix("x: a pipeline over").partition(":")[0]
+    assert min((counts - at_loss).values()) > 10
+    assert bits_as_replayed(job, merges, run)
+
+
+def _pid_of(device: str) -> int:
+    title = f"isthmus device {device}".encode()
+    found = [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and _read(entry / "cmdline").rstrip(b"\0") == title
+    ]
+    (pid,) = found
+    return pid
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it ended meanwhile
+        return b""
+
+
+def test_a_simulated_pipeline_makes_lost_steps_again_and_the_others_do_not_notice() -> None:
+    def planned(present: frozenset[str]) -> PlannedStep | None:
+        step_s = 0.8 / max(1, len(present))
+        busy_s = dict.fromkeys(present, 0.9 * step_s)
+        return PlannedStep(step_s, busy_s, begin_s=1.0, keep_every=4 if len(present) > 1 else 0) if present else None
+
+    alone, *_ = replicas()
+    together = replace(alone, name="x", devices=("x-0", "x-1"), planned=planned)
+    models = [replace(one, name="d") for one in (alone,)] + [together]
+
+    def run(*faults: Fault) -> tuple[dict[str, int], float, list[str]]:
+        found = DecoupledSimulation(rules(2400), models, SIZES, faults).run()
+        steps = Counter(name for time_s, name, _ in found.steps if time_s < 40)
+        return dict(steps), found.used, [text for _, text in found.notes]
+
+    undisturbed, used, _ = run()
+    lost, less, notes = run(Fault(kind="lost", device="x-1", time_s=10.0, lasts_s=10.0))
+    assert used == pytest.approx((1 + 2 * 0.9) / 3, rel=0.02)
+    assert lost["d"] == undisturbed["d"]
+    (note,) = (note for note in notes if note.startswith("x: x-1 is lost"))
+    assert int(note.split()[4]) <= 4  # since the last snapshot
+    # 10 s at half the speed, a second to begin and one to take the device in again, and at most four steps made again
+    assert undisturbed["x"] - lost["x"] == pytest.approx(5.0 / 0.4 + 2 / 0.4 + 4 / 2, abs=4)
+    assert less < used
+    gone, _, _ = run(*(Fault(kind="lost", device=name, time_s=10.0) for name in ("x-0", "x-1")))
+    assert gone["d"] == undisturbed["d"]
+    assert gone["x"] < lost["x"]
+
+
+def test_a_job_with_pipelines_is_simulated(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.toml"
+    devices = (
+        f'[[device]]\nname = "{d.name}"\nregion = "{d.region}"\ncompute = "1 MFLOPS"\nmemory = "1 GiB"\n'
+        for d in FLEET.devices
+    )
+    links = '[links]\ndefault = { latency = "20 ms", bandwidth = "20 Mbit/s" }\n'
+    fleet.write_text("\n".join(['name = "four"\n', *devices, links]))
+    found = simulate_decoupled(msgspec.structs.replace(pipeline_job(), fleet=str(fleet)))
+    assert set(found.steps) == {"x", "d"}
+    assert set(found.run.busy_s) == {"a", "b", "c", "d"}
+    assert 0 < found.run.used <= 1
+
+
+def test_boundaries_of_chosen_replicas_are_packed() -> None:
+    job = job_of(replicas=[["a", "b"], ["c", "d"]], packed=["c+d"])
+    job = msgspec.structs.replace(job, planner="even", compression=CompressionConfig(method="int8"))
+    prepared, groups = prepare(job), replica_groups(job, FLEET)
+    asked = {name: pipeline_prepared(prepared, groups, name).job.compression for name in groups}
+    assert asked == {"a+b": None, "c+d": job.compression}
+
+
+def test_a_job_file_may_list_the_devices_of_replicas(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(
+        'name = "small"\nmodel.name = "mlp"\ndata.kind = "digits"\nsync.mode = "decoupled"\n'
+        'sync.decoupled.replicas = [["a", "b"], ["c", "d"]]\n'
+    )
+    assert load_job(file).sync.decoupled.replicas == (("a", "b"), ("c", "d"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"replicas": [["a", "e"]]}, "sync.decoupled.replicas: unknown device 'e'"),
+        ({"replicas": [["a", "b"], ["b", "c", "d"]]}, "sync.decoupled.replicas: got 'b' 2 times"),
+        ({"replicas": [["a", "b"]]}, "sync.decoupled.replicas: got no replica for c, d"),
+        ({"replicas": [["a", "b"], ["c", "d"], []]}, "sync.decoupled.replicas: got an empty list"),
+        ({"replicas": "regions", "packed": ["y"]}, "sync.decoupled.packed: unknown pipeline 'y'"),
+        ({"replicas": "regions", "packed": ["x"]}, "sync.decoupled.packed: got x without a table [compression]"),
+    ],
+)
+def test_bad_replicas_are_refused(wrong: dict[str, object], text: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_decoupled(job_of(**wrong), FLEET)
+    assert str(error.value).startswith(text)
