@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-LOOK_S, SHARE, LONGEST_S = 0.02, 0.2, 0.5
+LOOK_S, SHARE, LONGEST_S = 0.02, 0.2, 0.2
 
 
 def wait_for(condition: Callable[[], object], within_s: float, still: Callable[[], None] = lambda: None) -> None:
@@ -13,9 +13,9 @@ def wait_for(condition: Callable[[], object], within_s: float, still: Callable[[
     share of the time: others need the processor for what is waited for. `still` fails where it cannot come any more."""
     deadline_s = time.monotonic() + within_s
     while True:
-        start_s = time.process_time()
+        start_s = time.thread_time()
         if condition():
             return
         still()
         assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(min(LONGEST_S, max(LOOK_S, (time.process_time() - start_s) / SHARE)))
+        time.sleep(min(LONGEST_S, max(LOOK_S, (time.thread_time() - start_s) / SHARE)))
