@@ -6,6 +6,7 @@ import contextlib
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,6 @@ from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.rendezvous import PeerDialer, PeerRoute, RelayStandby
 from isthmus.runtime.transport.secure import TlsConnection, secure_accepted, secure_dialled
-from tests.waiting import wait_for
 
 Result = TypeVar("Result")
 
@@ -156,4 +156,7 @@ def in_background(act: Callable[[], object], stop: Callable[[], object]) -> Gene
 
 
 def soon(condition: Callable[[], object], within_s: float = 120.0) -> None:
-    wait_for(condition, within_s)
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.02)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,6 @@ from PIL import Image
 
 from isthmus.cli import main
 from tests.interpreters import processes
-from tests.waiting import wait_for
 
 COMMAND = [sys.executable, "-m", "isthmus"]
 DEVICE_TITLE = "isthmus device "
@@ -125,11 +125,11 @@ def wait_until(
     condition: Callable[[], object], process: subprocess.Popen[str] | None = None, *, within_s: float = 300
 ) -> None:
     """Wait for something that a command does."""
-
-    def still() -> None:
+    deadline_s = time.monotonic() + within_s
+    while not condition():
         assert process is None or process.poll() is None, process.communicate()
-
-    wait_for(condition, within_s, still)
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.02)
 
 
 def interrupt(process: subprocess.Popen[str]) -> None:
