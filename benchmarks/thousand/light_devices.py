@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from isthmus.api.make_plan import plan_for
 from isthmus.errors import IsthmusError
+from isthmus.experiments import plan_for
 from isthmus.federated.task_spec import load_site
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint

@@ -187,7 +187,7 @@ class _Planner:
         return self._plans.now.layout
 
     def adaptation(self) -> Adaptation:
-        return self._plans.adaptation(self._prepared.job.training.steps)
+        return self._plans.adaptation()
 
     def make(self, wanted: MakePlan) -> tuple[StateLayout, PlanFigures]:
         return self._plans.make(wanted)

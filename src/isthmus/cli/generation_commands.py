@@ -112,6 +112,6 @@ def serve_model(
     /v1/completions, /v1/chat/completions where the tokenizer has a template, /v1/models; with streaming.
     """
     server = importlib.import_module("isthmus.endpoint.server")
-    listener = server.listen(host, port)  # before devices begin
+    listener = server.open_port(host, port)  # before devices begin
     with listener.socket, api.generation.served_run(run, where.choices, log) as service:
         server.serve(service, listener, typer.echo)

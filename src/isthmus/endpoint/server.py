@@ -200,7 +200,7 @@ def application(service: ModelService, *, port: int, key: str = "") -> Starlette
     return Starlette(routes=routes, middleware=[guard], exception_handlers={IsthmusError: _refused})
 
 
-def listen(host: str, port: int) -> PrivateListener:
+def open_port(host: str, port: int) -> PrivateListener:
     """UserError for an address that cannot be bound."""
     return private_listener(host, port, "serve-model")
 

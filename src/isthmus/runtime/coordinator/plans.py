@@ -44,12 +44,12 @@ class Plans:
         self.now = self._made[0]
         """In force."""
 
-    def adaptation(self, steps: int) -> Adaptation:
-        """The machine that decides when another plan is made, in a run of so many steps."""
+    def adaptation(self, steps: int | None = None) -> Adaptation:
+        """The machine that decides when another plan is made, in a run of so many steps; None: those of the job."""
         return Adaptation(
             self.now.plan,
             self._believed,
-            steps,
+            self._prepared.job.training.steps if steps is None else steps,
             number=self.now.layout.number,
             adapts=self._replan is not None and self._prepared.job.runtime.adapt,
             outdated=differs(self._stated, self._believed) and not self._is_made_for(self._believed),
