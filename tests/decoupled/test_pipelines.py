@@ -186,6 +186,10 @@ def test_a_job_with_pipelines_is_simulated(tmp_path: Path) -> None:
     found = simulate_decoupled(msgspec.structs.replace(pipeline_job(), fleet=str(fleet)))
     assert set(found.steps) == {"x", "d"}
     assert set(found.run.busy_s) == {"a", "b", "c", "d"}
+    assert found.lines()[0].startswith("x: 8 samples in ")
+    assert found.lines()[0].endswith(" over a, b, c, nothing packed")
+    assert found.lines()[1].startswith("d: 8 samples in ")
+    assert {name: len(plan.used) for name, plan in found.plans.items()} == {"x": 3, "d": 1}
     assert 0 < found.run.used <= 1
 
 
