@@ -16,6 +16,7 @@ from isthmus.errors import UserError
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     size: Annotated[int, Meta(ge=1)] = 1
     mode: Literal["slow", "fast"] = "slow"
+    groups: Literal["each", "all"] | tuple[tuple[str, ...], ...] = "each"
 
 
 class Whole(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"source": "from"}):
@@ -47,6 +48,7 @@ def test_a_document() -> None:
         ('name = "a"\nparts = [{}, {size = -2}]', "f: parts[1].size: expected 'integer' >= 1, got -2"),
         ('name = "a"\npart.size = "x"', "f: part.size: expected 'integer', got 'text'"),
         ('name = "a"\npart.mode = "fats"', "f: unknown part.mode 'fats': did you mean 'fast'?"),
+        ('name = "a"\npart.groups = "any"', "f: unknown part.groups 'any': expected one of: all, each"),
         ('name = "a"\npart = 3', "f: part: expected 'table', got 'integer'"),
         ("name = 3", "f: name: expected 'text', got 'integer'"),
         ("", "f: missing key 'name'"),

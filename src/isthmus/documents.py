@@ -104,9 +104,17 @@ def _check_names(value: object, expected: object, source: str, path: str) -> Non
     elif isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{source}: {path}: got {value}, expected a finite number")
     try:
-        check_choice(path, value, expected)
+        check_choice(path, value, _choice_of(expected) if isinstance(value, str) else expected)
     except UserError as e:
         raise UserError(f"{source}: {e}") from None
+
+
+def _choice_of(expected: object) -> object:
+    """What a text may be: of a type such as `Literal["a", "b"] | tuple[Item, ...]` its first part."""
+    inner = typing.get_args(expected)
+    if typing.get_origin(expected) not in (typing.Union, types.UnionType) or str in inner:
+        return expected
+    return next((one for one in inner if typing.get_origin(one) is typing.Literal), expected)
 
 
 def _item_of(expected: object) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import isthmus
 from isthmus.api.decoupled import overruns, step_times
 from isthmus.api.decoupled_simulation import simulate_decoupled
 from isthmus.api.job_queue import submit_job
+from isthmus.api.terminal import logged
 from isthmus.cost import PlanLayout, SyncPolicy, build_replicas
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
@@ -58,9 +60,13 @@ def job(tmp_path: Path) -> Job:
 
 
 def test_a_job_leaves_the_merged_model_and_a_record_that_gives_its_bits(job: Job) -> None:
-    run = isthmus.train(job)
+    shown = io.StringIO()
+    run = isthmus.train(job, observer=logged(shown))
     assert run.outcome == "done"
     assert run.losses[-1].step == 40
+    lines = shown.getvalue().splitlines()
+    assert any(line.startswith("step 40/40, loss ") and line.endswith(" samples/s") for line in lines)
+    assert f"step 40: held-out loss {run.heldout[-1].loss:.4f}" in lines
     assert [point.step >= at for point, at in zip(run.heldout, (20, 40), strict=True)] == [True, True]
     module = build_model(job.model)
     assert run.load(module) == 40
@@ -85,10 +91,14 @@ def test_a_host_that_cannot_keep_up_is_named_but_not_a_device_that_was_stopped()
 def test_a_job_is_simulated_with_its_faults(job: Job) -> None:
     undisturbed = simulate_decoupled(job)
     late_s = undisturbed.run.seconds / 2
-    found = simulate_decoupled(job, [Fault(kind="lost", device="b-0", time_s=late_s)])
+    too_late = Fault(kind="slow", device="a-0", time_s=1e6, factor=2)
+    found = simulate_decoupled(job, [Fault(kind="lost", device="b-0", time_s=late_s), too_late])
     assert (undisturbed.exit_code, found.exit_code) == (0, 0)
     assert found.run.seconds > undisturbed.run.seconds
-    assert any("b-0 is lost" in line for line in found.lines())
+    happened = ["b-0: its process dies", "b-0 is lost: its process ended; the others go on"]
+    assert [text for _, text in found.timeline()] == happened
+    assert found.summary()["timeline"] == [{"time_s": late_s, "text": text} for text in happened]
+    assert "after the end of the run, so without effect: a-0: computing takes 2 times as long" in found.lines()
     assert set(found.steps) == {"a-0", "b-0"}
     gone = simulate_decoupled(job, [Fault(kind="lost", device=name, time_s=late_s) for name in ("a-0", "b-0")])
     assert gone.exit_code == 4

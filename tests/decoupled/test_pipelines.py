@@ -16,7 +16,7 @@ import torch
 from isthmus.api.decoupled import plan_again, replica_plans
 from isthmus.api.decoupled_simulation import simulate_decoupled
 from isthmus.api.replica_devices import PlannedStep
-from isthmus.api.replica_simulation import DecoupledSimulation
+from isthmus.api.replica_simulation import DecoupledSimulation, SimulatedReplicas
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Links
@@ -157,6 +157,24 @@ def test_a_simulated_pipeline_makes_lost_steps_again_and_the_others_do_not_notic
     assert gone["x"] < lost["x"]
 
 
+def test_a_slow_or_silent_device_of_a_simulated_pipeline_keeps_the_others_waiting_and_a_spare_one_nobody() -> None:
+    alone, *_ = replicas()
+    planned = PlannedStep(0.4, {"x-0": 0.4, "x-1": 0.4})
+    model = replace(alone, name="x", devices=("x-0", "x-1", "spare"), planned=lambda present: planned)
+
+    def run(*faults: Fault) -> SimulatedReplicas:
+        return DecoupledSimulation(rules(400, quorum=1), [model], SIZES, faults).run()
+
+    undisturbed = run()
+    spare = [Fault(kind="slow", device="spare", time_s=0, factor=4), Fault(kind="silent", device="spare", time_s=9)]
+    assert run(*spare).seconds == undisturbed.seconds
+    silent = run(Fault(kind="silent", device="x-1", time_s=9, lasts_s=5))
+    assert silent.seconds == pytest.approx(undisturbed.seconds + 5)
+    slow = run(*(Fault(kind="slow", device=f"x-{n}", time_s=0, factor=factor) for n, factor in ((1, 4), (0, 1))))
+    assert slow.seconds == pytest.approx(4 * undisturbed.seconds, rel=0.02)
+    assert slow.busy_s["x-1"] == pytest.approx(4 * slow.busy_s["x-0"])
+
+
 def test_a_job_with_pipelines_is_simulated(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.toml"
     devices = (
@@ -168,6 +186,10 @@ def test_a_job_with_pipelines_is_simulated(tmp_path: Path) -> None:
     found = simulate_decoupled(msgspec.structs.replace(pipeline_job(), fleet=str(fleet)))
     assert set(found.steps) == {"x", "d"}
     assert set(found.run.busy_s) == {"a", "b", "c", "d"}
+    assert found.lines()[0].startswith("x: 8 samples in ")
+    assert found.lines()[0].endswith(" over a, b, c, nothing packed")
+    assert found.lines()[1].startswith("d: 8 samples in ")
+    assert {name: len(plan.used) for name, plan in found.plans.items()} == {"x": 3, "d": 1}
     assert 0 < found.run.used <= 1
 
 

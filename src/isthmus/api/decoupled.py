@@ -56,17 +56,18 @@ def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop)
             watch.start(fleet, stop)
             observer.note(f"run folder: {path}")
             for name, plan in plans.items():
-                observer.note(
-                    f"{name}: {plan.micro_batches * plan.micro_batch_size} samples in "
-                    f"{format_duration(plan.predicted.step_s)}{_pipeline_text(plan)}"
-                )
+                observer.note(step_text(name, plan, plan.predicted.step_s))
             pipelines = {name: plan for name, plan in plans.items() if len(run.groups[name]) > 1}
             if pipelines:
                 run.keep(prepared, pipelines)
             alone_s = {name: plan.predicted.step_s for name, plan in plans.items() if name not in pipelines}
             emulated_s = alone_s if job.runtime.emulate else {}
-            outcome = run.run(emulated_s, watch.merger, stop)
-            watch.end(outcome, emulated_s)
+            observer.replicas_began(f"{job.model.name} on {fleet.name}, {len(plans)} replicas")
+            try:
+                outcome = run.run(emulated_s, watch.merger, stop)
+                watch.end(outcome, emulated_s)
+            finally:
+                observer.ended()
         if outcome.finish.outcome == "lost":
             raise PeerError(outcome.finish.reason)
         return Run(path, outcome=outcome.finish.outcome)
@@ -112,11 +113,13 @@ def plan_again(prepared: Prepared, fleet: Fleet) -> Plan:
     return plan_for(prepared, fleet, bound=least)
 
 
-def _pipeline_text(plan: Plan) -> str:
-    if len(plan.used) == 1:
-        return ""
+def step_text(name: str, plan: Plan, step_s: float) -> str:
+    """A replica's step, in words: its samples and its time, and of a pipeline its devices and codecs."""
+    text = f"{name}: {plan.micro_batches * plan.micro_batch_size} samples in {format_duration(step_s)}"
+    if list(plan.used) == [name]:
+        return text
     codecs = ", ".join(sorted({codec for replica in plan.replicas for codec in codecs_of(replica)}))
-    return f" over {', '.join(plan.used)}, {f'packed by {codecs}' if codecs else 'nothing packed'}"
+    return f"{text} over {', '.join(plan.used)}, {f'packed by {codecs}' if codecs else 'nothing packed'}"
 
 
 OVERRUN = 1.25
@@ -216,7 +219,6 @@ class _Watch:
         saved = writer.commit(manifest)
         self._log.saved(step)
         self._observer.saved(step, saved)
-        self._observer.ended()
         changes_bytes = outcome.received_bytes + outcome.sent_bytes
         self._noted(
             f"{outcome.samples} samples in {format_duration(outcome.seconds)}; {outcome.merges} merges, "

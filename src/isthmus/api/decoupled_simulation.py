@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import torch
 
-from isthmus.api.decoupled import plan_again, replica_plans
+from isthmus.api.decoupled import plan_again, replica_plans, step_text
 from isthmus.api.fault_simulation import fault_text
 from isthmus.api.make_plan import predict
 from isthmus.api.replica_devices import Planned, PlannedStep
@@ -43,6 +43,10 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...]
     full_speed: float
     """Samples per second of all devices, none of which ever waits or fails."""
+    plans: Mapping[str, Plan]
+    """By replica, its first one."""
+    step_s: Mapping[str, float]
+    """By replica, its step on that plan, as simulated."""
 
     @property
     def exit_code(self) -> int:
@@ -59,14 +63,22 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
         """By replica."""
         return dict(sorted(Counter(name for _, name, _ in self.run.steps).items()))
 
+    def timeline(self) -> list[tuple[float, str]]:
+        """What happened, in words, by second of the run."""
+        happened = [(fault.time_s, fault_text(fault)) for fault in self.faults if fault.time_s <= self.run.seconds]
+        return sorted(happened + self.run.notes, key=lambda entry: entry[0])
+
     def lines(self) -> list[str]:
-        """What happened, and what came of it."""
+        """The replicas, what happened, and what came of it."""
         run = self.run
-        happened = [(f.time_s, fault_text(f)) for f in self.faults if f.time_s <= run.seconds] + run.notes
-        found = [f"{time_s:8.1f} s  {text}" for time_s, text in sorted(happened)]
+        found = [f"{time_s:8.1f} s  {text}" for time_s, text in self.timeline()]
+        too_late = [fault_text(fault) for fault in self.faults if fault.time_s > run.seconds]
+        after = [f"after the end of the run, so without effect: {'; '.join(too_late)}"] if too_late else []
         steps = ", ".join(f"{name} {count}" for name, count in self.steps.items())
         return [
+            *(step_text(name, plan, self.step_s[name]) for name, plan in self.plans.items()),
             *found,
+            *after,
             f"steps: {steps}; {len(run.merges)} merges, {run.late} contributions too late for theirs",
             f"{run.finish.outcome} after {format_duration(run.seconds)}: {100 * self.goodput:.1f} % of what the "
             f"devices could do undisturbed, which computed {100 * run.used:.1f} % of the time that they were there. "
@@ -83,10 +95,13 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
             "goodput": self.goodput,
             "used": run.used,
             "useful_samples": run.useful_samples,
+            "replicas": {
+                name: {"devices": list(plan.used), "step_s": self.step_s[name]} for name, plan in self.plans.items()
+            },
             "steps": self.steps,
             "merges": len(run.merges),
             "late_contributions": run.late,
-            "timeline": [{"time_s": time_s, "text": text} for time_s, text in run.notes],
+            "timeline": [{"time_s": time_s, "text": text} for time_s, text in self.timeline()],
         }
 
 
@@ -97,17 +112,23 @@ def simulate_decoupled(job: Job, faults: Sequence[Fault] = ()) -> DecoupledForec
     check_faults(tuple(faults), fleet)
     if {fault.device for fault in faults if fault.kind == "join"} >= set(fleet.names):
         raise UserError("--join: got all devices, expected one that is there from the start")
-    models = replica_models(prepare(job), fleet)
+    prepared = prepare(job)
+    plans = replica_plans(prepared, fleet)
+    models = replica_models(prepared, fleet, plans)
     sizes = fragment_bytes(job, merged_fragments(job))
     run = DecoupledSimulation(merge_rules(job), models, sizes, faults, seed=job.training.seed).run()
     return DecoupledForecast(
-        run=run, faults=tuple(faults), full_speed=sum(model.samples / model.step_s for model in models)
+        run=run,
+        faults=tuple(faults),
+        full_speed=sum(model.samples / model.step_s for model in models),
+        plans=plans,
+        step_s={model.name: model.step_s for model in models},
     )
 
 
-def replica_models(prepared: Prepared, fleet: Fleet) -> list[ReplicaModel]:
-    """The times of the fleet's replicas."""
-    job, plans = prepared.job, replica_plans(prepared, fleet)
+def replica_models(prepared: Prepared, fleet: Fleet, first: Mapping[str, Plan] | None = None) -> list[ReplicaModel]:
+    """The times of the fleet's replicas. `first` are their plans; None: they are made."""
+    job, plans = prepared.job, first or replica_plans(prepared, fleet)
     groups = replica_groups(job, fleet)
     planned = {name: _planned_steps(prepared, fleet, plans[name], name) for name in groups if len(groups[name]) > 1}
     step_s = {name: plan.predicted.step_s for name, plan in plans.items()}

@@ -61,6 +61,9 @@ class Observer(Protocol):
     def began(self, plan: Plan) -> None:
         """Devices start to work."""
 
+    def replicas_began(self, heading: str) -> None:
+        """The same of replicas that never wait: `heading` says of which model, on which fleet."""
+
     def stepped(self, done: StepDone) -> None:
         """An optimizer step is done."""
 

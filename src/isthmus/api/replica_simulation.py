@@ -141,7 +141,10 @@ class _Replica:
         """How many processes there were: what an earlier one had under way is void."""
         self.step_ends_s = math.nan
         self.silent_until_s = 0.0
-        self.factor = 1.0
+        self.factors: dict[str, float] = {}
+        """By device that is slowed: its computing takes so many times longer."""
+        self.busy_s: dict[str, float] = {}
+        """By device, of the step under way."""
         self.attempt = 0
         """Of steps: one that was begun before a device was lost is void."""
         self.train = 0
@@ -261,7 +264,8 @@ class DecoupledSimulation:
         """Its process is stopped, and goes on later where it was. A pipeline waits for its device."""
         one, now_s, timeout_s = self._of[fault.device], self._clock.now_s, self._machine.rules.timeout_s
         if one.model.planned is not None:
-            one.step_ends_s += min(fault.lasts_s, timeout_s)
+            if one.pipeline.plan is not None and fault.device in one.pipeline.plan.busy_s:
+                one.step_ends_s += min(fault.lasts_s, timeout_s)
             if fault.lasts_s > timeout_s:
                 lose = partial(self._lose_device, fault.device, fault.lasts_s - timeout_s)
                 self._clock.at(now_s + timeout_s, fault.device, lose)
@@ -286,7 +290,7 @@ class DecoupledSimulation:
         self._send(one)
 
     def _slow(self, fault: Fault) -> None:
-        self._of[fault.device].factor = fault.factor
+        self._of[fault.device].factors[fault.device] = fault.factor
 
     # The merger
 
@@ -366,9 +370,12 @@ class DecoupledSimulation:
             self._act(one, one.received.popleft())
 
     def _begin_step(self, one: _Replica, after_s: float) -> None:
-        assert one.pipeline.plan is not None, "only a replica with a plan trains"
+        plan = one.pipeline.plan
+        assert plan is not None, "only a replica with a plan trains"
         one.attempt += 1
-        one.step_ends_s = self._clock.now_s + after_s + one.pipeline.plan.step_s * one.factor
+        slowest = max((one.factors.get(device, 1.0) for device in plan.busy_s), default=1.0)
+        one.busy_s = {device: busy_s * one.factors.get(device, 1.0) for device, busy_s in plan.busy_s.items()}
+        one.step_ends_s = self._clock.now_s + after_s + plan.step_s * slowest
         self._clock.at(one.step_ends_s, one.model.name, partial(self._stepped, one, one.life, one.attempt))
 
     def _act(self, one: _Replica, event: ReplicaEvent) -> None:
@@ -396,9 +403,8 @@ class DecoupledSimulation:
         if not one.pipeline.stepped(one.steps + 1):
             self._begin_step(one, 0.0)
             return
-        assert one.pipeline.plan is not None, "a step was made"
-        for device, busy_s in one.pipeline.plan.busy_s.items():
-            self._result.busy_s[device] = self._result.busy_s.get(device, 0.0) + busy_s * one.factor
+        for device, busy_s in one.busy_s.items():
+            self._result.busy_s[device] = self._result.busy_s.get(device, 0.0) + busy_s
         loss = None if self._computing is None else self._computing.step(one.model.name, one.train)
         one.steps += 1
         one.samples = [before + one.model.samples for before in one.samples]

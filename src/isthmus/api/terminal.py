@@ -54,6 +54,10 @@ class Terminal(Observer):
         self._progress = Progress(self._notes, plan)
         self._progress.__enter__()
 
+    def replicas_began(self, heading: str) -> None:
+        self._progress = Progress(self._notes, heading)
+        self._progress.__enter__()
+
     def ended(self) -> None:
         for shown in (self._progress, self._rounds):
             if shown is not None:

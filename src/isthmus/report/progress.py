@@ -32,10 +32,11 @@ class Progress:
     sequences, no carriage returns.
     """
 
-    def __init__(self, console: Console, plan: Plan, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console, plan: Plan | str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`plan` heads the live view: a plan, or what is said in place of it."""
         self._console = console
         self._clock = clock
-        self._live = _View(console, plan) if is_watched(console) else None
+        self._live = _View(console, plan if isinstance(plan, str) else _heading(plan)) if is_watched(console) else None
         self._started_s = clock()
         self._first_step: int | None = None
         self._logged_s = float("-inf")
@@ -107,7 +108,7 @@ class Progress:
 class _View:
     """The live view: a bar of steps, then a line each for losses and speed, busy devices, and busy links."""
 
-    def __init__(self, console: Console, plan: Plan) -> None:
+    def __init__(self, console: Console, heading: str) -> None:
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             rich.progress.BarColumn(bar_width=None),
@@ -118,7 +119,6 @@ class _View:
             expand=True,
         )
         self._task: rich.progress.TaskID | None = None
-        heading = f"{plan.model} on {plan.fleet}, {sum(len(r.stages) for r in plan.replicas)} stages"
         self._held_out = ""
         waiting = Text(f"{heading}: waiting for the first step")
         # Standard output is data, and stays where the caller sent it.
@@ -152,6 +152,10 @@ class _View:
 
     def validation(self, step: int, loss: float) -> None:
         self._held_out = f"held out {_loss(loss)} (step {step})"
+
+
+def _heading(plan: Plan) -> str:
+    return f"{plan.model} on {plan.fleet}, {sum(len(r.stages) for r in plan.replicas)} stages"
 
 
 def _busy_text(busy: Mapping[str, float]) -> str:
