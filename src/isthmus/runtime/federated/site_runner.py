@@ -169,6 +169,7 @@ class SiteRunner:
                 log=self._log,
                 left=partial(self._note_sent, task_spec),
                 revealed=self._site_log.revealed(task_spec.run),
+                rounds=task_spec.rounds,
             )
             self._executor(site, task_spec, link).run()
 
@@ -198,12 +199,15 @@ class SiteRunner:
             if work.over.wait(ANSWER_S):
                 return False
         if not answer:
-            raise UserError(f"approval: this site's owner said no to the run of {task_spec.job}")
+            raise _said_no(task_spec)
         return True
 
     def _note_sent(
         self, task_spec: TaskSpec, phase: PhaseId, what: str, size_bytes: int, summed: Sequence[str]
     ) -> None:
+        """Before it is sent. UserError where the owner has said no since."""
+        if self._config.approval.ask and self._site_log.answer(digest_of(task_spec)) is False:
+            raise _said_no(task_spec)
         line = SiteLogLine(
             time_s=time.time(),
             event="sent",
@@ -276,6 +280,10 @@ class _SiteRun:
         self.over.set()
         if self.channel is not None:
             self.channel.close()
+
+
+def _said_no(task_spec: TaskSpec) -> UserError:
+    return UserError(f"approval: this site's owner said no to the run of {task_spec.job}")
 
 
 def _task_spec(channel: SocketChannel, timeout_s: float) -> TaskSpec | None:
