@@ -32,6 +32,7 @@ from isthmus.federated.task_spec import SiteConfig, TaskSpec
 from isthmus.models import build_model
 from isthmus.protocol.federated_messages import ExecutorJoined, PhaseId
 from isthmus.protocol.run_messages import Halt
+from isthmus.protocol.secure_graph import COMPLETE_BELOW, LEAST_SUMMED
 from isthmus.runtime.federated.executor import take_part
 from isthmus.runtime.federated.pipeline_plans import MakePlan, PipelinePlans
 from isthmus.runtime.federated.secure_site import SecureSiteExecutor
@@ -227,7 +228,9 @@ class SiteRunner:
         privacy, noise = task_spec.privacy, None
         if privacy is not None and privacy.noise == "sites":
             noise = SiteNoise(privacy, rules.fewest)
-        return SecureSiteExecutor(site, link, rules, DeviceSigner(Identity(self._folder)), noise)
+        knows_all = len(task_spec.sites) < COMPLETE_BELOW
+        fewest = rules.fewest if knows_all else LEAST_SUMMED
+        return SecureSiteExecutor(site, link, rules, DeviceSigner(Identity(self._folder)), noise, fewest)
 
     def _site(self, task_spec: TaskSpec) -> Site:
         """The one of before where the same is asked for: nothing is built or read twice."""
