@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from torch import Tensor
 
 from isthmus import api
+from isthmus.api.make_plan import plan_for
+from isthmus.data import DataSpec
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import AlgorithmSpec
 from isthmus.federated.approval import described, digest_of, refusal
@@ -15,8 +19,13 @@ from isthmus.federated.local import LocalConfig
 from isthmus.federated.privacy import Privacy
 from isthmus.federated.robust import Aggregation
 from isthmus.federated.site_log import SiteLog, SiteLogLine
-from isthmus.federated.task_spec import Approval, TaskSpec
+from isthmus.federated.task_spec import Approval, SiteConfig, TaskSpec
 from isthmus.models import ModelSpec
+from isthmus.protocol.federated_messages import PhaseId, PhaseOpened, PhaseSetup
+from isthmus.runtime.federated.site_executor import SiteExecutor, SiteLink
+from isthmus.runtime.federated.site_runner import SiteRunner
+from isthmus.runtime.messages.federated import ToExecutor
+from isthmus.runtime.transport.message_sender import MessageSender
 from tests.runtime.commands import isthmus
 
 ASKED = TaskSpec(
@@ -82,11 +91,61 @@ def test_the_owners_word_is_written_down_and_counts_last(tmp_path: Path) -> None
     assert site_log.answer("second") is None
     assert isthmus("site", "no", "--state", tmp_path).code == 0
     assert (site_log.answer("first"), site_log.answer("second")) == (True, False)
+    with pytest.raises(UserError, match="nothing waits for an answer"):
+        api.site.answer(tmp_path, yes=False)
+    api.site.answer(tmp_path, yes=True)  # the owner's mind may change
+    assert site_log.answer("second") is True
     site_log.add(SiteLogLine(time_s=0.0, event="sent", job="clinics", run="run", text="the update", size_bytes=800))
     shown = isthmus("site", "log", "--state", tmp_path)
     assert shown.code == 0
     assert "by the owner" in shown.out
     assert "the update" in shown.out
+
+
+def test_nothing_leaves_after_a_yes_was_taken_back(tmp_path: Path) -> None:
+    config = SiteConfig(
+        job=ASKED.job,
+        algorithm=ASKED.algorithm,
+        model=ASKED.model,
+        data=DataSpec(kind="digits"),
+        approval=Approval(ask=True),
+    )
+    runner: Any = SiteRunner(config, "north", tmp_path, log=lambda _: None, fail=lambda _: None, plan=plan_for)
+    site_log, request = SiteLog(tmp_path), digest_of(ASKED)
+    site_log.note("asked", ASKED.job, ASKED.run, described(ASKED), request=request)
+    api.site.answer(tmp_path, yes=True)
+    runner._note_sent(ASKED, PhaseId(0), "the update", 800, ())
+    api.site.answer(tmp_path, yes=False)
+    with pytest.raises(UserError, match="owner said no to the run of clinics"):
+        runner._note_sent(ASKED, PhaseId(1), "the update", 800, ())
+    assert [line.event for line in site_log.lines()] == ["asked", "allowed", "sent", "refused"]
+
+
+class Coordinator:
+    """A channel on which a round is opened."""
+
+    def __init__(self, round_: int) -> None:
+        setup = PhaseSetup(phase=PhaseId(round_), clients=1, samples=1)
+        self._opened = ToExecutor(run=ASKED.run, body=PhaseOpened(opening=setup, tasks=()))
+
+    def receive(self, **_: object) -> tuple[ToExecutor, list[Tensor]]:
+        return self._opened, []
+
+
+def test_a_site_leaves_a_coordinator_that_opens_more_rounds_than_it_asked_for() -> None:
+    beyond: Any = Coordinator(ASKED.rounds)
+    link = SiteLink(
+        name="north",
+        run=ASKED.run,
+        channel=beyond,
+        sender=MessageSender(beyond, on_error=lambda _: None),
+        timeout_s=1.0,
+        log=lambda _: None,
+        rounds=ASKED.rounds,
+    )
+    site: Any = None
+    with pytest.raises(UserError, match="opened round 21 of a run of 20: this site leaves"):
+        SiteExecutor(site, link).run()
 
 
 def test_a_folder_that_is_no_sites_is_named(tmp_path: Path) -> None:

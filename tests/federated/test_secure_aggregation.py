@@ -280,9 +280,9 @@ def test_the_coordinator_never_has_both_secrets_of_one_site(lost: Mapping[int, S
     assert not seeds & keys
 
 
-def site_at_the_end(share: float = 0.5) -> SecureSiteMachine:
+def site_at_the_end(share: float = 0.5, fewest: int = 2) -> SecureSiteMachine:
     """A site, one of five, whose masked update is sent."""
-    machine = SecureSiteMachine("a", share)
+    machine = SecureSiteMachine("a", share, fewest=fewest)
     peers = [SiteKeys(name, bytes([n]) * 32, bytes([n + 100]) * 32, bytes(32)) for n, name in enumerate("bcde")]
     machine.handle(PhaseOpened(opening=PhaseSetup(phase=PHASE, clients=5, samples=5), tasks=()))
     machine.handle(KeysListed(phase=PHASE, peers=tuple(peers)))
@@ -314,6 +314,14 @@ def test_a_site_leaves_a_coordinator_that_asks_for_too_much(summed: str, dropped
     (_, distrust) = site_at_the_end().handle(UnmaskAsked(phase=PHASE, summed=tuple(summed), dropped=tuple(dropped)))
     assert isinstance(distrust, Distrust)
     assert reason in distrust.reason
+
+
+def test_a_site_leaves_a_coordinator_that_wants_a_sum_of_fewer_than_the_job_says() -> None:
+    """Each has the noise for `minimum` sites: fewer have less than epsilon counts on."""
+    asked = UnmaskAsked(phase=PHASE, summed=("a", "b", "c"), dropped=("d", "e"))
+    (_, distrust) = site_at_the_end(fewest=4).handle(asked)
+    assert isinstance(distrust, Distrust) and "a sum of 3 sites" in distrust.reason
+    assert any(isinstance(found, RevealShares) for found in site_at_the_end(fewest=3).handle(asked))
 
 
 def test_neighbours_are_mutual_and_as_many_as_they_should_be() -> None:

@@ -47,6 +47,18 @@ def test_who_sent_what_cannot_be_compared_is_a_suspect_too() -> None:
     assert judge(WORKERS, reports({(0, "gradients")}, nodes), reports(nodes=nodes))[0].workers == ("a",)
 
 
+def test_who_leaves_out_what_it_computed_is_named() -> None:
+    """The first stage sends a wrong value, or has wrong gradients, and does not report them."""
+    follows = {(1, node) for node in CHAIN[1]} | {(2, node) for node in CHAIN[2]} | {(0, "received backward 1")}
+    silent = {**CHAIN, 0: ("received backward 1", "gradients")}
+    (found,) = judge(WORKERS, reports(follows, silent), reports())
+    assert found == StepFinding(workers=("a", "b"), nodes=("received forward 0",))
+    hidden = {**CHAIN, 0: CHAIN[0][:2]}
+    assert judge(WORKERS, reports(nodes=hidden), reports()) == (StepFinding(workers=("a",), nodes=("gradients",)),)
+    lost = {stage: nodes for stage, nodes in CHAIN.items() if stage}  # before it reported: nobody is to blame for that
+    assert judge(WORKERS, reports(nodes=lost), reports()) == ()
+
+
 def test_a_summand_is_its_devices_own_and_a_sum_is_everybodys() -> None:
     replicas = dict.fromkeys(range(3), ("summands", "gradients", "state"))
     wrong = {(1, "summands"), *((s, n) for s in range(3) for n in ("gradients", "state"))}

@@ -194,7 +194,8 @@ def _judged(found: Audited, kept: Mapping[int, Fingerprinted], expected: Mapping
     findings: tuple[StepFinding, ...] = ()
     for number in sorted(kept):
         workers = kept[number].plan.worker_ids
-        reported = {stage: kept[number].workers.get(worker, {}) for stage, worker in enumerate(workers)}
+        said = kept[number].workers
+        reported = {stage: said[worker] for stage, worker in enumerate(workers) if worker in said}
         missing |= {device_of(w) for w in workers if w not in kept[number].workers}
         seen |= {device_of(w) for w in workers if w in kept[number].workers}
         compared += sum(len(nodes.keys() & expected[number].get(s, {}).keys()) for s, nodes in reported.items())

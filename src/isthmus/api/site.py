@@ -20,10 +20,10 @@ def log(state: Path | None = None) -> list[SiteLogLine]:
 
 
 def answer(state: Path | None = None, *, yes: bool) -> SiteLogLine:
-    """Say yes or no to what a coordinator asked for last; returns the request. UserError where nothing waits for an
-    answer."""
+    """Say yes or no to what a coordinator asked for last; returns the request. A later word replaces an earlier one.
+    UserError where nothing was asked, or the answer is the same already."""
     site_log = _log_of(state)
-    if (asked := site_log.open_request()) is None:
+    if (asked := site_log.last_request()) is None or site_log.answer(asked.request) is yes:
         raise UserError("site: nothing waits for an answer")
     site_log.note("allowed" if yes else "refused", asked.job, asked.run, "by the owner", request=asked.request)
     return asked

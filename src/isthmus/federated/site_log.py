@@ -72,7 +72,7 @@ class SiteLog(LinesFile[SiteLogLine]):
                 found[line.round - 1, line.pass_ - 1] = frozenset(line.summed)
         return found
 
-    def open_request(self) -> SiteLogLine | None:
-        """What was asked last, if it has no answer."""
+    def last_request(self) -> SiteLogLine | None:
+        """What the owner was asked last, answered or not."""
         asked = [line for line in self.lines() if line.event == "asked" and line.request]
-        return asked[-1] if asked and self.answer(asked[-1].request) is None else None
+        return asked[-1] if asked else None

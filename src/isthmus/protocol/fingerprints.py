@@ -86,7 +86,9 @@ def judge(workers: Sequence[str], reported: Reports, expected: Reports) -> tuple
     """Who computed wrong in a step; the state before it is as it should be. Nothing where all that can be compared is
     equal.
 
-    `expected` may lack nodes. Who sent what was received and cannot be compared is a suspect too.
+    `reported` lacks workers that reported nothing. `expected` may lack nodes. Who sent what was received and cannot be
+    compared is a suspect too. Who leaves out its gradients is named, and where nobody else is, who does not say what it
+    sent, if that was received as something else.
     """
     compared = [_Compared(workers, stage, reported, expected) for stage in range(len(workers))]
     found: list[StepFinding] = []
@@ -99,10 +101,12 @@ def judge(workers: Sequence[str], reported: Reports, expected: Reports) -> tuple
             after_sum |= {c.worker: GRADIENTS}
         if own:
             found.append(StepFinding(workers=(c.worker, *c.senders_of(own)), nodes=tuple(sorted(n.name for n in own))))
+        if c.hides_gradients:
+            found.append(StepFinding(workers=(c.worker,), nodes=(GRADIENTS,)))
         found += c.disputes()
     if after_sum and not found:
         found.append(StepFinding(workers=tuple(after_sum), nodes=(GRADIENTS,)))
-    return tuple(found)
+    return tuple(found or [one for c in compared for one in c.unsaid()])
 
 
 class _Compared:
@@ -136,6 +140,22 @@ class _Compared:
             if says and n.other < len(self._workers) and not self._differs(n.other, sent):
                 found.append(StepFinding(workers=(self._workers[n.other], self.worker), nodes=(sent, n.name)))
         return found
+
+    @property
+    def hides_gradients(self) -> bool:
+        """It reported the step without them."""
+        reported = self._reported.get(self._stage)
+        return reported is not None and GRADIENTS in self._expected.get(self._stage, {}) and GRADIENTS not in reported
+
+    def unsaid(self) -> list[StepFinding]:
+        """What this worker received is not right, and the sender does not say what it sent."""
+        return [
+            StepFinding(workers=(self._workers[n.other], self.worker), nodes=(n.name,))
+            for n in self._differing
+            if n.direction == "received"
+            and n.other < len(self._workers)
+            and Node("sent", n.kind, self._stage).name not in self._reported.get(n.other, {})
+        ]
 
     def _differs(self, stage: int, name: str) -> bool:
         expected = self._expected.get(stage, {})

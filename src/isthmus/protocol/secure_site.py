@@ -132,11 +132,13 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
 
     transitions = SECURE_SITE
 
-    def __init__(self, site: str, share: float, revealed: Revealed | None = None) -> None:
-        """More than `share` of a secret's shares give it back. `revealed` is of this run, before; None: nothing."""
+    def __init__(self, site: str, share: float, revealed: Revealed | None = None, fewest: int = LEAST_SUMMED) -> None:
+        """More than `share` of a secret's shares give it back. `revealed` is of this run, before; None: nothing.
+        `fewest`: updates in a sum, where all sites are neighbours."""
         super().__init__()
         self._site = site
         self._share = share
+        self._fewest = fewest
         self._revealed = dict(revealed or {})
         self._phase_id: PhaseId | None = None
         self._holders: frozenset[str] = frozenset()
@@ -223,8 +225,8 @@ class SecureSiteMachine(Machine[SecureSitePhase, SecureSiteEvent, SecureSiteInst
         wanted, gone = frozenset(summed), frozenset(dropped)
         if wanted & gone or wanted | gone != self._owners | {self._site} or self._site not in wanted:
             return self._distrust("asked for shares of both kinds, or not of every neighbour")
-        if len(wanted) < max(LEAST_SUMMED, threshold_of(len(self._holders), self._share)):
-            return self._distrust(f"asked to unmask a sum with {len(wanted)} neighbours: too few")
+        if len(wanted) < max(self._fewest, threshold_of(len(self._holders), self._share)):
+            return self._distrust(f"asked to unmask a sum of {len(wanted)} sites that this one knows: too few")
         if self._revealed.setdefault((phase.round, phase.number), wanted) != wanted:
             return [RevealShares(phase, (), ()), *self._forget("idle")]
         return [RevealShares(phase, tuple(sorted(wanted)), tuple(sorted(gone))), *self._forget("idle")]

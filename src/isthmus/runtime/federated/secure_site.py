@@ -23,6 +23,7 @@ from isthmus.protocol.federated_messages import (
 )
 from isthmus.protocol.federated_rules import SecureRules
 from isthmus.protocol.machine import OutOfPhase
+from isthmus.protocol.secure_graph import LEAST_SUMMED
 from isthmus.protocol.secure_messages import (
     KeysListed,
     KeysSent,
@@ -62,11 +63,12 @@ class SecureSiteExecutor(SiteExecutor):
         rules: SecureRules,
         signer: Signer,
         noise: SiteNoise | None = None,
+        fewest: int = LEAST_SUMMED,
     ) -> None:
-        """`noise` is added to an update before it is masked."""
+        """`noise` is added to an update before it is masked. A sum of fewer than `fewest` neighbours is refused."""
         super().__init__(site, link)
         self._name, self._signer, self._noise = link.name, signer, noise
-        self._secure = SecureSiteMachine(link.name, rules.share, link.revealed)
+        self._secure = SecureSiteMachine(link.name, rules.share, link.revealed, fewest)
         self._stepping = threading.Lock()
         self._secrets: SiteSecrets | None = None
         self._sums: SumsSent | None = None

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 
 from isthmus.errors import UserError
 from isthmus.federated.site import Site
-from isthmus.protocol.federated_messages import ExecutorOrder, PhaseDropped, PhaseId, SumsSent, UpdateRefused
+from isthmus.protocol.federated_messages import (
+    ExecutorOrder,
+    PhaseDropped,
+    PhaseId,
+    PhaseOpened,
+    SumsSent,
+    UpdateRefused,
+)
 from isthmus.protocol.secure_messages import SecureOrder
 from isthmus.protocol.secure_site import Revealed
 from isthmus.runtime.federated.executor import Executor
@@ -32,6 +39,8 @@ class SiteLink:
     revealed, the sites of the sum."""
     revealed: Revealed = field(default_factory=dict[tuple[int, int], frozenset[str]])
     """Of the run, before."""
+    rounds: int | None = None
+    """Of the whole run, as its owner's rules or word allowed it; None: any number."""
 
 
 class SiteExecutor(Executor):
@@ -40,10 +49,13 @@ class SiteExecutor(Executor):
     def __init__(self, site: Site, link: SiteLink) -> None:
         super().__init__(site, link.channel, link.sender, link.run, link.timeout_s, clients_per_vmap=1)
         self._own = site
-        self._log, self._left = link.log, link.left
+        self._log, self._left, self._rounds = link.log, link.left, link.rounds
 
     def _on_order(self, order: ExecutorOrder | SecureOrder) -> None:
         match order:
+            case PhaseOpened(opening=opening) if self._rounds is not None and opening.phase.round >= self._rounds:
+                what = f"round {opening.phase.round + 1} of a run of {self._rounds}"
+                raise UserError(f"rounds: the coordinator opened {what}: this site leaves the run")
             case UpdateRefused(phase=phase, reason=reason):
                 self._log(f"the update of round {phase.round + 1} was refused: {reason}")
             case PhaseDropped(phase=phase, again=again):

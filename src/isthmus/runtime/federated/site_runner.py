@@ -32,6 +32,7 @@ from isthmus.federated.task_spec import SiteConfig, TaskSpec
 from isthmus.models import build_model
 from isthmus.protocol.federated_messages import ExecutorJoined, PhaseId
 from isthmus.protocol.run_messages import Halt
+from isthmus.protocol.secure_graph import COMPLETE_BELOW, LEAST_SUMMED
 from isthmus.runtime.federated.executor import take_part
 from isthmus.runtime.federated.pipeline_plans import MakePlan, PipelinePlans
 from isthmus.runtime.federated.secure_site import SecureSiteExecutor
@@ -169,6 +170,7 @@ class SiteRunner:
                 log=self._log,
                 left=partial(self._note_sent, task_spec),
                 revealed=self._site_log.revealed(task_spec.run),
+                rounds=task_spec.rounds,
             )
             self._executor(site, task_spec, link).run()
 
@@ -198,12 +200,15 @@ class SiteRunner:
             if work.over.wait(ANSWER_S):
                 return False
         if not answer:
-            raise UserError(f"approval: this site's owner said no to the run of {task_spec.job}")
+            raise _said_no(task_spec)
         return True
 
     def _note_sent(
         self, task_spec: TaskSpec, phase: PhaseId, what: str, size_bytes: int, summed: Sequence[str]
     ) -> None:
+        """Before it is sent. UserError where the owner has said no since."""
+        if self._config.approval.ask and self._site_log.answer(digest_of(task_spec)) is False:
+            raise _said_no(task_spec)
         line = SiteLogLine(
             time_s=time.time(),
             event="sent",
@@ -223,7 +228,9 @@ class SiteRunner:
         privacy, noise = task_spec.privacy, None
         if privacy is not None and privacy.noise == "sites":
             noise = SiteNoise(privacy, rules.fewest)
-        return SecureSiteExecutor(site, link, rules, DeviceSigner(Identity(self._folder)), noise)
+        knows_all = len(task_spec.sites) < COMPLETE_BELOW
+        fewest = rules.fewest if knows_all else LEAST_SUMMED
+        return SecureSiteExecutor(site, link, rules, DeviceSigner(Identity(self._folder)), noise, fewest)
 
     def _site(self, task_spec: TaskSpec) -> Site:
         """The one of before where the same is asked for: nothing is built or read twice."""
@@ -276,6 +283,10 @@ class _SiteRun:
         self.over.set()
         if self.channel is not None:
             self.channel.close()
+
+
+def _said_no(task_spec: TaskSpec) -> UserError:
+    return UserError(f"approval: this site's owner said no to the run of {task_spec.job}")
 
 
 def _task_spec(channel: SocketChannel, timeout_s: float) -> TaskSpec | None:
