@@ -13,7 +13,13 @@ from isthmus.api.decoupled import plan_again, replica_plans, step_text
 from isthmus.api.fault_simulation import fault_text
 from isthmus.api.make_plan import predict
 from isthmus.api.replica_devices import Planned, PlannedStep
-from isthmus.api.replica_simulation import DecoupledSimulation, FragmentBytes, ReplicaModel, SimulatedReplicas
+from isthmus.api.replica_simulation import (
+    DecoupledSimulation,
+    FragmentBytes,
+    ReplicaModel,
+    SimulatedReplicas,
+    check_replica_faults,
+)
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, prepare
@@ -110,6 +116,7 @@ def simulate_decoupled(job: Job, faults: Sequence[Fault] = ()) -> DecoupledForec
     fleet = fleet_of(job)
     check_decoupled(job, fleet)
     check_faults(tuple(faults), fleet)
+    check_replica_faults(faults)
     if {fault.device for fault in faults if fault.kind == "join"} >= set(fleet.names):
         raise UserError("--join: got all devices, expected one that is there from the start")
     prepared = prepare(job)

@@ -118,6 +118,13 @@ class SimulatedReplicas:
         return sum(c.samples for fragment in merged for c in fragment.contributions) / fragments
 
 
+def check_replica_faults(faults: Sequence[Fault]) -> None:
+    """UserError for one that is of no replica's device."""
+    for fault in faults:
+        if fault.kind not in ("lost", "leave", "silent", "slow", "join"):
+            raise UserError(f"{fault.option}: got a fault of kind {fault.kind!r}, expected one of a replica's device")
+
+
 class _Replica:
     """Its devices, and its process if there is one."""
 
@@ -178,6 +185,7 @@ class DecoupledSimulation:
         self._of = {device: one for one in self._replicas.values() for device in one.pipeline.present}
         self._since_s = dict.fromkeys(self._of, 0.0)
         """Since when each device is there."""
+        check_replica_faults(faults)
         for fault in faults:
             if fault.kind == "join" and fault.device in self._of:
                 self._of[fault.device].pipeline.present.discard(fault.device)
@@ -192,10 +200,6 @@ class DecoupledSimulation:
             "join": lambda fault: self._return(fault.device),
         }
         for fault in faults:
-            if fault.kind not in acts:
-                raise UserError(
-                    f"{fault.option}: got a fault of kind {fault.kind!r}, expected one of a replica's device"
-                )
             self._clock.at(fault.time_s, fault.device, partial(acts[fault.kind], fault))
 
     def run(self) -> SimulatedReplicas:
