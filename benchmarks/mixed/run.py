@@ -48,7 +48,7 @@ WAYS: dict[str, dict[str, object]] = {
     "mixed": {},
 }
 """What is changed in job.toml, by the way of packing."""
-SIMULATED, EMULATED, EVERY = 16, 19, 16
+SIMULATED, EMULATED, EVERY = 16, 32, 16
 """Steps of a simulation, of a run over processes, and between two held-out losses."""
 SEEDS = (0, 1, 2)
 TARGET_AT = 2 / 3
