@@ -61,6 +61,21 @@ class Dataset(Protocol):
         ...
 
 
+class SamplesOf:
+    """Samples of another data set, in an order of their own: its columns and its fingerprint."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    @property
+    def columns(self) -> Mapping[str, ColumnSpec]:
+        return self._dataset.columns
+
+    @property
+    def fingerprint(self) -> str:
+        return self._dataset.fingerprint
+
+
 def missing_members(found: object) -> list[str]:
     """What an object lacks to be a `Dataset`. No property is computed: a fingerprint may take minutes."""
     has = set(dir(found))

@@ -6,15 +6,15 @@ same change of the weights. It computes whole descents. Gradients of single batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from isthmus.data import ColumnSpec, DataSpec, load_dataset
-from isthmus.data.dataset import Indices, Split, batch_of_round, checked
+from isthmus.data import DataSpec, load_dataset
+from isthmus.data.dataset import Indices, SamplesOf, Split, batch_of_round, checked
 from isthmus.errors import IsthmusError, UserError
 from isthmus.federated.admission import first_state
 from isthmus.federated.algorithms import Algorithm
@@ -76,26 +76,18 @@ def segments(samples: int, local: LocalConfig) -> tuple[Segment, ...]:
     return (*before, msgspec.structs.replace(last, first=last.first + rest * last.batch_size, steps=1, is_last=True))
 
 
-class RoundData:
+class RoundData(SamplesOf):
     """A segment's samples of a client, in the order in which the client uses them: a data set for the devices."""
 
     def __init__(
         self, *, split: Split, data: DataSpec, window: tuple[int, int], key: tuple[int, int, int], local: LocalConfig
     ) -> None:
         """`window`: the first sample and their number. `key`: seed, round, client."""
-        self._dataset = load_dataset(data, split)
+        super().__init__(load_dataset(data, split))
         seed, round_, client = self._key = key
         order = orders(seed, round_, [client], len(self._dataset), local.epochs)[0]
         first, count = window
         self._rows = order[:, : local.used(len(self._dataset))].reshape(-1)[first : first + count]
-
-    @property
-    def columns(self) -> Mapping[str, ColumnSpec]:
-        return self._dataset.columns
-
-    @property
-    def fingerprint(self) -> str:
-        return self._dataset.fingerprint
 
     def __len__(self) -> int:
         return len(self._rows)

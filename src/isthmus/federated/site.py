@@ -16,7 +16,7 @@ from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_host
 from isthmus.atomic_write import atomic_write
 from isthmus.data.clients import ClientData, refuse_stream
-from isthmus.data.dataset import ColumnSpec, Dataset, batch_of_round, joined
+from isthmus.data.dataset import Dataset, SamplesOf, batch_of_round, joined
 from isthmus.errors import UserError
 from isthmus.federated.admission import AdmissionRules, bounded, check_finite
 from isthmus.federated.algorithms import ClientUpdate, LocalTrainer
@@ -34,7 +34,7 @@ from isthmus.protocol.federated_messages import (
 )
 
 
-class OwnData:
+class OwnData(SamplesOf):
     """A whole data set as the one client that there is, whatever its number."""
 
     def __init__(self, dataset: Dataset) -> None:
@@ -43,7 +43,7 @@ class OwnData:
         self.samples = len(dataset)
         if not self.samples:
             raise UserError("data: holds no samples: a client without data cannot train")
-        self._dataset = dataset
+        super().__init__(dataset)
         self._drawn = (0, 0)
 
     def of_round(self, seed: int, round_: int) -> OwnData:
@@ -53,16 +53,8 @@ class OwnData:
         return drawn
 
     @property
-    def columns(self) -> Mapping[str, ColumnSpec]:
-        return self._dataset.columns
-
-    @property
     def sizes(self) -> NDArray[np.int64]:
         return np.array([self.samples])
-
-    @property
-    def fingerprint(self) -> str:
-        return self._dataset.fingerprint
 
     def load(self, client: int) -> dict[str, Tensor]:
         return batch_of_round(self._dataset, np.arange(self.samples), list(self.columns), *self._drawn)

@@ -13,7 +13,7 @@ sent (benchmarks/decoupled).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,6 +84,10 @@ class ReplicaAccount:
     def waits(self, fragment: int) -> bool:
         """Whether a contribution of this replica is not merged yet, as far as it knows."""
         return self._given[fragment] is not None
+
+    def due(self, fragments: Iterable[int], *, last: bool) -> tuple[int, ...]:
+        """Of those that a merge asks for, what this replica gives: nothing that waits, but all in the last one."""
+        return tuple(fragment for fragment in fragments if last or not self.waits(fragment))
 
     @torch.no_grad()
     def give(self, fragment: int, own: Tensor, number: int) -> Tensor:

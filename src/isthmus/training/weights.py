@@ -35,6 +35,14 @@ def weights_of(module: nn.Module, captured: Captured) -> dict[str, Tensor]:
     return found
 
 
+def parameter_names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """By parameter, its names in the module: several of tied ones."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, []).append(name)
+    return found
+
+
 def _attribute(module: nn.Module, path: str) -> Tensor:
     """A tensor that is a plain attribute of a submodule."""
     value: object = module

@@ -178,27 +178,27 @@ class StageAssignments:
         """
         found = [0.0]
         for worker_id, parts in self.layout.parts.items():
-            device = device_of(worker_id)
-            near = [self.fleet.link(d, device).bandwidth_bytes_per_s for d in self.fleet.names if d != device]
             missing = parts - now.layout.parts.get(worker_id, frozenset())
-            if not near or not missing:
+            if not missing:
                 continue
-            gradients_s = self._elements(missing) * FLOAT32_BYTES / max(near)
+            bytes_per_s = self._line_bytes_per_s(device_of(worker_id))
+            gradients_s = self._elements(missing) * FLOAT32_BYTES / bytes_per_s
             follows = (
                 now.layout.repeats and worker_id not in now.layout.parts and gradients_s < now.plan.predicted.step_s
             )
-            found.append(gradients_s if follows else 2 * self._bytes_of(missing) / max(near))
+            found.append(gradients_s if follows else 2 * self._bytes_of(missing) / bytes_per_s)
         return max(found)
 
     @property
     def whole_s(self) -> float:
         """An estimate of how long it takes to bring all devices the state of their stages, by the same assumption."""
-        found = [0.0]
-        for worker_id, parts in self.layout.parts.items():
-            device = device_of(worker_id)
-            near = [self.fleet.link(d, device).bandwidth_bytes_per_s for d in self.fleet.names if d != device]
-            found += [self._bytes_of(parts) / max(near)] if near else []
-        return max(found)
+        parts = self.layout.parts.items()
+        return max((self._bytes_of(own) / self._line_bytes_per_s(device_of(name)) for name, own in parts), default=0.0)
+
+    def _line_bytes_per_s(self, device: str) -> float:
+        """Into the device, from the fastest of the others; infinite where it is alone."""
+        links = [self.fleet.link(d, device) for d in self.fleet.names if d != device]
+        return max((link.bandwidth_bytes_per_s for link in links), default=math.inf)
 
     def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:
         return {name: self._shapes[name] for name in sorted(parts)}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isthmus.errors import FleetTooSmall, PeerError
 from isthmus.fleet import Fleet
@@ -47,7 +47,7 @@ from isthmus.runtime.decoupled.trainer import delta_codec, seeded_model
 from isthmus.runtime.messages.decoupled import MOST_NOTE, ReplicaNote
 from isthmus.trace import Span
 from isthmus.training.decoupled import ReplicaAccount, flat, fragments_of, spread
-from isthmus.training.weights import weights_of
+from isthmus.training.weights import parameter_names, weights_of
 
 RETURN_S = 30.0
 """After so long the process of a lost device is started again: as a machine that starts anew."""
@@ -95,7 +95,7 @@ class PipelineReplica:
         self._machine = DecoupledReplica(count, job.training.batch_size)
         self._module = seeded_model(job)
         self._fragments = fragments_of(self._module, count)
-        self._names = _names(self._module)
+        self._names = parameter_names(self._module)
         self._account = ReplicaAccount(count, delta_codec(job))
         self._taken = TakenVersions()
         self._link = MergerLink(place)
@@ -211,7 +211,7 @@ class PipelineReplica:
                 case FragmentSent():
                     self._take(instruction, tensors)
                 case Contribute(collect=collect):
-                    fragments = tuple(f for f in collect.fragments if collect.last or not self._account.waits(f))
+                    fragments = self._account.due(collect.fragments, last=collect.last)
                     self._asked = msgspec.structs.replace(collect, fragments=fragments) if fragments else None
                 case StepsMade():
                     self._link.put(instruction)
@@ -257,11 +257,3 @@ def serve_pipeline(job: Job, pipeline: ReplicaPipeline, place: ReplicaPlace) -> 
             if not replica.steps:
                 raise
             time.sleep(RETURN_S)
-
-
-def _names(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Of each parameter: several of tied ones."""
-    found: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        found.setdefault(parameter, []).append(name)
-    return found

@@ -3,7 +3,7 @@ size as everywhere, and in the order in which one process would take its samples
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -11,8 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from isthmus.cost import SyncPolicy
-from isthmus.data import ColumnSpec, DataSpec, batch_at, load_dataset, sample_order
-from isthmus.data.dataset import Indices, Split, joined
+from isthmus.data import DataSpec, batch_at, load_dataset, sample_order
+from isthmus.data.dataset import Indices, SamplesOf, Split, joined
 from isthmus.job import Job, Prepared
 from isthmus.rng import torch_seed
 from isthmus.runtime.decoupled.groups import Groups
@@ -55,24 +55,16 @@ def pipeline_prepared(prepared: Prepared, groups: Groups, name: str) -> Prepared
     return msgspec.structs.replace(prepared, job=job, samples=samples)
 
 
-class ReplicaData:
+class ReplicaData(SamplesOf):
     """The samples of one replica, step after step: a data set for its devices."""
 
     def __init__(
         self, *, split: Split, data: DataSpec, number: int, own: int, batch: int, seed: int, shuffle: bool
     ) -> None:
         """`own`: samples of one of its steps, of `batch`."""
-        self._dataset = load_dataset(data, split)
+        super().__init__(load_dataset(data, split))
         self._order = sample_order(self._dataset, seed, shuffle)
         self._number, self._own, self._batch = number, own, batch
-
-    @property
-    def columns(self) -> Mapping[str, ColumnSpec]:
-        return self._dataset.columns
-
-    @property
-    def fingerprint(self) -> str:
-        return self._dataset.fingerprint
 
     def __len__(self) -> int:
         return MOST_STEPS * self._own

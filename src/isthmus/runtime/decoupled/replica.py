@@ -80,7 +80,7 @@ class ReplicaProcess:
 
     def _contribute(self, asked: Contribute) -> None:
         own, collect = self._trainer.fragments, asked.collect
-        fragments = [f for f in collect.fragments if collect.last or not own.account.waits(f)]
+        fragments = own.account.due(collect.fragments, last=collect.last)
         if not fragments:
             return
         payloads = [own.give(fragment, collect.merge) for fragment in fragments]

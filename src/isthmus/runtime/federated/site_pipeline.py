@@ -22,7 +22,7 @@ from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, 
 from isthmus.runtime.federated.pipeline_plans import Key, PipelinePlans
 from isthmus.runtime.processes.device_processes import ForkServers
 from isthmus.training.checkpoint import OPTIMIZER, latest_checkpoint, read_tensors
-from isthmus.training.weights import weights_of
+from isthmus.training.weights import parameter_names, weights_of
 
 MOMENTUM = "momentum_buffer"
 RESPAWN_S = 0.5
@@ -55,12 +55,9 @@ class SitePipeline:
         log(f"a pipeline over {', '.join(plans.first.used)}: {step_s:.3g} s per step as planned")
 
     @cached_property
-    def _aliases(self) -> Mapping[int, list[str]]:
-        """By parameter, its names in the module that devices run: several of tied ones."""
-        found: dict[int, list[str]] = {}
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            found.setdefault(id(parameter), []).append(name)
-        return found
+    def _aliases(self) -> Mapping[nn.Parameter, list[str]]:
+        """In the module that devices run."""
+        return parameter_names(self._module)
 
     def _trained(self) -> list[nn.Parameter]:
         """In the order of the resident's vector."""
@@ -95,7 +92,7 @@ class SitePipeline:
     @torch.no_grad()
     def _take(self, found: Mapping[str, Tensor]) -> None:
         for parameter in self._trained():
-            for name in self._aliases[id(parameter)]:
+            for name in self._aliases[parameter]:
                 if name in found:
                     parameter.copy_(found[name])
         self._take_buffers(found)
@@ -111,7 +108,7 @@ class SitePipeline:
         change, rate = torch.empty_like(model), self._plans.learning_rate
         views = map(self._resident.views, (last, model, change))
         for parameter, weights, begun, to in zip(self._trained(), *views, strict=True):
-            names = (f"{OPTIMIZER}{name}.{MOMENTUM}" for name in self._aliases[id(parameter)])
+            names = (f"{OPTIMIZER}{name}.{MOMENTUM}" for name in self._aliases[parameter])
             gradient = next((found[name] for name in names if name in found), None)
             if gradient is None:
                 torch.sub(weights, begun, out=to)
