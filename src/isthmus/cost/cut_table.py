@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -45,6 +46,16 @@ class CutTable:
     def stages(self) -> int:
         return self.forward_work.shape[1]
 
+    @cached_property
+    def sending(self) -> list[tuple[int, int]]:
+        """Stages of which one sends values to the other in any cut."""
+        return _pairs(self.forward)
+
+    @cached_property
+    def sharing(self) -> list[tuple[int, int]]:
+        """Stages of which one has parameters of the other in any cut."""
+        return _pairs(self.shared)
+
 
 def every_cut(blocks: Blocks, stages: int) -> Ints:
     """[cuts, stages + 1]: the block boundaries of every cut; there are binomial(blocks - 1, stages - 1)."""
@@ -84,6 +95,10 @@ def stage_bytes(blocks: Blocks, start: int, ends: Sequence[int], in_flight: int)
     table = cut_table(blocks, cuts)
     found: Floats = table.fixed_bytes + in_flight * (table.saved_bytes + table.received_bytes)
     return found[:, 1]
+
+
+def _pairs(amounts: Floats) -> list[tuple[int, int]]:
+    return [(int(source), int(target)) for source, target in np.argwhere(amounts.any(axis=0))]
 
 
 def _between(cumulative: Floats, ends: Ints) -> Floats:

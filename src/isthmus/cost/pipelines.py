@@ -5,7 +5,6 @@ A step only gets longer with the pipeline's share m of the micro-batches, so how
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
@@ -150,16 +149,9 @@ def _held(problem: Problem, network: FleetNetwork, trials: Trials, again: Bools)
     return kernel.held(free, each, float(problem.micro_batches))
 
 
-def _pairs(table: CutTable) -> Iterator[tuple[int, int]]:
-    """Stages of which one sends to the other in any cut."""
-    for source, target in itertools.combinations(range(table.stages), 2):
-        if table.forward[:, source, target].any() or table.shared[:, source, target].any():
-            yield source, target
-
-
 def _messages(network: FleetNetwork, trials: Trials) -> Iterator[MessageTimes]:
     table, cuts = trials.table, trials.cuts
-    for source, target in _pairs(table):
+    for source, target in table.sending:
         there, back = trials.order[:, source], trials.order[:, target]
         forward, backward = table.forward[cuts, source, target], table.backward[cuts, source, target]
         forward_wire_s, backward_wire_s = forward * network.byte_s[there, back], backward * network.byte_s[back, there]
@@ -177,7 +169,7 @@ def _messages(network: FleetNetwork, trials: Trials) -> Iterator[MessageTimes]:
 def _shared_s(network: FleetNetwork, trials: Trials) -> Floats:
     """[pipelines]: shared parameters, value and gradient, once per step."""
     table, cuts, total = trials.table, trials.cuts, np.zeros(len(trials.cuts))
-    for owner, user in _pairs(table):
+    for owner, user in table.sharing:
         there, back = trials.order[:, owner], trials.order[:, user]
         latency = network.latency[there, back] + network.latency[back, there]
         byte_s = network.byte_s[there, back] + network.byte_s[back, there]
@@ -194,7 +186,7 @@ def _uplinks_s(problem: Problem, trials: Trials) -> Iterator[Floats]:
         assert site.uplink_bytes_per_s is not None
         home = (regions == site.region)[trials.order]
         size = np.zeros(len(cuts))
-        for source, target in _pairs(table):
+        for source, target in table.sending:
             size += table.forward[cuts, source, target] * (home[:, source] & ~home[:, target])
             size += table.backward[cuts, source, target] * (home[:, target] & ~home[:, source])
         yield size / site.uplink_bytes_per_s
@@ -212,7 +204,7 @@ def rate_of(network: FleetNetwork, order: Ints) -> Floats:
 
 def _sent(network: FleetNetwork, trials: Trials) -> Floats:
     table, cuts, total = trials.table, trials.cuts, np.zeros(len(trials.cuts))
-    for source, target in _pairs(table) if network.byte_price.any() else ():
+    for source, target in table.sending if network.byte_price.any() else ():
         there, back = trials.order[:, source], trials.order[:, target]
         total += table.forward[cuts, source, target] * network.egress[there, back]
         total += table.backward[cuts, source, target] * network.egress[back, there]

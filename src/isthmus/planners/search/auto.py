@@ -40,6 +40,8 @@ MOST_NEIGHBOURS = 60_000
 """Of plans, that the descents look at altogether: bounds the time, the same on every machine."""
 MOST_SCORED = 3
 """Plans that the scorer judges; of so many groupings of devices where codecs depend on the plan."""
+MOST_KICKED, MOST_KICKS = 30_000, 40
+"""Neighbours of the best of them, and random beginnings near it."""
 DESCENT_BLOCKS = 100
 WORTH_DESCENT = 2.0
 """Times the best plan known, up to which another is a start."""
@@ -162,16 +164,21 @@ def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -
     value = {id(plan): preference(free, plan)[0] for plan in plans}
     best, rough = sorted(plans, key=lambda plan: value[id(plan)]), coarse(Blocks(problem), DESCENT_BLOCKS)
     starts = [*best[:MOST_STARTS], *[p for p in best[MOST_STARTS:] if len(p.replicas) > 1][:1]]
-    for start in {tuple(layouts_of(plan)): plan for plan in starts}.values():
-        if value[id(start)] > WORTH_DESCENT * value[id(best[0])]:
-            continue
+    starts = [plan for plan in starts if value[id(plan)] <= WORTH_DESCENT * value[id(best[0])]]
+
+    def descended(start: Plan, most: int, kicks: int = 0) -> Plan:
         used = {stage.first for replica in start.replicas for stage in replica.stages}
-        places = {*rough.places[1:-1], *used} - {0}
-        descent = Descent(problem, network, Blocks(problem, sorted(places)), MOST_NEIGHBOURS // len(starts))
-        better = descent.run(layouts_of(start), value[id(start)])
+        descent = Descent(problem, network, Blocks(problem, sorted({*rough.places[1:-1], *used} - {0})), most)
+        better = descent.run(layouts_of(start), preference(free, start)[0], kicks)
         if better is not None:
             with contextlib.suppress(FleetTooSmall):  # two stages may share a device's memory
-                yield keep(build_replicas(problem, better, planner="auto"))
+                return keep(build_replicas(problem, better, planner="auto"))
+        return start
+
+    once = {tuple(layouts_of(plan)): plan for plan in starts}.values()
+    made = [descended(start, MOST_NEIGHBOURS // len(starts)) for start in once]
+    yield from made
+    yield descended(min(made, key=lambda plan: preference(free, plan)), MOST_KICKED, MOST_KICKS)
 
 
 def _certified(problem: Problem, plan: Plan, least: LeastBound, looked_at: Sequence[str]) -> Plan:

@@ -22,6 +22,7 @@ ones here.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -40,6 +41,11 @@ from isthmus.planners.search.fixed_placement import fixed_placement_of
 
 MOST_UNUSED = 24
 """Devices outside the plan that are tried in it: the fastest."""
+KICK_MOVES = 3
+MOST_DRAWN = 50
+"""Random moves that are drawn until one fits."""
+MOST_LOST = 4.0
+"""Times the plan, up to which a random move may make it longer."""
 MOST_EXCHANGING = 6
 """Replicas up to which all exchange devices with all; beyond, each with the next one."""
 
@@ -56,6 +62,14 @@ Change = Mapping[int, Sequence[Stages]]
 """By replica, what it becomes: neighbour k changes all of them to their k-th. Equally many stages in each."""
 
 
+class Found(NamedTuple):
+    replicas: Replicas
+    shares: tuple[int, ...] | None
+    """None of the plan that the descent began with."""
+    value: float
+    """Seconds or money of a step."""
+
+
 class Descent:
     """One problem. `most` bounds the neighbours looked at, and so the time, the same on every machine."""
 
@@ -66,39 +80,67 @@ class Descent:
         self._priced = problem.constraints.objective == "cost"
         self._kept: dict[tuple[Stages, int], Pipelines] = {}
 
-    def run(self, layouts: Sequence[PlanLayout], known: float) -> list[PlanLayout] | None:
+    def run(self, layouts: Sequence[PlanLayout], known: float, kicks: int = 0) -> list[PlanLayout] | None:
         """Better layouts than these, which take `known`, seconds or money by the objective; None where none was found.
-        Cuts are places of `blocks`."""
+        Cuts are places of `blocks`. After the descent, so many times random moves and a descent from there."""
+        now = self._descended(Found(self._replicas(layouts), None, known))
+        source = random.Random(0)
+        for _ in range(kicks):
+            kicked = self._kicked(now, source)
+            if kicked is None or self.left <= 0 or stopped(0):
+                break
+            other = self._descended(kicked)
+            if other.value < now.value * (1 - TOLERANCE):
+                now = other
+        if now.shares is None:
+            return None
+        names = self.network.names
+        return [
+            PlanLayout(tuple(names[d] for d in r.order), tuple(self.blocks.boundaries(r.ends[1:-1])), share)
+            for r, share in zip(now.replicas, now.shares, strict=True)
+        ]
+
+    def _replicas(self, layouts: Sequence[PlanLayout]) -> Replicas:
         number = {name: d for d, name in enumerate(self.network.names)}
         place = {position: block for block, position in enumerate(self.blocks.places)}
-        now: Replicas = tuple(
+        return tuple(
             Stages(
                 tuple(number[name] for name in layout.order),
                 (0, *(place[b] for b in layout.boundaries), self.blocks.count),
             )
             for layout in layouts
         )
-        shares: tuple[int, ...] | None = None
-        quiet = 0
-        while not quiet and self.left > 0:
-            quiet = 1
-            for change in self._changes(now):
-                if stopped(len(next(iter(change.values())))):
-                    break
-                found = self._best(now, change, known * (1 - TOLERANCE))
-                if found is not None:
-                    now, shares, known, quiet = *found, 0
-                    break
-        if shares is None:
-            return None
-        names = self.network.names
-        return [
-            PlanLayout(tuple(names[d] for d in r.order), tuple(self.blocks.boundaries(r.ends[1:-1])), share)
-            for r, share in zip(now, shares, strict=True)
-        ]
 
-    def _best(self, now: Replicas, change: Change, goal: float) -> tuple[Replicas, tuple[int, ...], float] | None:
-        """The best of the neighbours, if it is below the goal: with its split, and what it takes."""
+    def _descended(self, now: Found) -> Found:
+        quiet = False
+        while not quiet and self.left > 0:
+            quiet = True
+            for change in self._changes(now.replicas):
+                if stopped(len(next(iter(change.values())))):
+                    return now
+                found = self._best(now.replicas, change, now.value * (1 - TOLERANCE))
+                if found is not None:
+                    now, quiet = found, False
+                    break
+        return now
+
+    def _kicked(self, now: Found, source: random.Random) -> Found | None:
+        """After a few random moves that fit, each a likely one of its kind; None where none was found."""
+        for _ in range(KICK_MOVES):
+            changes, moved = list(self._changes(now.replicas)), None
+            for _ in range(MOST_DRAWN):
+                change = source.choice(changes)
+                k = source.randrange(len(next(iter(change.values()))))
+                moved = self._best(now.replicas, {r: [several[k]] for r, several in change.items()}, MOST_LOST * now.value)
+                if moved is not None:
+                    break
+            if moved is None:
+                return None
+            now = moved
+        return now
+
+    def _best(self, now: Replicas, change: Change, goal: float) -> Found | None:
+        """The best of the neighbours, if it is below the goal."""
         count = len(next(iter(change.values())))
         self.left -= count
         share = -(-self.problem.micro_batches // len(now))
@@ -120,7 +162,8 @@ class Descent:
         if found is None:
             return None
         k = max(found.rows[r] for r in change)
-        return tuple(change[r][k] if r in change else s for r, s in enumerate(now)), found.shares, found.value
+        replicas = tuple(change[r][k] if r in change else s for r, s in enumerate(now))
+        return Found(replicas, found.shares, found.value)
 
     def _as_it_is(self, stages: Stages, share: int) -> Pipelines:
         if (stages, share) not in self._kept:
@@ -316,6 +359,11 @@ def soonest(
 
     `rows` is [choices, replicas], into each replica's pipelines; `sync_s` [choices] what averaging takes.
     """
+    if len(pipelines) == 1:
+        alone_s = pipelines[0].step_s(micro_batches)[rows[:, 0]] + sync_s
+        row = int(alone_s.argmin())
+        value = float(alone_s[row])
+        return Split(value, (int(rows[row, 0]),), (micro_batches,)) if value < goal_s else None
     rows, sync_s = _in_time(pipelines, rows, sync_s, micro_batches, goal_s)
     if not len(rows):
         return None
