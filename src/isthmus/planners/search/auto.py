@@ -166,19 +166,20 @@ def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -
     starts = [*best[:MOST_STARTS], *[p for p in best[MOST_STARTS:] if len(p.replicas) > 1][:1]]
     starts = [plan for plan in starts if value[id(plan)] <= WORTH_DESCENT * value[id(best[0])]]
 
-    def descended(start: Plan, most: int, kicks: int = 0) -> Plan:
+    def descended(start: Plan, most: int, kicks: int = 0) -> Iterator[Plan]:
         used = {stage.first for replica in start.replicas for stage in replica.stages}
         descent = Descent(problem, network, Blocks(problem, sorted({*rough.places[1:-1], *used} - {0})), most)
         better = descent.run(layouts_of(start), preference(free, start)[0], kicks)
         if better is not None:
             with contextlib.suppress(FleetTooSmall):  # two stages may share a device's memory
-                return keep(build_replicas(problem, better, planner="auto"))
-        return start
+                yield keep(build_replicas(problem, better, planner="auto"))
 
     once = {tuple(layouts_of(plan)): plan for plan in starts}.values()
-    made = [descended(start, MOST_NEIGHBOURS // len(starts)) for start in once]
+    made = [plan for start in once for plan in descended(start, MOST_NEIGHBOURS // len(starts))]
     yield from made
-    yield descended(min(made, key=lambda plan: preference(free, plan)), MOST_KICKED, MOST_KICKS)
+    if starts:
+        best_made = min((*made, *starts), key=lambda plan: preference(free, plan))
+        yield from descended(best_made, MOST_KICKED, MOST_KICKS)
 
 
 def _certified(problem: Problem, plan: Plan, least: LeastBound, looked_at: Sequence[str]) -> Plan:
