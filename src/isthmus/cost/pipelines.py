@@ -103,33 +103,52 @@ class Trials:
         return Trials(self.table, self.cuts[rows], self.order[rows])
 
 
-def timed(problem: Problem, network: FleetNetwork, trials: Trials, recompute: Bools | None = None) -> Pipelines:
+@dataclass(frozen=True)
+class Sent:
+    """What trials send, whichever stages recompute."""
+
+    messages: Sequence[MessageTimes]
+    uplinks_s: Sequence[Floats]
+    shared_s: Floats
+    price: Floats
+
+    @staticmethod
+    def of(problem: Problem, network: FleetNetwork, trials: Trials) -> Sent:
+        return Sent(
+            list(_messages(network, trials)),
+            list(_uplinks_s(problem, trials)),
+            _shared_s(network, trials),
+            _price(network, trials),
+        )
+
+
+def timed(
+    problem: Problem, network: FleetNetwork, trials: Trials, recompute: Bools | None = None, sent: Sent | None = None
+) -> Pipelines:
     """These pipelines; in pipeline k stage s recomputes where `recompute[k, s]`. Some may not fit: `fitting`.
 
     Of two stages on one device each has the memory for itself: their step is a lower bound.
     """
+    sent = sent or Sent.of(problem, network, trials)
     table, cuts, order = trials.table, trials.cuts, trials.order
     again = np.zeros(order.shape, dtype=bool) if recompute is None else recompute
     speed = network.speed[order]
     forward_s = table.forward_work[cuts] / speed
     backward_s = table.backward_work[cuts] / speed + again * forward_s
-    messages = list(_messages(network, trials))
-    uplinks_s = list(_uplinks_s(problem, trials))
-    shared_s = _shared_s(network, trials)
     held = _held(problem, network, trials, again)
     throttled = problem.schedule != "gpipe" and bool((held < problem.micro_batches).any())
     return Pipelines(
         order=order,
         ends=table.ends[cuts],
         stage_of=table.stage_of[cuts],
-        fill_s=kernel.fill_s(forward_s, backward_s, messages) + shared_s,
-        shared_s=shared_s,
-        busy_s=kernel.busiest_s(order, forward_s + backward_s, messages, uplinks_s),
-        round_trip_s=kernel.round_trips_s(forward_s, backward_s, messages) if throttled else np.zeros(order.shape),
+        fill_s=kernel.fill_s(forward_s, backward_s, sent.messages) + sent.shared_s,
+        shared_s=sent.shared_s,
+        busy_s=kernel.busiest_s(order, forward_s + backward_s, sent.messages, sent.uplinks_s),
+        round_trip_s=kernel.round_trips_s(forward_s, backward_s, sent.messages) if throttled else np.zeros(order.shape),
         held=held,
         most=held.min(axis=1) if problem.schedule == "gpipe" else np.full(len(order), np.inf),
         rate=rate_of(network, order),
-        sent=_sent(network, trials),
+        sent=sent.price,
     )
 
 
@@ -202,7 +221,7 @@ def rate_of(network: FleetNetwork, order: Ints) -> Floats:
     return np.asarray((network.rate[order] * first).sum(axis=1))
 
 
-def _sent(network: FleetNetwork, trials: Trials) -> Floats:
+def _price(network: FleetNetwork, trials: Trials) -> Floats:
     table, cuts, total = trials.table, trials.cuts, np.zeros(len(trials.cuts))
     for source, target in table.sending if network.byte_price.any() else ():
         there, back = trials.order[:, source], trials.order[:, target]

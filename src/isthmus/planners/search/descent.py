@@ -34,14 +34,15 @@ from isthmus.cost.blocks import Blocks
 from isthmus.cost.cut_table import cut_table
 from isthmus.cost.kernel import Bools, Floats, Ints
 from isthmus.cost.network import FleetNetwork
-from isthmus.cost.pipelines import Pipelines, Trials, joined, timed
+from isthmus.cost.pipelines import Pipelines, Sent, Trials, joined, timed
 from isthmus.planners.observer import looked_at, stopped
 from isthmus.planners.search.cuts import TOLERANCE
 from isthmus.planners.search.fixed_placement import fixed_placement_of
 
 MOST_UNUSED = 24
 """Devices outside the plan that are tried in it: the fastest."""
-KICK_MOVES = 3
+KICK_MOVES = 3, 3, 5
+"""Random moves before a descent, drawn from these: few find what is near, many leave a valley."""
 MOST_DRAWN = 50
 """Random moves that are drawn until one fits."""
 MOST_LOST = 4.0
@@ -126,12 +127,13 @@ class Descent:
 
     def _kicked(self, now: Found, source: random.Random) -> Found | None:
         """After a few random moves that fit, each a likely one of its kind; None where none was found."""
-        for _ in range(KICK_MOVES):
+        for _ in range(source.choice(KICK_MOVES)):
             changes, moved = list(self._changes(now.replicas)), None
             for _ in range(MOST_DRAWN):
                 change = source.choice(changes)
                 k = source.randrange(len(next(iter(change.values()))))
-                moved = self._best(now.replicas, {r: [several[k]] for r, several in change.items()}, MOST_LOST * now.value)
+                one = {r: [several[k]] for r, several in change.items()}
+                moved = self._best(now.replicas, one, MOST_LOST * now.value)
                 if moved is not None:
                     break
             if moved is None:
@@ -299,19 +301,18 @@ def every_choice(problem: Problem, network: FleetNetwork, trials: Trials, known_
 def likely_choice(problem: Problem, network: FleetNetwork, trials: Trials, micro_batches: int) -> Pipelines:
     """One choice per trial: none, the stages that throttle it, or all that are short of memory; the soonest with so
     many micro-batches."""
-    plain = timed(problem, network, trials)
-    if not problem.recompute:
-        return plain
-    short = plain.held < problem.micro_batches
-    rows = np.flatnonzero(_hindered(problem, plain))
+    sent = Sent.of(problem, network, trials)
+    plain = timed(problem, network, trials, sent=sent)
+    hindered = _hindered(problem, plain) if problem.recompute else np.zeros(len(trials.order), dtype=bool)
     best, best_s = plain, plain.step_s(micro_batches)
-    for chosen in (_throttling(plain), short):
-        if len(rows):
-            other = timed(problem, network, trials[rows], chosen[rows])
+    for stages in (_throttling(plain), plain.held < problem.micro_batches) if hindered.any() else ():
+        chosen = stages & hindered[:, None]
+        if chosen.any():
+            other = timed(problem, network, trials, chosen, sent)
             other_s = other.step_s(micro_batches)
-            better = np.flatnonzero(other_s < best_s[rows])
-            best = best.put(rows[better], other[better])
-            best_s[rows[better]] = other_s[better]
+            better = np.flatnonzero(chosen.any(axis=1) & (other_s < best_s))
+            best = best.put(better, other[better])
+            best_s[better] = other_s[better]
     return best
 
 
