@@ -40,7 +40,7 @@ MOST_NEIGHBOURS = 60_000
 """Of plans, that the descents look at altogether: bounds the time, the same on every machine."""
 MOST_SCORED = 3
 """Plans that the scorer judges; of so many groupings of devices where codecs depend on the plan."""
-MOST_KICKED, MOST_KICKS = 60_000, 80
+MOST_KICKED, MOST_KICKS = 100_000, 80
 """Neighbours of the best of them, and random beginnings near it."""
 DESCENT_BLOCKS = 100
 WORTH_DESCENT = 2.0

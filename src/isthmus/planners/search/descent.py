@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -246,13 +247,25 @@ def _cuts(stages: Stages) -> Iterator[Stages]:
 
 
 def _orders(stages: Stages, unused: Sequence[int]) -> Iterator[Stages]:
-    """Two devices swap, or one makes room for an unused one."""
-    for i, j in itertools.combinations(range(len(stages.order)), 2):
-        order = list(stages.order)
-        order[i], order[j] = order[j], order[i]
-        yield stages._replace(order=tuple(order))
-    for i, device in itertools.product(range(len(stages.order)), unused):
-        yield stages._replace(order=(*stages.order[:i], device, *stages.order[i + 1 :]))
+    """Devices change places, or one makes room for an unused one."""
+    order = stages.order
+    for places in _permutations(len(order)):
+        yield stages._replace(order=tuple(order[k] for k in places))
+    for i, device in itertools.product(range(len(order)), unused):
+        yield stages._replace(order=(*order[:i], device, *order[i + 1 :]))
+
+
+@cache
+def _permutations(size: int) -> list[tuple[int, ...]]:
+    """Two places swap, a part is turned round, or one place moves."""
+    places, found = tuple(range(size)), list[tuple[int, ...]]()
+    for i, j in itertools.combinations(places, 2):
+        before, part, after = places[:i], places[i : j + 1], places[j + 1 :]
+        found.append((*before, j, *part[1:-1], i, *after))
+        found.append((*before, *part[::-1], *after))
+        found.append((*before, *part[1:], i, *after))
+        found.append((*before, j, *part[:-1], *after))
+    return list(dict.fromkeys(found))
 
 
 def _longer(stages: Stages, unused: Sequence[int]) -> Iterator[Stages]:
