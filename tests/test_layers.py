@@ -110,7 +110,7 @@ PUBLIC = {
         "OWNER Owner RemoteStoreError Store StoreConfig Uploader commits_in commits_of is_document is_url newest_first "
         "number_of read_owner"
     ),
-    "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
+    "sync": "Decoupled DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
     "trackers": (
         "ID_FILE Track TrackedRun Tracker TrackerCallback check_trackers describe_tracker tracker_builders "
         "tracker_names tracker_options"

@@ -47,7 +47,7 @@ def replicas(samples: int = 4, names: Sequence[str] = NAMES) -> list[ReplicaMode
     ]
 
 
-def rules(samples: int = 9600, fragments: int = 2, quorum: int = 2) -> MergeRules:
+def rules(samples: int | None = 9600, fragments: int = 2, quorum: int = 2) -> MergeRules:
     return MergeRules(
         samples=samples, merge_every=64 / fragments, fragments=fragments, quorum=quorum, grace=0.5, timeout_s=60
     )
