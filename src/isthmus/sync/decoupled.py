@@ -65,6 +65,8 @@ class DecoupledMode(Mode):
         for number, failed in enumerate(gather(error, str, group)):
             if failed:
                 self.leave(0.0)
+                if self._merger is not None:
+                    self._merger.kill()
                 raise UserError(f"{setting.monitor.workers[number]}: {failed}, which is worker 0 by its MASTER_ADDR")
 
     def _place(self, together: int, rank: int) -> ReplicaPlace:

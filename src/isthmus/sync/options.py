@@ -73,7 +73,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     timeout_s: float = 60.0
     """`decoupled`: a silent connection is given up after so long, and a merger without workers ends."""
     record: str | None = None
-    """`decoupled`: folder of worker 0 in which `merges.jsonl` gets every merge."""
+    """`decoupled`: folder on worker 0's machine, in which a new `merges.jsonl` gets every merge."""
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):

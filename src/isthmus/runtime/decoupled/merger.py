@@ -184,7 +184,7 @@ class MergerHost:
         to end."""
         over = threading.Event()
         start_heartbeats(self._run, self._timeout_s, over, lambda: list(self._links.values()))
-        gone = self._gone
+        noted: set[str] = set()
         stopping = False
         try:
             while self._finish is None:
@@ -193,10 +193,11 @@ class MergerHost:
                     stopping = True
                     self._handle(RunStopped())
                 for name, how in ended().items():
-                    if name not in gone:
-                        gone.add(name)
+                    if name not in noted:
+                        noted.add(name)
+                        self._gone.add(name)
                         self._watch.note(f"{name}: {how}")
-                if len(gone) == len(self._links) and not self._machine.connected:
+                if len(self._gone) == len(self._links) and not self._machine.connected:
                     self._finish = FinishMerges("lost", "every replica's process has ended")
                 self._receive()
             return self._finish

@@ -20,8 +20,9 @@ from isthmus.extensions import import_extra
 from isthmus.plans import OuterOptimizer
 from isthmus.protocol.decoupled import Merger
 from isthmus.protocol.decoupled_events import MergeChanges, MergeRules
+from isthmus.run_files import LinesFile
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
-from isthmus.runtime.decoupled.record import MergeLine, merges_file
+from isthmus.runtime.decoupled.record import MERGES, MergeLine, merges_file
 from isthmus.runtime.transport.listener import Listener
 from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec
 
@@ -78,6 +79,11 @@ class MergerProcess:
             raise UserError(f"{TITLE}: {started.error}")
         return f"{self._host}:{started.port}"
 
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.wait()
+
     def join(self, timeout_s: float) -> None:
         """Wait for its end, which comes when every replica has received the end of the run."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -91,6 +97,7 @@ def serve() -> None:
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=MergerSpec)
     start = load(sys.stdin.buffer.read())
     try:
+        watch = _watch(spec.record)
         listener = Listener(spec.host, trusted_network=True, timeout_s=spec.rules.timeout_s)
     except UserError as e:
         _answer(_Started(error=str(e)))
@@ -103,7 +110,7 @@ def serve() -> None:
         dict.fromkeys(spec.replicas),
         spec.run,
         spec.rules.timeout_s,
-        _watch(spec.record),
+        watch,
         final_s=FINAL_S,
     )
     listener.start(host.acceptor.on_connection)
@@ -121,13 +128,29 @@ def _answer(started: _Started) -> None:
 
 
 def _watch(record: str | None) -> MergerWatch:
-    lines = None if record is None else merges_file(Path(record))
+    """UserError for a folder of the record that has one already, or cannot be made."""
+    files = [] if record is None else [_new_record(Path(record))]
 
     def merged(merge: MergeChanges, seconds: float) -> None:
-        if lines is not None:
-            lines.add(MergeLine(seconds=seconds, merge=merge))
+        try:
+            for lines in files:
+                lines.add(MergeLine(seconds=seconds, merge=merge))
+        except UserError as e:  # the run is worth more than its record
+            files.clear()
+            _note(str(e))
 
     return MergerWatch(stepped=lambda *_: None, merged=merged, note=_note)
+
+
+def _new_record(folder: Path) -> LinesFile[MergeLine]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MERGES).touch(exist_ok=False)
+    except FileExistsError:
+        raise UserError(f"sync option 'record': got {folder}, expected a folder without {MERGES}") from None
+    except OSError as e:
+        raise UserError(f"sync option 'record': got {folder}: {e.strerror or e}") from None
+    return merges_file(folder)
 
 
 def _note(text: str) -> None:
