@@ -51,7 +51,7 @@ class Training:
         self.optimizer.zero_grad()
         loss = cross_entropy(self.model(inputs), (inputs @ self._teacher).argmax(1))
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     def step(self, samples: int) -> float:
         loss = self.backward()

