@@ -187,6 +187,23 @@ def test_a_loss_ends_a_run_whose_others_are_ready() -> None:
     assert AskReplica("a", CollectChanges(merge=1, fragments=(0,), last=True)) in host.lose("b")
 
 
+def test_a_merge_to_which_nobody_gives_any_more_does_not_hold_up_the_end() -> None:
+    host = Host(samples=None)
+    host.join("a", "b")
+    host.at(1.0)
+    host.step("a")
+    host.step("b")
+    host.give("a", 1)
+    host.give("b", 1)
+    host.ready("a")
+    host.at(2.0)
+    host.step("b")
+    assert host.step("b") == [AskReplica(name, CollectChanges(merge=2, fragments=(0,))) for name in "ab"]
+    host.lose("b")  # a has nothing to give
+    assert host.machine.due_s is not None
+    assert host.at(host.machine.due_s) == [AskReplica("a", CollectChanges(merge=3, fragments=(0,), last=True))]
+
+
 def test_one_that_is_ready_gives_at_once_until_the_last_merge() -> None:
     replica = DecoupledReplica(1, 4)
     first = FragmentSent(fragment=0, merge=0, whole=True, included=NEVER, first=True, samples=0)

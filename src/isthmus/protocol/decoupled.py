@@ -216,8 +216,12 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
     @property
     def _is_over(self) -> bool:
         """Whether nobody is to train on."""
-        enough = self.rules.samples is not None and self.samples >= self.rules.samples
-        return enough or all(self._members[name].is_ready for name in self.connected)
+        return self._are_ready or (self.rules.samples is not None and self.samples >= self.rules.samples)
+
+    @property
+    def _are_ready(self) -> bool:
+        """Whether nobody trains on."""
+        return all(self._members[name].is_ready for name in self.connected)
 
     def _announce(self, fragments: tuple[int, ...], *, last: bool) -> Out:
         self.merge += 1
@@ -286,6 +290,9 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         if self._asked is None:
             return []
         given = self._given
+        if grace_is_over and not given and self._are_ready and not self._asked.last:
+            self._asked, self._phase = None, "training"  # who could give to it is lost
+            return self._next()
         complete = self._expected <= given
         enough = grace_is_over and len(given) >= self._needed
         if not given or not (complete or enough):
