@@ -174,6 +174,7 @@ def test_a_run_without_a_number_of_samples_ends_when_all_are_ready() -> None:
     assert host.give("a", 1, 8) == []
     nothing = Contributed(merge=1, fragments=(), steps=0, samples=())
     assert host.machine.handle(FromDevice("c", nothing)) == []  # it made no step, and answers all the same
+    assert host.at(100.0) == []  # b has nothing else to do
     found = host.give("b", 1, 8)
     assert merged(found) == [("a", 1, 8), ("b", 1, 8)]
     assert found[-1] == FinishMerges("done")

@@ -294,7 +294,8 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
             self._asked, self._phase = None, "training"  # who could give to it is lost
             return self._next()
         complete = self._expected <= given
-        enough = grace_is_over and len(given) >= self._needed
+        idle = self._asked.last and self._are_ready  # waiting for all costs nobody a step
+        enough = grace_is_over and len(given) >= self._needed and not idle
         if not given or not (complete or enough):
             reached = len(given) >= self._needed and not self._has_quorum
             if grace_is_over or reached:
