@@ -1,8 +1,8 @@
 """A script with `isthmus.sync` in four processes of speeds 1:1:2:4, one of which is killed in the middle: what that
 costs the others, and the loss beside that of mode `local`.
 
-The processes are this file: `script.py MODE STEPS FOLDER [KILLED]`, with torch's RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT. Each leaves the times of its steps, and the held-out loss.
+`script.py MODE FOLDER [KILLED]` is the script. Each of its processes leaves the times of its steps, and the held-out
+loss of its model at the end.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch._dynamo  # an optimizer's first step would import it in each process
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import isthmus.sync
-from isthmus.data import DataSpec, load_dataset
 from isthmus.sync import Options
 
 STEP_S = (0.2, 0.2, 0.1, 0.05)
 BATCH, PERIOD = 16, 8
-PART_S = 20.0
+PART_S = 10.0
 """Before one is killed, and after."""
 STEPS = round(2 * PART_S * sum(1 / step_s for step_s in STEP_S) / len(STEP_S))
 """Of each worker, if all were equally fast."""
@@ -52,20 +52,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
 def script(mode: str, killed: int | None) -> Script:
     """From the start of the processes to their end."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": str(len(STEP_S)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, mode, str(STEPS), folder, *([] if killed is None else [str(killed)])]
-        workers = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}) for rank in range(len(STEP_S))]
-        for worker in workers:
-            worker.wait()
+        subprocess.run([sys.executable, __file__, mode, folder, *([] if killed is None else [str(killed)])], check=True)
         times, losses = (_numbers(Path(folder), kind) for kind in ("times", "loss"))
     begun_s = max(of_worker[0] for of_worker in times.values())
     middle_s, end_s = begun_s + PART_S, min(times[name][-1] for name in losses)
@@ -85,26 +73,36 @@ def _rate(times: list[float], begin_s: float, end_s: float) -> float:
     return sum(begin_s <= s < end_s for s in times) / (end_s - begin_s)
 
 
-def _work(mode: str, steps: int, folder: Path, killed: int | None) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    train, heldout = (load_dataset(DataSpec(kind="digits"), split) for split in ("train", "heldout"))
+class _Samples:
+    """Labels that a fixed network of one layer gives."""
+
+    def __init__(self, seed: int) -> None:
+        self._drawn = torch.Generator().manual_seed(seed)
+        self._teacher = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))
+
+    def batch(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.randn(samples, 64, generator=self._drawn)
+        return inputs, (inputs @ self._teacher).argmax(1)
+
+
+def _work(mode: str, rank: int, folder: Path, killed: int | None) -> None:
+    dist.init_process_group("gloo", rank=rank, world_size=len(STEP_S))
+    samples = _Samples(seed=1 + rank)
     torch.manual_seed(0)
-    layers = [layer for width in (64, 256, 256) for layer in (nn.Linear(width, 256), nn.ReLU())]
-    model = nn.Sequential(nn.Flatten(), *layers, nn.Linear(256, 10))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    widths = (64, 128, 128, 128)
+    hidden = [layer for width in widths for layer in (nn.Linear(width, 128), nn.ReLU())]
+    model = nn.Sequential(*hidden, nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     decoupled = mode == "decoupled"
-    options = Options(weight=BATCH, steps=steps) if decoupled else Options()
+    options = Options(weight=BATCH, steps=STEPS) if decoupled else Options()
     sync = isthmus.sync.attach(model, optimizer, mode=mode, period=PERIOD, options=options)
-    drawn = torch.Generator().manual_seed(rank)
     began_s = time.monotonic()
     with (folder / f"{rank}.times").open("w", buffering=1) as times:
-        while not sync.finished if decoupled else sync.steps < steps:
+        while not sync.finished if decoupled else sync.steps < STEPS:
             step_s = time.monotonic()
-            batch = train.batch(torch.randint(len(train), (BATCH,), generator=drawn).tolist(), list(train.columns))
+            inputs, labels = samples.batch(BATCH)
             optimizer.zero_grad()
-            cross_entropy(model(batch["pixel_values"]), batch["labels"]).backward()
+            cross_entropy(model(inputs), labels).backward()
             if decoupled:
                 time.sleep(max(0.0, step_s + STEP_S[rank] - time.monotonic()))
             sync.step()
@@ -113,11 +111,25 @@ def _work(mode: str, steps: int, folder: Path, killed: int | None) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
     sync.close()
     with torch.no_grad():
-        batch = heldout.batch(range(len(heldout)), list(heldout.columns))
-        loss = float(cross_entropy(model(batch["pixel_values"]), batch["labels"]))
-    (folder / f"{rank}.loss").write_text(f"{loss}\n")
+        inputs, labels = _Samples(seed=0).batch(2000)
+        (folder / f"{rank}.loss").write_text(f"{float(cross_entropy(model(inputs), labels))}\n")
     dist.destroy_process_group()
 
 
+def main(mode: str, folder: Path, killed: int | None) -> None:
+    torch.set_num_threads(1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    workers: list[int] = []
+    for rank in range(len(STEP_S)):
+        pid = os.fork()
+        if not pid:
+            _work(mode, rank, folder, killed)
+            return
+        workers.append(pid)
+    for pid in workers:
+        os.waitpid(pid, 0)
+
+
 if __name__ == "__main__":
-    _work(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else None)
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None)

@@ -22,7 +22,7 @@ from isthmus.protocol.decoupled_events import MergeRules
 from isthmus.protocol.run_messages import DeviceFailed
 from isthmus.runtime.decoupled.merger_link import ReplicaPlace
 from isthmus.runtime.decoupled.merger_process import MergerProcess, MergerSpec
-from isthmus.runtime.decoupled.replica import Replica
+from isthmus.runtime.decoupled.replica import ReplicaHost
 from isthmus.sync.exchange import broadcast, gather
 from isthmus.sync.exit_cleanup import TIMEOUT_S, closed, opened
 from isthmus.sync.mode import Mode, Setting
@@ -35,7 +35,7 @@ JOIN_S = 1.0
 
 
 class _Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the merger, as worker 0 tells it."""
+    """Of the merger, as worker 0 sends it."""
 
     run: str = ""
     address: str = ""
@@ -58,7 +58,7 @@ class DecoupledMode(Mode):
         self._total = options.steps * together or None
         self._merger: MergerProcess | None = None
         place = self._place(together, rank)
-        self._replica = Replica(self._fragments, together, place)
+        self._replica = ReplicaHost(self._fragments, together, place)
         opened(self)
         self._replica.receive(options.timeout_s)
         error = "" if self._replica.phase == "training" else f"cannot reach the merger at {place.address}"
@@ -70,8 +70,8 @@ class DecoupledMode(Mode):
                 raise UserError(f"{setting.monitor.workers[number]}: {failed}, which is worker 0 by its MASTER_ADDR")
 
     def _place(self, together: int, rank: int) -> ReplicaPlace:
-        """Start the merger on worker 0, and tell all where it is."""
-        setting, told = self.setting, None
+        """Start the merger on worker 0, whose address all workers get."""
+        setting, own = self.setting, None
         options, group = setting.options, setting.averager.group
         names = tuple(f"worker {number}" for number in range(setting.averager.workers))
         if rank == 0:
@@ -92,10 +92,10 @@ class DecoupledMode(Mode):
             )
             try:
                 self._merger = MergerProcess(spec, flat_fragments(setting.module, options.decoupled.fragments))
-                told = _Address(run=spec.run, address=self._merger.address())
+                own = _Address(run=spec.run, address=self._merger.address())
             except (IsthmusError, OSError) as e:
-                told = _Address(error=str(e))
-        found = broadcast(told, _Address, group)
+                own = _Address(error=str(e))
+        found = broadcast(own, _Address, group)
         if found.error:
             raise UserError(found.error)
         return ReplicaPlace(name=names[rank], run=found.run, address=found.address, timeout_s=options.timeout_s)

@@ -34,7 +34,7 @@ _PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; from isthmus.runtime.decoupl
 
 
 class MergerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a merger is told at its start, beside the first weights."""
+    """What a merger gets at its start, beside the first weights."""
 
     run: str
     """The run's secret name."""

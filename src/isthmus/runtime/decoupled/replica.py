@@ -28,7 +28,7 @@ from isthmus.runtime.transport.shaping import sleep_until
 from isthmus.training.decoupled import ReplicaFragments
 
 
-class Replica:
+class ReplicaHost:
     """Drives the machine: its instructions are carried out in the calling thread, between two steps."""
 
     def __init__(self, fragments: ReplicaFragments, per_step: int, place: ReplicaPlace) -> None:
@@ -118,7 +118,7 @@ def serve_replica(prepare: Callable[[], ReplicaTrainer], place: ReplicaPlace) ->
     """Train as one replica until the merger ends the run. The merger gets the error of training, which is then
     raised."""
     trainer = prepare()
-    replica = Replica(trainer.fragments, trainer.batch, place)
+    replica = ReplicaHost(trainer.fragments, trainer.batch, place)
     with replica.link.reporting():
         while (train := replica.receive()) is not None:
             began_s = time.monotonic()
