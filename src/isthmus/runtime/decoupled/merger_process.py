@@ -115,7 +115,7 @@ def serve() -> None:
     )
     listener.start(host.acceptor.on_connection)
     _answer(_Started(port=listener.port))
-    finish = host.coordinate(dict, lambda: False)
+    finish = host.coordinate(dict[str, str], lambda: False)
     if finish.outcome == "lost":
         _note(f"the run ended: {finish.reason}")
     listener.close()
@@ -129,7 +129,7 @@ def _answer(started: _Started) -> None:
 
 def _watch(record: str | None) -> MergerWatch:
     """UserError for a folder of the record that has one already, or cannot be made."""
-    files = [] if record is None else [_new_record(Path(record))]
+    files: list[LinesFile[MergeLine]] = [] if record is None else [_new_record(Path(record))]
 
     def merged(merge: MergeChanges, seconds: float) -> None:
         try:
