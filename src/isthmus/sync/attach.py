@@ -143,7 +143,7 @@ def _check_arguments(
         raise UserError("isthmus.sync.attach: got a DistributedDataParallel, expected the module inside (model.module)")
     options.check_read(mode, codec=codec is not None)
     if codec is not None and mode not in ("outer", "streaming"):
-        where = "Options(decoupled=Decoupled(codec=...))" if mode == "decoupled" else "mode 'outer' or 'streaming'"
+        where = "Options(decoupled=Decoupled(codec=...))" if mode == "decoupled" else "'outer' or 'streaming'"
         raise UserError(
             f"codec: got {type(codec).__name__} with mode {mode!r}, expected {where}: only deltas are packed"
         )
