@@ -38,8 +38,9 @@ COMPONENTS = {
         "isthmus.protocol",
         "isthmus.runtime.decoupled",
         "isthmus.runtime.processes",
+        "isthmus.sync",
         "isthmus.training",
-    ),  # what replicas compute on the virtual clock, and one that is stopped
+    ),  # what replicas compute on the virtual clock, one that is stopped, and a script
     "delayed": ("isthmus.protocol",),  # a run's length on the virtual clock
     "dream": ("isthmus.planners.sync",),
     "dtfm": ("isthmus.cost.blocks", "isthmus.planners"),

@@ -50,8 +50,8 @@ PUBLIC = {
     ),
     "cli": "app main",
     "cost": (
-        "EdgeTime MemoryRoom OPTIMIZER_TENSORS ParameterState PipelineTime Placement PlanLayout Price Problem "
-        "SyncPolicy broken_constraint build_again build_plan build_replicas in_flight_limits is_priced "
+        "Decoupled EdgeTime MemoryRoom OPTIMIZER_TENSORS ParameterState PipelineTime Placement PlanLayout Price "
+        "Problem SyncPolicy broken_constraint build_again build_plan build_replicas in_flight_limits is_priced "
         "layouts_of minimised parameter_state place plan_compression preference repeat_compression step_price "
         "with_edges with_sync"
     ),
@@ -110,7 +110,7 @@ PUBLIC = {
         "OWNER Owner RemoteStoreError Store StoreConfig Uploader commits_in commits_of is_document is_url newest_first "
         "number_of read_owner"
     ),
-    "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
+    "sync": "Decoupled DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
     "trackers": (
         "ID_FILE Track TrackedRun Tracker TrackerCallback check_trackers describe_tracker tracker_builders "
         "tracker_names tracker_options"

@@ -18,10 +18,10 @@ from isthmus.fleet import Fleet, resolve_fleet
 from isthmus.job import prepare
 from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.decoupled.run import merge_rules
-from isthmus.runtime.decoupled.together import ReplicasTogether
-from isthmus.runtime.decoupled.trainer import heldout_loss, seeded_model, split_outputs
+from isthmus.runtime.decoupled.together import ReplicasTogether, merged_fragments
+from isthmus.runtime.decoupled.trainer import ReplicaTrainer, heldout_loss, seeded_model, split_outputs
 from isthmus.simulator import Fault
-from isthmus.training.decoupled import fragments_of
+from isthmus.training.decoupled import delta_codec, fragments_of
 from isthmus.training.optim import Optimizers, OuterStep, clip, gradient_norms
 
 POINTS = 10
@@ -67,7 +67,12 @@ class _Evaluated(ReplicasTogether):
     """Evaluates the merged model now and then."""
 
     def __init__(self, job: isthmus.Job, data: Dataset, heldout: Dataset, fleet: Fleet) -> None:
-        super().__init__(job, data, fleet.names)
+        names = fleet.names
+        super().__init__(
+            merged_fragments(job),
+            delta_codec(job.sync.decoupled),
+            lambda name: ReplicaTrainer(job, data, names.index(name), len(names)),
+        )
         self.sent_bytes = 0
         """Of changes, both ways: as packed."""
         self.points: list[tuple[int, int, float]] = []

@@ -1,6 +1,6 @@
 """Replicas that never wait, beside those that do: losses, goodput under faults, and the cost of a stop.
 
-`python benchmarks/decoupled/run.py [--part losses|goodput|real|stop] [--only PATTERN] [--most N] [--json PATH]`.
+`python benchmarks/decoupled/run.py [--part losses|goodput|real|stop|script] [--only PATTERN] [--most N] [--json PATH]`.
 What came out: README.md.
 
 Figures that the results file holds are not made again. `--most` bounds how many are made at once, `--only` names them.
@@ -24,6 +24,7 @@ from losses import Curve, decoupled, waiting
 from real import RealRun, real
 from rich.console import Console
 from rich.table import Table
+from script import Script, script
 from stopped import Stopped, stopped
 
 from isthmus.fleet import resolve_fleet
@@ -47,6 +48,8 @@ class Report(msgspec.Struct, kw_only=True):
     stops: dict[str, Stopped]
     reals: dict[str, RealRun] = {}
     """By mode and seed."""
+    scripts: dict[str, Script] = {}
+    """By mode, and the worker that was killed."""
 
 
 Act = Callable[[], None]
@@ -89,6 +92,12 @@ def _stops(report: Report, steps: int) -> Iterator[tuple[str, Act]]:
     yield "fast-0", partial(_put, report.stops, "fast-0", lambda: stopped("fast-0"))
 
 
+def _scripts(report: Report, steps: int) -> Iterator[tuple[str, Act]]:
+    for mode, killed in (("decoupled", None), ("decoupled", 0), ("decoupled", 3), ("local", None)):
+        name = mode if killed is None else f"{mode} {killed}"
+        yield name, partial(_put, report.scripts, name, partial(script, mode, killed))
+
+
 def _put(found: dict[str, Found], name: str, make: Callable[[], Found]) -> None:
     if name not in found:
         found[name] = make()
@@ -96,7 +105,7 @@ def _put(found: dict[str, Found], name: str, make: Callable[[], Found]) -> None:
 
 def main() -> None:
     options = options_of(__doc__, LATEST)
-    options.add_argument("--part", choices=("losses", "goodput", "real", "stop"), help="only this one")
+    options.add_argument("--part", choices=("losses", "goodput", "real", "stop", "script"), help="only this one")
     options.add_argument("--only", default="", help="figures whose name has a match of this pattern")
     options.add_argument("--steps", type=int, default=STEPS, help="of the runs with losses")
     options.add_argument("--most", type=int, default=1 << 30, help="figures to make at most")
@@ -110,6 +119,7 @@ def main() -> None:
         "goodput": (_goodputs, report.goodputs),
         "real": (_reals, report.reals),
         "stop": (_stops, report.stops),
+        "script": (_scripts, report.scripts),
     }
     left = given.most
     for part, (items, known) in parts.items():
@@ -165,6 +175,12 @@ def _show(report: Report) -> None:
             f"{name} stopped for a minute: the others' steps {100 * stop.cost:+.2f} %; merged again after "
             f"{stop.back_after_s:.1f} s; replay with the same bits: {stop.same_bits}"
         )
+    for name, found in report.scripts.items():
+        mode, _, killed = name.partition(" ")
+        cost = (
+            f"worker {killed} killed: the others' steps {-100 * found.cost(killed):+.2f} %" if killed else "undisturbed"
+        )
+        console.print(f"script, {mode}, {cost}; held-out losses {sorted(set(found.losses.values()))}")
 
 
 def _reals_table(reals: dict[str, RealRun]) -> Table:

@@ -20,7 +20,7 @@ import isthmus.sync
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--mode", default="dream", choices=isthmus.sync.mode_names())
+    parser.add_argument("--mode", default="dream", choices=sorted({*isthmus.sync.mode_names()} - {"decoupled"}))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=7)
     options = parser.parse_args()

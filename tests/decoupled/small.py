@@ -16,7 +16,7 @@ from isthmus.job import Job, TrainingConfig
 from isthmus.models import ModelSpec
 from isthmus.protocol.decoupled_events import MergeRules
 from isthmus.runtime.decoupled.run import merge_rules
-from isthmus.runtime.decoupled.together import ReplicasTogether
+from isthmus.runtime.decoupled.together import ReplicasTogether, job_together
 from isthmus.simulator import Fault
 
 NAMES = ("a", "b", "c", "d")
@@ -47,7 +47,7 @@ def replicas(samples: int = 4, names: Sequence[str] = NAMES) -> list[ReplicaMode
     ]
 
 
-def rules(samples: int = 9600, fragments: int = 2, quorum: int = 2) -> MergeRules:
+def rules(samples: int | None = 9600, fragments: int = 2, quorum: int = 2) -> MergeRules:
     return MergeRules(
         samples=samples, merge_every=64 / fragments, fragments=fragments, quorum=quorum, grace=0.5, timeout_s=60
     )
@@ -55,6 +55,6 @@ def rules(samples: int = 9600, fragments: int = 2, quorum: int = 2) -> MergeRule
 
 def computed(job: Job, faults: Sequence[Fault] = ()) -> tuple[SimulatedReplicas, ReplicasTogether]:
     """The job on the virtual clock, with what its replicas compute."""
-    together = ReplicasTogether(job, load_dataset(job.data, "train"), NAMES)
+    together = job_together(job, load_dataset(job.data, "train"), NAMES)
     simulation = DecoupledSimulation(merge_rules(job), replicas(), SIZES, faults, together)
     return simulation.run(), together

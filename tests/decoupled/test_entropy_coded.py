@@ -7,11 +7,10 @@ import zlib
 import pytest
 import torch
 
+from isthmus.cost import Decoupled
 from isthmus.errors import PeerError
-from isthmus.runtime.decoupled.trainer import delta_codec
 from isthmus.training.compression import EntropyCoded, Int4, Int8
-
-from .small import job_of
+from isthmus.training.decoupled import delta_codec
 
 ELEMENTS = 100_000
 NORMAL = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(3))
@@ -28,7 +27,7 @@ def test_the_values_are_those_of_the_plain_payload(plain: Int4 | Int8) -> None:
 
 
 def test_deltas_take_eight_times_fewer_bytes_than_float32() -> None:
-    codec = delta_codec(job_of(codec="int4"))
+    codec = delta_codec(Decoupled(codec="int4"))
     heavy = NORMAL * NORMAL.roll(1).abs()  # few large ones
     for values in (NORMAL, heavy, 1e-6 * NORMAL):
         assert 8 * codec.encode(values).numel() < 4 * ELEMENTS

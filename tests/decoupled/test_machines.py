@@ -18,16 +18,22 @@ from isthmus.protocol.decoupled_events import (
     AskReplica,
     ClockRead,
     CollectChanges,
+    Contribute,
     Contributed,
     FinishMerges,
     FragmentSent,
+    LastStepMade,
+    LinkLost,
     MergeChanges,
     MergerInstruction,
     ReplicaJoined,
     ReplicaLost,
     SendAll,
+    StepEnded,
     StepsMade,
+    Train,
 )
+from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.protocol.machine import FromDevice
 from isthmus.protocol.run_messages import Halt
 from isthmus.simulator import Fault
@@ -38,8 +44,8 @@ from .small import NAMES, SIZES, STEP_S, replicas, rules
 class Host:
     """Says the time before each event, as a host does."""
 
-    def __init__(self, *, quorum: int = 2) -> None:
-        self.machine = Merger(rules(samples=1000, fragments=1, quorum=quorum))
+    def __init__(self, *, quorum: int = 2, samples: int | None = 1000) -> None:
+        self.machine = Merger(rules(samples=samples, fragments=1, quorum=quorum))
         self.now_s = 0.0
         self.steps: Counter[str] = Counter()
 
@@ -58,6 +64,9 @@ class Host:
     def give(self, name: str, merge: int, samples: int = 32) -> list[MergerInstruction]:
         body = Contributed(merge=merge, fragments=(0,), steps=self.steps[name], samples=(samples,))
         return self.machine.handle(FromDevice(name, body))
+
+    def ready(self, name: str) -> list[MergerInstruction]:
+        return self.machine.handle(FromDevice(name, LastStepMade()))
 
     def lose(self, name: str) -> list[MergerInstruction]:
         return self.machine.handle(ReplicaLost(replica=name, reason="test"))
@@ -148,6 +157,69 @@ def test_without_a_replica_the_run_waits_and_then_ends() -> None:
     assert finish.outcome == "lost"
 
 
+def closing(host: Host) -> None:
+    """Three replicas that have made their last step, one after the other."""
+    host.join("a", "b", "c")
+    host.step("a", 8)
+    host.step("b", 8)
+    assert host.ready("a") == []
+    assert host.ready("b") == []
+    asked = host.ready("c")
+    assert asked == [AskReplica(name, CollectChanges(merge=1, fragments=(0,), last=True)) for name in "abc"]
+
+
+def test_a_run_without_a_number_of_samples_ends_when_all_are_ready() -> None:
+    host = Host(samples=None)
+    closing(host)
+    assert host.give("a", 1, 8) == []
+    nothing = Contributed(merge=1, fragments=(), steps=0, samples=())
+    assert host.machine.handle(FromDevice("c", nothing)) == []  # it made no step, and answers all the same
+    assert host.at(100.0) == []  # b has nothing else to do
+    found = host.give("b", 1, 8)
+    assert merged(found) == [("a", 1, 8), ("b", 1, 8)]
+    assert found[-1] == FinishMerges("done")
+
+
+def test_a_loss_ends_a_run_whose_others_are_ready() -> None:
+    host = Host(samples=None)
+    host.join("a", "b")
+    host.step("a", 8)
+    host.ready("a")
+    assert AskReplica("a", CollectChanges(merge=1, fragments=(0,), last=True)) in host.lose("b")
+
+
+def test_a_merge_to_which_nobody_gives_any_more_does_not_hold_up_the_end() -> None:
+    host = Host(samples=None)
+    host.join("a", "b")
+    host.at(1.0)
+    host.step("a")
+    host.step("b")
+    host.give("a", 1)
+    host.give("b", 1)
+    host.ready("a")
+    host.at(2.0)
+    host.step("b")
+    assert host.step("b") == [AskReplica(name, CollectChanges(merge=2, fragments=(0,))) for name in "ab"]
+    host.lose("b")  # a has nothing to give
+    assert host.machine.due_s is not None
+    assert host.at(host.machine.due_s) == [AskReplica("a", CollectChanges(merge=3, fragments=(0,), last=True))]
+
+
+def test_one_that_is_ready_gives_at_once_until_the_last_merge() -> None:
+    replica = DecoupledReplica(1, 4)
+    first = FragmentSent(fragment=0, merge=0, whole=True, included=NEVER, first=True, samples=0)
+    assert replica.handle(first) == [first, Train(0)]
+    replica.handle(StepEnded(samples=4))
+    assert replica.handle(LastStepMade()) == [LastStepMade()]
+    asked = CollectChanges(merge=1, fragments=(0,))
+    assert replica.handle(asked) == [Contribute(asked)]
+    assert replica.handle(LinkLost()) == []
+    assert replica.handle(first) == [first, LastStepMade()]  # on another connection
+    asked = CollectChanges(merge=2, fragments=(0,), last=True)
+    assert replica.handle(asked) == [Contribute(asked)]
+    assert replica.phase == "ending"
+
+
 def test_a_slow_link_gets_the_newest_version_whole_and_an_end_first() -> None:
     delivery = Delivery(1)
     delivery.publish(0, 0, 0)
@@ -163,6 +235,19 @@ def test_a_slow_link_gets_the_newest_version_whole_and_an_end_first() -> None:
     delivery.publish(0, 4, 128)
     delivery.halt(Halt())
     assert delivery.next() == Halt()
+    assert delivery.next() is None
+
+
+def test_the_end_may_come_after_the_newest_version_and_comes_again_on_another_connection() -> None:
+    delivery = Delivery(1)
+    delivery.publish(0, 1, 32)
+    delivery.halt(Halt(), newest_first=True)
+    for _ in range(2):
+        found = delivery.next()
+        assert isinstance(found, FragmentSent)
+        assert delivery.next() == Halt()
+        assert delivery.next() is None
+        delivery.restart()
 
 
 def simulated(*faults: Fault, samples: int = 9600) -> SimulatedReplicas:

@@ -13,7 +13,7 @@ from isthmus.runtime.decoupled.record import replay
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer, seeded_model
 from isthmus.simulator import Fault
 from isthmus.training.compression import NoCodec
-from isthmus.training.decoupled import MergedFragments, fragments_of
+from isthmus.training.decoupled import MergedFragments, flat_fragments, fragments_of
 
 from .small import NAMES, computed, job_of
 
@@ -49,7 +49,7 @@ def test_one_replica_whose_changes_are_merged_as_they_are_trains_as_alone() -> N
     job = job_of(fragments=1, codec="none", rate=1.0, momentum=0.0)
     data = load_dataset(job.data, "train")
     alone, own = ReplicaTrainer(job, data, 0, 1), ReplicaTrainer(job, data, 0, 1)
-    merged = MergedFragments(seeded_model(job), 1, PLAIN_MEAN, NoCodec())
+    merged = MergedFragments(flat_fragments(seeded_model(job), 1), PLAIN_MEAN, NoCodec())
     own.fragments.take(0, merged.known[0], whole=True, included=-1, first=True)
     for number in range(1, 9):
         for trainer in (alone, own):
@@ -68,7 +68,7 @@ def test_one_replica_whose_changes_are_merged_as_they_are_trains_as_alone() -> N
 def test_a_change_that_a_lost_connection_took_away_is_given_again() -> None:
     job = job_of(fragments=1, codec="none", rate=1.0, momentum=0.0)
     own = ReplicaTrainer(job, load_dataset(job.data, "train"), 0, 1)
-    merged = MergedFragments(seeded_model(job), 1, PLAIN_MEAN, NoCodec())
+    merged = MergedFragments(flat_fragments(seeded_model(job), 1), PLAIN_MEAN, NoCodec())
     start = merged.known[0]
     own.fragments.take(0, start, whole=True, included=-1, first=True)
     own.step(0)

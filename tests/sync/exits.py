@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 import isthmus.sync
-from isthmus.sync import Options
+from isthmus.sync import Decoupled, Options
 from isthmus.training.compression import Int8
 
 LONGEST_S = 60.0
@@ -44,6 +44,7 @@ MODES = {
     "outer": ("outer", Options(), Int8()),
     "streaming": ("streaming", Options(delay=3, smallest_layer_bytes=0), None),
     "streaming-int8": ("streaming", Options(delay=3, smallest_layer_bytes=0), Int8()),
+    "decoupled": ("decoupled", Options(decoupled=Decoupled(fragments=2)), None),
 }
 
 
@@ -56,7 +57,8 @@ class SlowEnd:
 
 def stepped(mode: str, steps: int, before_last: Callable[[], None] = lambda: None) -> isthmus.sync.Sync:
     name, options, codec = MODES[mode]
-    model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
+    norm = nn.LayerNorm(64) if name == "decoupled" else nn.BatchNorm1d(64)
+    model = nn.Sequential(nn.Linear(8, 64), norm, nn.ReLU(), nn.Linear(64, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sync = isthmus.sync.attach(model, optimizer, mode=name, period=4, options=options, codec=codec)
     for step in range(steps):

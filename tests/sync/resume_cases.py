@@ -18,18 +18,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from isthmus.sync import mode_names
-
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "torchrun"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from resumed import train  # pyright: ignore[reportMissingImports]
+from small import MEETING  # pyright: ignore[reportMissingImports]
 
 KILLED_AFTER = Path("dream") / "step-000024"
 
 
 def to_the_end(folder: Path) -> None:
     """From what the folder holds of each mode, if anything."""
-    for mode in mode_names():
+    for mode in MEETING:
         train(folder / mode, mode, 24, 8)
     dist.barrier()
 
@@ -39,7 +39,7 @@ def main(whole: Path, killed: Path) -> None:
     dist.init_process_group("gloo")
     to_the_end(whole)
     if dist.get_rank() == 0:
-        for mode in mode_names():
+        for mode in MEETING:
             shutil.copytree(whole / mode / "step-000008", killed / mode / "step-000008")
     dist.barrier()
     if dist.get_rank() == 1:

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from isthmus.sync import Sync, attach
+from isthmus.sync import Sync, attach, mode_names
+
+MEETING = [mode for mode in mode_names() if mode != "decoupled"]
+"""Modes whose workers meet at a step."""
 
 
 def net() -> nn.Sequential:

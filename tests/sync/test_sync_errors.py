@@ -12,7 +12,7 @@ from torch import nn
 from isthmus.errors import UserError
 from isthmus.plans import Certificate
 from isthmus.plans.sync import SyncPlan
-from isthmus.sync import Options, attach, mode_names
+from isthmus.sync import Decoupled, Options, attach, mode_names
 
 from .small import Bytes, loss_of, net, sgd
 
@@ -33,6 +33,10 @@ SET: dict[str, object] = {
     "fragments": 2,
     "delay": 2,
     "mixing": 0.1,
+    "decoupled": Decoupled(quorum=1),
+    "steps": 5,
+    "timeout_s": 9.0,
+    "record": "record",
 }
 """Every option that not all modes read, but for a plan: other than its default."""
 _PLANNED = {"average_state", "forward_overlap", "spare", "warm_up_steps", "drift", "planner"}
@@ -46,6 +50,7 @@ READ = {
     "partial": {"average_state", "overlap"},
     "dream": _PLANNED,
     "dreamddp": _PLANNED,
+    "decoupled": {"decoupled", "steps", "timeout_s", "record"},
 }
 """By themselves: others want a companion."""
 PLAN = SyncPlan(
@@ -101,11 +106,6 @@ class TestAttach:
         model = net()
         with pytest.raises(UserError, match="unknown sync mode 'drem': did you mean 'dream'"):
             attach(model, sgd(model), mode="drem")
-
-    def test_a_mode_of_job_files_alone(self) -> None:
-        model = net()
-        with pytest.raises(UserError, match=r"sync mode: got 'decoupled', expected another: .* `isthmus train`"):
-            attach(model, sgd(model), mode="decoupled")
 
     @pytest.mark.parametrize("mode", [None, 3, ["dream"]])
     def test_mode_of_another_kind(self, mode: object) -> None:
@@ -222,6 +222,9 @@ class TestAttach:
         for field, value in SET.items():
             model = net()
             options = Options(**{field: value})  # pyright: ignore[reportArgumentType]
+            if field in READ[mode] and mode == "decoupled":
+                options.check_read(mode, codec=False)  # to attach starts a process
+                continue
             if field in READ[mode]:
                 attach(model, sgd(model), mode=mode, options=options).close()
                 continue
@@ -256,6 +259,8 @@ class TestAttach:
         model = net()
         with pytest.raises(UserError, match=f"codec: got Bytes with mode '{mode}', expected 'outer' or 'streaming'"):
             attach(model, sgd(model), mode=mode, codec=Bytes())
+        with pytest.raises(UserError, match=r"codec: got Bytes with mode 'decoupled', expected Options\(decoupled="):
+            attach(model, sgd(model), mode="decoupled", codec=Bytes())
 
     def test_streaming_delay_of_a_period(self) -> None:
         model = net()

@@ -357,6 +357,7 @@ class TestDream:
 
 def test_public_names() -> None:
     assert sorted(isthmus.sync.__all__) == [
+        "Decoupled",
         "DeltaCodec",
         "Options",
         "Sync",
@@ -368,6 +369,7 @@ def test_public_names() -> None:
     ]
     assert isthmus.sync.mode_names() == [
         "asc-wfbp",
+        "decoupled",
         "dream",
         "dreamddp",
         "every-step",

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.errors import UserError
-from isthmus.sync import Options, Sync, attach, load_worker, mode_names, save_worker
+from isthmus.sync import Options, Sync, attach, load_worker, save_worker
 
-from .small import Bytes, attached, loss_of, net, sgd
+from .small import MEETING, Bytes, attached, loss_of, net, sgd
 
-FREE = sorted(set(mode_names()) - {"dream", "dreamddp"})
+FREE = sorted(set(MEETING) - {"dream", "dreamddp"})
 """Modes that do not update inside backward."""
 
 
 @pytest.mark.usefixtures("alone")
 class TestSteps:
-    @pytest.mark.parametrize("mode", mode_names())
+    @pytest.mark.parametrize("mode", MEETING)
     def test_the_optimizers_own_step(self, mode: str) -> None:
         model, optimizer, _ = attached(mode)
         loss_of(model).backward()
@@ -41,7 +41,7 @@ class TestSteps:
         changed = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
         assert changed == [True, True, False, False]
 
-    @pytest.mark.parametrize("mode", mode_names())
+    @pytest.mark.parametrize("mode", MEETING)
     def test_a_frozen_layer_is_no_layer(self, mode: str) -> None:
         model = net()
         model[0].requires_grad_(False)
@@ -58,7 +58,7 @@ class TestSteps:
         with pytest.raises(UserError, match=r"expected loss\.backward\(\)"):
             sync.step()
 
-    @pytest.mark.parametrize("mode", mode_names())
+    @pytest.mark.parametrize("mode", MEETING)
     def test_step_after_close(self, mode: str) -> None:
         """With several workers it would wait for ever: nobody sums any more."""
         model, optimizer, sync = attached(mode)
@@ -94,7 +94,7 @@ class TestSteps:
         with pytest.raises(UserError, match=r"'average_state': parameter '0\.weight' has a sparse gradient"):
             sync.step()
 
-    @pytest.mark.parametrize("mode", mode_names())
+    @pytest.mark.parametrize("mode", MEETING)
     def test_what_becomes_trainable_later(self, mode: str) -> None:
         """Layers thawed one after the other: they would go apart without a word, and in `dream` not learn."""
         model = net()
@@ -221,7 +221,7 @@ class TestSteps:
                 with pytest.raises(UserError, match=r"one: 'weight': got shape \(1, 1\), expected \(3, 3\)"):
                     load_worker(tmp_path / "one", model, optimizer, sync)
 
-    @pytest.mark.parametrize("mode", mode_names())
+    @pytest.mark.parametrize("mode", MEETING)
     def test_taken_back_to_the_start(self, mode: str, tmp_path: Path) -> None:
         """What came after the file was written is forgotten, momentum of the outer step too."""
         model, optimizer, sync = attached(mode)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 from safetensors.torch import load_file
 
-from isthmus.sync import mode_names
+from tests.sync.small import MEETING
 from tests.sync.torchrun import environment
 
 HERE = Path(__file__).parent
@@ -65,7 +65,7 @@ def test_killed_and_resumed_within_a_period(launched: Launched) -> None:
     whole, killed, lines = launched
     told = "\n".join(lines)
     assert told.count("from step 16 to 24") == 2
-    assert told.count("from step 8 to 24") == 2 * (len(mode_names()) - 1)
+    assert told.count("from step 8 to 24") == 2 * (len(MEETING) - 1)
     assert _same(whole, killed)
     # What was compared does differ between workers: they are between averages.
     one, two = (load_file(whole / "local" / "step-000024" / f"worker-{n}.safetensors") for n in (0, 1))

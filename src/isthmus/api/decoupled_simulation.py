@@ -30,11 +30,10 @@ from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.run import check_decoupled, links_of, merge_rules
 from isthmus.runtime.decoupled.together import merged_fragments
-from isthmus.runtime.decoupled.trainer import change_codec, delta_codec
 from isthmus.simulator import Fault
 from isthmus.simulator.simulate import check_faults
 from isthmus.trace import steady_step_s
-from isthmus.training.decoupled import MergedFragments
+from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec
 from isthmus.units import format_duration
 
 PLANNING_S = 2.0
@@ -189,7 +188,7 @@ def fragment_bytes(job: Job, merged: MergedFragments) -> FragmentBytes:
     """The sizes of the job's messages."""
     elements, floats = [values.numel() for values in merged.known], torch.float32
     return FragmentBytes(
-        delta=tuple(delta_codec(job).wire_bytes(n, floats) for n in elements),
-        change=tuple(change_codec(job).wire_bytes(n, floats) for n in elements),
+        delta=tuple(delta_codec(job.sync.decoupled).wire_bytes(n, floats) for n in elements),
+        change=tuple(change_codec(job.sync.decoupled).wire_bytes(n, floats) for n in elements),
         whole=tuple(n * floats.itemsize for n in elements),
     )

@@ -5,11 +5,12 @@ from isthmus.cost.compressed import build_again, plan_compression, repeat_compre
 from isthmus.cost.limits import MemoryRoom, broken_constraint, in_flight_limits
 from isthmus.cost.placement import Placement, place
 from isthmus.cost.price import Price, is_priced, minimised, preference, step_price
-from isthmus.cost.problem import OPTIMIZER_TENSORS, ParameterState, Problem, SyncPolicy, parameter_state
+from isthmus.cost.problem import OPTIMIZER_TENSORS, Decoupled, ParameterState, Problem, SyncPolicy, parameter_state
 from isthmus.cost.steptime import EdgeTime, PipelineTime
 
 __all__ = [
     "OPTIMIZER_TENSORS",
+    "Decoupled",
     "EdgeTime",
     "MemoryRoom",
     "ParameterState",

@@ -115,7 +115,7 @@ class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.mode == "streaming" and self.delay > self.period:
             raise ValueError(f"delay: got {self.delay}, expected at most the period of {self.period}")
         for option in msgspec.structs.fields(self):
-            modes = ("decoupled",) if option.name == "decoupled" else MODES_OF.get(option.name, (self.mode,))
+            modes = MODES_OF.get(option.name, (self.mode,))
             if self.mode not in modes and (value := getattr(self, option.name)) != option.default:
                 expected = " or ".join(map(repr, modes))
                 value = "a table" if option.name == "decoupled" else value

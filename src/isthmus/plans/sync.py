@@ -28,6 +28,7 @@ MODES_OF: Mapping[str, tuple[str, ...]] = {
     "fragments": ("streaming",),
     "delay": ("streaming",),
     "mixing": ("streaming",),
+    **dict.fromkeys(("decoupled", "steps", "timeout_s", "record"), ("decoupled",)),
 }
 """The modes that read an option; all read those that are not here."""
 

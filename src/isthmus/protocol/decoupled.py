@@ -2,7 +2,7 @@
 arXiv 2604.21428).
 
     waiting ──a replica joins──► training ──enough samples──► collecting ──all, or quorum and grace──► training
-                                     └────────── samples of the whole run ──────────► closing ──► done
+                                     └─ samples of the whole run, or all are ready ─► closing ──► done
 
 Fragments take turns. Nobody waits for a merge: replicas contribute after the step that they make, and go on. A merge
 waits for those that have made a step since it was announced or since the merge before, so not for one that is away; it
@@ -23,6 +23,7 @@ from isthmus.protocol.decoupled_events import (
     Contributed,
     Contribution,
     FinishMerges,
+    LastStepMade,
     MergeChanges,
     MergedFragment,
     MergerEvent,
@@ -52,8 +53,9 @@ MERGER = Transitions(
         },
         "training": {
             ReplicaJoined: "training",
-            ReplicaLost: "training waiting",
+            ReplicaLost: "training waiting closing",
             StepsMade: "training collecting closing",
+            LastStepMade: "training closing",
             Contributed: "training",
             ClockRead: "training",
             RunStopped: "closing",
@@ -62,6 +64,7 @@ MERGER = Transitions(
             ReplicaJoined: "collecting",
             ReplicaLost: "collecting training closing waiting",
             StepsMade: "collecting",
+            LastStepMade: "collecting",
             Contributed: "collecting training closing",
             ClockRead: "collecting training closing",
             RunStopped: "closing",
@@ -70,6 +73,7 @@ MERGER = Transitions(
             ReplicaJoined: "closing",
             ReplicaLost: "closing done",
             StepsMade: "closing",
+            LastStepMade: "closing",
             Contributed: "closing done",
             ClockRead: "closing done",
             RunStopped: "closing",
@@ -92,6 +96,12 @@ class _Member:
         self.steps = 0
         self.shows_life = False
         """Whether it has made a step since the newest merge was announced."""
+        self.is_ready = False
+        """Whether it has made its last step."""
+
+    def answers(self, *, last: bool) -> bool:
+        """Whether a merge is to wait for it: one that is ready may have nothing to give before the last one."""
+        return last if self.is_ready else self.shows_life
 
 
 class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
@@ -143,6 +153,9 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
                 return self._stepped(replica, body)
             case FromDevice(device=replica, body=Contributed() as body):
                 return self._contributed(replica, body)
+            case FromDevice(device=replica, body=LastStepMade()):
+                self._members[replica].is_ready = True
+                return self._next() if self._phase == "training" else []
             case ReplicaJoined(replica=replica):
                 return self._joined(replica)
             case ReplicaLost(replica=replica, reason=reason):
@@ -171,6 +184,8 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         self._members[replica].connected = False
         self._expected.discard(replica)
         out: Out = [Note(f"{replica} is lost: {reason}; the others go on"), *self._look()]
+        if self._phase == "training" and self.connected:
+            return [*out, *self._next()]  # the others may all be ready
         if self.connected or self._phase == "done":
             return out
         if self._phase == "closing":
@@ -191,12 +206,22 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         """Announce a merge where one is due. No merge is open."""
         if not self.connected:
             return []
-        if self.samples >= self.rules.samples:
+        if self._is_over:
             return self._announce(tuple(range(self.rules.fragments)), last=True)
         if self.samples - self._merged_samples >= self.rules.merge_every:
             turn, self._turn = self._turn, (self._turn + 1) % self.rules.fragments
             return [*self._announce((turn,), last=False), *self._look()]  # all may have given before
         return []
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether nobody is to train on."""
+        return self._are_ready or (self.rules.samples is not None and self.samples >= self.rules.samples)
+
+    @property
+    def _are_ready(self) -> bool:
+        """Whether nobody trains on."""
+        return all(self._members[name].is_ready for name in self.connected)
 
     def _announce(self, fragments: tuple[int, ...], *, last: bool) -> Out:
         self.merge += 1
@@ -205,7 +230,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         self._announced_s, self._merged_samples = self._now_s, self.samples
         self._asked = CollectChanges(merge=self.merge, fragments=fragments, last=last)
         self._invited = set(self.connected)
-        self._expected = {name for name in self.connected if self._members[name].shows_life}
+        self._expected = {name for name in self.connected if self._members[name].answers(last=last)}
         self._answered = set()
         for member in self._members.values():
             member.shows_life = False
@@ -265,8 +290,12 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         if self._asked is None:
             return []
         given = self._given
+        if grace_is_over and not given and self._are_ready and not self._asked.last:
+            self._asked, self._phase = None, "training"  # who could give to it is lost
+            return self._next()
         complete = self._expected <= given
-        enough = grace_is_over and len(given) >= self._needed
+        idle = self._asked.last and self._are_ready  # waiting for all costs nobody a step
+        enough = grace_is_over and len(given) >= self._needed and not idle
         if not given or not (complete or enough):
             reached = len(given) >= self._needed and not self._has_quorum
             if grace_is_over or reached:
@@ -277,7 +306,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         self._invited, self._expected = set(), set()
         merged = MergeChanges(
             merge=asked.merge,
-            fragments=tuple(map(self._taken_out, asked.fragments)),
+            fragments=tuple(self._taken_out(fragment) for fragment in asked.fragments if self._held[fragment]),
             samples=self.samples,
         )
         if asked.last:

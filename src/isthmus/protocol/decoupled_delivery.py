@@ -23,6 +23,7 @@ class Delivery:
         self._samples = [0] * fragments
         self._asked: CollectChanges | None = None
         self._halt: Halt | None = None
+        self._newest_first = self._is_halted = False
 
     def publish(self, fragment: int, merge: int, samples: int, included: int = NEVER) -> None:
         """A version is made. `included`: the contribution of this replica that is in it."""
@@ -34,21 +35,20 @@ class Delivery:
     def restart(self) -> None:
         """The connection is another one: what was on its way may not have arrived."""
         self._sent = [NEVER] * len(self._sent)
-        self._asked = None
+        self._asked, self._is_halted = None, False
 
     def ask(self, collect: CollectChanges) -> None:
         self._asked = collect
 
-    def halt(self, halt: Halt) -> None:
-        self._halt = halt
+    def halt(self, halt: Halt, *, newest_first: bool = False) -> None:
+        """Nothing follows. `newest_first`: it is to have the newest versions before."""
+        self._halt, self._newest_first = halt, newest_first
 
     def next(self) -> ReplicaOrder | None:
         """The next message, which counts as sent; None where nothing is to be sent. A fragment comes before what is
-        asked of it: a replica must know of one contribution's fate before it makes the next. Nothing follows the end of
-        the run."""
-        if self._halt is not None:
-            halt, self._halt = self._halt, None
-            return halt
+        asked of it: a replica must know of one contribution's fate before it makes the next."""
+        if self._halt is not None and not self._newest_first:
+            return self._halted()
         for fragment, (sent, newest) in enumerate(zip(self._sent, self._newest, strict=True)):
             if sent != newest:
                 self._sent[fragment] = newest
@@ -60,5 +60,11 @@ class Delivery:
                     first=sent == NEVER,
                     samples=self._samples[fragment],
                 )
+        if self._halt is not None:
+            return self._halted()
         asked, self._asked = self._asked, None
         return asked
+
+    def _halted(self) -> Halt | None:
+        halt, self._is_halted = None if self._is_halted else self._halt, True
+        return halt

@@ -22,8 +22,8 @@ Count = Annotated[int, Meta(ge=0)]
 class MergeRules(msgspec.Struct, frozen=True, kw_only=True):
     """When a merge begins and ends, and when the run does."""
 
-    samples: int
-    """After which the run ends, all replicas together."""
+    samples: int | None
+    """After which the run ends, all replicas together. None: when every one that is there has made its last step."""
     merge_every: float
     """Samples of all replicas together from one merge to the next."""
     fragments: int
@@ -71,7 +71,11 @@ class Contributed(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_un
     """How many it took before those."""
 
 
-ReplicaReport = StepsMade | Contributed
+class LastStepMade(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """This replica trains no more: it gives what it is asked for at once, and waits for the end of the run."""
+
+
+ReplicaReport = StepsMade | Contributed | LastStepMade
 
 
 # Merger to replica
@@ -198,7 +202,7 @@ class LinkLost(msgspec.Struct, frozen=True, kw_only=True):
     """The merger cannot be reached. Steps go on; the host dials again."""
 
 
-ReplicaEvent = CollectChanges | FragmentSent | Halt | StepEnded | LinkLost
+ReplicaEvent = CollectChanges | FragmentSent | Halt | StepEnded | LastStepMade | LinkLost
 
 
 class Train(msgspec.Struct, frozen=True):
@@ -216,4 +220,4 @@ class StopReplica(msgspec.Struct, frozen=True):
     """Nothing follows."""
 
 
-ReplicaInstruction = Train | FragmentSent | Contribute | StepsMade | StopReplica
+ReplicaInstruction = Train | FragmentSent | Contribute | StepsMade | LastStepMade | StopReplica

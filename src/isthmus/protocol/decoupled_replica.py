@@ -1,6 +1,7 @@
 """A replica that never waits: it makes its own steps, and looks at what came in between two of them.
 
     joining ──every fragment is here──► training ──asked for the last time──► ending ──► over
+                                          └────the host makes no more──► waiting ───┘
 
 It goes on training while the merger cannot be reached. Its host hands on what came during a step when the step is done,
 before `StepEnded`: nothing interrupts a step.
@@ -14,6 +15,7 @@ from isthmus.protocol.decoupled_events import (
     CollectChanges,
     Contribute,
     FragmentSent,
+    LastStepMade,
     LinkLost,
     ReplicaEvent,
     ReplicaInstruction,
@@ -25,7 +27,7 @@ from isthmus.protocol.decoupled_events import (
 from isthmus.protocol.machine import Machine, Transitions
 from isthmus.protocol.run_messages import Halt
 
-Phase = Literal["joining", "training", "ending", "over"]
+Phase = Literal["joining", "training", "waiting", "ending", "over"]
 
 REPLICA = Transitions(
     "joining",
@@ -39,9 +41,16 @@ REPLICA = Transitions(
         },
         "training": {
             StepEnded: "training ending",
+            LastStepMade: "waiting",
             FragmentSent: "training",
             CollectChanges: "training",
             LinkLost: "training",
+            Halt: "over",
+        },
+        "waiting": {
+            FragmentSent: "waiting",
+            CollectChanges: "waiting ending",
+            LinkLost: "waiting",
             Halt: "over",
         },
         "ending": {
@@ -105,8 +114,11 @@ class DecoupledReplica(Machine[Phase, ReplicaEvent, ReplicaInstruction]):
                 return self._fragment(event)
             case StepEnded():
                 return self._stepped(event)
+            case LastStepMade():
+                self._phase = "waiting"
+                return [event]
             case CollectChanges():
-                self._asked = event if self._phase == "training" else None
+                return self._collect(event)
             case LinkLost():
                 self._asked = None
                 return self._over() if self._phase == "ending" else []
@@ -117,6 +129,8 @@ class DecoupledReplica(Machine[Phase, ReplicaEvent, ReplicaInstruction]):
     def _fragment(self, sent: FragmentSent) -> list[ReplicaInstruction]:
         ended = self._phase == "training"  # a step that is not counted yet: this came during it
         self._known.heard(sent.samples, self.steps + ended)
+        if self._phase == "waiting" and sent.first:
+            return [sent, LastStepMade()]  # the connection is another one: it may not have been received
         if self._phase != "joining":
             return [sent]
         self._missing.discard(sent.fragment)
@@ -124,6 +138,13 @@ class DecoupledReplica(Machine[Phase, ReplicaEvent, ReplicaInstruction]):
             return [sent]
         self._phase = "training"
         return [sent, Train(self._known.after(self.steps))]
+
+    def _collect(self, collect: CollectChanges) -> list[ReplicaInstruction]:
+        if self._phase == "waiting":
+            self._phase = "ending" if collect.last else "waiting"
+            return [Contribute(collect)]
+        self._asked = collect if self._phase == "training" else None
+        return []
 
     def _stepped(self, ended: StepEnded) -> list[ReplicaInstruction]:
         self.steps += 1

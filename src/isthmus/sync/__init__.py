@@ -9,6 +9,7 @@ sync.step()
 from isthmus.extensions import what_is_missing
 
 try:
+    from isthmus.cost import Decoupled
     from isthmus.sync.attach import attach, mode_names
     from isthmus.sync.checkpoint import load_worker, save_worker
     from isthmus.sync.options import Options
@@ -20,4 +21,14 @@ except ModuleNotFoundError as e:
         raise
     raise ModuleNotFoundError(missing, name=e.name) from e
 
-__all__ = ["DeltaCodec", "Options", "Sync", "SyncStatistics", "attach", "load_worker", "mode_names", "save_worker"]
+__all__ = [
+    "Decoupled",
+    "DeltaCodec",
+    "Options",
+    "Sync",
+    "SyncStatistics",
+    "attach",
+    "load_worker",
+    "mode_names",
+    "save_worker",
+]

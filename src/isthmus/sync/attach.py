@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
+from typing import cast
 
 import msgspec
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from isthmus.errors import UserError, unknown_name
+from isthmus.extensions import import_object
 from isthmus.planners.sync import SYNC_PLANNERS
 from isthmus.sync.averaging import Averager, codec_name
 from isthmus.sync.dream import OURS, PAPER, Dream
@@ -32,6 +34,13 @@ from isthmus.sync.sync import Sync
 from isthmus.sync.updates import Updates, attached
 from isthmus.training.compression import DeltaCodec
 
+
+def _decoupled(setting: Setting) -> Mode:
+    """Imported when it is needed: it brings sockets and TLS along."""
+    make = import_object("isthmus.sync", "isthmus.sync.decoupled:DecoupledMode")
+    return cast("Callable[[Setting], Mode]", make)(setting)
+
+
 _MODES: Mapping[str, Callable[[Setting], Mode]] = {
     "s-sgd": partial(EveryStep, in_one=True),
     "asc-wfbp": AscWfbp,
@@ -42,6 +51,7 @@ _MODES: Mapping[str, Callable[[Setting], Mode]] = {
     "partial": partial_sync,
     "dream": partial(Dream, method=OURS),
     "dreamddp": partial(Dream, method=PAPER),
+    "decoupled": _decoupled,
 }
 
 DEFAULT_OPTIONS = Options()
@@ -68,6 +78,7 @@ def attach(
     All start from worker 0's parameters. They are averaged over a group of their own, so the caller's is free for
     other use. `period` is H: the steps in which everything is averaged once; 'every-step', 's-sgd' and 'asc-wfbp'
     average gradients in each and use it for their reports only. `codec` packs what `outer` and `streaming` exchange.
+    With 'decoupled' no worker waits for another until `close`.
 
     Raises UserError without a process group, for an unknown mode, a period below 1, an option that the mode does not
     read, a model that differs between workers, or an optimizer that does not fit.
@@ -117,11 +128,6 @@ def _check_arguments(
     for name, given, kind in kinds:
         if not isinstance(given, kind):
             raise UserError(f"{name}: got {type(given).__name__}, expected {kind.__module__}.{kind.__qualname__}")
-    if mode == "decoupled":
-        raise UserError(
-            "sync mode: got 'decoupled', expected another: replicas that never wait are those of a job file, which "
-            "`isthmus train` runs; torchrun ends all workers when one ends"
-        )
     if str(mode) not in _MODES:
         raise unknown_name("sync mode", str(mode), _MODES)
     if not isinstance(period, int) or isinstance(period, bool) or not 1 <= period < 1 << 31:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -137,9 +143,9 @@ def _check_arguments(
         raise UserError("isthmus.sync.attach: got a DistributedDataParallel, expected the module inside (model.module)")
     options.check_read(mode, codec=codec is not None)
     if codec is not None and mode not in ("outer", "streaming"):
+        where = "Options(decoupled=Decoupled(codec=...))" if mode == "decoupled" else "'outer' or 'streaming'"
         raise UserError(
-            f"codec: got {type(codec).__name__} with mode {mode!r}, expected 'outer' or 'streaming': only deltas are "
-            "packed"
+            f"codec: got {type(codec).__name__} with mode {mode!r}, expected {where}: only deltas are packed"
         )
     if codec is not None and not _is_codec(codec):
         raise UserError(f"codec: got {codec!r}, expected a codec such as isthmus.training.compression.Int8()")

@@ -67,6 +67,21 @@ class Mode:
         self._in_period = 0
         """How many of them have been made."""
 
+    @property
+    def finished(self) -> bool:
+        """Whether all workers together have made what was to be made."""
+        return False
+
+    @property
+    def samples(self) -> int | None:
+        """Of all workers so far; None where they count nothing but steps."""
+        return None
+
+    @property
+    def sent_bytes(self) -> int:
+        """By this worker."""
+        return self.setting.averager.sent_bytes
+
     def ready(self, number: int) -> None:
         """All gradients of layer `number` are there. Called inside backward."""
 

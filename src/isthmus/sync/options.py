@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from isthmus.cost import Decoupled
 from isthmus.errors import UserError, check_choice, plain_types
 from isthmus.plans.exchanges import DELAY, MIXING, MOMENTUM, RATE
 from isthmus.plans.sync import MODES_OF, SyncPlan
@@ -17,7 +18,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     `attach` refuses an option other than its default that its mode does not read (`MODES_OF`)."""
 
     weight: float = 1.0
-    """This worker's share in every average, relative to the others': samples or tokens that it sees per step."""
+    """This worker's share in every average, relative to the others': samples or tokens that it sees per step.
+    `decoupled`: their number."""
     balance: bool = False
     """`local` and `outer`: from the third period on every worker makes steps of its own number, by its speed in the
     last five, and has a share in the average to match. Loop while `sync.periods` is below a number: steps differ."""
@@ -63,6 +65,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """`streaming`: steps between the start of a fragment's exchange and its use (tau)."""
     mixing: float = MIXING
     """`streaming`: share of the local parameters that stays when the others' arrive (alpha)."""
+    decoupled: Decoupled = Decoupled()
+    """`decoupled`: fragments, quorum, grace, outer step and codec, as in a job file's `[sync.decoupled]`."""
+    steps: int = 0
+    """`decoupled`: the run is over (`Sync.finished`) when all workers together have trained on as much as if each had
+    made so many steps. 0: when each that is there has called `Sync.close`."""
+    timeout_s: float = 60.0
+    """`decoupled`: a silent connection is given up after so long, and a merger without workers ends."""
+    record: str | None = None
+    """`decoupled`: folder on worker 0's machine, in which a new `merges.jsonl` gets every merge."""
 
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
@@ -87,6 +98,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "mixing": 0,
             "spare": 0,
             "at_once": 1,
+            "steps": 0,
+            "timeout_s": 1,
         }
         for field, least in at_least.items():
             if (value := getattr(self, field)) is not None and not value >= least:
@@ -99,6 +112,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise UserError(f"sync option {field!r}: got {getattr(self, field)}, expected less than 1")
         if not self.weight > 0:
             raise UserError(f"sync option 'weight': got {self.weight}, expected a number above 0")
+        try:  # a struct that was made in Python is not checked yet
+            decoupled = msgspec.convert(msgspec.to_builtins(self.decoupled), Decoupled)
+        except msgspec.ValidationError as wrong:
+            raise UserError(f"sync option 'decoupled': {plain_types(str(wrong))}") from None
+        for field, of_jobs in (("replicas", "devices"), ("packed", ())):
+            if (value := getattr(decoupled, field)) != of_jobs:
+                raise UserError(f"sync option 'decoupled': {field}: got {value!r}, which is for job files")
 
     def check_read(self, mode: str, *, codec: bool) -> None:
         """UserError for an option that is set and that this mode does not read. `codec`: whether there is one."""
@@ -109,6 +129,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         }
         if "plan" in given:
             given["plan"] = "a plan"
+        if mode == "decoupled" and self.weight % 1:
+            raise UserError(
+                f"sync option 'weight': got {self.weight} with mode 'decoupled', expected the samples of a step, in "
+                "whole numbers"
+            )
         for field, value in given.items():
             modes = MODES_OF.get(field, (mode,))
             if mode not in modes:

@@ -30,7 +30,9 @@ class SyncStatistics(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     steps: int
     sent_bytes: int
-    """By this worker, for averages: 2 (K - 1) / K of what was averaged, as in a ring."""
+    """By this worker, for averages: 2 (K - 1) / K of what was averaged, as in a ring. `decoupled`: contributions."""
+    samples: int | None
+    """`decoupled`: of all workers so far, as far as this one knows."""
     workers: tuple[str, ...]
     last_period: PeriodReport | None
     """The newest that all workers have reported: one period late."""
@@ -131,6 +133,11 @@ class Sync:
         """How many periods are over; the same on every worker."""
         return self._mode.periods
 
+    @property
+    def finished(self) -> bool:
+        """`decoupled` with the option `steps`: no step is to follow, but `close`. Other modes never say so."""
+        return self._mode.finished
+
     def statistics(self) -> SyncStatistics:
         """What was done so far. No communication: every worker may ask at any time."""
         setting, mode = self._setting, self._mode
@@ -139,7 +146,8 @@ class Sync:
         return SyncStatistics(
             mode=self.mode_name,
             steps=mode.steps,
-            sent_bytes=setting.averager.sent_bytes,
+            sent_bytes=mode.sent_bytes,
+            samples=mode.samples,
             workers=setting.monitor.workers,
             last_period=last,
             slowest=None if last is None else setting.monitor.workers[last.compute_s.index(max(last.compute_s))],
@@ -197,8 +205,9 @@ class Sync:
     def close(self) -> None:
         """Take the hooks away. The parameters stay where they are; the process group may be destroyed then.
 
-        What `streaming` has on its way to a later step is left out: the workers keep their own. A second call does
-        nothing. Raises what torch.distributed raises where another worker is gone, when all is taken away.
+        What `streaming` has on its way to a later step is left out: the workers keep their own. `decoupled` waits for
+        the other workers' last steps, and leaves all with the merged model; after an error it does not. A second call
+        does nothing. Raises what torch.distributed raises where another worker is gone, when all is taken away.
 
         Where nobody calls it the interpreter's end stops what is on the way, and waits for it no more than a few
         seconds.

@@ -19,10 +19,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from isthmus.cost import Decoupled
 from isthmus.errors import UserError
-from isthmus.plans import OuterOptimizer
-from isthmus.training.compression import DeltaCodec
+from isthmus.plans import OuterOptimizer, Packing
+from isthmus.training.compression import Codec, DeltaCodec, EntropyCoded, Int4, codec_of
 from isthmus.training.optim import OuterStep
+
+INT4_TILE = 256
+"""Elements of a change that share a step: more than in other messages, for eight times fewer bytes than float32."""
+_INT4 = EntropyCoded(Int4(INT4_TILE))
+
+
+def delta_codec(rules: Decoupled) -> Codec:
+    """Of what replicas send."""
+    return _INT4 if rules.codec == "int4" else codec_of(Packing(codec=rules.codec, ratio=rules.ratio))
+
+
+def change_codec(rules: Decoupled) -> Codec:
+    """Of what the merger sends: every element has changed, so a sparse codec would leave most of it for later."""
+    return _INT4 if rules.ratio > 1 else delta_codec(rules)
+
+
+def check_model(module: nn.Module) -> None:
+    """UserError for a model whose replicas cannot be merged."""
+    running = [name for name, kind in module.named_modules() if isinstance(kind, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
+    if running:
+        raise UserError(
+            f"sync.mode: got 'decoupled' for a model with running statistics ({running[0]}), which are not merged: "
+            "expected one with other norms"
+        )
+    kinds: Sequence[torch.dtype] = sorted({p.dtype for p in module.parameters() if p.requires_grad}, key=str)
+    if kinds != [torch.float32]:
+        raise UserError(f"sync.mode: got 'decoupled' for parameters of {', '.join(map(str, kinds))}, expected float32")
 
 
 def fragments_of(module: nn.Module, count: int) -> list[list[nn.Parameter]]:
@@ -42,8 +70,13 @@ def fragments_of(module: nn.Module, count: int) -> list[list[nn.Parameter]]:
 
 @torch.no_grad()
 def flat(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """A copy of all elements, float32 [elements]."""
-    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+    """A copy of all elements on the host, float32 [elements]."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters]).cpu()
+
+
+def flat_fragments(module: nn.Module, count: int) -> list[Tensor]:
+    """A copy of each."""
+    return [flat(parameters) for parameters in fragments_of(module, count)]
 
 
 @torch.no_grad()
@@ -69,7 +102,8 @@ class ReplicaAccount:
 
     def __init__(self, count: int, codec: DeltaCodec) -> None:
         self._codec = codec
-        self._known: list[Tensor | None] = [None] * count
+        self.known: list[Tensor | None] = [None] * count
+        """By fragment, the newest version that was taken."""
         self._given: list[_Given | None] = [None] * count
         self._samples = [0] * count
 
@@ -86,14 +120,16 @@ class ReplicaAccount:
         return self._given[fragment] is not None
 
     def due(self, fragments: Iterable[int], *, last: bool) -> tuple[int, ...]:
-        """Of those that a merge asks for, what this replica gives: nothing that waits, but all in the last one."""
-        return tuple(fragment for fragment in fragments if last or not self.waits(fragment))
+        """Of those that a merge asks for, what this replica gives: something that it was trained on, and nothing that
+        waits, but all in the last one."""
+        trained = [fragment for fragment in fragments if self._samples[fragment]]
+        return tuple(fragment for fragment in trained if last or not self.waits(fragment))
 
     @torch.no_grad()
     def give(self, fragment: int, own: Tensor, number: int) -> Tensor:
         """The payload of what this replica has moved, for the merge `number`, where `own` are its weights [elements].
         UserError where that is not finite."""
-        known = self._known[fragment]
+        known = self.known[fragment]
         assert known is not None, "nothing is asked before everything was taken"
         payload = self._codec.encode(known - own, f"fragment {fragment}")
         sent = known - self._codec.decode(payload, known.shape, known.dtype)
@@ -106,13 +142,13 @@ class ReplicaAccount:
 
         `values` is a version of the fragment if `whole`, else the payload of its change. `included` is the newest
         contribution of this replica that is merged; with `first` one that is not is void."""
-        known = self._known[fragment]
+        known = self.known[fragment]
         if known is None:
             assert whole, "a change is of something that was taken before"
-            self._known[fragment] = values
+            self.known[fragment] = values
             return None
         new = values if whole else known + self._codec.decode(values, known.shape, known.dtype)
-        self._known[fragment], added = new, new - known
+        self.known[fragment], added = new, new - known
         given, self._given[fragment] = self._given[fragment], None
         if given is not None and given.number == included:
             added = new - given.values
@@ -127,6 +163,7 @@ class ReplicaFragments:
 
     def __init__(self, module: nn.Module, count: int, codec: DeltaCodec) -> None:
         self._parameters = fragments_of(module, count)
+        self.count = count
         self.account = ReplicaAccount(count, codec)
 
     def give(self, fragment: int, number: int) -> Tensor:
@@ -140,16 +177,20 @@ class ReplicaFragments:
         added = self.account.take(fragment, values, whole=whole, included=included, first=first)
         spread(values if added is None else flat(parameters) + added, parameters)
 
+    def settle(self) -> None:
+        """Write the newest versions that were taken into the module: what it had moved since then is dropped."""
+        for known, parameters in zip(self.account.known, self._parameters, strict=True):
+            if known is not None:
+                spread(known, parameters)
+
 
 class MergedFragments:
     """The merger's side."""
 
-    def __init__(self, module: nn.Module, count: int, config: OuterOptimizer, codec: DeltaCodec) -> None:
-        """`codec` packs changes on their way to replicas."""
-        self._parameters = fragments_of(module, count)
-        start = [flat(parameters) for parameters in self._parameters]
+    def __init__(self, start: Sequence[Tensor], config: OuterOptimizer, codec: DeltaCodec) -> None:
+        """`start` are the fragments, flat; `codec` packs changes on their way to replicas."""
         self._outer = [OuterStep([values.clone()], config) for values in start]
-        self.known = start
+        self.known = list(start)
         """What every replica that has the newest versions knows. A version is never changed in place."""
         self._codec = codec
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -23,6 +24,7 @@ from isthmus.protocol.decoupled_events import (
     Contributed,
     FinishMerges,
     FragmentSent,
+    LastStepMade,
     MergeChanges,
     MergerEvent,
     ReplicaJoined,
@@ -98,9 +100,14 @@ class _ReplicaLink:
         self._heartbeats = 1
         self.wake()
 
-    def ask(self, order: CollectChanges | Halt) -> None:
+    def ask(self, collect: CollectChanges) -> None:
         with self._lock:
-            self.delivery.halt(order) if isinstance(order, Halt) else self.delivery.ask(order)
+            self.delivery.ask(collect)
+        self.wake()
+
+    def halt(self, *, newest_first: bool) -> None:
+        with self._lock:
+            self.delivery.halt(Halt(), newest_first=newest_first)
         self.wake()
 
     def _following(self, connection: int) -> Outgoing | None:
@@ -137,10 +144,13 @@ class MergerHost:
         run: str,
         timeout_s: float,
         watch: MergerWatch,
+        *,
+        final_s: float | None = None,
     ) -> None:
-        """`links` are those of all replicas, emulated or None; `codec` is that of their payloads."""
+        """`links` are those of all replicas, emulated or None; `codec` is that of their payloads. `final_s`: how long
+        replicas may take to receive the merged model at the end; None: they do not get it."""
         self._machine, self._merged, self._codec = machine, merged, codec
-        self._run, self._timeout_s, self._watch = run, timeout_s, watch
+        self._run, self._timeout_s, self._watch, self._final_s = run, timeout_s, watch, final_s
         self._lock = threading.Lock()
         self._links = {name: _ReplicaLink(run, merged, self._lock, shape) for name, shape in links.items()}
         self._events: queue.SimpleQueue[ReceivedMessage] = queue.SimpleQueue()
@@ -150,6 +160,8 @@ class MergerHost:
         """Of contributions, and of these as float32."""
         self._began_s = time.monotonic()
         self._finish: FinishMerges | None = None
+        self._gone: set[str] = set()
+        """Replicas that have ended otherwise than well."""
         self.acceptor = Acceptor(run, list(links), on_message=self._events.put, guard=self._guard, timeout_s=timeout_s)
 
     @property
@@ -172,7 +184,7 @@ class MergerHost:
         to end."""
         over = threading.Event()
         start_heartbeats(self._run, self._timeout_s, over, lambda: list(self._links.values()))
-        gone: set[str] = set()
+        noted: set[str] = set()
         stopping = False
         try:
             while self._finish is None:
@@ -181,10 +193,11 @@ class MergerHost:
                     stopping = True
                     self._handle(RunStopped())
                 for name, how in ended().items():
-                    if name not in gone:
-                        gone.add(name)
+                    if name not in noted:
+                        noted.add(name)
+                        self._gone.add(name)
                         self._watch.note(f"{name}: {how}")
-                if len(gone) == len(self._links) and not self._machine.connected:
+                if len(self._gone) == len(self._links) and not self._machine.connected:
                     self._finish = FinishMerges("lost", "every replica's process has ended")
                 self._receive()
             return self._finish
@@ -215,6 +228,7 @@ class MergerHost:
             return
         match message:
             case FromReplica(body=DeviceFailed(reason=reason)):
+                self._gone.add(replica)
                 self._lost(replica, reason)
             case FromReplica(body=StepsMade() as body):
                 self._handle(FromDevice(replica, body))
@@ -223,6 +237,8 @@ class MergerHost:
                 self._contributed(replica, body, tensors)
             case FromReplica(body=ReplicaNote(text=text)):
                 self._watch.note(f"{replica}: {sanitize(text)}")
+            case FromReplica(body=LastStepMade() as body):
+                self._handle(FromDevice(replica, body))
             case Heartbeat():
                 pass
             case _:
@@ -307,10 +323,24 @@ class MergerHost:
             link.wake()
         self._watch.merged(merge, self.now_s)
 
+    def _wait_for_hang_ups(self, deadline_s: float) -> None:
+        """A replica hangs up when it has received the end. One that comes back meanwhile receives it too."""
+        connected = set(self._machine.connected)
+        while connected and (left_s := deadline_s - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                replica, message, _ = self._events.get(timeout=left_s)
+                if isinstance(message, JoinRun):
+                    connected.add(replica)
+                    self._join(replica)
+                elif message is None or isinstance(message, Exception):
+                    connected.discard(replica)
+
     def _end(self) -> None:
         for link in self._links.values():
-            link.ask(Halt())
-        deadline_s = time.monotonic() + HALT_S
+            link.halt(newest_first=self._final_s is not None)
+        deadline_s = time.monotonic() + (HALT_S if self._final_s is None else self._final_s)
+        if self._final_s is not None:
+            self._wait_for_hang_ups(deadline_s)
         for link in self._links.values():
             if link.outgoing is not None:
                 link.outgoing.finish(max(0.0, deadline_s - time.monotonic()))

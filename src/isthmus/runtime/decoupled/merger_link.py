@@ -18,6 +18,7 @@ from isthmus.protocol.decoupled_events import (
     CollectChanges,
     Contributed,
     FragmentSent,
+    LastStepMade,
     LinkLost,
     ReplicaEvent,
     StepsMade,
@@ -27,7 +28,7 @@ from isthmus.protocol.run_messages import DeviceFailed
 from isthmus.runtime.decoupled.outgoing import Outgoing, OutgoingLink
 from isthmus.runtime.messages.decoupled import FromReplica, ReplicaNote, ToReplica
 from isthmus.runtime.messages.run import Heartbeat, JoinRun
-from isthmus.runtime.transport.channel import dial
+from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.message_sender import PER_TIMEOUT
 from isthmus.training.layout import header_of
 
@@ -59,14 +60,16 @@ class MergerLink:
     def __init__(self, place: ReplicaPlace) -> None:
         self._place = place
         self.received: queue.SimpleQueue[Received] = queue.SimpleQueue()
-        self._connection: tuple[deque[Outgoing], OutgoingLink] | None = None
-        """What waits to be sent over it."""
+        self._connection: tuple[deque[Outgoing], OutgoingLink, SocketChannel] | None = None
+        """What waits to be sent, and over what."""
         self._over = threading.Event()
         threading.Thread(target=self._live, name="connect to merger", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def put(
-        self, body: StepsMade | Contributed | DeviceFailed | ReplicaNote, tensors: list[Tensor] | None = None
+        self,
+        body: StepsMade | Contributed | LastStepMade | DeviceFailed | ReplicaNote,
+        tensors: list[Tensor] | None = None,
     ) -> None:
         """Send it, when the link is free; what is put while there is no connection is dropped."""
         headers = tuple(header_of(f"delta {n}", t) for n, t in enumerate(tensors or []))
@@ -85,15 +88,16 @@ class MergerLink:
         finally:
             self.close()
 
-    def close(self) -> None:
-        """Send what waits, and end."""
+    def close(self, grace_s: float = EXIT_GRACE_S) -> None:
+        """Send what waits, but take no longer than this, and end."""
         self._over.set()
         if (connection := self._connection) is not None:
-            connection[1].finish(EXIT_GRACE_S)
+            connection[1].finish(grace_s)
+            connection[2].close()
 
     def _put(self, message: Outgoing) -> None:
         if (connection := self._connection) is not None:
-            waiting, outgoing = connection
+            waiting, outgoing, _ = connection
             waiting.append(message)
             outgoing.wake()
 
@@ -117,7 +121,7 @@ class MergerLink:
         join = JoinRun(run=place.run, device=place.name, host="", port=0)
         waiting = deque[Outgoing]([(join, [])])
         outgoing = OutgoingLink(channel, place.link, lambda: waiting.popleft() if waiting else None)
-        self._connection = waiting, outgoing
+        self._connection = waiting, outgoing, channel
         try:
             outgoing.wake()
             while (received := channel.receive(idle_s=place.timeout_s)) is not None:

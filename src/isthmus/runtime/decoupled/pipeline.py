@@ -43,10 +43,10 @@ from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, 
 from isthmus.runtime.coordinator.run_callbacks import WeightAmounts
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, TakenVersions
 from isthmus.runtime.decoupled.pipeline_log import PipelineLog
-from isthmus.runtime.decoupled.trainer import delta_codec, seeded_model
+from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.runtime.messages.decoupled import MOST_NOTE, ReplicaNote
 from isthmus.trace import Span
-from isthmus.training.decoupled import ReplicaAccount, flat, fragments_of, spread
+from isthmus.training.decoupled import ReplicaAccount, delta_codec, flat, fragments_of, spread
 from isthmus.training.weights import parameter_names, weights_of
 
 RETURN_S = 30.0
@@ -96,7 +96,7 @@ class PipelineReplica:
         self._module = seeded_model(job)
         self._fragments = fragments_of(self._module, count)
         self._names = parameter_names(self._module)
-        self._account = ReplicaAccount(count, delta_codec(job))
+        self._account = ReplicaAccount(count, delta_codec(job.sync.decoupled))
         self._taken = TakenVersions()
         self._link = MergerLink(place)
         self._log = PipelineLog(pipeline.folder, pipeline.began_s)

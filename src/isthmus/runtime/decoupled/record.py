@@ -15,7 +15,7 @@ from isthmus.job import Job
 from isthmus.protocol.decoupled_events import NEVER, Contribution, FragmentSent, MergeChanges
 from isthmus.protocol.decoupled_replica import SamplesKnown
 from isthmus.run_files import LinesFile
-from isthmus.runtime.decoupled.together import ReplicasTogether
+from isthmus.runtime.decoupled.together import ReplicasTogether, job_together
 from isthmus.training.decoupled import MergedFragments
 
 MERGES = "merges.jsonl"
@@ -55,8 +55,10 @@ def _acts(contributions: Iterable[tuple[int, Contribution]]) -> deque[_Act]:
 
 
 class _Replay:
-    def __init__(self, job: Job, data: Dataset, names: Sequence[str], merges: Sequence[MergeChanges]) -> None:
-        self.together = ReplicasTogether(job, data, names)
+    def __init__(
+        self, together: ReplicasTogether, names: Sequence[str], per_step: int, merges: Sequence[MergeChanges]
+    ) -> None:
+        self.together = together
         self._merges = merges
         merged = [fragment for merge in merges for fragment in merge.fragments]
         self._acts: dict[str, deque[_Act]] = {}
@@ -66,7 +68,7 @@ class _Replay:
             self._acts[name] = _acts(own)
         self._samples = {merge.merge: merge.samples for merge in merges} | {0: 0}
         """Of all replicas, by version."""
-        self._known = {name: SamplesKnown(job.training.batch_size) for name in names}
+        self._known = {name: SamplesKnown(per_step) for name in names}
         """The same, as far as each replica knows."""
         self._included: dict[tuple[str, int], list[tuple[int, int]]] = {}
         """By replica and fragment, the versions with a contribution of it, and its number."""
@@ -108,9 +110,16 @@ class _Replay:
 
 
 def replay(job: Job, data: Dataset, names: Sequence[str], merges: Sequence[MergeChanges]) -> MergedFragments:
-    """The merged fragments after these merges, the same bits as in the run. `names` are those of all replicas, in their
-    order. UserError for merges that are no run's of theirs."""
+    """The merged fragments after these merges of a job's run, the same bits. `names` are those of all replicas, in
+    their order. UserError for merges that are no run's of theirs."""
+    return replay_together(job_together(job, data, names), names, job.training.batch_size, merges)
+
+
+def replay_together(
+    together: ReplicasTogether, names: Sequence[str], per_step: int, merges: Sequence[MergeChanges]
+) -> MergedFragments:
+    """As `replay`, of any replicas, which have not started. `per_step`: samples of all in a step of each."""
     strange = {c.replica for merge in merges for f in merge.fragments for c in f.contributions} - set(names)
     if strange:
         raise UserError(f"{MERGES}: got contributions of {', '.join(sorted(strange))}, expected those of {names}")
-    return _Replay(job, data, names, merges).run()
+    return _Replay(together, names, per_step, merges).run()

@@ -1,5 +1,5 @@
-"""A replica's process: it trains, and looks between two steps at what the merger sent. It never waits for the merger:
-neither for a merge, nor for its connection, which another thread makes again."""
+"""A replica that has all of its weights: it trains, and looks between two steps at what the merger sent. It never waits
+for the merger: neither for a merge, nor for its connection, which another thread makes again."""
 
 from __future__ import annotations
 
@@ -12,82 +12,116 @@ from torch import Tensor
 from isthmus.protocol.decoupled_events import (
     Contribute,
     FragmentSent,
+    LastStepMade,
+    LinkLost,
     ReplicaEvent,
     StepEnded,
     StepsMade,
     StopReplica,
     Train,
 )
-from isthmus.protocol.decoupled_replica import DecoupledReplica
+from isthmus.protocol.decoupled_replica import DecoupledReplica, Phase
+from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, TakenVersions
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer
 from isthmus.runtime.transport.shaping import sleep_until
+from isthmus.training.decoupled import ReplicaFragments
 
 
-class ReplicaProcess:
-    """Drives the machine: its instructions are carried out in this thread, between two steps."""
+class ReplicaHost:
+    """Drives the machine: its instructions are carried out in the calling thread, between two steps."""
 
-    def __init__(self, trainer: ReplicaTrainer, place: ReplicaPlace, fragments: int) -> None:
-        self._machine = DecoupledReplica(fragments, trainer.batch)
-        self._trainer, self._place = trainer, place
-        self._link = MergerLink(place)
+    def __init__(self, fragments: ReplicaFragments, per_step: int, place: ReplicaPlace) -> None:
+        """`per_step`: samples of all replicas in a step of each."""
+        self.link = MergerLink(place)
+        self.sent_bytes = 0
+        """Of contributions."""
+        self.samples = 0
+        """Of all replicas before the next step, as far as this one knows."""
+        self.halted = False
+        """Whether the merger has ended the run."""
+        self._machine = DecoupledReplica(fragments.count, per_step)
+        self._fragments = fragments
         self._taken = TakenVersions()
+        self._steps = 0
         self._train: Train | None = None
-        self._over = False
+        self._lost_at_s: float | None = None
 
-    def run(self) -> None:
-        """Until the run is over. The merger gets the error of training, which is then raised."""
-        with self._link.reporting():
-            while not self._over:
-                if (train := self._train) is None:
-                    self._receive(wait=True)
-                else:
-                    self._train = None
-                    self._step(train)
+    @property
+    def phase(self) -> Phase:
+        """Of the machine."""
+        return self._machine.phase
 
-    def _receive(self, *, wait: bool) -> None:
-        """What came, up to the next step's beginning; if `wait`, also what is yet to come. What comes after a step's
-        learning rate is known waits for the step's end: the record could not say that it came before."""
-        while self._train is None and not self._over and (wait or not self._link.received.empty()):
-            self._handle(*self._link.received.get())
+    @property
+    def unreachable_s(self) -> float:
+        """For how long the merger has not been reached, as far as this thread has heard."""
+        return 0.0 if self._lost_at_s is None else time.monotonic() - self._lost_at_s
 
-    def _step(self, train: Train) -> None:
-        began_s = time.monotonic()
-        loss = self._trainer.step(train.samples)
-        sleep_until(began_s + self._place.step_s)
-        self._receive(wait=False)
-        if not self._over:
-            self._handle(StepEnded(samples=self._trainer.samples, loss=loss if math.isfinite(loss) else None), [])
+    def receive(self, give_up_s: float = math.inf) -> Train | None:
+        """The next step. None when the run is over; until then this waits, but no longer than `give_up_s` for a merger
+        that cannot be reached."""
+        while self._train is None and self.phase != "over" and self.unreachable_s <= give_up_s:
+            self._handle(*self.link.received.get())
+        return self._train
+
+    def stepped(self, samples: int, loss: float | None = None) -> None:
+        """A step was made. What came during it counts as come before its end: the record could not say that it came
+        before the learning rate was known."""
+        self._steps, self._train = self._steps + 1, None
+        while not self.link.received.empty():
+            self._handle(*self.link.received.get())
+        finite = loss is not None and math.isfinite(loss)
+        self._handle(StepEnded(samples=samples, loss=loss if finite else None), [])
+
+    def last_step_made(self) -> None:
+        """Of this replica: it goes on giving what it has until the run is over."""
+        self._train = None
+        if self.phase == "training":
+            self._handle(LastStepMade(), [])
 
     def _handle(self, event: ReplicaEvent, tensors: list[Tensor]) -> None:
+        if isinstance(event, LinkLost):
+            self._lost_at_s = self._lost_at_s or time.monotonic()
+        elif tensors or isinstance(event, Halt):
+            self._lost_at_s = None
+        self.halted |= isinstance(event, Halt)
         for instruction in self._machine.handle(event):
             match instruction:
                 case FragmentSent():
                     self._take(instruction, tensors)
                 case Contribute():
                     self._contribute(instruction)
-                case StepsMade():
-                    self._link.put(instruction)
+                case StepsMade() | LastStepMade():
+                    self.link.put(instruction)
                 case Train():
-                    self._train = instruction
+                    self._train, self.samples = instruction, instruction.samples
                 case StopReplica():
-                    self._over = True
+                    self._train = None
 
     def _take(self, sent: FragmentSent, tensors: list[Tensor]) -> None:
         (values,) = tensors
-        self._trainer.fragments.take(sent.fragment, values, whole=sent.whole, included=sent.included, first=sent.first)
-        self._taken.add(sent, self._trainer.steps)
+        self._fragments.take(sent.fragment, values, whole=sent.whole, included=sent.included, first=sent.first)
+        self._taken.add(sent, self._steps)
 
     def _contribute(self, asked: Contribute) -> None:
-        own, collect = self._trainer.fragments, asked.collect
+        own, collect = self._fragments, asked.collect
         fragments = own.account.due(collect.fragments, last=collect.last)
-        if not fragments:
+        if not fragments and not collect.last:
             return
         payloads = [own.give(fragment, collect.merge) for fragment in fragments]
         samples = [own.account.samples(fragment) for fragment in fragments]
-        self._link.put(self._taken.contributed(collect, fragments, self._trainer.steps, samples), payloads)
+        self.link.put(self._taken.contributed(collect, fragments, self._steps, samples), payloads)
+        self.sent_bytes += sum(payload.nbytes for payload in payloads)
 
 
-def serve_replica(prepare: Callable[[], ReplicaTrainer], place: ReplicaPlace, fragments: int) -> None:
-    """Train as one replica until the merger ends the run."""
-    ReplicaProcess(prepare(), place, fragments).run()
+def serve_replica(prepare: Callable[[], ReplicaTrainer], place: ReplicaPlace) -> None:
+    """Train as one replica until the merger ends the run. The merger gets the error of training, which is then
+    raised."""
+    trainer = prepare()
+    replica = ReplicaHost(trainer.fragments, trainer.batch, place)
+    with replica.link.reporting():
+        while (train := replica.receive()) is not None:
+            began_s = time.monotonic()
+            loss = trainer.step(train.samples)
+            sleep_until(began_s + place.step_s)
+            replica.stepped(trainer.samples, loss)

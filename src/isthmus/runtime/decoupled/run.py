@@ -29,12 +29,12 @@ from isthmus.runtime.decoupled.pipeline import ReplicaPipeline, serve_pipeline
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.replica import serve_replica
 from isthmus.runtime.decoupled.together import merged_fragments
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer, check_model, delta_codec, seeded_model
+from isthmus.runtime.decoupled.trainer import ReplicaTrainer, seeded_model
 from isthmus.runtime.processes.device_processes import fork_before_threads
 from isthmus.runtime.processes.forked import Forked
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.listener import Listener
-from isthmus.training.decoupled import MergedFragments, fragments_of
+from isthmus.training.decoupled import MergedFragments, check_model, delta_codec, fragments_of
 
 MakePlan = Callable[[Prepared, Fleet], Plan]
 REPLICAS = "replicas"
@@ -166,7 +166,7 @@ class DecoupledRun:
                     link=self._links[name][0],
                 )
                 if len(devices) == 1:
-                    serve_replica(lambda: ReplicaTrainer(job, data, number, count), place, job.sync.decoupled.fragments)
+                    serve_replica(lambda: ReplicaTrainer(job, data, number, count), place)
                     return
                 fork_before_threads(waiting=1)  # one waits for the end of the merger's process
                 whole = kept_prepared(job, folder / CAPTURED)
@@ -201,7 +201,7 @@ class DecoupledRun:
         host = MergerHost(
             self.machine,
             self.merged,
-            delta_codec(job),
+            delta_codec(job.sync.decoupled),
             {name: back for name, (_, back) in self._links.items()},
             self._run,
             job.timeout_s,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,33 +12,55 @@ from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.plans import OuterOptimizer
 from isthmus.protocol.decoupled_events import FragmentSent, MergeChanges
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer, change_codec, delta_codec, seeded_model
-from isthmus.training.decoupled import MergedFragments
+from isthmus.runtime.decoupled.trainer import ReplicaTrainer, seeded_model
+from isthmus.training.compression import Codec
+from isthmus.training.decoupled import MergedFragments, ReplicaFragments, change_codec, delta_codec, flat_fragments
 
 
 def merged_fragments(job: Job) -> MergedFragments:
     """The merger's side at the start."""
     rules = job.sync.decoupled
     outer = OuterOptimizer(rate=rules.rate, momentum=rules.momentum)
-    return MergedFragments(seeded_model(job), rules.fragments, outer, change_codec(job))
+    return MergedFragments(flat_fragments(seeded_model(job), rules.fragments), outer, change_codec(rules))
+
+
+class Trainer(Protocol):
+    """One replica's steps."""
+
+    steps: int
+    """That were made."""
+    fragments: ReplicaFragments
+
+    def step(self, samples: int) -> float:
+        """One step, where all replicas had trained on so many samples; returns the loss."""
+        ...
+
+
+def job_together(job: Job, data: Dataset, names: Sequence[str]) -> ReplicasTogether:
+    """The replicas of a job."""
+    numbers = {name: number for number, name in enumerate(names)}
+    return ReplicasTogether(
+        merged_fragments(job),
+        delta_codec(job.sync.decoupled),
+        lambda name: ReplicaTrainer(job, data, numbers[name], len(numbers)),
+    )
 
 
 class ReplicasTogether:
     """A simulation's `Computing`."""
 
-    def __init__(self, job: Job, data: Dataset, names: Sequence[str]) -> None:
-        self.merged = merged_fragments(job)
-        self.trainers: dict[str, ReplicaTrainer] = {}
-        self._job, self._data, self._names = job, data, list(names)
-        self._codec = delta_codec(job)
+    def __init__(self, merged: MergedFragments, codec: Codec, trainer_of: Callable[[str], Trainer]) -> None:
+        """`merged` is at the start; `codec` packs what replicas give."""
+        self.merged = merged
+        self.trainers: dict[str, Trainer] = {}
+        self._codec, self._trainer_of = codec, trainer_of
         self._versions = {(fragment, 0): values for fragment, values in enumerate(self.merged.known)}
         self._payloads: dict[tuple[str, int, int], Tensor] = {}
         self.changes: dict[int, Tensor] = {}
         """By fragment, the payload of its newest change."""
 
     def start(self, replica: str) -> None:
-        number = self._names.index(replica)
-        self.trainers[replica] = ReplicaTrainer(self._job, self._data, number, len(self._names))
+        self.trainers[replica] = self._trainer_of(replica)
 
     def step(self, replica: str, samples: int) -> float:
         return self.trainers[replica].step(samples)

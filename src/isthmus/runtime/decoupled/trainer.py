@@ -3,7 +3,7 @@ pipeline makes the same steps in the same micro-batches, with the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -11,13 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.data import Dataset, batch_at, sample_order
-from isthmus.errors import UserError
 from isthmus.extensions import import_object
 from isthmus.job import Job
 from isthmus.models import build_model
-from isthmus.plans import Packing
-from isthmus.training.compression import Codec, EntropyCoded, Int4, codec_of
-from isthmus.training.decoupled import ReplicaFragments
+from isthmus.training.decoupled import ReplicaFragments, delta_codec
 from isthmus.training.optim import Optimizers, clip, gradient_norms
 
 _Split = Callable[[object], tuple[Tensor, Tensor | None, dict[str, Tensor]]]
@@ -27,22 +24,6 @@ def seeded_model(job: Job) -> nn.Module:
     """As every replica and the merger begin with it."""
     torch.manual_seed(job.training.seed)
     return build_model(job.model)
-
-
-INT4_TILE = 256
-"""Elements of a change that share a step: more than in other messages, for eight times fewer bytes than float32."""
-_INT4 = EntropyCoded(Int4(INT4_TILE))
-
-
-def delta_codec(job: Job) -> Codec:
-    """Of what replicas send."""
-    rules = job.sync.decoupled
-    return _INT4 if rules.codec == "int4" else codec_of(Packing(codec=rules.codec, ratio=rules.ratio))
-
-
-def change_codec(job: Job) -> Codec:
-    """Of what the merger sends: every element has changed, so a sparse codec would leave most of it for later."""
-    return _INT4 if job.sync.decoupled.ratio > 1 else delta_codec(job)
 
 
 def split_outputs(result: object) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
@@ -72,7 +53,7 @@ class ReplicaTrainer:
         named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         steps = job.training.steps
         self._optimizers = Optimizers(job.optimizer, named, job.learning_rate.tabled(steps), steps)
-        self.fragments = ReplicaFragments(self.module, job.sync.decoupled.fragments, delta_codec(job))
+        self.fragments = ReplicaFragments(self.module, job.sync.decoupled.fragments, delta_codec(job.sync.decoupled))
 
     def step(self, samples: int) -> float:
         """One step, where all replicas had trained on so many samples; returns the loss."""
@@ -111,16 +92,3 @@ def heldout_loss(module: nn.Module, data: Dataset, most: int, batch_size: int) -
         counts.append(len(indices) if count is None else float(count))
     module.train()
     return sum(losses) / (sum(counts) or 1.0)
-
-
-def check_model(module: nn.Module) -> None:
-    """UserError for a model whose replicas cannot be merged."""
-    running = [name for name, kind in module.named_modules() if isinstance(kind, nn.modules.batchnorm._BatchNorm)]  # pyright: ignore[reportPrivateUsage]
-    if running:
-        raise UserError(
-            f"sync.mode: got 'decoupled' for a model with running statistics ({running[0]}), which are not merged: "
-            "expected one with other norms"
-        )
-    kinds: Sequence[torch.dtype] = sorted({p.dtype for p in module.parameters() if p.requires_grad}, key=str)
-    if kinds != [torch.float32]:
-        raise UserError(f"sync.mode: got 'decoupled' for parameters of {', '.join(map(str, kinds))}, expected float32")

@@ -1,0 +1,95 @@
+"""Mode 'decoupled' of `isthmus.sync`: workers that never wait end with one model, which the record gives again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from isthmus.errors import UserError
+from isthmus.plans import OuterOptimizer
+from isthmus.runtime.decoupled.record import merges_file, replay_together
+from isthmus.runtime.decoupled.together import ReplicasTogether
+from isthmus.sync import Decoupled, Options, attach
+from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec, flat_fragments
+from tests.sync.decoupled_cases import RULES, SAMPLES, Training
+from tests.sync.torchrun import environment
+
+from .small import net, sgd
+
+NAMES = [f"worker {rank}" for rank in range(len(SAMPLES))]
+
+
+def models(folder: Path, *arguments: str) -> dict[int, dict[str, Tensor]]:
+    """Of the workers that came to the end."""
+    cases = Path(__file__).parent / "decoupled_cases.py"
+    done = subprocess.run(
+        [sys.executable, str(cases), str(folder), *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return {int(path.stem): load_file(path) for path in folder.glob("*.safetensors")}
+
+
+def replayed(folder: Path) -> MergedFragments:
+    """From the record, in this process."""
+    start = flat_fragments(Training(0, seed=0).model, RULES.fragments)
+    merged = MergedFragments(start, OuterOptimizer(rate=RULES.rate, momentum=RULES.momentum), change_codec(RULES))
+    together = ReplicasTogether(merged, delta_codec(RULES), lambda name: Training(NAMES.index(name), seed=0))
+    merges = [line.merge for line in merges_file(folder).lines()]
+    assert len(merges) > 1
+    return replay_together(together, NAMES, sum(SAMPLES), merges)
+
+
+def same(model: dict[str, Tensor], merged: MergedFragments) -> bool:
+    own = Training(0, seed=0).model
+    own.load_state_dict(model)
+    return all(torch.equal(a, b) for a, b in zip(flat_fragments(own, RULES.fragments), merged.known, strict=True))
+
+
+def test_all_workers_end_with_the_bits_that_the_record_gives(tmp_path: Path) -> None:
+    found = models(tmp_path)
+    merged = replayed(tmp_path)
+    assert sorted(found) == [0, 1, 2]
+    assert all(same(model, merged) for model in found.values())
+
+
+@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes too long for every time: ISTHMUS_FAULTS=1")
+@pytest.mark.parametrize("killed", [0, 2])
+def test_the_others_end_where_one_is_killed_and_one_is_stopped(tmp_path: Path, killed: int) -> None:
+    """Worker 0 too, which started the merger and has torch's store."""
+    found = models(tmp_path, str(killed))
+    merged = replayed(tmp_path)
+    assert sorted(found) == sorted({0, 1, 2} - {killed})
+    assert all(same(model, merged) for model in found.values())
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_the_mode_cannot_do_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    with pytest.raises(UserError, match="got 'decoupled' for a model with running statistics"):
+        attach(model, sgd(model), mode="decoupled")
+    model = net().double()
+    with pytest.raises(UserError, match=r"for parameters of torch\.float64, expected float32"):
+        attach(model, sgd(model), mode="decoupled")
+    model = net()
+    with pytest.raises(UserError, match="fragments: got 4, expected at most the model's 2 layers"):
+        attach(model, sgd(model), mode="decoupled")
+    with pytest.raises(UserError, match=r"'weight': got 0\.5 with mode 'decoupled', expected the samples of a step"):
+        attach(model, sgd(model), mode="decoupled", options=Options(weight=0.5))
+
+
+def test_options_are_those_of_a_job_file() -> None:
+    with pytest.raises(UserError, match=r"'decoupled': .*quorum"):
+        Options(decoupled=Decoupled(quorum=0))
+    with pytest.raises(UserError, match="replicas: got 'regions', which is for job files"):
+        Options(decoupled=Decoupled(replicas="regions"))
