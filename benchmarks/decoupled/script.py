@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import importlib
 import socket
 import subprocess
 import sys
@@ -18,13 +19,14 @@ from pathlib import Path
 
 import msgspec
 import torch
-import torch._dynamo  # an optimizer's first step would import it in each process
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import isthmus.sync
 from isthmus.sync import Options
+
+importlib.import_module("torch._dynamo")  # an optimizer's first step would import it in each process
 
 STEP_S = (1.0, 1.0, 0.5, 0.25)
 """So long that this machine's other work matters little."""

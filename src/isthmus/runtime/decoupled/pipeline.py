@@ -31,6 +31,7 @@ from isthmus.protocol.decoupled_events import (
     FragmentSent,
     ReplicaEvent,
     StepEnded,
+    LastStepMade,
     StepsMade,
     StopReplica,
     Train,
@@ -213,7 +214,7 @@ class PipelineReplica:
                 case Contribute(collect=collect):
                     fragments = self._account.due(collect.fragments, last=collect.last)
                     self._asked = msgspec.structs.replace(collect, fragments=fragments) if fragments else None
-                case StepsMade():
+                case StepsMade() | LastStepMade():
                     self._link.put(instruction)
                 case StopReplica():
                     self._over = True
