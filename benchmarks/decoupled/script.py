@@ -7,9 +7,9 @@ loss of its model at the end.
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
-import importlib
 import socket
 import subprocess
 import sys
