@@ -13,7 +13,6 @@ from typing import NamedTuple, TextIO, TypeVar
 
 import msgspec
 
-from isthmus.api.decoupled import refuse_decoupled
 from isthmus.api.federated_run import deploy
 from isthmus.api.folder import RunFolder
 from isthmus.api.jobs import opened
@@ -25,6 +24,7 @@ from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.federated.job import FederatedJob, check_deployment
 from isthmus.job import Job, fleet_of
 from isthmus.models import model_names
+from isthmus.runtime.decoupled.fleet_replicas import check_joined
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
@@ -46,8 +46,9 @@ def submit_job(job: Job | FederatedJob, state: Path | None = None) -> Handed:
     if isinstance(job, FederatedJob):
         check_deployment(job)
     else:
-        refuse_decoupled(job, "submit")
-        fleet_of(job)
+        fleet = fleet_of(job)
+        if job.sync.mode == "decoupled":
+            check_joined(job, fleet)
         if ":" not in job.model.name and job.model.name not in model_names():
             raise unknown_name("model", job.model.name, model_names())
         refuse_paths(job.data)

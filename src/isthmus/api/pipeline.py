@@ -64,9 +64,9 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
     Interrupted where it ended at once: before it began, or by a second Ctrl-C."""
     stop.check()
     if job.sync.mode == "decoupled":
-        if choices.plan is not None or choices.backend is not None:
-            raise UserError("sync.mode: got 'decoupled' with a plan or a fleet's devices, expected neither")
-        return run_decoupled(job, choices, observer, stop)
+        if choices.plan is not None:
+            raise UserError("sync.mode: got 'decoupled' with a plan, expected none")
+        return run_decoupled(job, choices, observer, stop, choices.backend)
     with run_session(job, choices, observer) as session:
         folder = session.folder
         start = _start(job, choices, folder, observer.note)

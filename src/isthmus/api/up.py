@@ -12,7 +12,6 @@ import msgspec
 
 from isthmus.api.agent_log import AgentLog
 from isthmus.api.cluster import Cluster
-from isthmus.api.decoupled import refuse_decoupled
 from isthmus.api.folder import AGENTS_LOG, COORDINATOR, PROBED, RunFolder
 from isthmus.api.given import check_arguments
 from isthmus.api.job_overrides import job_of
@@ -56,7 +55,6 @@ ANY_PORT = 9
 def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) -> Run:
     """As `run_job`, on the engine's nodes. Whatever ends the run ends the agents too."""
     stop.check()
-    refuse_decoupled(job, "up")
     check_planner(job.planner)
     timeout_s(asked.timeout)
     launcher = open_launcher(asked.engine, asked.options)

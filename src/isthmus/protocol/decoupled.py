@@ -134,6 +134,10 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         """Replicas that are there, by name."""
         return sorted(name for name, member in self._members.items() if member.connected)
 
+    def steps(self, replica: str) -> int:
+        """That it has made, as far as is known."""
+        return self._members[replica].steps if replica in self._members else 0
+
     def _is_stale(self, event: MergerEvent) -> bool:
         return False
 

@@ -41,13 +41,13 @@ def fragments_of(module: nn.Module, count: int) -> list[list[nn.Parameter]]:
 
 
 @torch.no_grad()
-def flat(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """A copy of all elements, float32 [elements]."""
-    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+def flat(parameters: Sequence[Tensor]) -> Tensor:
+    """A copy of all elements on the host, float32 [elements]."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters]).cpu()
 
 
 @torch.no_grad()
-def spread(values: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+def spread(values: Tensor, parameters: Sequence[Tensor]) -> None:
     """Write `flat` elements back."""
     for parameter, part in zip(parameters, values.split([p.numel() for p in parameters]), strict=True):
         parameter.copy_(part.view(parameter.shape))
@@ -125,9 +125,10 @@ class ReplicaAccount:
 class ReplicaFragments:
     """A replica's side, where one process has all of its weights."""
 
-    def __init__(self, module: nn.Module, count: int, codec: DeltaCodec) -> None:
-        self._parameters = fragments_of(module, count)
-        self.account = ReplicaAccount(count, codec)
+    def __init__(self, parameters: Sequence[Sequence[Tensor]], codec: DeltaCodec) -> None:
+        """`parameters` of each fragment, which are written in place."""
+        self._parameters = parameters
+        self.account = ReplicaAccount(len(parameters), codec)
 
     def give(self, fragment: int, number: int) -> Tensor:
         """As the account does, of the module's weights."""

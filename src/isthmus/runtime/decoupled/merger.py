@@ -75,15 +75,17 @@ class _ReplicaLink:
         """By fragment, the payload of its newest change."""
         self._run, self._merged, self._lock, self._shape = run, merged, lock, shape
         self._heartbeats = 0
+        self._first: Outgoing | None = None
         self.sent_bytes = self.plain_bytes = self.whole_bytes = 0
         """Of changes, of these as float32, and of fragments that are sent whole."""
         for fragment in range(fragments):
             self.delivery.publish(fragment, 0, 0)
 
-    def connect(self, channel: SocketChannel) -> None:
-        """From now on over this channel, and no other."""
+    def connect(self, channel: SocketChannel, first: Outgoing | None) -> None:
+        """From now on over this channel, and no other; `first` is sent before all else."""
         with self._lock:
             self.delivery.restart()
+            self._first = first
             self._connections += 1
         if self.outgoing is not None:
             self.outgoing.finish(0.0)
@@ -108,9 +110,14 @@ class _ReplicaLink:
         may be sent without the lock."""
         tensors: list[Tensor] = []
         with self._lock:
-            order = self.delivery.next() if connection == self._connections else None
+            if connection != self._connections:
+                return None
+            first, self._first = self._first, None
+            order = self.delivery.next() if first is None else None
             if isinstance(order, FragmentSent):
                 tensors = [self._merged.known[order.fragment] if order.whole else self.changes[order.fragment]]
+        if first is not None:
+            return first
         if order is None:
             beats, self._heartbeats = self._heartbeats, 0
             return (Heartbeat(run=self._run), []) if beats else None
@@ -137,10 +144,12 @@ class MergerHost:
         run: str,
         timeout_s: float,
         watch: MergerWatch,
+        begin: Callable[[str], Outgoing] | None = None,
     ) -> None:
-        """`links` are those of all replicas, emulated or None; `codec` is that of their payloads."""
+        """`links` are those of all replicas, emulated or None; `codec` is that of their payloads. `begin` is what a
+        replica is sent first, where it does not know the job."""
         self._machine, self._merged, self._codec = machine, merged, codec
-        self._run, self._timeout_s, self._watch = run, timeout_s, watch
+        self._run, self._timeout_s, self._watch, self._begin = run, timeout_s, watch, begin
         self._lock = threading.Lock()
         self._links = {name: _ReplicaLink(run, merged, self._lock, shape) for name, shape in links.items()}
         self._events: queue.SimpleQueue[ReceivedMessage] = queue.SimpleQueue()
@@ -234,7 +243,7 @@ class MergerHost:
         except KeyError:  # it is gone already
             return
         assert isinstance(channel, SocketChannel), "replicas are reached over sockets"
-        self._links[replica].connect(channel)
+        self._links[replica].connect(channel, self._begin(replica) if self._begin is not None else None)
         self._handle(ReplicaJoined(replica=replica))
 
     def _lost(self, replica: str, reason: str) -> None:

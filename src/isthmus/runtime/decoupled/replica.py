@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -20,30 +21,45 @@ from isthmus.protocol.decoupled_events import (
 )
 from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, TakenVersions
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer
 from isthmus.runtime.transport.shaping import sleep_until
+from isthmus.training.decoupled import ReplicaFragments
+
+
+class Trainer(Protocol):
+    """The steps of one replica on the whole model."""
+
+    samples: int
+    """Of a step."""
+    batch: int
+    """Of a step of each replica."""
+    steps: int
+    """That were made."""
+    fragments: ReplicaFragments
+
+    def step(self, samples: int) -> float:
+        """One step, where all replicas had trained on so many samples; returns the loss."""
+        ...
 
 
 class ReplicaProcess:
     """Drives the machine: its instructions are carried out in this thread, between two steps."""
 
-    def __init__(self, trainer: ReplicaTrainer, place: ReplicaPlace, fragments: int) -> None:
-        self._machine = DecoupledReplica(fragments, trainer.batch)
-        self._trainer, self._place = trainer, place
-        self._link = MergerLink(place)
+    def __init__(self, trainer: Trainer, link: MergerLink, fragments: int, step_s: float = 0.0) -> None:
+        """A step takes `step_s` at least."""
+        self._machine = DecoupledReplica(fragments, trainer.batch, trainer.steps)
+        self._trainer, self._link, self._step_s = trainer, link, step_s
         self._taken = TakenVersions()
         self._train: Train | None = None
         self._over = False
 
     def run(self) -> None:
-        """Until the run is over. The merger gets the error of training, which is then raised."""
-        with self._link.reporting():
-            while not self._over:
-                if (train := self._train) is None:
-                    self._receive(wait=True)
-                else:
-                    self._train = None
-                    self._step(train)
+        """Until the run is over."""
+        while not self._over:
+            if (train := self._train) is None:
+                self._receive(wait=True)
+            else:
+                self._train = None
+                self._step(train)
 
     def _receive(self, *, wait: bool) -> None:
         """What came, up to the next step's beginning; if `wait`, also what is yet to come. What comes after a step's
@@ -54,7 +70,7 @@ class ReplicaProcess:
     def _step(self, train: Train) -> None:
         began_s = time.monotonic()
         loss = self._trainer.step(train.samples)
-        sleep_until(began_s + self._place.step_s)
+        sleep_until(began_s + self._step_s)
         self._receive(wait=False)
         if not self._over:
             self._handle(StepEnded(samples=self._trainer.samples, loss=loss if math.isfinite(loss) else None), [])
@@ -88,6 +104,9 @@ class ReplicaProcess:
         self._link.put(self._taken.contributed(collect, fragments, self._trainer.steps, samples), payloads)
 
 
-def serve_replica(prepare: Callable[[], ReplicaTrainer], place: ReplicaPlace, fragments: int) -> None:
-    """Train as one replica until the merger ends the run."""
-    ReplicaProcess(prepare(), place, fragments).run()
+def serve_replica(prepare: Callable[[], Trainer], place: ReplicaPlace, fragments: int) -> None:
+    """Train as one replica until the merger ends the run. The merger gets the error of training, which is then
+    raised."""
+    trainer, link = prepare(), MergerLink(place)
+    with link.reporting():
+        ReplicaProcess(trainer, link, fragments, place.step_s).run()

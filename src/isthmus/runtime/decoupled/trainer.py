@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from isthmus.cost.problem import Decoupled
 from isthmus.data import Dataset, batch_at, sample_order
 from isthmus.errors import UserError
 from isthmus.extensions import import_object
@@ -17,7 +18,7 @@ from isthmus.job import Job
 from isthmus.models import build_model
 from isthmus.plans import Packing
 from isthmus.training.compression import Codec, EntropyCoded, Int4, codec_of
-from isthmus.training.decoupled import ReplicaFragments
+from isthmus.training.decoupled import ReplicaFragments, fragments_of
 from isthmus.training.optim import Optimizers, clip, gradient_norms
 
 _Split = Callable[[object], tuple[Tensor, Tensor | None, dict[str, Tensor]]]
@@ -36,7 +37,11 @@ _INT4 = EntropyCoded(Int4(INT4_TILE))
 
 def delta_codec(job: Job) -> Codec:
     """Of what replicas send."""
-    rules = job.sync.decoupled
+    return codec_by(job.sync.decoupled)
+
+
+def codec_by(rules: Decoupled) -> Codec:
+    """The same."""
     return _INT4 if rules.codec == "int4" else codec_of(Packing(codec=rules.codec, ratio=rules.ratio))
 
 
@@ -72,7 +77,7 @@ class ReplicaTrainer:
         named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         steps = job.training.steps
         self._optimizers = Optimizers(job.optimizer, named, job.learning_rate.tabled(steps), steps)
-        self.fragments = ReplicaFragments(self.module, job.sync.decoupled.fragments, delta_codec(job))
+        self.fragments = ReplicaFragments(fragments_of(self.module, job.sync.decoupled.fragments), delta_codec(job))
 
     def step(self, samples: int) -> float:
         """One step, where all replicas had trained on so many samples; returns the loss."""
