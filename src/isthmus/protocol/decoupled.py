@@ -22,6 +22,7 @@ from isthmus.protocol.decoupled_events import (
     CollectChanges,
     Contributed,
     Contribution,
+    EndReplica,
     FinishMerges,
     MergeChanges,
     MergedFragment,
@@ -30,6 +31,7 @@ from isthmus.protocol.decoupled_events import (
     MergeRules,
     ReplicaJoined,
     ReplicaLost,
+    ReplicaReleased,
     RunStopped,
     SendAll,
     StepsMade,
@@ -47,6 +49,7 @@ MERGER = Transitions(
         "waiting": {
             ReplicaJoined: "training",
             ReplicaLost: "waiting",
+            ReplicaReleased: "waiting",
             ClockRead: "waiting done",
             RunStopped: "done",
         },
@@ -55,6 +58,7 @@ MERGER = Transitions(
             ReplicaLost: "training waiting",
             StepsMade: "training collecting closing",
             Contributed: "training",
+            ReplicaReleased: "training",
             ClockRead: "training",
             RunStopped: "closing",
         },
@@ -63,6 +67,7 @@ MERGER = Transitions(
             ReplicaLost: "collecting training closing waiting",
             StepsMade: "collecting",
             Contributed: "collecting training closing",
+            ReplicaReleased: "collecting",
             ClockRead: "collecting training closing",
             RunStopped: "closing",
         },
@@ -71,6 +76,7 @@ MERGER = Transitions(
             ReplicaLost: "closing done",
             StepsMade: "closing",
             Contributed: "closing done",
+            ReplicaReleased: "closing",
             ClockRead: "closing done",
             RunStopped: "closing",
         },
@@ -89,6 +95,7 @@ class _Member:
 
     def __init__(self) -> None:
         self.connected = True
+        self.leaves = False
         self.steps = 0
         self.shows_life = False
         """Whether it has made a step since the newest merge was announced."""
@@ -151,6 +158,8 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
                 return self._joined(replica)
             case ReplicaLost(replica=replica, reason=reason):
                 return self._lost(replica, reason)
+            case ReplicaReleased(replica=replica):
+                return self._released(replica)
             case ClockRead(now_s=now_s):
                 return self._clock(now_s)
             case _:
@@ -172,9 +181,11 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         return [*([Note(note)] if again else []), SendAll(replica)]
 
     def _lost(self, replica: str, reason: str) -> Out:
-        self._members[replica].connected = False
+        member = self._members[replica]
+        member.connected = False
         self._expected.discard(replica)
-        out: Out = [Note(f"{replica} is lost: {reason}; the others go on"), *self._look()]
+        what = "has left" if member.leaves else f"is lost: {reason}; the others go on"
+        out: Out = [Note(f"{replica} {what}"), *self._look()]
         if self.connected or self._phase == "done":
             return out
         if self._phase == "closing":
@@ -182,6 +193,13 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         self._phase, self._asked = "waiting", None
         self.due_s = self._now_s + self.rules.timeout_s
         return out
+
+    def _released(self, replica: str) -> Out:
+        if replica not in self.connected:
+            return []
+        self._members[replica].leaves = True
+        fragments = tuple(range(self.rules.fragments))
+        return [AskReplica(replica, CollectChanges(merge=self.merge, fragments=fragments, last=True))]
 
     def _stepped(self, replica: str, made: StepsMade) -> Out:
         member = self._members[replica]
@@ -208,15 +226,15 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         self._interval_s += (lately_s - self._interval_s) * (_INTERVAL_DECAY if self.merge > 1 else 1.0)
         self._announced_s, self._merged_samples = self._now_s, self.samples
         self._asked = CollectChanges(merge=self.merge, fragments=fragments, last=last)
-        self._invited = set(self.connected)
-        self._expected = {name for name in self.connected if self._members[name].shows_life}
+        self._invited = {name for name in self.connected if not self._members[name].leaves}
+        self._expected = {name for name in self._invited if self._members[name].shows_life}
         self._answered = set()
         for member in self._members.values():
             member.shows_life = False
         self._phase = "closing" if last else "collecting"
         self._has_quorum = False
         self.due_s = self._now_s + (self._grace_s if last else _QUORUM_TIMEOUT * self._interval_s)
-        return [AskReplica(name, self._asked) for name in self.connected]
+        return [AskReplica(name, self._asked) for name in sorted(self._invited)]
 
     @property
     def _grace_s(self) -> float:
@@ -232,11 +250,12 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
                 taken=body.taken,
                 taken_before=body.taken_before,
             )
-        if self._asked is None or body.merge != self._asked.merge:
-            self.late += 1
-        else:
+        leaves = self._members[replica].leaves
+        if self._asked is not None and body.merge == self._asked.merge:
             self._answered.add(replica)
-        return self._look()
+        elif not leaves:
+            self.late += 1
+        return [*self._look(), *([EndReplica(replica)] if leaves else [])]
 
     @property
     def _given(self) -> set[str]:

@@ -21,7 +21,7 @@ from isthmus.runtime.coordinator.run_callbacks import Address
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.decoupled.groups import FIELD, Groups, replica_groups
 from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
-from isthmus.runtime.decoupled.merger import MergerWatch
+from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
 from isthmus.runtime.decoupled.outgoing import Outgoing
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.run import check_decoupled
@@ -81,11 +81,11 @@ class FleetReplicas(MergedRun):
             stop=stop,
         )
         with backend.at_work(call, host.acceptor) as session, stop.calls(lambda: None):
-            finish = host.coordinate(partial(self._look, session, watch.note), lambda: stop.requested)
+            finish = host.coordinate(partial(self._look, host, session, watch.note), lambda: stop.requested)
         return self._outcome(host, finish)
 
-    def _look(self, session: Session, note: Callable[[str], None]) -> Mapping[str, str]:
-        """Call devices that came. None has ended for good: all may come again."""
+    def _look(self, host: MergerHost, session: Session, note: Callable[[str], None]) -> Mapping[str, str]:
+        """Call devices that came, and let those go that are to leave. None has ended for good: all may come again."""
         now_s = time.monotonic()
         if now_s < self._looked_s + LOOK_S:
             return {}
@@ -96,6 +96,9 @@ class FleetReplicas(MergedRun):
                 wait_s = AGAIN_S * 2 ** (self._failed[name] - 1)
                 self._waits_s[name] = now_s + wait_s
                 note(f"{name}: its process ended ({how}); it is called again in {wait_s:g} s")
+        for name in session.leaving():
+            if name in self._groups:
+                host.release(name)
         for name in session.offers():
             has_data = self._holders.is_known(name) and name in self._holders.described
             if has_data and now_s >= self._waits_s.get(name, 0.0):

@@ -21,12 +21,14 @@ from isthmus.protocol.decoupled_events import (
     ClockRead,
     CollectChanges,
     Contributed,
+    EndReplica,
     FinishMerges,
     FragmentSent,
     MergeChanges,
     MergerEvent,
     ReplicaJoined,
     ReplicaLost,
+    ReplicaReleased,
     RunStopped,
     SendAll,
     StepsMade,
@@ -250,6 +252,10 @@ class MergerHost:
         self.acceptor.forget(replica)
         self._handle(ReplicaLost(replica=replica, reason=reason))
 
+    def release(self, replica: str) -> None:
+        """Have a replica contribute all that it has, and end. In the thread of `coordinate`."""
+        self._handle(ReplicaReleased(replica=replica))
+
     def _contributed(self, replica: str, body: Contributed, tensors: list[Tensor]) -> None:
         deltas: dict[int, Tensor] = {}
         for fragment, payload in zip(body.fragments, tensors, strict=True):
@@ -293,6 +299,8 @@ class MergerHost:
             match instruction:
                 case AskReplica(replica=replica, collect=collect):
                     self._links[replica].ask(collect)
+                case EndReplica(replica=replica):
+                    self._links[replica].ask(Halt())
                 case SendAll(replica=replica):
                     self._links[replica].wake()
                 case MergeChanges():
