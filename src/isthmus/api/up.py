@@ -38,6 +38,7 @@ from isthmus.fleet import Fleet, dump_fleet, load_fleet
 from isthmus.job import Job, prepare
 from isthmus.planners import check_planner
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
+from isthmus.runtime.decoupled.fleet_replicas import check_joined
 from isthmus.runtime.launchers.forked_agents import fork_agents_early as fork_agents_early
 from isthmus.runtime.launchers.launcher import AgentSpec, Launcher, Renders
 from isthmus.runtime.launchers.registry import open_launcher
@@ -59,6 +60,8 @@ def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) ->
     timeout_s(asked.timeout)
     launcher = open_launcher(asked.engine, asked.options)
     fleet = fleet_for(job) if is_known(job.fleet, asked.measure) else None
+    if fleet is not None and job.sync.mode == "decoupled":
+        check_joined(job, fleet)
     launcher.check()
     specs = agent_specs(agent_names(asked, fleet, launcher.nodes()), asked, fleet, here=not launcher.head)
     serving = _serving(asked, launcher.head)

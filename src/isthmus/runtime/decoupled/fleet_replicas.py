@@ -27,6 +27,7 @@ from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.run import check_decoupled
 from isthmus.runtime.messages.decoupled import ReplicaShare, TrainReplica
 from isthmus.runtime.processes.signals import Stop
+from isthmus.sanitize import sanitize
 from isthmus.training.decoupled import fragments_of
 from isthmus.training.layout import header_of
 from isthmus.training.weights import parameter_names, weights_of
@@ -93,9 +94,8 @@ class FleetReplicas(MergedRun):
         for name, how in session.ended().items():
             if name not in self._waits_s:
                 self._failed[name] = self._failed.get(name, 0) + 1
-                wait_s = AGAIN_S * 2 ** (self._failed[name] - 1)
-                self._waits_s[name] = now_s + wait_s
-                note(f"{name}: its process ended ({how}); it is called again in {wait_s:g} s")
+                self._waits_s[name] = now_s + AGAIN_S * 2 ** (self._failed[name] - 1)
+                note(f"{name}: its process ended: {sanitize(how)}")
         for name in session.leaving():
             if name in self._groups:
                 host.release(name)

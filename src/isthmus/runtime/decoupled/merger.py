@@ -226,7 +226,7 @@ class MergerHost:
             return
         match message:
             case FromReplica(body=DeviceFailed(reason=reason)):
-                self._lost(replica, reason)
+                self._lost(replica, sanitize(reason))
             case FromReplica(body=StepsMade() as body):
                 self._handle(FromDevice(replica, body))
                 self._watch.stepped(replica, body, self._machine.samples, self.now_s)
