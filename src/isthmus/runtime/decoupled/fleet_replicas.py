@@ -62,6 +62,8 @@ class FleetReplicas(MergedRun):
         self._groups: Groups = replica_groups(prepared.job, fleet)
         self._shapes = _shapes(self.model, prepared)
         self._looked_s = 0.0
+        self._trains = False
+        """Whether any did at the last look."""
         self._failed: dict[str, int] = {}
         """How many times a device's process has."""
         self._waits_s: dict[str, float] = {}
@@ -70,7 +72,7 @@ class FleetReplicas(MergedRun):
     def run(self, backend: Backend, watch: MergerWatch, stop: Stop, logs: Path) -> DecoupledOutcome:
         """To the end."""
         job = self._job
-        host = self._host(dict.fromkeys(self._groups), watch, self._first)
+        host = self._host(dict.fromkeys(self._groups), watch, self.first)
         call = RunRequest(
             run=self._run,
             devices=(),
@@ -91,6 +93,9 @@ class FleetReplicas(MergedRun):
         if now_s < self._looked_s + LOOK_S:
             return {}
         self._looked_s = now_s
+        if self._trains and not self.machine.connected:
+            note("no device is left: the run waits for one; if it is stopped, what is merged is saved")
+        self._trains = bool(self.machine.connected)
         for name, how in session.ended().items():
             if name not in self._waits_s:
                 self._failed[name] = self._failed.get(name, 0) + 1
@@ -107,7 +112,7 @@ class FleetReplicas(MergedRun):
                 session.call(name)
         return {}
 
-    def _first(self, replica: str) -> Outgoing:
+    def first(self, replica: str) -> Outgoing:
         """What a device is told that joins the run."""
         job, number = self._job, list(self._groups).index(replica)
         own = pipeline_prepared(self._prepared, self._groups, replica)
