@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from isthmus.errors import UserError
 from isthmus.fleet import Device, Links, dump_fleet
 from isthmus.fleet import Fleet as Machines
 from isthmus.job import Job
+from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.decoupled.fleet_replicas import check_joined
 from isthmus.runtime.decoupled.record import merges_file, replay
 from isthmus.runtime.decoupled.trainer import seeded_model
@@ -42,40 +44,78 @@ def _job(folder: Path) -> Job:
     return msgspec.structs.replace(job, training=training, fleet=str(folder / "fleet.toml"))
 
 
-def _contributors(run: Path) -> list[str]:
-    """Of every merge so far, in order."""
-    lines = merges_file(run).lines() if run.is_dir() else []
-    return [c.replica for line in lines for fragment in line.merge.fragments for c in fragment.contributions]
+class _Running:
+    """The job on the devices of a fleet, in a thread."""
+
+    def __init__(self, fleet: Fleet, folder: Path) -> None:
+        self.job, self.folder, self.notes, self.stop = _job(folder), folder / "run", list[str](), Stop()
+        self._ended: list[Run | Exception] = []
+        self._thread = threading.Thread(target=self._run, args=(fleet,), daemon=True)
+        self._thread.start()
+
+    def _run(self, fleet: Fleet) -> None:
+        class Notes(Observer):
+            def note(_, text: str) -> None:
+                self.notes.append(text)
+
+        choices = Choices(run=self.folder, backend=fleet.service)
+        self._ended += outcomes(lambda: run_job(self.job, choices, Notes(), self.stop))
+
+    @property
+    def merges(self) -> list[MergeChanges]:
+        return [line.merge for line in merges_file(self.folder).lines()] if self.folder.is_dir() else []
+
+    @property
+    def contributors(self) -> list[str]:
+        """Of every merge so far, in order."""
+        return [c.replica for merge in self.merges for fragment in merge.fragments for c in fragment.contributions]
+
+    def said(self, text: str) -> bool:
+        return any(note.startswith(text) for note in self.notes)
+
+    def end(self) -> None:
+        """What it has is merged and saved."""
+        self.stop.request()
+        self._thread.join(60)
+        assert [run.outcome for run in self._ended if isinstance(run, Run)] == ["interrupted"], self._ended
 
 
 def test_a_device_is_lost_and_another_comes(fleet: Fleet, tmp_path: Path) -> None:
-    job, folder, notes, stop = _job(tmp_path), tmp_path / "run", list[str](), Stop()
-
-    class Notes(Observer):
-        def note(self, text: str) -> None:
-            notes.append(text)
-
-    choices, ended = Choices(run=folder, backend=fleet.service), list[Run | Exception]()
-    running = threading.Thread(target=lambda: ended.extend(outcomes(lambda: run_job(job, choices, Notes(), stop))))
-    running.start()
+    run = _Running(fleet, tmp_path)
     first, second = Devices(fleet, tmp_path, ("a",)), Devices(fleet, tmp_path, ("b",))
-    soon(lambda: {"a", "b"} <= {*_contributors(folder)})
+    soon(lambda: {"a", "b"} <= {*run.contributors})
     second.stop()
-    soon(lambda: any(line.startswith("b is lost: ") for line in notes))
+    soon(lambda: run.said("b is lost: "))
     third = Devices(fleet, tmp_path, ("c",))
-    soon(lambda: "c" in _contributors(folder))
-    stop.request()
-    running.join(60)
-    assert [r.outcome for r in ended if isinstance(r, Run)] == ["interrupted"], (ended, notes)
-    merges = [line.merge for line in merges_file(folder).lines()]
-    again = replay(job, load_dataset(job.data, "train"), NAMES, merges)
+    soon(lambda: "c" in run.contributors)
+    run.end()
+    job = run.job
+    again = replay(job, load_dataset(job.data, "train"), NAMES, run.merges)
     expected, found = seeded_model(job), seeded_model(job)
     again.fill(fragments_of(expected, job.sync.decoupled.fragments))
-    Run(folder).load(found)
+    Run(run.folder).load(found)
     for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     for devices in (first, third):
         devices.stop()
+
+
+@pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
+def test_a_drained_device_gives_all_and_one_that_comes_back_goes_on(fleet: Fleet, tmp_path: Path) -> None:
+    run = _Running(fleet, tmp_path)
+    devices = Devices(fleet, tmp_path, ("a", "b"))
+    soon(lambda: {"a", "b"} <= {*run.contributors})
+    fleet.state.drain("b")
+    soon(lambda: run.said("b has left"))
+    given = run.contributors.count("b")
+    soon(lambda: run.contributors.count("a") > 2 * given)
+    assert run.contributors.count("b") <= given + job_of().sync.decoupled.fragments, "what it gave last"
+    devices.stop()
+    soon(lambda: run.said("no device is left"))
+    back = Devices(fleet, tmp_path, ("c",))
+    soon(lambda: "c" in run.contributors)
+    run.end()
+    back.stop()
 
 
 def test_pipelines_on_devices_that_join_are_refused() -> None:
