@@ -72,7 +72,7 @@ class FleetReplicas(MergedRun):
     def run(self, backend: Backend, watch: MergerWatch, stop: Stop, logs: Path) -> DecoupledOutcome:
         """To the end."""
         job = self._job
-        host = self._host(dict.fromkeys(self._groups), watch, self.first)
+        host = self._host(dict.fromkeys(self._groups, None), watch, self.first)
         call = RunRequest(
             run=self._run,
             devices=(),
