@@ -1,4 +1,4 @@
-"""Replicas that are told what to train, over TCP, each in a thread: one is to leave, and the record says all."""
+"""Replicas that receive what to train, over TCP, each in a thread: one is to leave, and the record says all."""
 
 from __future__ import annotations
 

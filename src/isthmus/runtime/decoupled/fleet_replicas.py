@@ -113,7 +113,7 @@ class FleetReplicas(MergedRun):
         return {}
 
     def first(self, replica: str) -> Outgoing:
-        """What a device is told that joins the run."""
+        """What the merger sends first to a device that joins the run."""
         job, number = self._job, list(self._groups).index(replica)
         own = pipeline_prepared(self._prepared, self._groups, replica)
         stages = StageAssignments(own, self._plans[replica], self._fleet)

@@ -22,7 +22,7 @@ from isthmus.training.engine import TorchEngine
 
 
 class GraphTrainer:
-    """Of the replica that was told to train so. Its parameters are zeros until the merger's versions are taken."""
+    """Of the replica that received the order. Its parameters are zeros until the merger's versions are taken."""
 
     def __init__(
         self, order: TrainReplica, kept: Mapping[str, Tensor], dataset: Dataset, accelerator: Accelerator

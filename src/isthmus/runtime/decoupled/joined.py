@@ -30,7 +30,7 @@ def serve_joined(coordinator: tuple[str, int], site: Endpoint, run: str, timeout
         address=f"{host}:{port}",
         timeout_s=timeout_s,
         identity=site.identity,
-        patience_s=AWAY_TIMEOUTS * timeout_s,
+        away_timeout_s=AWAY_TIMEOUTS * timeout_s,
     )
     link = MergerLink(place)
     with link.reporting():

@@ -55,7 +55,7 @@ class DecoupledOutcome:
 
 
 class MergedRun:
-    """Whoever the replicas are."""
+    """Replicas may be processes here or devices of a fleet."""
 
     def __init__(self, job: Job, timeout_s: float | None = None) -> None:
         """Without a replica it ends after `timeout_s`, None: that of the job. UserError for a model that cannot be

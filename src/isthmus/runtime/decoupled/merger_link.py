@@ -56,7 +56,7 @@ class ReplicaPlace:
     """Emulated, to the merger."""
     identity: Identity | None = None
     """Of a device that joined a fleet: its coordinator has the merger."""
-    patience_s: float = math.inf
+    away_timeout_s: float = math.inf
     """Where the merger cannot be reached for longer, the replica ends."""
 
 
@@ -123,7 +123,7 @@ class MergerLink:
                 self._connect()
             except PeerError:
                 self.received.put((LinkLost(), []))
-            if time.monotonic() - self._heard_s > self._place.patience_s:
+            if time.monotonic() - self._heard_s > self._place.away_timeout_s:
                 self._assigned.put(None)
                 self.received.put((Halt(), []))
                 return
