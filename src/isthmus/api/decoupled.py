@@ -60,6 +60,12 @@ def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop,
         return Run(session.folder.path, outcome=outcome.finish.outcome)
 
 
+def check_on_fleet(job: Job) -> None:
+    """Before anything begins. UserError for a job whose replicas cannot be devices that join a fleet."""
+    if job.sync.mode == "decoupled":
+        check_joined(job, fleet_of(job))
+
+
 class _Running(NamedTuple):
     """A run whose folder is there."""
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, TextIO, TypeVar
 
 import msgspec
 
+from isthmus.api.decoupled import check_on_fleet
 from isthmus.api.federated_run import deploy
 from isthmus.api.folder import RunFolder
 from isthmus.api.jobs import opened
@@ -24,7 +25,6 @@ from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.federated.job import FederatedJob, check_deployment
 from isthmus.job import Job, fleet_of
 from isthmus.models import model_names
-from isthmus.runtime.decoupled.fleet_replicas import check_joined
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.service.fleet_coordinator import FleetCoordinator
@@ -46,9 +46,8 @@ def submit_job(job: Job | FederatedJob, state: Path | None = None) -> Handed:
     if isinstance(job, FederatedJob):
         check_deployment(job)
     else:
-        fleet = fleet_of(job)
-        if job.sync.mode == "decoupled":
-            check_joined(job, fleet)
+        fleet_of(job)
+        check_on_fleet(job)
         if ":" not in job.model.name and job.model.name not in model_names():
             raise unknown_name("model", job.model.name, model_names())
         refuse_paths(job.data)

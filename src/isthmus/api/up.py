@@ -12,6 +12,7 @@ import msgspec
 
 from isthmus.api.agent_log import AgentLog
 from isthmus.api.cluster import Cluster
+from isthmus.api.decoupled import check_on_fleet
 from isthmus.api.folder import AGENTS_LOG, COORDINATOR, PROBED, RunFolder
 from isthmus.api.given import check_arguments
 from isthmus.api.job_overrides import job_of
@@ -38,7 +39,6 @@ from isthmus.fleet import Fleet, dump_fleet, load_fleet
 from isthmus.job import Job, prepare
 from isthmus.planners import check_planner
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
-from isthmus.runtime.decoupled.fleet_replicas import check_joined
 from isthmus.runtime.launchers.forked_agents import fork_agents_early as fork_agents_early
 from isthmus.runtime.launchers.launcher import AgentSpec, Launcher, Renders
 from isthmus.runtime.launchers.registry import open_launcher
@@ -60,8 +60,8 @@ def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) ->
     timeout_s(asked.timeout)
     launcher = open_launcher(asked.engine, asked.options)
     fleet = fleet_for(job) if is_known(job.fleet, asked.measure) else None
-    if fleet is not None and job.sync.mode == "decoupled":
-        check_joined(job, fleet)
+    if fleet is not None:
+        check_on_fleet(job)
     launcher.check()
     specs = agent_specs(agent_names(asked, fleet, launcher.nodes()), asked, fleet, here=not launcher.head)
     serving = _serving(asked, launcher.head)
