@@ -27,7 +27,7 @@ fuzz: $(READY)
 
 # What takes too long for every time, and each fault at twenty moments, over real processes.
 test-faults: $(READY)
-	ISTHMUS_FAULTS=1 $(BIN)/pytest tests/faults tests/fleet_service/test_fleet_faults.py tests/fleet_service/test_far_sites.py tests/fleet_service/test_nat.py tests/fleet_service/test_islands.py tests/launchers/test_ray.py tests/launchers/test_per_rank.py tests/docs/test_pages.py tests/sync/test_sync_trainer.py tests/launchers/test_ray_executors.py tests/fleet_service/test_idle_audits.py tests/federated/test_secure_aggregation.py tests/federated/test_secure_sites.py tests/training/test_jax.py
+	ISTHMUS_FAULTS=1 $(BIN)/pytest tests/faults tests/fleet_service/test_fleet_faults.py tests/fleet_service/test_far_sites.py tests/fleet_service/test_joined_replicas.py tests/fleet_service/test_nat.py tests/fleet_service/test_islands.py tests/launchers/test_ray.py tests/launchers/test_per_rank.py tests/docs/test_pages.py tests/sync/test_sync_trainer.py tests/launchers/test_ray_executors.py tests/fleet_service/test_idle_audits.py tests/federated/test_secure_aggregation.py tests/federated/test_secure_sites.py tests/training/test_jax.py
 	$(BIN)/python -m tests.faults.table
 
 # Everything that has a GPU side, on this machine's accelerator; ISTHMUS_GPU names another than the first.

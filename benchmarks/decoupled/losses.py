@@ -17,7 +17,7 @@ from isthmus.data import Dataset, SampleOrder, load_dataset
 from isthmus.fleet import Fleet, resolve_fleet
 from isthmus.job import prepare
 from isthmus.protocol.decoupled_events import MergeChanges
-from isthmus.runtime.decoupled.run import merge_rules
+from isthmus.runtime.decoupled.merged_run import merge_rules
 from isthmus.runtime.decoupled.together import ReplicasTogether, merged_fragments
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer, heldout_loss, seeded_model, split_outputs
 from isthmus.simulator import Fault

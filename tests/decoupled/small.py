@@ -15,7 +15,7 @@ from isthmus.fleet import Link
 from isthmus.job import Job, TrainingConfig
 from isthmus.models import ModelSpec
 from isthmus.protocol.decoupled_events import MergeRules
-from isthmus.runtime.decoupled.run import merge_rules
+from isthmus.runtime.decoupled.merged_run import merge_rules
 from isthmus.runtime.decoupled.together import ReplicasTogether, job_together
 from isthmus.simulator import Fault
 

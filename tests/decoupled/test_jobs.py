@@ -138,14 +138,17 @@ def test_what_replicas_cannot_do_is_refused(job: Job) -> None:
         assert str(error.value) == text
 
 
-def test_commands_for_other_machines_refuse_in_a_line(job: Job, tmp_path: Path) -> None:
-    refused = {
-        "serve": lambda: isthmus.serve(job, state=tmp_path / "fleet"),
-        "submit": lambda: submit_job(job, state=tmp_path / "fleet"),
-        "up": lambda: isthmus.up(job, on="local"),
-    }
-    for command, act in refused.items():
-        with pytest.raises(UserError, match=f"sync.mode: got 'decoupled' with `isthmus {command}`, expected another"):
+def test_pipelines_on_devices_that_join_are_refused_before_anything_begins(job: Job, tmp_path: Path) -> None:
+    names = fleet_of(job).names
+    rules = msgspec.structs.replace(job.sync.decoupled, replicas=(names[:2], *((name,) for name in names[2:])))
+    job = msgspec.structs.replace(job, sync=msgspec.structs.replace(job.sync, decoupled=rules))
+    refused = [
+        lambda: isthmus.serve(job, state=tmp_path / "fleet"),
+        lambda: submit_job(job, state=tmp_path / "fleet"),
+        lambda: isthmus.up(job, on="local"),
+    ]
+    for act in refused:
+        with pytest.raises(UserError, match=r"sync.decoupled.replicas: got pipelines \(.*\) on devices that join"):
             act()
     assert not (tmp_path / "fleet").exists()
 

@@ -20,6 +20,7 @@ from isthmus.protocol.decoupled_events import (
     CollectChanges,
     Contribute,
     Contributed,
+    EndReplica,
     FinishMerges,
     FragmentSent,
     LastStepMade,
@@ -28,6 +29,7 @@ from isthmus.protocol.decoupled_events import (
     MergerInstruction,
     ReplicaJoined,
     ReplicaLost,
+    ReplicaReleased,
     SendAll,
     StepEnded,
     StepsMade,
@@ -35,6 +37,7 @@ from isthmus.protocol.decoupled_events import (
 )
 from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.protocol.machine import FromDevice
+from isthmus.protocol.run_events import Note
 from isthmus.protocol.run_messages import Halt
 from isthmus.simulator import Fault
 
@@ -120,6 +123,23 @@ def test_what_comes_too_late_is_in_the_next_merge() -> None:
     host.step("b")
     host.give("a", 2)
     assert merged(host.give("b", 2)) == [("a", 2, 32), ("b", 2, 32), ("c", 1, 8)]
+
+
+def test_one_that_is_to_leave_gives_all_and_is_not_asked_again() -> None:
+    host = Host()
+    announced(host)
+    host.give("a", 1)
+    asked = CollectChanges(merge=1, fragments=(0,), last=True)
+    assert host.machine.handle(ReplicaReleased(replica="b")) == [AskReplica("b", asked)]
+    found = host.give("b", 1, 16)
+    assert merged(found) == [("a", 1, 32), ("b", 1, 16)]
+    assert found[-1] == EndReplica("b")
+    host.at(2.0)
+    host.step("c")
+    again = host.step("a")
+    assert [one.replica for one in again if isinstance(one, AskReplica)] == ["a", "c"]
+    assert host.lose("b")[0] == Note("b has left")
+    assert host.machine.handle(ReplicaReleased(replica="b")) == []
 
 
 def test_a_quorum_is_of_those_that_are_at_work() -> None:

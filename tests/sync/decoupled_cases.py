@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 import isthmus.sync
 from isthmus.sync import Decoupled, Options
-from isthmus.training.decoupled import ReplicaFragments, delta_codec
+from isthmus.training.decoupled import ReplicaFragments, delta_codec, fragments_of
 
 RULES = Decoupled(fragments=2, quorum=2, grace=0.2)
 PERIOD = 4
@@ -44,7 +44,7 @@ class Training:
         self.steps = 0
         self._rank, self._drawn = rank, torch.Generator().manual_seed(rank)
         self._teacher = torch.randn(16, 4, generator=torch.Generator().manual_seed(99))
-        self.fragments = ReplicaFragments(self.model, RULES.fragments, delta_codec(RULES))
+        self.fragments = ReplicaFragments(fragments_of(self.model, RULES.fragments), delta_codec(RULES))
 
     def backward(self) -> float:
         inputs = torch.randn(SAMPLES[self._rank], 16, generator=self._drawn)

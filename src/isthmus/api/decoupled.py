@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,58 +29,101 @@ from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.report.boundary_table import codecs_of
 from isthmus.run_files import JOB, write_json
+from isthmus.runtime.coordinator.backend import Backend
+from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
+from isthmus.runtime.decoupled.fleet_replicas import FleetReplicas, check_joined
 from isthmus.runtime.decoupled.groups import replica_groups
+from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
 from isthmus.runtime.decoupled.merger import MergerWatch
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.record import MergeLine, merges_file
-from isthmus.runtime.decoupled.run import DecoupledOutcome, DecoupledRun, check_decoupled
+from isthmus.runtime.decoupled.run import DecoupledRun, check_decoupled
 from isthmus.runtime.decoupled.trainer import heldout_loss
 from isthmus.runtime.processes.signals import Stop
 from isthmus.training.checkpoint import CheckpointWriter, Manifest
 from isthmus.units import format_duration, format_size
 
 
-def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop) -> Run:
-    """To its end, or until it is to stop: then what replicas have is merged and saved. UserError for a job that cannot
-    be run like this, PeerError where no replica was left."""
+def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop, backend: Backend | None = None) -> Run:
+    """To its end, or until it is to stop: then what replicas have is merged and saved. Replicas are processes here, or
+    devices of a `backend`. UserError for a job that cannot be run like this, PeerError where no replica was left."""
     stop.check()
     fleet = fleet_of(job)
-    check_decoupled(job, fleet)
+    (check_decoupled if backend is None else check_joined)(job, fleet)
     if choices.resume:
         raise UserError("--resume: got a job with sync.mode 'decoupled', expected a new run: replicas are not saved")
     with run_session(job, choices, observer) as session:
-        path = session.folder.path
-        with DecoupledRun(job, fleet, path, plan_again) as run:
-            prepared = prepare(job)
-            plans = replica_plans(prepared, fleet)
-            watch = _Watch(job, run, session, observer)
-            watch.start(fleet, stop)
-            observer.note(f"run folder: {path}")
-            for name, plan in plans.items():
-                observer.note(step_text(name, plan, plan.predicted.step_s))
-            pipelines = {name: plan for name, plan in plans.items() if len(run.groups[name]) > 1}
-            if pipelines:
-                run.keep(prepared, pipelines)
-            alone_s = {name: plan.predicted.step_s for name, plan in plans.items() if name not in pipelines}
-            emulated_s = alone_s if job.runtime.emulate else {}
-            observer.replicas_began(f"{job.model.name} on {fleet.name}, {len(plans)} replicas")
-            try:
-                outcome = run.run(emulated_s, watch.merger, stop)
-                watch.end(outcome, emulated_s)
-            finally:
-                observer.ended()
+        running = _Running(job, fleet, session, observer, stop)
+        outcome = running.here() if backend is None else running.joined(backend)
         if outcome.finish.outcome == "lost":
             raise PeerError(outcome.finish.reason)
-        return Run(path, outcome=outcome.finish.outcome)
+        return Run(session.folder.path, outcome=outcome.finish.outcome)
 
 
-def refuse_decoupled(job: Job, command: str) -> None:
-    """UserError where a command runs jobs on other machines than this one."""
+def check_on_fleet(job: Job) -> None:
+    """Before anything begins. UserError for a job whose replicas cannot be devices that join a fleet."""
     if job.sync.mode == "decoupled":
-        raise UserError(
-            f"sync.mode: got 'decoupled' with `isthmus {command}`, expected another: replicas that never wait are "
-            "processes of one machine, which `isthmus train` starts"
-        )
+        check_joined(job, fleet_of(job))
+
+
+class _Running(NamedTuple):
+    """A run whose folder is there."""
+
+    job: Job
+    fleet: Fleet
+    session: RunSession
+    observer: Observer
+    stop: Stop
+
+    def here(self) -> DecoupledOutcome:
+        """By processes of this machine."""
+        path = self.session.folder.path
+        with DecoupledRun(self.job, self.fleet, path, plan_again) as run:  # forks, so it comes first
+            prepared = prepare(self.job)
+            plans = replica_plans(prepared, self.fleet)
+            pipelines = {name: plan for name, plan in plans.items() if len(run.groups[name]) > 1}
+            alone_s = {name: plan.predicted.step_s for name, plan in plans.items() if name not in pipelines}
+            emulated_s = alone_s if self.job.runtime.emulate else {}
+
+            def act(watch: MergerWatch) -> DecoupledOutcome:
+                if pipelines:
+                    run.keep(prepared, pipelines)
+                return run.run(emulated_s, watch, self.stop)
+
+            return self._watched(run, plans, act, emulated_s)
+
+    def joined(self, backend: Backend) -> DecoupledOutcome:
+        """By devices of a fleet, as soon as one of them is there."""
+        job, note = self.job, self.observer.note
+        holders = DataHolders(backend.asks(self.stop), job.data, self.fleet.names, heldout=job.evaluates, note=note)
+        holders.ask()
+        note(f"capturing {job.model.name} ...")
+        prepared = msgspec.structs.replace(prepare(job, agreed(holders.described)), computes=backend.computes)
+        plans = replica_plans(prepared, self.fleet)
+        run = FleetReplicas(prepared, self.fleet, plans, holders)
+        logs = self.session.folder.path / "logs"
+        return self._watched(run, plans, lambda watch: run.run(backend, watch, self.stop, logs))
+
+    def _watched(
+        self,
+        run: MergedRun,
+        plans: Mapping[str, Plan],
+        act: Callable[[MergerWatch], DecoupledOutcome],
+        emulated_s: Mapping[str, float] = {},
+    ) -> DecoupledOutcome:
+        job, observer = self.job, self.observer
+        watch = _Watch(job, run, self.session, observer)
+        watch.start(self.fleet, self.stop)
+        observer.note(f"run folder: {self.session.folder.path}")
+        for name, plan in plans.items():
+            observer.note(step_text(name, plan, plan.predicted.step_s))
+        observer.replicas_began(f"{job.model.name} on {self.fleet.name}, {len(plans)} replicas")
+        try:
+            outcome = act(watch.merger)
+            watch.end(outcome, emulated_s)
+        finally:
+            observer.ended()
+        return outcome
 
 
 def replica_plans(prepared: Prepared, fleet: Fleet) -> dict[str, Plan]:
@@ -141,15 +185,23 @@ def overruns(ended_s: Mapping[str, Sequence[float]], step_s: Mapping[str, float]
     return found
 
 
+def _heldout(job: Job) -> Dataset:
+    """The merger measures the held-out loss: it has the whole model."""
+    try:
+        return load_dataset(job.data, "heldout")
+    except UserError as e:
+        raise UserError(f"training.eval_every: got {job.training.eval_every}, and no held-out data here: {e}") from e
+
+
 class _Watch:
     """Turns what the merger sees into lines of files, events for who observes it, and calls of the job's callbacks."""
 
-    def __init__(self, job: Job, run: DecoupledRun, session: RunSession, observer: Observer) -> None:
+    def __init__(self, job: Job, run: MergedRun, session: RunSession, observer: Observer) -> None:
         self._job, self._run, self._observer = job, run, observer
         self._folder, self._callbacks, _ = session
         self._log = RunLog(self._folder.path, observer.note)
         self._merges = merges_file(self._folder.path)
-        self._heldout = load_dataset(job.data, "heldout") if job.evaluates else None
+        self._heldout = _heldout(job) if job.evaluates else None
         self._step = self._evaluated = 0
         self._losses: list[float] = []
         self._ended_s: defaultdict[str, list[float]] = defaultdict(list)

@@ -27,8 +27,9 @@ from isthmus.plans import Plan
 from isthmus.runtime.coordinator.run import run_spec
 from isthmus.runtime.coordinator.stage_assignments import StageAssignments
 from isthmus.runtime.decoupled.groups import replica_groups
+from isthmus.runtime.decoupled.merged_run import merge_rules
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
-from isthmus.runtime.decoupled.run import check_decoupled, links_of, merge_rules
+from isthmus.runtime.decoupled.run import check_decoupled, links_of
 from isthmus.runtime.decoupled.together import merged_fragments
 from isthmus.simulator import Fault
 from isthmus.simulator.simulate import check_faults

@@ -248,8 +248,14 @@ class RunFolder:
         (self.path / SPANS).unlink(missing_ok=True)
 
     def traces(self) -> tuple[Trace, Trace]:
-        """(predicted, measured)"""
+        """(predicted, measured). UserError of a run that has none."""
+        self.refuse_decoupled("trace: one device alone records no spans; replicas/NAME/spans.jsonl has a pipeline's")
         return read_jsonl(self.path / PREDICTED), read_jsonl(self.path / MEASURED)
+
+    def refuse_decoupled(self, lacks: str) -> None:
+        """UserError where the run is one of replicas that never wait, and so `lacks` something."""
+        if self.job().sync.mode == "decoupled":
+            raise UserError(f"run folder {self.path}: a run with sync.mode 'decoupled' has no {lacks}")
 
     def periods(self) -> tuple[PlanPeriod, ...]:
         """The plans of the newest session."""

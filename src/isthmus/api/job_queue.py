@@ -13,7 +13,7 @@ from typing import NamedTuple, TextIO, TypeVar
 
 import msgspec
 
-from isthmus.api.decoupled import refuse_decoupled
+from isthmus.api.decoupled import check_on_fleet
 from isthmus.api.federated_run import deploy
 from isthmus.api.folder import RunFolder
 from isthmus.api.jobs import opened
@@ -46,8 +46,8 @@ def submit_job(job: Job | FederatedJob, state: Path | None = None) -> Handed:
     if isinstance(job, FederatedJob):
         check_deployment(job)
     else:
-        refuse_decoupled(job, "submit")
         fleet_of(job)
+        check_on_fleet(job)
         if ":" not in job.model.name and job.model.name not in model_names():
             raise unknown_name("model", job.model.name, model_names())
         refuse_paths(job.data)

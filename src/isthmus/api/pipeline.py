@@ -35,7 +35,7 @@ from isthmus.runtime.coordinator.activation_privacy import protection_text
 from isthmus.runtime.coordinator.backend import Backend, LocalBackend, local_places
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
 from isthmus.runtime.coordinator.recovery_record import RecoveryRecord, read_record
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, late_warnings, run_plan
 from isthmus.runtime.coordinator.run_callbacks import Outcome
 from isthmus.runtime.coordinator.stages import readers
 from isthmus.runtime.processes.device_processes import ProcessPlace
@@ -45,7 +45,6 @@ from isthmus.sanitize import sanitize
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import newest_whole_checkpoint, read_manifest
 from isthmus.training.engine_operators import engine_operators
-from isthmus.units import format_duration
 
 
 class Choices(RunChoices, frozen=True, kw_only=True):
@@ -64,9 +63,9 @@ def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
     Interrupted where it ended at once: before it began, or by a second Ctrl-C."""
     stop.check()
     if job.sync.mode == "decoupled":
-        if choices.plan is not None or choices.backend is not None:
-            raise UserError("sync.mode: got 'decoupled' with a plan or a fleet's devices, expected neither")
-        return run_decoupled(job, choices, observer, stop)
+        if choices.plan is not None:
+            raise UserError("sync.mode: got 'decoupled' with a plan, expected none")
+        return run_decoupled(job, choices, observer, stop, choices.backend)
     with run_session(job, choices, observer) as session:
         folder = session.folder
         start = _start(job, choices, folder, observer.note)
@@ -252,7 +251,8 @@ def _explained(planned: _Planned, outcome: Outcome, session: RunSession, observe
     if fitted is not None:
         folder.keep_fitted(fitted)
         observer.note(f"measured: {fitted_text(fitted)}; isthmus calibrate {folder.path} writes such a fleet")
-    _warn_late(observer, outcome)
+    for text in late_warnings(outcome.late_s, outcome.elapsed_s):
+        observer.note(text)
     session.callbacks.end(
         RunEnded(run=folder.path, outcome=outcome.outcome, reason=_reason(outcome), pictures=run.pictures)
     )
@@ -332,14 +332,3 @@ def _report(folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], 
         summary = msgspec.structs.replace(summary, memory=memory_use(periods[-1].plan, outcome.peaks))
         draw_timeline(during(predicted, periods, last), during(measured, periods, last), folder.timeline)
         folder.summary.write_bytes(summary.as_json())
-
-
-def _warn_late(observer: Observer, outcome: Outcome) -> None:
-    """Emulation is honest only while the host computes faster than the devices that it plays."""
-    for device, late_s in outcome.late_s.items():
-        if late_s > 0.02 * outcome.elapsed_s:
-            overrun = f"{format_duration(late_s)} of {format_duration(outcome.elapsed_s)}"
-            observer.note(
-                f"warning: this host could not keep up with emulated device {device}: its tasklets overran by "
-                f"{overrun}; use slower devices or fewer of them",
-            )

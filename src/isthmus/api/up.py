@@ -12,7 +12,7 @@ import msgspec
 
 from isthmus.api.agent_log import AgentLog
 from isthmus.api.cluster import Cluster
-from isthmus.api.decoupled import refuse_decoupled
+from isthmus.api.decoupled import check_on_fleet
 from isthmus.api.folder import AGENTS_LOG, COORDINATOR, PROBED, RunFolder
 from isthmus.api.given import check_arguments
 from isthmus.api.job_overrides import job_of
@@ -56,11 +56,12 @@ ANY_PORT = 9
 def run_on_engine(job: Job, asked: UpChoices, observer: Observer, stop: Stop) -> Run:
     """As `run_job`, on the engine's nodes. Whatever ends the run ends the agents too."""
     stop.check()
-    refuse_decoupled(job, "up")
     check_planner(job.planner)
     timeout_s(asked.timeout)
     launcher = open_launcher(asked.engine, asked.options)
     fleet = fleet_for(job) if is_known(job.fleet, asked.measure) else None
+    if fleet is not None:
+        check_on_fleet(job)
     launcher.check()
     specs = agent_specs(agent_names(asked, fleet, launcher.nodes()), asked, fleet, here=not launcher.head)
     serving = _serving(asked, launcher.head)

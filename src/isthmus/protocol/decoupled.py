@@ -22,6 +22,7 @@ from isthmus.protocol.decoupled_events import (
     CollectChanges,
     Contributed,
     Contribution,
+    EndReplica,
     FinishMerges,
     LastStepMade,
     MergeChanges,
@@ -31,6 +32,7 @@ from isthmus.protocol.decoupled_events import (
     MergeRules,
     ReplicaJoined,
     ReplicaLost,
+    ReplicaReleased,
     RunStopped,
     SendAll,
     StepsMade,
@@ -48,6 +50,7 @@ MERGER = Transitions(
         "waiting": {
             ReplicaJoined: "training",
             ReplicaLost: "waiting",
+            ReplicaReleased: "waiting",
             ClockRead: "waiting done",
             RunStopped: "done",
         },
@@ -57,6 +60,7 @@ MERGER = Transitions(
             StepsMade: "training collecting closing",
             LastStepMade: "training closing",
             Contributed: "training",
+            ReplicaReleased: "training",
             ClockRead: "training",
             RunStopped: "closing",
         },
@@ -66,6 +70,7 @@ MERGER = Transitions(
             StepsMade: "collecting",
             LastStepMade: "collecting",
             Contributed: "collecting training closing",
+            ReplicaReleased: "collecting",
             ClockRead: "collecting training closing",
             RunStopped: "closing",
         },
@@ -75,6 +80,7 @@ MERGER = Transitions(
             StepsMade: "closing",
             LastStepMade: "closing",
             Contributed: "closing done",
+            ReplicaReleased: "closing",
             ClockRead: "closing done",
             RunStopped: "closing",
         },
@@ -93,6 +99,7 @@ class _Member:
 
     def __init__(self) -> None:
         self.connected = True
+        self.leaves = False
         self.steps = 0
         self.shows_life = False
         """Whether it has made a step since the newest merge was announced."""
@@ -144,6 +151,10 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         """Replicas that are there, by name."""
         return sorted(name for name, member in self._members.items() if member.connected)
 
+    def steps(self, replica: str) -> int:
+        """That it has made, as far as is known."""
+        return self._members[replica].steps if replica in self._members else 0
+
     def _is_stale(self, event: MergerEvent) -> bool:
         return False
 
@@ -160,6 +171,8 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
                 return self._joined(replica)
             case ReplicaLost(replica=replica, reason=reason):
                 return self._lost(replica, reason)
+            case ReplicaReleased(replica=replica):
+                return self._released(replica)
             case ClockRead(now_s=now_s):
                 return self._clock(now_s)
             case _:
@@ -181,9 +194,11 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         return [*([Note(note)] if again else []), SendAll(replica)]
 
     def _lost(self, replica: str, reason: str) -> Out:
-        self._members[replica].connected = False
+        member = self._members[replica]
+        member.connected = False
         self._expected.discard(replica)
-        out: Out = [Note(f"{replica} is lost: {reason}; the others go on"), *self._look()]
+        what = "has left" if member.leaves else f"is lost: {reason}; the others go on"
+        out: Out = [Note(f"{replica} {what}"), *self._look()]
         if self._phase == "training" and self.connected:
             return [*out, *self._next()]  # the others may all be ready
         if self.connected or self._phase == "done":
@@ -193,6 +208,13 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         self._phase, self._asked = "waiting", None
         self.due_s = self._now_s + self.rules.timeout_s
         return out
+
+    def _released(self, replica: str) -> Out:
+        if replica not in self.connected:
+            return []
+        self._members[replica].leaves = True
+        fragments = tuple(range(self.rules.fragments))
+        return [AskReplica(replica, CollectChanges(merge=self.merge, fragments=fragments, last=True))]
 
     def _stepped(self, replica: str, made: StepsMade) -> Out:
         member = self._members[replica]
@@ -229,15 +251,15 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         self._interval_s += (lately_s - self._interval_s) * (_INTERVAL_DECAY if self.merge > 1 else 1.0)
         self._announced_s, self._merged_samples = self._now_s, self.samples
         self._asked = CollectChanges(merge=self.merge, fragments=fragments, last=last)
-        self._invited = set(self.connected)
-        self._expected = {name for name in self.connected if self._members[name].answers(last=last)}
+        self._invited = {name for name in self.connected if not self._members[name].leaves}
+        self._expected = {name for name in self._invited if self._members[name].answers(last=last)}
         self._answered = set()
         for member in self._members.values():
             member.shows_life = False
         self._phase = "closing" if last else "collecting"
         self._has_quorum = False
         self.due_s = self._now_s + (self._grace_s if last else _QUORUM_TIMEOUT * self._interval_s)
-        return [AskReplica(name, self._asked) for name in self.connected]
+        return [AskReplica(name, self._asked) for name in sorted(self._invited)]
 
     @property
     def _grace_s(self) -> float:
@@ -253,11 +275,12 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
                 taken=body.taken,
                 taken_before=body.taken_before,
             )
-        if self._asked is None or body.merge != self._asked.merge:
-            self.late += 1
-        else:
+        leaves = self._members[replica].leaves
+        if self._asked is not None and body.merge == self._asked.merge:
             self._answered.add(replica)
-        return self._look()
+        elif not leaves:
+            self.late += 1
+        return [*self._look(), *([EndReplica(replica)] if leaves else [])]
 
     @property
     def _given(self) -> set[str]:

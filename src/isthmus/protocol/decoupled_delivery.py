@@ -21,7 +21,7 @@ class Delivery:
         """The version that each newest one was made from."""
         self._included = [NEVER] * fragments
         self._samples = [0] * fragments
-        self._asked: CollectChanges | None = None
+        self._asked: CollectChanges | Halt | None = None
         self._halt: Halt | None = None
         self._newest_first = self._is_halted = False
 
@@ -37,8 +37,9 @@ class Delivery:
         self._sent = [NEVER] * len(self._sent)
         self._asked, self._is_halted = None, False
 
-    def ask(self, collect: CollectChanges) -> None:
-        self._asked = collect
+    def ask(self, order: CollectChanges | Halt) -> None:
+        """After the newest versions. An end is that of this connection alone."""
+        self._asked = order
 
     def halt(self, halt: Halt, *, newest_first: bool = False) -> None:
         """Nothing follows. `newest_first`: it is to have the newest versions before."""

@@ -122,6 +122,12 @@ class ReplicaLost(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class ReplicaReleased(msgspec.Struct, frozen=True, kw_only=True):
+    """Its device is to leave without loss."""
+
+    replica: str
+
+
 class ClockRead(msgspec.Struct, frozen=True, kw_only=True):
     """Comes before each event that may open or end a merge."""
 
@@ -132,7 +138,7 @@ class RunStopped(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody wants the run to end."""
 
 
-MergerEvent = FromDevice[ReplicaReport] | ReplicaJoined | ReplicaLost | ClockRead | RunStopped
+MergerEvent = FromDevice[ReplicaReport] | ReplicaJoined | ReplicaLost | ReplicaReleased | ClockRead | RunStopped
 
 
 # Instructions of the merger
@@ -141,6 +147,12 @@ MergerEvent = FromDevice[ReplicaReport] | ReplicaJoined | ReplicaLost | ClockRea
 class AskReplica(msgspec.Struct, frozen=True):
     replica: str
     collect: CollectChanges
+
+
+class EndReplica(msgspec.Struct, frozen=True):
+    """It has contributed all that it had."""
+
+    replica: str
 
 
 class SendAll(msgspec.Struct, frozen=True):
@@ -187,7 +199,7 @@ class FinishMerges(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-MergerInstruction = AskReplica | SendAll | MergeChanges | FinishMerges | Note
+MergerInstruction = AskReplica | EndReplica | SendAll | MergeChanges | FinishMerges | Note
 
 
 # The replica

@@ -96,12 +96,12 @@ class DecoupledReplica(Machine[Phase, ReplicaEvent, ReplicaInstruction]):
 
     transitions = REPLICA
 
-    def __init__(self, fragments: int, per_step: int) -> None:
-        """`per_step` is as of `SamplesKnown`."""
+    def __init__(self, fragments: int, per_step: int, steps: int = 0) -> None:
+        """`per_step` is as of `SamplesKnown`; `steps` were made by an earlier process of this replica."""
         super().__init__()
         self._missing = set(range(fragments))
         """Fragments that it has no version of yet."""
-        self.steps = 0
+        self.steps = steps
         self._known = SamplesKnown(per_step)
         self._asked: CollectChanges | None = None
 

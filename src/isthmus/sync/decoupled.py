@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 from isthmus.errors import IsthmusError, UserError
 from isthmus.protocol.decoupled_events import MergeRules
 from isthmus.protocol.run_messages import DeviceFailed
-from isthmus.runtime.decoupled.merger_link import ReplicaPlace
+from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace
 from isthmus.runtime.decoupled.merger_process import MergerProcess, MergerSpec
 from isthmus.runtime.decoupled.replica import ReplicaHost
 from isthmus.sync.exchange import broadcast, gather
@@ -28,7 +28,7 @@ from isthmus.sync.exit_cleanup import TIMEOUT_S, closed, opened
 from isthmus.sync.mode import Mode, Setting
 from isthmus.sync.monitor import LOG
 from isthmus.sync.updates import Closure
-from isthmus.training.decoupled import ReplicaFragments, check_model, delta_codec, flat_fragments
+from isthmus.training.decoupled import ReplicaFragments, check_model, delta_codec, flat_fragments, fragments_of
 
 JOIN_S = 1.0
 """For the merger to end after the run."""
@@ -51,14 +51,14 @@ class DecoupledMode(Mode):
         check_model(setting.module)
         options, group = setting.options, setting.averager.group
         rules = options.decoupled
-        self._fragments = ReplicaFragments(setting.module, rules.fragments, delta_codec(rules))
+        self._fragments = ReplicaFragments(fragments_of(setting.module, rules.fragments), delta_codec(rules))
         samples = gather(int(options.weight), int, group)
         rank, together = dist.get_rank(group), sum(samples)
         self._samples = samples[rank]
         self._total = options.steps * together or None
         self._merger: MergerProcess | None = None
         place = self._place(together, rank)
-        self._replica = ReplicaHost(self._fragments, together, place)
+        self._replica = ReplicaHost(self._fragments, together, MergerLink(place))
         opened(self)
         self._replica.receive(options.timeout_s)
         error = "" if self._replica.phase == "training" else f"cannot reach the merger at {place.address}"

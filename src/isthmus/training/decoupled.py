@@ -69,7 +69,7 @@ def fragments_of(module: nn.Module, count: int) -> list[list[nn.Parameter]]:
 
 
 @torch.no_grad()
-def flat(parameters: Sequence[nn.Parameter]) -> Tensor:
+def flat(parameters: Sequence[Tensor]) -> Tensor:
     """A copy of all elements on the host, float32 [elements]."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters]).cpu()
 
@@ -80,7 +80,7 @@ def flat_fragments(module: nn.Module, count: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def spread(values: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+def spread(values: Tensor, parameters: Sequence[Tensor]) -> None:
     """Write `flat` elements back."""
     for parameter, part in zip(parameters, values.split([p.numel() for p in parameters]), strict=True):
         parameter.copy_(part.view(parameter.shape))
@@ -161,10 +161,10 @@ class ReplicaAccount:
 class ReplicaFragments:
     """A replica's side, where one process has all of its weights."""
 
-    def __init__(self, module: nn.Module, count: int, codec: DeltaCodec) -> None:
-        self._parameters = fragments_of(module, count)
-        self.count = count
-        self.account = ReplicaAccount(count, codec)
+    def __init__(self, parameters: Sequence[Sequence[Tensor]], codec: DeltaCodec) -> None:
+        """`parameters` of each fragment, which are written in place."""
+        self._parameters, self.count = parameters, len(parameters)
+        self.account = ReplicaAccount(self.count, codec)
 
     def give(self, fragment: int, number: int) -> Tensor:
         """As the account does, of the module's weights."""

@@ -41,6 +41,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Where what devices write to standard error goes, as far as it is written on this machine."""
     stages: Mapping[str, int] = {}
     """By device that may get several at once: how many."""
+    replicas: bool = False
+    """Each device trains the whole model; its changes are merged."""
     yields: bool = False
     """A device that another run calls leaves this one."""
     stop: Stop = msgspec.field(default_factory=Stop)

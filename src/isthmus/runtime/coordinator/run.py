@@ -41,6 +41,7 @@ from isthmus.trace import Span
 from isthmus.training.checkpoint import CheckpointWriter, Manifest, read_manifest, replica_prefix
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader
+from isthmus.units import format_duration
 
 START_S = 60.0
 """How long a device may take to start a process, on a machine that is busy."""
@@ -418,3 +419,18 @@ def check_outcome(outcome: Outcome) -> None:
     """PeerError for a run that ended because a device was lost, Diverged for one whose numbers are not finite."""
     if outcome.outcome in ("lost", "diverged"):
         raise outcome.failure or PeerError(outcome.reason)
+
+
+LATE_SHARE = 0.02
+"""Of the time, by which the tasklets of an emulated device may overrun."""
+
+
+def late_warnings(late_s: Mapping[str, float], elapsed_s: float) -> list[str]:
+    """A line for each emulated device that this host was too slow for: emulation is honest only while the host computes
+    faster than the devices that it plays."""
+    return [
+        f"warning: this host could not keep up with emulated device {device}: its tasklets overran by "
+        f"{format_duration(late)} of {format_duration(elapsed_s)}; use slower devices or fewer of them"
+        for device, late in late_s.items()
+        if late > LATE_SHARE * elapsed_s
+    ]

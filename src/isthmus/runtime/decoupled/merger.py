@@ -22,6 +22,7 @@ from isthmus.protocol.decoupled_events import (
     ClockRead,
     CollectChanges,
     Contributed,
+    EndReplica,
     FinishMerges,
     FragmentSent,
     LastStepMade,
@@ -29,6 +30,7 @@ from isthmus.protocol.decoupled_events import (
     MergerEvent,
     ReplicaJoined,
     ReplicaLost,
+    ReplicaReleased,
     RunStopped,
     SendAll,
     StepsMade,
@@ -77,15 +79,17 @@ class _ReplicaLink:
         """By fragment, the payload of its newest change."""
         self._run, self._merged, self._lock, self._shape = run, merged, lock, shape
         self._heartbeats = 0
+        self._first: Outgoing | None = None
         self.sent_bytes = self.plain_bytes = self.whole_bytes = 0
         """Of changes, of these as float32, and of fragments that are sent whole."""
         for fragment in range(fragments):
             self.delivery.publish(fragment, 0, 0)
 
-    def connect(self, channel: SocketChannel) -> None:
-        """From now on over this channel, and no other."""
+    def connect(self, channel: SocketChannel, first: Outgoing | None) -> None:
+        """From now on over this channel, and no other; `first` is sent before all else."""
         with self._lock:
             self.delivery.restart()
+            self._first = first
             self._connections += 1
         if self.outgoing is not None:
             self.outgoing.finish(0.0)
@@ -100,9 +104,9 @@ class _ReplicaLink:
         self._heartbeats = 1
         self.wake()
 
-    def ask(self, collect: CollectChanges) -> None:
+    def ask(self, order: CollectChanges | Halt) -> None:
         with self._lock:
-            self.delivery.ask(collect)
+            self.delivery.ask(order)
         self.wake()
 
     def halt(self, *, newest_first: bool) -> None:
@@ -115,9 +119,14 @@ class _ReplicaLink:
         may be sent without the lock."""
         tensors: list[Tensor] = []
         with self._lock:
-            order = self.delivery.next() if connection == self._connections else None
+            if connection != self._connections:
+                return None
+            first, self._first = self._first, None
+            order = self.delivery.next() if first is None else None
             if isinstance(order, FragmentSent):
                 tensors = [self._merged.known[order.fragment] if order.whole else self.changes[order.fragment]]
+        if first is not None:
+            return first
         if order is None:
             beats, self._heartbeats = self._heartbeats, 0
             return (Heartbeat(run=self._run), []) if beats else None
@@ -145,12 +154,15 @@ class MergerHost:
         timeout_s: float,
         watch: MergerWatch,
         *,
+        begin: Callable[[str], Outgoing] | None = None,
         final_s: float | None = None,
     ) -> None:
-        """`links` are those of all replicas, emulated or None; `codec` is that of their payloads. `final_s`: how long
-        replicas may take to receive the merged model at the end; None: they do not get it."""
+        """`links` are those of all replicas, emulated or None; `codec` is that of their payloads. `begin` is what a
+        replica is sent first, where it does not know the job: then it may come again after it has failed. `final_s`:
+        how long replicas may take to receive the merged model at the end; None: they do not get it."""
         self._machine, self._merged, self._codec = machine, merged, codec
-        self._run, self._timeout_s, self._watch, self._final_s = run, timeout_s, watch, final_s
+        self._run, self._timeout_s, self._watch = run, timeout_s, watch
+        self._begin, self._final_s = begin, final_s
         self._lock = threading.Lock()
         self._links = {name: _ReplicaLink(run, merged, self._lock, shape) for name, shape in links.items()}
         self._events: queue.SimpleQueue[ReceivedMessage] = queue.SimpleQueue()
@@ -228,8 +240,9 @@ class MergerHost:
             return
         match message:
             case FromReplica(body=DeviceFailed(reason=reason)):
-                self._gone.add(replica)
-                self._lost(replica, reason)
+                if self._begin is None:
+                    self._gone.add(replica)
+                self._lost(replica, sanitize(reason))
             case FromReplica(body=StepsMade() as body):
                 self._handle(FromDevice(replica, body))
                 self._watch.stepped(replica, body, self._machine.samples, self.now_s)
@@ -250,12 +263,16 @@ class MergerHost:
         except KeyError:  # it is gone already
             return
         assert isinstance(channel, SocketChannel), "replicas are reached over sockets"
-        self._links[replica].connect(channel)
+        self._links[replica].connect(channel, self._begin(replica) if self._begin is not None else None)
         self._handle(ReplicaJoined(replica=replica))
 
     def _lost(self, replica: str, reason: str) -> None:
         self.acceptor.forget(replica)
         self._handle(ReplicaLost(replica=replica, reason=reason))
+
+    def release(self, replica: str) -> None:
+        """Have a replica contribute all that it has, and end. In the thread of `coordinate`."""
+        self._handle(ReplicaReleased(replica=replica))
 
     def _contributed(self, replica: str, body: Contributed, tensors: list[Tensor]) -> None:
         deltas: dict[int, Tensor] = {}
@@ -300,6 +317,8 @@ class MergerHost:
             match instruction:
                 case AskReplica(replica=replica, collect=collect):
                     self._links[replica].ask(collect)
+                case EndReplica(replica=replica):
+                    self._links[replica].ask(Halt())
                 case SendAll(replica=replica):
                     self._links[replica].wake()
                 case MergeChanges():

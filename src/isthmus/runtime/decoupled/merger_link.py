@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -24,11 +26,12 @@ from isthmus.protocol.decoupled_events import (
     StepsMade,
     VersionTaken,
 )
-from isthmus.protocol.run_messages import DeviceFailed
+from isthmus.protocol.run_messages import DeviceFailed, Halt
 from isthmus.runtime.decoupled.outgoing import Outgoing, OutgoingLink
-from isthmus.runtime.messages.decoupled import FromReplica, ReplicaNote, ToReplica
+from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.messages.decoupled import FromReplica, ReplicaNote, ToReplica, TrainReplica
 from isthmus.runtime.messages.run import Heartbeat, JoinRun
-from isthmus.runtime.transport.channel import SocketChannel, dial
+from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
 from isthmus.runtime.transport.message_sender import PER_TIMEOUT
 from isthmus.training.layout import header_of
 
@@ -52,6 +55,10 @@ class ReplicaPlace:
     """A step takes no less."""
     link: Link | None = None
     """Emulated, to the merger."""
+    identity: Identity | None = None
+    """Of a device that joined a fleet: its coordinator has the merger."""
+    away_timeout_s: float = math.inf
+    """Where the merger cannot be reached for longer, the replica ends."""
 
 
 class MergerLink:
@@ -60,11 +67,20 @@ class MergerLink:
     def __init__(self, place: ReplicaPlace) -> None:
         self._place = place
         self.received: queue.SimpleQueue[Received] = queue.SimpleQueue()
+        self._assigned: queue.SimpleQueue[tuple[TrainReplica, list[Tensor]] | None] = queue.SimpleQueue()
+        self._was_assigned = False
+        self._heard_s = time.monotonic()
         self._connection: tuple[deque[Outgoing], OutgoingLink, SocketChannel] | None = None
         """What waits to be sent, and over what."""
         self._over = threading.Event()
         threading.Thread(target=self._live, name="connect to merger", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def assigned(self) -> tuple[TrainReplica, list[Tensor]]:
+        """What the merger says first to a device that joined. PeerError where it cannot be reached."""
+        if (found := self._assigned.get()) is None:
+            raise PeerError("merger: cannot be reached")
+        return found
 
     def put(
         self,
@@ -111,13 +127,25 @@ class MergerLink:
                 self._connect()
             except PeerError:
                 self.received.put((LinkLost(), []))
+            if time.monotonic() - self._heard_s > self._place.away_timeout_s:
+                self._assigned.put(None)
+                self.received.put((Halt(), []))
+                return
             self._over.wait(REDIAL_S)
 
     def _connect(self) -> None:
         """Receive until the connection ends."""
         place = self._place
         host, _, port = place.address.rpartition(":")
-        channel = dial(host, int(port), "merger", place.timeout_s)
+        channel = dial(
+            host,
+            int(port),
+            "merger",
+            place.timeout_s,
+            identity=place.identity,
+            expected=Party("coordinator", ""),
+            most_header_bytes=MAX_ASSIGNMENT_BYTES,
+        )
         join = JoinRun(run=place.run, device=place.name, host="", port=0)
         waiting = deque[Outgoing]([(join, [])])
         outgoing = OutgoingLink(channel, place.link, lambda: waiting.popleft() if waiting else None)
@@ -126,8 +154,12 @@ class MergerLink:
             outgoing.wake()
             while (received := channel.receive(idle_s=place.timeout_s)) is not None:
                 message, tensors = received
+                self._heard_s = time.monotonic()
                 if isinstance(message, ToReplica):
                     self.received.put((message.body, tensors))
+                elif isinstance(message, TrainReplica) and not self._was_assigned:
+                    self._was_assigned = True
+                    self._assigned.put((message, tensors))
             raise PeerError("merger: closed the connection")
         finally:
             self._connection = None

@@ -40,7 +40,7 @@ from isthmus.protocol.decoupled_replica import DecoupledReplica, SamplesKnown
 from isthmus.protocol.run_messages import WeightExchange
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import LocalBackend
-from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, run_plan
+from isthmus.runtime.coordinator.run import RunOptions, Watcher, check_outcome, late_warnings, run_plan
 from isthmus.runtime.coordinator.run_callbacks import WeightAmounts
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, TakenVersions
 from isthmus.runtime.decoupled.pipeline_log import PipelineLog
@@ -120,8 +120,12 @@ class PipelineReplica:
             while self._machine.phase == "joining":
                 self._receive(wait=True)
             if self._machine.phase == "training":
+                began_s = time.monotonic()
                 with contextlib.suppress(_Ended):
                     self._train()
+                late_s = self._log.late_s if self._job.runtime.emulate else {}
+                for text in late_warnings(late_s, time.monotonic() - began_s):
+                    self._note(text)
             while not self._over:
                 self._receive(wait=True)
 

@@ -11,8 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from isthmus.cost import SyncPolicy
-from isthmus.data import DataSpec, batch_at, load_dataset, sample_order
-from isthmus.data.dataset import Indices, SamplesOf, Split, joined
+from isthmus.data import Dataset, DataSpec, batch_at, load_dataset, sample_order
+from isthmus.data.dataset import Indices, SamplesOf, joined
 from isthmus.job import Job, Prepared
 from isthmus.rng import torch_seed
 from isthmus.runtime.decoupled.groups import Groups
@@ -58,11 +58,9 @@ def pipeline_prepared(prepared: Prepared, groups: Groups, name: str) -> Prepared
 class ReplicaData(SamplesOf):
     """The samples of one replica, step after step: a data set for its devices."""
 
-    def __init__(
-        self, *, split: Split, data: DataSpec, number: int, own: int, batch: int, seed: int, shuffle: bool
-    ) -> None:
+    def __init__(self, dataset: Dataset, *, number: int, own: int, batch: int, seed: int, shuffle: bool) -> None:
         """`own`: samples of one of its steps, of `batch`."""
-        super().__init__(load_dataset(data, split))
+        super().__init__(dataset)
         self._order = sample_order(self._dataset, seed, shuffle)
         self._number, self._own, self._batch = number, own, batch
 
@@ -88,5 +86,5 @@ def replica_data(
     shuffle: bool,
 ) -> ReplicaData:
     """`ReplicaData` from what JSON can hold."""
-    spec = msgspec.convert(data, DataSpec)
-    return ReplicaData(split=split, data=spec, number=number, own=own, batch=batch, seed=seed, shuffle=shuffle)
+    dataset = load_dataset(msgspec.convert(data, DataSpec), split)
+    return ReplicaData(dataset, number=number, own=own, batch=batch, seed=seed, shuffle=shuffle)

@@ -3,6 +3,7 @@ beginning of the whole run."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,8 @@ from isthmus.trace import Span
 SPANS, PERIODS = "spans.jsonl", "periods.jsonl"
 MOST_SPANS = 500_000
 """Of a replica: days of training would fill the disk."""
+OVERRUN = 1.05
+"""Times as long as planned: what is shorter is the clock's."""
 
 
 class StepSpans(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +55,10 @@ class PipelineLog:
         self._spans, self._periods = spans_file(folder), periods_file(folder)
         self._began_s = began_s
         self._written = 0
+        self._least_s: dict[tuple[str, str], float] = {}
+        """By device and work, how long a micro-batch takes as planned."""
+        self.late_s: dict[str, float] = {}
+        """By device, by how much its tasklets took longer."""
         self._origin_s: float | None = None
         """From which the spans of this run count."""
 
@@ -63,10 +70,13 @@ class PipelineLog:
     def spans(self, spans: Iterable[Span]) -> None:
         """Of a step that is over."""
         later_s = self._origin_s or 0.0
+        spans = [span for span in spans if span.track == "compute"]
+        for span in spans:
+            took_s, least_s = span.end_s - span.start_s, self._least_s.get((span.device, span.name), math.inf)
+            if took_s > least_s * OVERRUN:
+                self.late_s[span.device] = self.late_s.get(span.device, 0.0) + took_s - least_s
         found = tuple(
-            msgspec.structs.replace(span, start_s=span.start_s + later_s, end_s=span.end_s + later_s)
-            for span in spans
-            if span.track == "compute"
+            msgspec.structs.replace(span, start_s=span.start_s + later_s, end_s=span.end_s + later_s) for span in spans
         )
         self._written += len(found)
         if found and self._written <= MOST_SPANS:
@@ -74,6 +84,10 @@ class PipelineLog:
 
     def period(self, begun: PlanPeriod) -> None:
         """A plan came into force, by the monotonic clock."""
+        for stage in (stage for replica in begun.plan.replicas for stage in replica.workers):
+            flops_per_s = begun.fleet.device(stage.device).sustained_flops_per_s
+            self._least_s[stage.device, "F"] = stage.flops_forward / flops_per_s
+            self._least_s[stage.device, "B"] = stage.flops_backward / flops_per_s
         plan, since_s = begun.plan, begun.since_s - self._began_s
         found = PeriodBegun(
             first_step=begun.first_step, since_s=since_s, step_s=plan.predicted.step_s, devices=tuple(plan.used)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -23,27 +24,36 @@ from isthmus.protocol.decoupled_events import (
 from isthmus.protocol.decoupled_replica import DecoupledReplica, Phase
 from isthmus.protocol.run_messages import Halt
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, TakenVersions
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer
+from isthmus.runtime.decoupled.together import Trainer
 from isthmus.runtime.transport.shaping import sleep_until
 from isthmus.training.decoupled import ReplicaFragments
+
+
+class WholeTrainer(Trainer, Protocol):
+    """The steps of one replica of a job, on the whole model."""
+
+    samples: int
+    """Of a step."""
+    batch: int
+    """Of a step of each replica."""
 
 
 class ReplicaHost:
     """Drives the machine: its instructions are carried out in the calling thread, between two steps."""
 
-    def __init__(self, fragments: ReplicaFragments, per_step: int, place: ReplicaPlace) -> None:
-        """`per_step`: samples of all replicas in a step of each."""
-        self.link = MergerLink(place)
+    def __init__(self, fragments: ReplicaFragments, per_step: int, link: MergerLink, steps: int = 0) -> None:
+        """`per_step`: samples of all replicas in a step of each; `steps` were made by an earlier process."""
+        self.link = link
         self.sent_bytes = 0
         """Of contributions."""
         self.samples = 0
         """Of all replicas before the next step, as far as this one knows."""
         self.halted = False
         """Whether the merger has ended the run."""
-        self._machine = DecoupledReplica(fragments.count, per_step)
+        self._machine = DecoupledReplica(fragments.count, per_step, steps)
         self._fragments = fragments
         self._taken = TakenVersions()
-        self._steps = 0
+        self._steps = steps
         self._train: Train | None = None
         self._lost_at_s: float | None = None
 
@@ -114,14 +124,19 @@ class ReplicaHost:
         self.sent_bytes += sum(payload.nbytes for payload in payloads)
 
 
-def serve_replica(prepare: Callable[[], ReplicaTrainer], place: ReplicaPlace) -> None:
+def train_replica(trainer: WholeTrainer, link: MergerLink, step_s: float = 0.0) -> None:
+    """Until the merger ends the run. A step takes `step_s` at least."""
+    replica = ReplicaHost(trainer.fragments, trainer.batch, link, trainer.steps)
+    while (train := replica.receive()) is not None:
+        began_s = time.monotonic()
+        loss = trainer.step(train.samples)
+        sleep_until(began_s + step_s)
+        replica.stepped(trainer.samples, loss)
+
+
+def serve_replica(prepare: Callable[[], WholeTrainer], place: ReplicaPlace) -> None:
     """Train as one replica until the merger ends the run. The merger gets the error of training, which is then
     raised."""
-    trainer = prepare()
-    replica = ReplicaHost(trainer.fragments, trainer.batch, place)
-    with replica.link.reporting():
-        while (train := replica.receive()) is not None:
-            began_s = time.monotonic()
-            loss = trainer.step(train.samples)
-            sleep_until(began_s + place.step_s)
-            replica.stepped(trainer.samples, loss)
+    trainer, link = prepare(), MergerLink(place)
+    with link.reporting():
+        train_replica(trainer, link, place.step_s)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
-import torch
-from torch import nn
 
 from isthmus.data import load_dataset
 from isthmus.errors import UserError, unknown_name
@@ -20,21 +16,18 @@ from isthmus.extensions import import_extra
 from isthmus.fleet import Fleet, Link
 from isthmus.job import Job, Prepared, keep_prepared, kept_prepared
 from isthmus.plans import Plan, load_plan, save_plan
-from isthmus.protocol.decoupled import Merger
-from isthmus.protocol.decoupled_events import FinishMerges, MergeRules
 from isthmus.runtime.decoupled.groups import Groups, replica_groups
-from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
+from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
+from isthmus.runtime.decoupled.merger import MergerWatch
 from isthmus.runtime.decoupled.merger_link import ReplicaPlace
 from isthmus.runtime.decoupled.pipeline import ReplicaPipeline, serve_pipeline
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.replica import serve_replica
-from isthmus.runtime.decoupled.together import merged_fragments
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer, seeded_model
+from isthmus.runtime.decoupled.trainer import ReplicaTrainer
 from isthmus.runtime.processes.device_processes import fork_before_threads
 from isthmus.runtime.processes.forked import Forked
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.listener import Listener
-from isthmus.training.decoupled import MergedFragments, check_model, delta_codec, fragments_of
 
 MakePlan = Callable[[Prepared, Fleet], Plan]
 REPLICAS = "replicas"
@@ -46,19 +39,6 @@ CAPTURED, PLAN = "captured.safetensors", "plan.json"
 def replica_folder(run: Path, name: str) -> Path:
     """Of a replica that is a pipeline."""
     return run / REPLICAS / quote(name, safe="+ ")
-
-
-def merge_rules(job: Job) -> MergeRules:
-    """What the job says of merges and of its end."""
-    training, rules = job.training, job.sync.decoupled
-    return MergeRules(
-        samples=training.steps * training.batch_size,
-        merge_every=job.sync.period * training.batch_size / rules.fragments,
-        fragments=rules.fragments,
-        quorum=rules.quorum,
-        grace=rules.grace,
-        timeout_s=job.timeout_s,
-    )
 
 
 def check_decoupled(job: Job, fleet: Fleet) -> None:
@@ -103,26 +83,6 @@ def links_of(groups: Groups, fleet: Fleet) -> dict[str, tuple[Link | None, Link 
     return {first: (None, None), **found}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoupledOutcome:
-    """What came of a run."""
-
-    finish: FinishMerges
-    samples: int
-    merges: int
-    late: int
-    """Contributions that came after their merge had ended, and were part of the next."""
-    sent_bytes: int
-    """Of changes, to all replicas."""
-    received_bytes: int
-    """Of contributions."""
-    plain_bytes: int
-    """Of both, if they were sent as float32."""
-    whole_bytes: int
-    """Of fragments that were sent whole: to a replica that begins, or missed a change."""
-    seconds: float
-
-
 class _Begin(msgspec.Struct, frozen=True):
     """What a replica's process waits for."""
 
@@ -132,21 +92,16 @@ class _Begin(msgspec.Struct, frozen=True):
     """By the monotonic clock."""
 
 
-class DecoupledRun:
+class DecoupledRun(MergedRun):
     """Replicas are forked when it is made, so before this process has threads. A context manager, which ends them."""
 
     def __init__(self, job: Job, fleet: Fleet, folder: Path, replan: MakePlan | None = None) -> None:
         """`replan` plans a pipeline anew where some of its devices are lost, or came. UserError for a job or a model
         that does not fit."""
         check_decoupled(job, fleet)
-        torch.set_num_threads(job.runtime.threads)
-        self._job, self._folder = job, folder
+        super().__init__(job)
+        self._folder = folder
         self.groups = groups = replica_groups(job, fleet)
-        self.model: nn.Module = seeded_model(job)
-        check_model(self.model)
-        self.machine = Merger(merge_rules(job))
-        self.merged: MergedFragments = merged_fragments(job)
-        self._run = secrets.token_hex(16)
         self._links = links_of(groups, fleet) if job.runtime.emulate else dict.fromkeys(groups, (None, None))
         data = load_dataset(job.data, "train")
         title = import_extra("setproctitle", "a device process").setproctitle
@@ -198,15 +153,7 @@ class DecoupledRun:
     def run(self, step_s: Mapping[str, float], watch: MergerWatch, stop: Stop) -> DecoupledOutcome:
         """To the end. `step_s` is how long a step of each replica of one device takes at least."""
         job = self._job
-        host = MergerHost(
-            self.machine,
-            self.merged,
-            delta_codec(job.sync.decoupled),
-            {name: back for name, (_, back) in self._links.items()},
-            self._run,
-            job.timeout_s,
-            watch,
-        )
+        host = self._host({name: back for name, (_, back) in self._links.items()}, watch)
         listener = Listener("127.0.0.1", timeout_s=job.timeout_s)
         listener.start(host.acceptor.on_connection)
         begin = _Begin(f"127.0.0.1:{listener.port}", dict(step_s), time.monotonic())
@@ -216,22 +163,7 @@ class DecoupledRun:
                 finish = host.coordinate(self.processes.ended, lambda: stop.requested)
         finally:
             listener.close()
-        self.fill()
-        return DecoupledOutcome(
-            finish=finish,
-            samples=self.machine.samples,
-            merges=self.machine.merge,
-            late=self.machine.late,
-            sent_bytes=host.sent_bytes,
-            received_bytes=host.received_bytes,
-            plain_bytes=host.plain_bytes,
-            whole_bytes=host.whole_bytes,
-            seconds=host.now_s,
-        )
-
-    def fill(self) -> None:
-        """Put what is merged into `model`."""
-        self.merged.fill(fragments_of(self.model, self._job.sync.decoupled.fragments))
+        return self._outcome(host, finish)
 
     def __enter__(self) -> DecoupledRun:
         self.processes.__enter__()

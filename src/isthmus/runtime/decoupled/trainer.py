@@ -14,7 +14,7 @@ from isthmus.data import Dataset, batch_at, sample_order
 from isthmus.extensions import import_object
 from isthmus.job import Job
 from isthmus.models import build_model
-from isthmus.training.decoupled import ReplicaFragments, delta_codec
+from isthmus.training.decoupled import ReplicaFragments, delta_codec, fragments_of
 from isthmus.training.optim import Optimizers, clip, gradient_norms
 
 _Split = Callable[[object], tuple[Tensor, Tensor | None, dict[str, Tensor]]]
@@ -53,7 +53,8 @@ class ReplicaTrainer:
         named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         steps = job.training.steps
         self._optimizers = Optimizers(job.optimizer, named, job.learning_rate.tabled(steps), steps)
-        self.fragments = ReplicaFragments(self.module, job.sync.decoupled.fragments, delta_codec(job.sync.decoupled))
+        rules = job.sync.decoupled
+        self.fragments = ReplicaFragments(fragments_of(self.module, rules.fragments), delta_codec(rules))
 
     def step(self, samples: int) -> float:
         """One step, where all replicas had trained on so many samples; returns the loss."""

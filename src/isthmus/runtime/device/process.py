@@ -24,6 +24,7 @@ import torch
 from isthmus.engines import ENGINES
 from isthmus.errors import InternalError, IsthmusError, PeerError
 from isthmus.plans.worker_ids import worker_id
+from isthmus.runtime.decoupled.joined import serve_joined
 from isthmus.runtime.device.coordinator_link import in_one_line
 from isthmus.runtime.device.device import DeviceWorker
 from isthmus.runtime.device.peer_connections import Endpoint
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--data-kind", action="append", help="a kind of data that may be read; without it all may")
     parser.add_argument("--memory", type=int, metavar="BYTES", help="what this process may take; without it any amount")
     parser.add_argument("--stages", type=int, default=1, help="how many stages it may get at once")
+    parser.add_argument("--replica", action="store_true", help="train the whole model, and have its changes merged")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds of silence after which a party is lost")
     parser.add_argument("--parent-pipe", action="store_true", help="end when standard input closes")
     options = parser.parse_args(arguments)
@@ -79,7 +81,10 @@ def main(arguments: Sequence[str]) -> None:
         data_kinds=None if options.data_kind is None else tuple(options.data_kind),
     )
     run, timeout_s = os.environ.get("ISTHMUS_RUN", ""), options.timeout
-    first, *others = (partial(_work, (host, int(port)), s, run, timeout_s) for s in worker_ids(site, options.stages))
+    at, serve = (host, int(port)), serve_joined if options.replica else _serve_stages
+    first, *others = (
+        partial(_work, s, partial(serve, at, s, run, timeout_s)) for s in worker_ids(site, options.stages)
+    )
     further = [threading.Thread(target=_end_with_error, args=(work,), daemon=True) for work in others]
     for thread in further:
         thread.start()
@@ -97,10 +102,14 @@ def worker_ids(site: Endpoint, stages: int) -> list[Endpoint]:
     return [msgspec.structs.replace(site, device=worker_id(site.device, n), sharing=sharing) for n in range(stages)]
 
 
-def _work(coordinator: tuple[str, int], site: Endpoint, run: str, timeout_s: float) -> int:
+def _serve_stages(coordinator: tuple[str, int], site: Endpoint, run: str, timeout_s: float) -> None:
+    DeviceWorker(coordinator, site, run, timeout_s).work()
+
+
+def _work(site: Endpoint, serve: Callable[[], None]) -> int:
     """To the end of the run; returns the exit code."""
     try:
-        DeviceWorker(coordinator, site, run, timeout_s).work()
+        serve()
     except IsthmusError as e:
         print(f"device {site.device}: {e}", file=sys.stderr)
         return e.exit_code

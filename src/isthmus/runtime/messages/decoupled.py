@@ -6,9 +6,39 @@ from typing import Annotated
 
 import msgspec
 
+from isthmus.cost.problem import Decoupled
 from isthmus.protocol.decoupled_events import ReplicaOrder, ReplicaReport
 from isthmus.protocol.run_messages import DeviceFailed
+from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.message import Message
+
+
+class ReplicaShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which samples a replica trains on, step after step."""
+
+    number: Annotated[int, msgspec.Meta(ge=0)]
+    """Of the replica."""
+    own: Annotated[int, msgspec.Meta(ge=1)]
+    """Samples of one of its steps."""
+    batch: Annotated[int, msgspec.Meta(ge=1)]
+    """Of a step of each replica."""
+    seed: int
+    """Of the order of all samples."""
+    shuffle: bool
+
+
+class TrainReplica(Message, frozen=True, kw_only=True):
+    """First on each connection of a device that joined: what it trains. With it come the variables that are not
+    trained, by the module's own names."""
+
+    assignment: Assignment
+    """The whole model as one stage; its data are those of all replicas."""
+    share: ReplicaShare
+    fragments: tuple[dict[str, tuple[int, ...]], ...]
+    """Shapes of the parameters of each fragment, in order."""
+    rules: Decoupled
+    steps: Annotated[int, msgspec.Meta(ge=0)]
+    """That this replica has made, by an earlier process."""
 
 
 class ToReplica(Message, frozen=True, kw_only=True):
@@ -32,4 +62,4 @@ class FromReplica(Message, frozen=True, kw_only=True):
     body: ReplicaReport | DeviceFailed | ReplicaNote
 
 
-DecoupledMessage = ToReplica | FromReplica
+DecoupledMessage = TrainReplica | ToReplica | FromReplica

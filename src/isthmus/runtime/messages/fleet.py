@@ -54,6 +54,8 @@ class StartRun(Message, frozen=True, kw_only=True):
     threads: int
     stages: int = 1
     """How many of a plan's stages it may get at once: the process joins once for each, under a name of its own."""
+    replica: bool = False
+    """The process trains the whole model, and gives what it changes to the run's merger."""
 
 
 class StopRun(Message, frozen=True, kw_only=True):

@@ -136,9 +136,9 @@ class DeviceProcesses:
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
 
-    def start(self, device: str, place: ProcessPlace, stages: int = 1) -> None:
-        """Start its process, which takes so many stages at once. One of it that still runs is ended; its log goes
-        on."""
+    def start(self, device: str, place: ProcessPlace, stages: int = 1, *, replica: bool = False) -> None:
+        """Start its process, which takes so many stages at once, or trains as a replica. One of it that still runs is
+        ended; its log goes on."""
         before = self._children.get(device)
         if before is not None:
             before.signal(signal.SIGKILL)
@@ -154,6 +154,7 @@ class DeviceProcesses:
             "--parent-pipe",
             "--stages",
             str(stages),
+            *(["--replica"] if replica else []),
             *place.options(),
         ]
         with contextlib.ExitStack() as stack:

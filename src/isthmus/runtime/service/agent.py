@@ -327,7 +327,7 @@ class Agent:
         launcher = DeviceProcesses(
             f"{host}:{port}", call.run, timeout_s=call.timeout_s, threads=call.threads, logs=self._folder / "logs"
         )
-        launcher.start(self._membership.name, place, call.stages)
+        launcher.start(self._membership.name, place, call.stages, replica=call.replica)
         with self._lock:
             self._work = (call.run, launcher)
         self._log(f"at work; log {self._folder / 'logs'}")

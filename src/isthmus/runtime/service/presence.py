@@ -114,7 +114,9 @@ class Presence:
             case StartWorker(device=device, connection=connection, run=run):
                 call = self._calls[run]
                 stages = call.stages.get(device, 1)
-                message = StartRun(run=run, timeout_s=call.timeout_s, threads=call.threads, stages=stages)
+                message = StartRun(
+                    run=run, timeout_s=call.timeout_s, threads=call.threads, stages=stages, replica=call.replicas
+                )
                 self._put(connection, message)
             case StopWorker(connection=connection, run=run):
                 self._put(connection, StopRun(run=run))

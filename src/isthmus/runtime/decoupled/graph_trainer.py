@@ -1,0 +1,75 @@
+"""The steps of a replica whose device has no code of the model's: the captured graph, computed as a pipeline's stages
+are, with the same bits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from isthmus.accelerators import Accelerator
+from isthmus.accelerators.copies import to_device
+from isthmus.data import Dataset
+from isthmus.errors import PeerError
+from isthmus.graph import Ref
+from isthmus.runtime.decoupled.pipeline_job import ReplicaData
+from isthmus.runtime.messages.decoupled import TrainReplica
+from isthmus.training.decoupled import ReplicaFragments, delta_codec
+from isthmus.training.engine import TorchEngine
+
+
+class GraphTrainer:
+    """Of the replica that received the order. Its parameters are zeros until the merger's versions are taken."""
+
+    def __init__(
+        self, order: TrainReplica, kept: Mapping[str, Tensor], dataset: Dataset, accelerator: Accelerator
+    ) -> None:
+        """`kept` are the variables that are not trained, by the module's own names; `dataset` is that of all replicas.
+        PeerError for fragments that are not the graph's."""
+        share, assignment = order.share, order.assignment
+        self.samples, self.batch, self.steps = share.own, share.batch, order.steps
+        self._assignment, self._config = assignment, assignment.engine
+        self._data = ReplicaData(
+            dataset, number=share.number, own=share.own, batch=share.batch, seed=share.seed, shuffle=share.shuffle
+        )
+        if note := self._config.kernels.use(accelerator):
+            print(f"device {assignment.device}: {note}", file=sys.stderr, flush=True)
+        trained = {name: torch.zeros(shape) for fragment in order.fragments for name, shape in fragment.items()}
+        self._engine = TorchEngine(
+            assignment.train, assignment.evaluation, self._config, {**kept, **trained}, accelerator=accelerator
+        )
+        names = self._engine.trainable
+        held = {names[op]: value for op, value in self._engine.parameters(list(names)).items()}
+        if strange := held.keys() - trained.keys():
+            raise PeerError(f"merger: named no fragment with {', '.join(sorted(strange))}")
+        self.fragments = ReplicaFragments(
+            [[held.get(name, trained[name]) for name in fragment] for fragment in order.fragments],
+            delta_codec(order.rules),
+        )
+
+    def step(self, samples: int) -> float:
+        """One step, where all replicas had trained on so many samples; returns the loss."""
+        engine, config = self._engine, self._config
+        for number in range(config.micro_batches):
+            engine.forward(self.steps, number, self._columns(self.steps * self.samples, number))
+            engine.backward(number, [])
+        counts = self._assignment.train.count is not None
+        norms = engine.collect(engine.count(self.steps) if counts else None)
+        engine.update(min(samples // self.batch, config.steps - 1), norms)
+        self.steps += 1
+        self.fragments.account.trained(self.samples)
+        loss, count = engine.take_loss() or (0.0, 0.0)
+        return loss / (count or 1.0)
+
+    def _columns(self, first: int, micro_batch: int) -> dict[Ref, Tensor]:
+        assignment, size = self._assignment, self._config.micro_batch_size
+        at = first + micro_batch * size
+        found = self._data.batch(range(at, at + size), assignment.train.columns)
+        return {
+            Ref(assignment.placeholders[name]): to_device(
+                self._engine.accelerator, column.to(getattr(torch, assignment.column_dtypes[name]))
+            )
+            for name, column in found.items()
+        }

@@ -1,0 +1,50 @@
+"""A replica on a device that joined a fleet: the merger is where the fleet's coordinator is, and says what to train.
+
+Nothing of the job is code here: the model comes as a graph, and the data are those that the device's owner allows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from isthmus.accelerators import open_accelerator
+from isthmus.errors import UserError
+from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
+from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace
+from isthmus.runtime.decoupled.replica import train_replica
+from isthmus.runtime.device.coordinator_link import AWAY_TIMEOUTS
+from isthmus.runtime.device.peer_connections import Endpoint
+from isthmus.runtime.device.stage_data import stage_data
+from isthmus.runtime.device.stage_preparation import check_operators
+from isthmus.runtime.messages.decoupled import TrainReplica
+from isthmus.runtime.processes.memory import tune_process
+
+
+def serve_joined(coordinator: tuple[str, int], site: Endpoint, run: str, timeout_s: float) -> None:
+    """Train as one replica until the merger ends the run, or stays away. UserError for data that the merger may not
+    name, or that have changed; the merger gets it too."""
+    host, port = coordinator
+    place = ReplicaPlace(
+        name=site.device,
+        run=run,
+        address=f"{host}:{port}",
+        timeout_s=timeout_s,
+        identity=site.identity,
+        away_timeout_s=AWAY_TIMEOUTS * timeout_s,
+    )
+    link = MergerLink(place)
+    with link.reporting():
+        order, tensors = link.assigned()
+        tune_process()
+        kept = {header.name: tensor for header, tensor in zip(order.tensors, tensors, strict=True)}
+        train_replica(_trainer(order, kept, site), link)
+
+
+def _trainer(order: TrainReplica, kept: dict[str, torch.Tensor], site: Endpoint) -> GraphTrainer:
+    if site.island is not None or site.engine != "torch":
+        got = f"{site.ranks} ranks" if site.island is not None else f"engine {site.engine!r}"
+        raise UserError(f"got {got} with sync.mode 'decoupled', expected a device of one rank with engine 'torch'")
+    torch.set_num_threads(order.assignment.threads)
+    check_operators(order.assignment, site.engine)
+    data = stage_data(order.assignment, site.data_key, foreign=site.identity is not None, kinds=site.data_kinds)
+    return GraphTrainer(order, kept, data["train"], open_accelerator(site.accelerator))

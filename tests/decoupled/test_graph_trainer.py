@@ -1,0 +1,64 @@
+"""A device that has the model's graph makes the same steps as a process that has its code, with the same bits."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from isthmus.accelerators import HOST
+from isthmus.api.decoupled import replica_plans
+from isthmus.data import load_dataset
+from isthmus.errors import PeerError
+from isthmus.job import Job, prepare
+from isthmus.models import ModelSpec
+from isthmus.protocol.decoupled_events import NEVER
+from isthmus.runtime.coordinator.backend import LocalBackend
+from isthmus.runtime.coordinator.data_holders import DataHolders
+from isthmus.runtime.decoupled.fleet_replicas import FleetReplicas
+from isthmus.runtime.decoupled.graph_trainer import GraphTrainer
+from isthmus.runtime.decoupled.trainer import ReplicaTrainer
+from isthmus.runtime.messages.decoupled import TrainReplica
+from isthmus.runtime.processes.signals import Stop
+
+from .small import NAMES, job_of
+from .test_real_run import FLEET
+
+
+def ordered(job: Job, replica: str) -> tuple[FleetReplicas, TrainReplica, dict[str, torch.Tensor]]:
+    """What a device is told, as the merger of this job tells it."""
+    prepared = prepare(job)
+    holders = DataHolders(LocalBackend().asks(Stop()), job.data, FLEET.names, heldout=False)
+    run = FleetReplicas(prepared, FLEET, replica_plans(prepared, FLEET), holders)
+    order, tensors = run.first(replica)
+    assert isinstance(order, TrainReplica)
+    return run, order, {header.name: tensor for header, tensor in zip(order.tensors, tensors, strict=True)}
+
+
+def test_steps_have_the_same_bits() -> None:
+    job = job_of()
+    training = msgspec.structs.replace(job.training, clip_norm=0.5)
+    job = msgspec.structs.replace(job, training=training, model=ModelSpec(name="cnn"))
+    data = load_dataset(job.data, "train")
+    run, order, kept = ordered(job, "c")
+    ours = GraphTrainer(order, kept, data, HOST)
+    theirs = ReplicaTrainer(job, data, NAMES.index("c"), len(NAMES))
+    assert (ours.samples, ours.batch) == (theirs.samples, theirs.batch)
+    for trainer in (ours, theirs):
+        for fragment, values in enumerate(run.merged.known):
+            trainer.fragments.take(fragment, values, whole=True, included=NEVER, first=True)
+    for step in range(3):
+        assert ours.step(16 * step) == pytest.approx(theirs.step(16 * step), rel=1e-6)
+    for fragment in range(len(run.merged.known)):
+        assert torch.equal(ours.fragments.give(fragment, 1), theirs.fragments.give(fragment, 1))
+
+
+def test_a_parameter_that_is_in_no_fragment_is_refused() -> None:
+    job = job_of()
+    _, order, kept = ordered(job, "a")
+    first, *others = order.fragments
+    name = next(iter(first))
+    order = msgspec.structs.replace(order, fragments=({n: s for n, s in first.items() if n != name}, *others))
+    kept = {**kept, name: torch.zeros(first[name])}
+    with pytest.raises(PeerError, match=f"named no fragment with {name}"):
+        GraphTrainer(order, kept, load_dataset(job.data, "train"), HOST)

@@ -1,0 +1,65 @@
+"""Replicas that receive what to train, over TCP, each in a thread: one is to leave, and the record says all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import msgspec
+import torch
+
+from isthmus.data import load_dataset
+from isthmus.protocol.decoupled_events import MergeChanges
+from isthmus.runtime.decoupled.joined import serve_joined
+from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
+from isthmus.runtime.decoupled.record import replay
+from isthmus.runtime.device.peer_connections import Endpoint
+from isthmus.runtime.transport.listener import Listener
+from isthmus.training.decoupled import delta_codec
+
+from .small import NAMES, job_of
+from .test_graph_trainer import ordered
+
+RUN, TIMEOUT_S = "run", 20.0
+
+
+def test_one_that_is_to_leave_gives_all_and_the_others_go_on() -> None:
+    job = job_of(quorum=1)
+    job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=20_000))
+    run, _, _ = ordered(job, "a")
+    merges, notes = list[MergeChanges](), list[str]()
+    watch = MergerWatch(stepped=lambda *_: None, merged=lambda merge, _: merges.append(merge), note=notes.append)
+    links = dict.fromkeys(NAMES, None)
+    host = MergerHost(
+        run.machine, run.merged, delta_codec(job.sync.decoupled), links, RUN, TIMEOUT_S, watch, begin=run.first
+    )
+    listener = Listener("127.0.0.1", timeout_s=TIMEOUT_S)
+    listener.start(host.acceptor.on_connection)
+    threads = [
+        threading.Thread(
+            target=serve_joined,
+            args=(("127.0.0.1", listener.port), Endpoint(device=name), RUN, TIMEOUT_S),
+            daemon=True,
+        )
+        for name in NAMES[:2]
+    ]
+    released = False
+
+    def look() -> Mapping[str, str]:
+        nonlocal released
+        given = {c.replica for merge in merges for f in merge.fragments for c in f.contributions}
+        if not released and given == {"a", "b"}:
+            released = True
+            host.release("b")
+        return {}
+
+    for thread in threads:
+        thread.start()
+    finish = host.coordinate(look, lambda: "b has left" in notes)
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+    listener.close()
+    assert finish.outcome == "interrupted"
+    again = replay(job, load_dataset(job.data, "train"), NAMES, merges)
+    assert all(torch.equal(a, b) for a, b in zip(again.known, run.merged.known, strict=True))

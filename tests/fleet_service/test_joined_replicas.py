@@ -1,0 +1,129 @@
+"""A decoupled run on devices that joined: one is killed, one comes later, and the record says all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from isthmus.api.observer import Observer
+from isthmus.api.pipeline import Choices, run_job
+from isthmus.api.run import Run
+from isthmus.data import load_dataset
+from isthmus.errors import UserError
+from isthmus.fleet import Device, Links, dump_fleet
+from isthmus.fleet import Fleet as Machines
+from isthmus.job import Job
+from isthmus.protocol.decoupled_events import MergeChanges
+from isthmus.runtime.decoupled.fleet_replicas import check_joined
+from isthmus.runtime.decoupled.record import merges_file, replay
+from isthmus.runtime.decoupled.trainer import seeded_model
+from isthmus.runtime.processes.signals import Stop
+from isthmus.training.decoupled import fragments_of
+from tests.decoupled.small import LINK, NAMES, job_of
+
+from .parties import Fleet, outcomes, soon
+from .test_fleet_runs import Devices
+
+long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
+MACHINES = Machines(
+    name="four",
+    devices=tuple(Device(name=name, region="here", flops_per_s=1e9, memory_bytes=1 << 30) for name in NAMES),
+    links=Links(default=LINK),
+)
+
+
+def _job(folder: Path) -> Job:
+    """Of more steps than are made before it is stopped."""
+    (folder / "fleet.toml").write_text(dump_fleet(MACHINES))
+    job = job_of()
+    training = msgspec.structs.replace(job.training, steps=20_000)
+    return msgspec.structs.replace(job, training=training, fleet=str(folder / "fleet.toml"))
+
+
+class _Running:
+    """The job on the devices of a fleet, in a thread."""
+
+    def __init__(self, fleet: Fleet, folder: Path) -> None:
+        self.job, self.folder, self.notes, self.stop = _job(folder), folder / "run", list[str](), Stop()
+        self._ended: list[Run | Exception] = []
+        self._thread = threading.Thread(target=self._run, args=(fleet,), daemon=True)
+        self._thread.start()
+
+    def _run(self, fleet: Fleet) -> None:
+        class Notes(Observer):
+            def note(_, text: str) -> None:
+                self.notes.append(text)
+
+        choices = Choices(run=self.folder, backend=fleet.service)
+        self._ended += outcomes(lambda: run_job(self.job, choices, Notes(), self.stop))
+
+    @property
+    def merges(self) -> list[MergeChanges]:
+        return [line.merge for line in merges_file(self.folder).lines()] if self.folder.is_dir() else []
+
+    @property
+    def contributors(self) -> list[str]:
+        """Of every merge so far, in order."""
+        return [c.replica for merge in self.merges for fragment in merge.fragments for c in fragment.contributions]
+
+    def said(self, text: str) -> bool:
+        return any(note.startswith(text) for note in self.notes)
+
+    def end(self) -> None:
+        """What it has is merged and saved."""
+        self.stop.request()
+        self._thread.join(60)
+        assert [run.outcome for run in self._ended if isinstance(run, Run)] == ["interrupted"], self._ended
+
+
+@long
+def test_a_device_is_lost_and_another_comes(fleet: Fleet, tmp_path: Path) -> None:
+    run = _Running(fleet, tmp_path)
+    first, second = Devices(fleet, tmp_path, ("a",)), Devices(fleet, tmp_path, ("b",))
+    soon(lambda: {"a", "b"} <= {*run.contributors})
+    second.stop()
+    soon(lambda: run.said("b is lost: "))
+    third = Devices(fleet, tmp_path, ("c",))
+    soon(lambda: "c" in run.contributors)
+    run.end()
+    job = run.job
+    again = replay(job, load_dataset(job.data, "train"), NAMES, run.merges)
+    expected, found = seeded_model(job), seeded_model(job)
+    again.fill(fragments_of(expected, job.sync.decoupled.fragments))
+    Run(run.folder).load(found)
+    for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    for devices in (first, third):
+        devices.stop()
+
+
+@long
+def test_a_drained_device_gives_all_and_one_that_comes_back_goes_on(fleet: Fleet, tmp_path: Path) -> None:
+    run = _Running(fleet, tmp_path)
+    devices = Devices(fleet, tmp_path, ("a", "b"))
+    soon(lambda: {"a", "b"} <= {*run.contributors})
+    fleet.state.drain("b")
+    soon(lambda: run.said("b has left"))
+    given = run.contributors.count("b")
+    soon(lambda: run.contributors.count("a") > 2 * given)
+    assert run.contributors.count("b") <= given + job_of().sync.decoupled.fragments, "what it gave last"
+    devices.stop()
+    soon(lambda: run.said("no device is left"))
+    back = Devices(fleet, tmp_path, ("c",))
+    soon(lambda: "c" in run.contributors)
+    run.end()
+    back.stop()
+
+
+def test_pipelines_on_devices_that_join_are_refused() -> None:
+    with pytest.raises(UserError) as error:
+        check_joined(job_of(replicas=[["a", "b"], ["c", "d"]]), MACHINES)
+    assert str(error.value) == (
+        "sync.decoupled.replicas: got pipelines (a+b, c+d) on devices that join a fleet, expected 'devices': each "
+        "trains alone; pipelines run under `isthmus train`"
+    )
