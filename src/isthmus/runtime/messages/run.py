@@ -36,8 +36,8 @@ class Credit(Message, frozen=True, kw_only=True):
 
 
 class ToCoordinator(Message, frozen=True, kw_only=True):
-    """With `ItemReported` of a save comes the stage's part of the checkpoint, of a step the wanted weights; with
-    `StateFetched`, parts of a state."""
+    """With `ItemReported` of a save comes the stage's part of the checkpoint, with `WeightsRead` weights, with
+    `StateFetched` parts of a state."""
 
     body: DeviceReport
 

@@ -9,7 +9,7 @@ import sys
 import msgspec
 import torch
 
-PROTOCOL = 22
+PROTOCOL = 23
 """Of the messages. Raised whenever one of them changes."""
 _PROCESSORS = {"amd64": "x86_64", "arm64": "aarch64"}
 
