@@ -157,12 +157,6 @@ class ItemReported(Body, frozen=True, kw_only=True):
     """Of this step or earlier ones, as far as they are hashed; with a save, of all steps before it."""
 
 
-class WeightsRead(Body, frozen=True, kw_only=True):
-    """A training step begins: with it come those of the stage's weights that its exchange wanted."""
-
-    item: NotNegative
-
-
 class DeviceFailed(Body, frozen=True, kw_only=True):
     """The device cannot go on with its stage."""
 
@@ -210,10 +204,16 @@ class TransferEnded(Body, frozen=True, kw_only=True):
     number: NotNegative
 
 
+class WeightsRead(Body, frozen=True, kw_only=True):
+    """A training step begins: with it come those of the stage's weights that its exchange wanted. For the run's host:
+    the machine takes no notice."""
+
+    item: NotNegative
+
+
 DeviceReport = (
     DeviceReady
     | ItemReported
-    | WeightsRead
     | DeviceFailed
     | Inventory
     | StateFetched

@@ -489,7 +489,9 @@ class DeviceWorker:
             done = msgspec.structs.replace(done, peak=self._peak())
         self._send(done, saved.tensors(), saved)
 
-    def _send(self, body: DeviceReport, tensors: Mapping[str, Tensor] = {}, of: Snapshot | None = None) -> None:
+    def _send(
+        self, body: DeviceReport | WeightsRead, tensors: Mapping[str, Tensor] = {}, of: Snapshot | None = None
+    ) -> None:
         headers = tuple(header_of(name, t) for name, t in tensors.items())
         self._control.send(ToCoordinator(run=self._run, body=body, tensors=headers), list(tensors.values()), of)
 
