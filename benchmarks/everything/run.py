@@ -54,7 +54,7 @@ def main() -> None:
     if given.hours:
         hours = [simulated(job, given.hours, seed) for seed in range(given.seeds)]
         write_figures(path, msgspec.structs.replace(_known(path), simulated=hours))
-    own = job_for(job, given.seconds)
+    own = job_for(job, given.seconds) if given.plain or given.real else job
     for rate in given.plain:
         alone = plain(own, rate)
         others = [other for other in _known(path).plain if other.learning_rate != rate]
