@@ -20,20 +20,18 @@ import isthmus
 from isthmus.api.decoupled_simulation import simulate_decoupled
 from isthmus.api.observer import Observer
 from isthmus.api.run_entries import run_entries
-from isthmus.data import load_dataset
 from isthmus.job import fleet_of
 from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.pipeline import RETURN_S
 from isthmus.runtime.decoupled.pipeline_log import periods_file, spans_file
 from isthmus.runtime.decoupled.record import merges_file
 from isthmus.runtime.decoupled.run import replica_folder
-from isthmus.runtime.decoupled.trainer import ReplicaTrainer, heldout_loss
 from isthmus.trace import Span
 
 TITLE = "isthmus device "
 """What device processes call themselves."""
-LARGER = 32
-"""Samples of a micro-batch where there is one process: the losses differ by rounding."""
+EVALUATED = 2048
+"""Held-out samples."""
 QUIET = 0.2
 """Share of the run before the first loss, and after the last."""
 
@@ -56,8 +54,6 @@ class Real(msgspec.Struct, frozen=True, kw_only=True):
     merges: int
     loss: float
     """Held out, at the end."""
-    alone: float
-    """Of the same model after as many samples in one process."""
     notes: list[str]
 
 
@@ -97,13 +93,17 @@ class _Watch(Observer):
             self._thread.join()
 
 
-def real(job: isthmus.Job, seconds: float, losses: int, picture: Path) -> Real:
+def job_for(job: isthmus.Job, seconds: float) -> isthmus.Job:
+    """The job with as many steps as its devices make in so many seconds."""
+    steps = max(2, round(seconds * simulate_decoupled(job).full_speed / job.training.batch_size))
+    training = msgspec.structs.replace(job.training, steps=steps, eval_every=steps, eval_samples=EVALUATED)
+    return msgspec.structs.replace(job, training=training)
+
+
+def real(own: isthmus.Job, seconds: float, losses: int, picture: Path) -> Real:
     """`isthmus train` of the job for about so long, in which so many devices are lost, of one replica after another."""
-    fleet, batch = fleet_of(job), job.training.batch_size
-    groups = replica_groups(job, fleet)
-    steps = max(2, round(seconds * simulate_decoupled(job).full_speed / batch))
-    training = msgspec.structs.replace(job.training, steps=steps, eval_every=steps)
-    own = msgspec.structs.replace(job, training=training)
+    fleet = fleet_of(own)
+    groups = replica_groups(own, fleet)
     turns = [devices[-1 - turn] for turn in range(2) for devices in groups.values()]
     between_s = seconds * (1 - 2 * QUIET) / max(1, losses - 1)
     watch = _Watch([(seconds * QUIET + between_s * n, device) for n, device in enumerate(turns[:losses])])
@@ -135,7 +135,6 @@ def real(job: isthmus.Job, seconds: float, losses: int, picture: Path) -> Real:
         samples=samples,
         merges=len(lines),
         loss=watch.loss,
-        alone=_alone(own, samples),
         notes=watch.notes,
     )
 
@@ -179,16 +178,6 @@ def _busy(spans: Iterable[Span], names: Iterable[str], end_s: float) -> dict[str
 
 def _away(device: str, killed: Iterable[tuple[float, str]], end_s: float) -> float:
     return sum(min(RETURN_S, end_s - at_s) for at_s, name in killed if name == device)
-
-
-def _alone(job: isthmus.Job, samples: int) -> float:
-    """The held-out loss of one process that trains on as many samples, in batches of the whole job's size."""
-    batch = job.training.batch_size
-    quicker = job.cut_into(batch // LARGER)
-    trainer = ReplicaTrainer(quicker, load_dataset(job.data, "train"), 0, 1)
-    for step in range(samples // batch):
-        trainer.step(step * batch)
-    return heldout_loss(trainer.module, load_dataset(job.data, "heldout"), job.training.eval_samples, batch)
 
 
 def _pid_of(device: str) -> int | None:

@@ -115,10 +115,17 @@ def _pid_of(device: str) -> int:
     found = [
         int(entry.name)
         for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and _read(entry / "cmdline").rstrip(b"\0") == title
+        if entry.name.isdigit() and _read(entry / "cmdline").rstrip(b"\0") == title and _is_own(int(entry.name))
     ]
     (pid,) = found
     return pid
+
+
+def _is_own(pid: int) -> bool:
+    """Whether a process is of this test: others of the machine may have the same title."""
+    while pid > 1 and pid != os.getpid():
+        pid = int((_read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split() or [b"", b"0"])[1])
+    return pid == os.getpid()
 
 
 def _read(path: Path) -> bytes:

@@ -81,6 +81,9 @@ class NotedScript:
     def opened(self, item: Item) -> None:
         pass
 
+    def weights_read(self, item: Item, weights: Mapping[str, Tensor]) -> None:
+        pass
+
     def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
         pass
 

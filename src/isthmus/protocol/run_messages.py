@@ -67,8 +67,8 @@ class PlaceWeights(Body, frozen=True, kw_only=True):
 
 
 class WeightExchange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of a training step whose weights others change too: after the update the devices add the amounts that come with
-    it, and report the weights that are asked for."""
+    """Of a training step whose weights others change too: before it the devices add the amounts that come with it, and
+    report the weights that are asked for."""
 
     rate_step: NotNegative
     """The learning rate is that of this step of training."""
@@ -141,7 +141,7 @@ class DeviceReady(Body, frozen=True, kw_only=True):
 
 class ItemReported(Body, frozen=True, kw_only=True):
     """The device finished an item. `loss` and `count` are sums over the item's micro-batches, from the loss's stage.
-    With a save comes the stage's part of the checkpoint, with an exchange the weights that were wanted."""
+    With a save comes the stage's part of the checkpoint."""
 
     item: int
     loss: float | None = None
@@ -202,6 +202,13 @@ class TransferEnded(Body, frozen=True, kw_only=True):
     """The device sends no more, as its steps are quicker than what it sends of them; or it takes no more."""
 
     number: NotNegative
+
+
+class WeightsRead(Body, frozen=True, kw_only=True):
+    """A training step begins: with it come those of the stage's weights that its exchange wanted. For the run's host:
+    the machine takes no notice."""
+
+    item: NotNegative
 
 
 DeviceReport = (

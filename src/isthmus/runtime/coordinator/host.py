@@ -56,6 +56,7 @@ from isthmus.protocol.run_messages import (
     RunOrder,
     SendState,
     StateFetched,
+    WeightsRead,
 )
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import NoSession, Session, paths_of
@@ -194,7 +195,7 @@ class CoordinatorHost:
         body = content(message)
         item = self._items.get(body.item) if isinstance(body, ItemReported) else None
         late = isinstance(body, ItemReported) and item is not None and body.epoch != self.machine.epoch
-        wanted = item is not None and item.index in self._exchanges
+        wanted = isinstance(body, WeightsRead) and body.item in self._exchanges
         if isinstance(body, StateFetched) or late or wanted:
             self._callbacks.check_parts(message.tensors)
         elif item is not None and item.kind == "save":
@@ -229,6 +230,10 @@ class CoordinatorHost:
                     self._session.linked(device, paths_of(device, paths, self.machine.coordinator.devices))
             case StateFetched(epoch=epoch) if epoch == self.machine.epoch:
                 self._callbacks.give(named)
+            case WeightsRead(epoch=read, item=item):
+                if read == self.machine.epoch and item in self._exchanges:
+                    self._callbacks.weights_read(self._items[item], named)
+                return []
             case ItemReported() as report:
                 self._at_hand = report, named
             case _:
@@ -252,7 +257,7 @@ class CoordinatorHost:
         self._late_s[owner] = self._late_s.get(owner, 0.0) + report.late_s
         self._callbacks.fingerprinted(device, report.fingerprints)
         item = self._items[report.item]
-        if item.kind == "save" or state:
+        if item.kind == "save":
             self._callbacks.saved(item, device, state, report.peak)
 
     def _localise(self, span: Span) -> Span:

@@ -327,10 +327,6 @@ class RunController:
     def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
         if peak is not None:
             self._peaked(device_of(device), peak)
-        if item.kind != "save":
-            assert self._options.exchanges is not None, "nothing else is wanted of a step"
-            self._options.exchanges.collected(item, state)
-            return
         pair, replica = self.now.by_worker_id[device], self.now.replica(device)
         stage = f"stage-{pair.view.stage - pair.view.first}"
         if not replica and not pair.copy:
@@ -338,6 +334,10 @@ class RunController:
         elif state:
             own = {f"{replica_prefix(replica)}{name}": value for name, value in state.items()}
             self._writer.write(item.step, f"replica-{replica}-{stage}", own)
+
+    def weights_read(self, item: Item, weights: Mapping[str, Tensor]) -> None:
+        assert self._options.exchanges is not None, "only they want weights"
+        self._options.exchanges.collected(item, weights)
 
     def fingerprinted(self, device: str, found: Sequence[StepFingerprint]) -> None:
         self._fingerprints.add(device, found)

@@ -73,7 +73,8 @@ class WeightExchanges(Protocol):
         ...
 
     def collected(self, item: Item, values: Mapping[str, Tensor]) -> None:
-        """A device's part of what the step's exchange wanted, before `advanced`."""
+        """A device's part of what the step's exchange wanted, when the step begins there. It comes again where the step
+        is made again."""
         ...
 
 
@@ -137,8 +138,11 @@ class RunCallbacks(Protocol):
         ...
 
     def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
-        """A device's part of a checkpoint is here, or of what an exchange wanted; and the most memory that it had so
-        far."""
+        """A device's part of a checkpoint is here, and the most memory that it had so far."""
+        ...
+
+    def weights_read(self, item: Item, weights: Mapping[str, Tensor]) -> None:
+        """A device's part of what the step's exchange wanted is here."""
         ...
 
     def fingerprinted(self, device: str, found: Sequence[StepFingerprint]) -> None:

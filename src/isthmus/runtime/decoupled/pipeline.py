@@ -1,11 +1,12 @@
 """A replica that is a pipeline: its process coordinates a run over its devices, and changes the run's weights between
 two steps.
 
-    step k is over ──► give what the merger asked for before step k ──► look at what it sent since
-                   ──► step k + 1 is opened: after it, the devices add what was taken, and report what is asked for now
+    step k is over ──► look at what the merger sent since ──► step k + 1 is opened: before it, the devices add what was
+                       taken, and report the weights that are asked for ──► give them, while step k + 1 is made
 
-So a pipeline takes and gives one step later than a process that has all weights, and at the same step on every device.
-Devices that are lost cost this replica the steps since its last snapshot. They are made again with the same exchanges.
+So a pipeline takes and gives after the same step as a process that has all weights, and at the same step on every
+device. Devices that are lost cost this replica the steps since its last snapshot. They are made again with the same
+exchanges.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from isthmus.protocol.decoupled_events import (
     StopReplica,
     Train,
 )
-from isthmus.protocol.decoupled_replica import DecoupledReplica, SamplesKnown
+from isthmus.protocol.decoupled_replica import DecoupledReplica
 from isthmus.protocol.run_messages import WeightExchange
 from isthmus.protocol.work import Item
 from isthmus.runtime.coordinator.backend import LocalBackend
@@ -76,6 +77,7 @@ class _Opened:
 
     weights: WeightAmounts
     asked: CollectChanges | None
+    """None once it is given."""
     found: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Weights that devices have reported."""
 
@@ -103,9 +105,8 @@ class PipelineReplica:
         self._log = PipelineLog(pipeline.folder, pipeline.began_s)
         self.steps = 0
         """That were made; some may be made again."""
-        self._known = SamplesKnown(job.training.batch_size)
-        self._heard: list[int] = []
-        """Samples that versions name which are taken after the step that is opened next."""
+        self._trained = 0
+        """Samples of all replicas at the step that is opened next."""
         self._amounts: dict[str, Tensor] = {}
         self._asked: CollectChanges | None = None
         """What comes with the step that is opened next."""
@@ -158,19 +159,29 @@ class PipelineReplica:
         if item.step < self.steps:
             raise PeerError(f"step {item.step} is lost, and what came with it is not known any more")
         training = self._job.training
-        rate_step = min(self._known.after(item.step) // training.batch_size, training.steps - 1)
+        rate_step = min(self._trained // training.batch_size, training.steps - 1)
         wanted: list[str] = []
         for fragment in self._asked.fragments if self._asked is not None else ():
             wanted += [name for parameter in self._fragments[fragment] for name in self._names[parameter]]
         exchange = WeightExchange(rate_step=rate_step, wanted=tuple(wanted))
         self._opened[item.step] = _Opened(WeightAmounts(exchange, self._amounts), self._asked)
-        for samples in self._heard:
-            self._known.heard(samples, item.step + 1)
-        self._amounts, self._asked, self._heard = {}, None, []
+        self._amounts, self._asked = {}, None
         return self._opened[item.step].weights
 
     def collected(self, item: Item, values: Mapping[str, Tensor]) -> None:
-        self._opened[item.step].found.update(values)
+        opened = self._opened[item.step]
+        opened.found.update(values)
+        if (asked := opened.asked) is None or not self._complete(asked, opened.found):
+            return
+        opened.asked = None
+        self._give(asked, opened.found)
+        if asked.last:
+            raise _Ended
+
+    def _complete(self, asked: CollectChanges, found: Mapping[str, Tensor]) -> bool:
+        """Whether each parameter is there, by one of its names."""
+        parameters = [parameter for fragment in asked.fragments for parameter in self._fragments[fragment]]
+        return all(any(name in found for name in self._names[parameter]) for parameter in parameters)
 
     def _advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         self._log.spans(spans)
@@ -178,10 +189,6 @@ class PipelineReplica:
             return
         self.steps = item.step + 1
         self._account.trained(self._samples)
-        if (asked := self._opened[item.step].asked) is not None:
-            self._give(asked, self._opened[item.step].found)
-            if asked.last:
-                raise _Ended
         if not self._has_copies:
             self._opened.clear()
         self._receive()
@@ -222,8 +229,8 @@ class PipelineReplica:
                     self._link.put(instruction)
                 case StopReplica():
                     self._over = True
-                case Train():
-                    pass
+                case Train(samples=samples):
+                    self._trained = samples
 
     def _take(self, sent: FragmentSent, tensors: list[Tensor]) -> None:
         (values,) = tensors
@@ -231,17 +238,15 @@ class PipelineReplica:
         added = self._account.take(sent.fragment, values, whole=sent.whole, included=sent.included, first=sent.first)
         if added is None:
             spread(values, parameters)
-            self._known.heard(sent.samples, self.steps)
             self._taken.add(sent, self.steps)
             return
         for parameter, part in zip(parameters, added.split([p.numel() for p in parameters]), strict=True):
             for name in self._names[parameter]:
                 self._amounts[name] = self._amounts[name] + part if name in self._amounts else part
-        self._heard.append(sent.samples)
-        self._taken.add(sent, self.steps + 1)
+        self._taken.add(sent, self.steps)
 
     def _give(self, asked: CollectChanges, found: Mapping[str, Tensor]) -> None:
-        """The weights after the step that is over."""
+        """The weights after the last step that is over, with what was taken then."""
         with torch.no_grad():
             for fragment in asked.fragments:
                 for parameter in self._fragments[fragment]:

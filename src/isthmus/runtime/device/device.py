@@ -49,6 +49,7 @@ from isthmus.protocol.run_messages import (
     StateFetched,
     StateReceived,
     TransferEnded,
+    WeightsRead,
 )
 from isthmus.runtime.device.coordinator_link import (
     CoordinatorGone,
@@ -480,13 +481,17 @@ class DeviceWorker:
             resident=not self._accelerator.asynchronous,
         )
 
-    def _report(self, done: ItemReported, saved: Snapshot | None) -> None:
+    def _report(self, done: ItemReported | WeightsRead, saved: Snapshot | None) -> None:
         if saved is None:
             self._send(done)
-        else:
-            self._send(msgspec.structs.replace(done, peak=self._peak()), saved.tensors(), saved)
+            return
+        if isinstance(done, ItemReported):
+            done = msgspec.structs.replace(done, peak=self._peak())
+        self._send(done, saved.tensors(), saved)
 
-    def _send(self, body: DeviceReport, tensors: Mapping[str, Tensor] = {}, of: Snapshot | None = None) -> None:
+    def _send(
+        self, body: DeviceReport | WeightsRead, tensors: Mapping[str, Tensor] = {}, of: Snapshot | None = None
+    ) -> None:
         headers = tuple(header_of(name, t) for name, t in tensors.items())
         self._control.send(ToCoordinator(run=self._run, body=body, tensors=headers), list(tensors.values()), of)
 

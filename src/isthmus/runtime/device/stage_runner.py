@@ -38,7 +38,7 @@ from isthmus.protocol.events import (
     WorkerEvent,
     WorkerInstruction,
 )
-from isthmus.protocol.run_messages import Arrived, ItemReported, OpenItem, Parcel, PartsArrived
+from isthmus.protocol.run_messages import Arrived, ItemReported, OpenItem, Parcel, PartsArrived, WeightsRead
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
 from isthmus.runtime.device.coordinator_link import CoordinatorMessage
@@ -52,7 +52,7 @@ from isthmus.runtime.device.stage_data import Batches
 from isthmus.runtime.device.stage_preparation import group_buffer
 from isthmus.runtime.device.state_transfer import StateDonor
 from isthmus.runtime.device.tasklets import ComputeTurns, NoTurns, Tasklets
-from isthmus.runtime.device.weight_exchange import OpenedExchange
+from isthmus.runtime.device.weight_exchange import OpenedExchange, StageExchanges
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.processes.memory import tune_process
 from isthmus.trace import Span
@@ -76,7 +76,7 @@ class StageRunner:
         engine: Engine,
         data: Mapping[str, Dataset],
         inbox: queue.SimpleQueue[object],
-        report: Callable[[ItemReported, Snapshot | None], None],
+        report: Callable[[ItemReported | WeightsRead, Snapshot | None], None],
         saved: Mapping[str, Tensor],
         private: Privatizer | None = None,
         sharing: ComputeTurns | None = None,
@@ -110,7 +110,7 @@ class StageRunner:
         self._done: deque[WorkerEvent] = deque()
         """Ends of instructions that the machine has not heard of yet."""
         self._items: dict[int, Item] = {}
-        self._exchanges: dict[int, OpenedExchange] = {}
+        self._exchanges = StageExchanges(engine, assignment.train, self._read)
         self._outgoing: dict[tuple[Parcel, int, int], dict[str, Tensor]] = {}
         self._norms: Tensor | None = None
         self._all_finite = True
@@ -192,8 +192,8 @@ class StageRunner:
         return self._steps, self._snapshots.here(self._whole_state())
 
     def _whole_state(self) -> dict[str, Tensor]:
-        """The engine's, and that of outer steps."""
-        found = self.engine.state()
+        """The engine's after whole steps, and that of outer steps."""
+        found = self.engine.state() | self._exchanges.before
         for buffer in self._buffers.values():
             found |= buffer.state()
         return found
@@ -214,6 +214,8 @@ class StageRunner:
         if not isinstance(instruction, Compute | Send):  # they take long, or wait for what another stage computes
             self._turns.give()
         try:
+            if not isinstance(instruction, Leave):
+                self._exchanges.begin(instruction.item)
             result = self._carry_out(instruction)
         except StepError as e:
             raise self._placed(e, instruction) from e
@@ -242,7 +244,7 @@ class StageRunner:
                 found()
                 continue
             if isinstance(found, OpenedExchange):
-                self._exchanges[found.order.item.index], found = found, found.order
+                found = self._exchanges.opened(found)
             if isinstance(found, OpenItem) and found.epoch == self.assignment.epoch:
                 found = OpenItem(item=self.assignment.share.part(found.item), epoch=found.epoch)
                 self._items[found.item.index] = found.item
@@ -447,17 +449,18 @@ class StageRunner:
             norms = self._agreed_norms(item) if self.assignment.view.agrees else None
             given = self.engine.gradients() if self._donor is not None and not skip else {}
             self._hold()
-            step, exchange = self._items[item].step, self._exchanges.pop(item, None)
+            rate_step = self._exchanges.end(step := self._items[item].step)
             if skip:
                 self.engine.skip_update()
             else:
                 if self.assignment.engine.clip_norm > 0:  # in place, by norms of all stages
                     self.fingerprints.before_changes()
-                self.engine.update(step if exchange is None else exchange.exchange.rate_step, norms)
-            wanted = exchange.apply(self.engine, self.assignment.train) if exchange is not None else {}
-            self._state = self.copied(wanted) if wanted else None
+                self.engine.update(rate_step, norms)
             self._steps = step + 1
             self._send_state(given)
+
+    def _read(self, item: int, weights: Mapping[str, Tensor]) -> None:
+        self._report(WeightsRead(item=item, epoch=self.assignment.epoch), self.copied(weights))
 
     def _agreed_norms(self, item: int) -> Tensor:
         """Those of all parameters of the model, in its own order."""

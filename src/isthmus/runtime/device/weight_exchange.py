@@ -1,9 +1,9 @@
-"""What a stage does of an exchange of weights: of a replica that never waits, others' changes are added after an
-update, and the replica's own weights are read."""
+"""What a stage does of exchanges of weights: of a replica that never waits, others' changes are added between two
+steps, and the replica's own weights are read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,15 +19,42 @@ class OpenedExchange(NamedTuple):
     order: OpenItem
     exchange: WeightExchange
     amounts: Mapping[str, Tensor]
-    """By the module's own names: what is added to parameters after the update, [elements]."""
+    """By the module's own names: what is added to parameters before the step, [elements]."""
 
-    def apply(self, engine: Engine, train: StageGraph) -> dict[str, Tensor]:
-        """Add the amounts to parameters of this stage, and return those of it that are wanted. The rest is other
-        stages'."""
+
+class StageExchanges:
+    """Used by the compute lane alone."""
+
+    def __init__(self, engine: Engine, train: StageGraph, read: Callable[[int, Mapping[str, Tensor]], None]) -> None:
+        """`read` gets an item and weights that are wanted, before anything changes them."""
+        self._engine, self._train, self._read = engine, train, read
+        self._opened: dict[int, OpenedExchange] = {}
+        self._rate_step: int | None = None
+        self.before: dict[str, Tensor] = {}
+        """By the module's own names, parameters as the last whole step left them, where amounts were added since."""
+
+    def opened(self, found: OpenedExchange) -> OpenItem:
+        self._opened[found.order.item.index] = found
+        return found.order
+
+    def begin(self, item: int) -> None:
+        """Before anything of the item is done here: a snapshot of the steps before has none of its amounts."""
+        if (found := self._opened.pop(item, None)) is None:
+            return
+        self._rate_step = found.exchange.rate_step
+        train = self._train
         names = {op.target: op.name for op in train.variables() if op.name not in train.shared_from}
-        own = {name: names[name] for name in engine.owned}
-        held = engine.parameters(list(own.values()))
-        for name in self.amounts.keys() & own.keys():
-            before = held[own[name]]
-            engine.set_parameters({own[name]: before + self.amounts[name].view(before.shape)})
-        return {name: held[own[name]] for name in self.exchange.wanted if name in own}
+        own = {name: names[name] for name in self._engine.owned}
+        held = self._engine.parameters(list(own.values()))
+        self.before = {name: held[own[name]].clone() for name in found.amounts if name in own}
+        added = {own[name]: value + found.amounts[name].view(value.shape) for name, value in self.before.items()}
+        if added:
+            self._engine.set_parameters(added)
+        if wanted := {name: held[own[name]] for name in found.exchange.wanted if name in own}:
+            self._read(item, wanted)
+
+    def end(self, step: int) -> int:
+        """The learning rate's step of a training step, which is done but for its update."""
+        found, self._rate_step = self._rate_step, None
+        self.before = {}
+        return step if found is None else found

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 from isthmus.protocol.recovery import StateHolding
-from isthmus.protocol.run_messages import Arrived, DeviceOrder, DeviceReport, PartsArrived, RunOrder
+from isthmus.protocol.run_messages import Arrived, DeviceOrder, DeviceReport, PartsArrived, RunOrder, WeightsRead
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.message import Message
 
@@ -36,10 +36,10 @@ class Credit(Message, frozen=True, kw_only=True):
 
 
 class ToCoordinator(Message, frozen=True, kw_only=True):
-    """With `ItemReported` of a save comes the stage's part of the checkpoint, of a step the wanted weights; with
-    `StateFetched`, parts of a state."""
+    """With `ItemReported` of a save comes the stage's part of the checkpoint, with `WeightsRead` weights, with
+    `StateFetched` parts of a state."""
 
-    body: DeviceReport
+    body: DeviceReport | WeightsRead
 
 
 class JoinRun(Message, frozen=True, kw_only=True):
