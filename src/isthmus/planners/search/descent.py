@@ -243,14 +243,18 @@ def _moved(giver: Stages, taker: Stages) -> Iterator[tuple[Stages, Stages]]:
                 yield shorter, longer
 
 
-def every_choice(problem: Problem, network: FleetNetwork, trials: Trials, known_s: float) -> Pipelines:
-    """Those that fit and whose fill is below `known_s`, each with every set of its stages that may gain."""
+def every_choice(
+    problem: Problem, network: FleetNetwork, trials: Trials, known_s: float, micro_batches: int = 1
+) -> Pipelines:
+    """Those that fit and that could end so many micro-batches before `known_s` if memory throttled none, each with
+    every set of its stages that may gain."""
     plain = timed(problem, network, trials)
-    rows = np.flatnonzero(plain.fill_s < known_s)  # a stage that recomputes only adds to it
+    # A stage that recomputes only adds to it.
+    rows = np.flatnonzero(kernel.step_s(plain.fill_s, plain.busy_s, micro_batches) < known_s)
     plain, trials = plain[rows], trials[rows]
     pipelines = joined([plain, *_others(problem, network, trials, plain)])
     pipelines = pipelines[pipelines.fitting()]
-    return pipelines[np.flatnonzero(pipelines.fill_s < known_s)]
+    return pipelines[np.flatnonzero(kernel.step_s(pipelines.fill_s, pipelines.busy_s, micro_batches) < known_s)]
 
 
 def likely_choice(problem: Problem, network: FleetNetwork, trials: Trials, micro_batches: int) -> Pipelines:
