@@ -13,7 +13,9 @@ import msgspec
 from isthmus.api.folder import FLEET
 from isthmus.api.losses import LossPoint
 from isthmus.api.make_plan import plan_for
+from isthmus.api.merge_period import with_period
 from isthmus.api.observer import Observer
+from isthmus.api.replica_models import fragment_bytes, plan_again, replica_models
 from isthmus.api.run import Run
 from isthmus.api.run_log import RunLog
 from isthmus.api.run_session import RunChoices, RunSession, run_session
@@ -23,7 +25,6 @@ from isthmus.data import Dataset, load_dataset
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, prepare
-from isthmus.planners import least
 from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.report.boundary_table import codecs_of
@@ -32,7 +33,7 @@ from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.merger import MergerWatch
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.record import MergeLine, merges_file
-from isthmus.runtime.decoupled.run import DecoupledOutcome, DecoupledRun, check_decoupled
+from isthmus.runtime.decoupled.run import DecoupledOutcome, DecoupledRun, check_decoupled, merge_rules
 from isthmus.runtime.decoupled.trainer import heldout_loss
 from isthmus.runtime.processes.signals import Stop
 from isthmus.training.checkpoint import CheckpointWriter, Manifest
@@ -57,6 +58,10 @@ def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop)
             observer.note(f"run folder: {path}")
             for name, plan in plans.items():
                 observer.note(step_text(name, plan, plan.predicted.step_s))
+            models = replica_models(prepared, fleet, plans) if job.sync.period == "auto" else []
+            job, period_note = with_period(job, models, fragment_bytes(job, run.merged))
+            if period_note:
+                observer.note(period_note)
             pipelines = {name: plan for name, plan in plans.items() if len(run.groups[name]) > 1}
             if pipelines:
                 run.keep(prepared, pipelines)
@@ -64,7 +69,7 @@ def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop)
             emulated_s = alone_s if job.runtime.emulate else {}
             observer.replicas_began(f"{job.model.name} on {fleet.name}, {len(plans)} replicas")
             try:
-                outcome = run.run(emulated_s, watch.merger, stop)
+                outcome = run.run(emulated_s, watch.merger, stop, merge_rules(job))
                 watch.end(outcome, emulated_s)
             finally:
                 observer.ended()
@@ -106,11 +111,6 @@ def replica_plans(prepared: Prepared, fleet: Fleet) -> dict[str, Plan]:
 def step_times(prepared: Prepared, fleet: Fleet) -> dict[str, float]:
     """By replica, how long a step takes, as the cost model says. UserError as of `replica_plans`."""
     return {name: plan.predicted.step_s for name, plan in replica_plans(prepared, fleet).items()}
-
-
-def plan_again(prepared: Prepared, fleet: Fleet) -> Plan:
-    """While devices wait."""
-    return plan_for(prepared, fleet, bound=least)
 
 
 def step_text(name: str, plan: Plan, step_s: float) -> str:

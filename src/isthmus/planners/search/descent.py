@@ -113,7 +113,7 @@ class Descent:
         rows = rows[fits]
         if not len(rows):
             return None
-        sync_s = self._averaging.nearly_s(self._averaging.holders(pipelines, rows)) / self.problem.sync.period
+        sync_s = self._averaging.nearly_s(self._averaging.holders(pipelines, rows)) / self.problem.sync.every
         # step = max over r (fill_r + (m_r - 1) * period_r) + averaging; price = step * rate + egress
         choose = cheapest if self._priced else soonest
         found = choose(pipelines, rows, sync_s, self.problem.micro_batches, goal)
