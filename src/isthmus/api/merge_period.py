@@ -26,7 +26,7 @@ from isthmus.units import format_bandwidth, format_duration, format_share, forma
 
 LINK_SHARE = 0.5
 """Of a link's time that changes may take: the rest is for what comes late, and for messages of pipelines."""
-SIMULATED_MERGES = 100
+SIMULATED_MERGES = 40
 """Of a period that is tried."""
 
 
