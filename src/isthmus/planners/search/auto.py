@@ -38,7 +38,7 @@ MOST_STARTS = 4
 MOST_NEIGHBOURS = 60_000
 """Of plans, that the descents look at altogether: bounds the time, the same on every machine."""
 MOST_SCORED = 3
-"""Plans that the scorer judges; where codecs depend on the plan, so many cuts of twice as many groupings."""
+"""Plans that the scorer judges; of so many groupings of devices where codecs depend on the plan."""
 DESCENT_BLOCKS = 100
 WORTH_DESCENT = 2.0
 """Times the best plan known, up to which another is a start."""
@@ -148,6 +148,10 @@ def _extremes(problem: Problem) -> Iterator[Plan]:
             yield msgspec.structs.replace(auto(other), constraints=problem.constraints)
 
 
+MOST_CUTS = 3
+"""Of each of these groupings."""
+
+
 def _various(plans: Sequence[Plan]) -> list[Plan]:
     """A few: many differ in a codec or a share alone, and the simulator may prefer another cut or other groups."""
     cuts: dict[frozenset[frozenset[str]], dict[object, Plan]] = {}
@@ -155,7 +159,7 @@ def _various(plans: Sequence[Plan]) -> list[Plan]:
         layouts = layouts_of(plan)
         of_grouping = cuts.setdefault(frozenset(frozenset(x.order) for x in layouts), {})
         of_grouping.setdefault(frozenset((x.order, x.boundaries) for x in layouts), plan)
-    few = [list(some.values())[:MOST_SCORED] for some in list(cuts.values())[: 2 * MOST_SCORED]]
+    few = [list(some.values())[:MOST_CUTS] for some in list(cuts.values())[:MOST_SCORED]]
     return [plan for some in few for plan in some]
 
 
