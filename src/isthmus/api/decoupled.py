@@ -59,8 +59,9 @@ def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop)
             for name, plan in plans.items():
                 observer.note(step_text(name, plan, plan.predicted.step_s))
             models = replica_models(prepared, fleet, plans) if job.sync.period == "auto" else []
-            job, period_note = with_period(job, models, fragment_bytes(job, run.merged))
+            planned, period_note = with_period(job, models, fragment_bytes(job, run.merged))
             if period_note:
+                run.machine.rules = merge_rules(planned)
                 observer.note(period_note)
             pipelines = {name: plan for name, plan in plans.items() if len(run.groups[name]) > 1}
             if pipelines:
@@ -69,7 +70,7 @@ def run_decoupled(job: Job, choices: RunChoices, observer: Observer, stop: Stop)
             emulated_s = alone_s if job.runtime.emulate else {}
             observer.replicas_began(f"{job.model.name} on {fleet.name}, {len(plans)} replicas")
             try:
-                outcome = run.run(emulated_s, watch.merger, stop, merge_rules(job))
+                outcome = run.run(emulated_s, watch.merger, stop)
                 watch.end(outcome, emulated_s)
             finally:
                 observer.ended()

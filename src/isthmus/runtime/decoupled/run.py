@@ -49,11 +49,12 @@ def replica_folder(run: Path, name: str) -> Path:
 
 
 def merge_rules(job: Job) -> MergeRules:
-    """What the job says of merges and of its end."""
+    """What the job says of merges and of its end. A period that is not planned yet is 1."""
     training, rules = job.training, job.sync.decoupled
+    period = 1 if job.sync.period == "auto" else job.sync.period
     return MergeRules(
         samples=training.steps * training.batch_size,
-        merge_every=job.sync.every * training.batch_size / rules.fragments,
+        merge_every=period * training.batch_size / rules.fragments,
         fragments=rules.fragments,
         quorum=rules.quorum,
         grace=rules.grace,
@@ -144,6 +145,7 @@ class DecoupledRun:
         self.groups = groups = replica_groups(job, fleet)
         self.model: nn.Module = seeded_model(job)
         check_model(self.model)
+        self.machine = Merger(merge_rules(job))
         self.merged: MergedFragments = merged_fragments(job)
         self._run = secrets.token_hex(16)
         self._links = links_of(groups, fleet) if job.runtime.emulate else dict.fromkeys(groups, (None, None))
@@ -194,14 +196,11 @@ class DecoupledRun:
             folder.mkdir(parents=True, exist_ok=True)
             save_plan(plan, folder / PLAN)
 
-    def run(
-        self, step_s: Mapping[str, float], watch: MergerWatch, stop: Stop, rules: MergeRules | None = None
-    ) -> DecoupledOutcome:
-        """To the end. `step_s` is how long a step of each replica of one device takes at least; `rules` are by default
-        the job's."""
-        job, machine = self._job, Merger(rules or merge_rules(self._job))
+    def run(self, step_s: Mapping[str, float], watch: MergerWatch, stop: Stop) -> DecoupledOutcome:
+        """To the end. `step_s` is how long a step of each replica of one device takes at least."""
+        job = self._job
         host = MergerHost(
-            machine,
+            self.machine,
             self.merged,
             delta_codec(job),
             {name: back for name, (_, back) in self._links.items()},
@@ -221,9 +220,9 @@ class DecoupledRun:
         self.fill()
         return DecoupledOutcome(
             finish=finish,
-            samples=machine.samples,
-            merges=machine.merge,
-            late=machine.late,
+            samples=self.machine.samples,
+            merges=self.machine.merge,
+            late=self.machine.late,
             sent_bytes=host.sent_bytes,
             received_bytes=host.received_bytes,
             plain_bytes=host.plain_bytes,
