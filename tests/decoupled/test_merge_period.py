@@ -72,7 +72,10 @@ def test_no_contribution_is_late_and_a_period_less_is_refused(seed: int) -> None
 def test_the_reason_names_the_link_and_what_a_period_less_would_do(
     late_until: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merge_period, "late_of", lambda _job, period, *_: 5 * (period <= late_until))
+    def late(_job: Job, period: int, *_: object) -> int:
+        return 5 * (period <= late_until)
+
+    monkeypatch.setattr(merge_period, "late_of", late)
     link = Link(0.0, 20e6 / 8)
     models = [
         ReplicaModel(name="home", step_s=1.0, samples=8),
