@@ -39,7 +39,8 @@ def plans_of_surrogates(problem: Problem, planner: Callable[[Problem], Sequence[
         alike = replace(problem, constraints=msgspec.structs.replace(problem.constraints, compression=compression))
         try:
             found = planner(alike)
-            made[_without_choices(found[0])] = rebuilt(problem, found[0])
+            first, key = rebuilt(problem, found[0]), _without_choices(found[0])
+            made[key] = min(made.get(key, first), first, key=partial(preference, problem))
         except FleetTooSmall:
             if compression is None:
                 continue
