@@ -44,7 +44,7 @@ def large_job_of(mode: str, hours: float, full_speed: float) -> isthmus.Job:
     """Of 5.3 million parameters, for as long: seconds for a step, as long for an exchange of gradients. A plain model
     has few cuts, so that a plan is found in a second: after each fault there is another."""
     small = job_of(mode)
-    batch, period = 8192, small.sync.period
+    batch, period = 8192, small.sync.every
     steps = max(1, round(hours * 3600 * full_speed / batch / period)) * period
     return msgspec.structs.replace(
         small,

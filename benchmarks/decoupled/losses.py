@@ -11,7 +11,8 @@ from times import times
 from torch import Tensor, nn
 
 import isthmus
-from isthmus.api.decoupled_simulation import fragment_bytes, replica_models
+from isthmus.api.decoupled import replica_plans
+from isthmus.api.replica_models import fragment_bytes, replica_models
 from isthmus.api.replica_simulation import DecoupledSimulation
 from isthmus.data import Dataset, SampleOrder, load_dataset
 from isthmus.fleet import Fleet, resolve_fleet
@@ -48,7 +49,8 @@ def decoupled(job: isthmus.Job, faults: Sequence[Fault] = ()) -> Curve:
     merged in the same order, and losses differ by the codec alone."""
     fleet, data, heldout = resolve_fleet(job.fleet), load_dataset(job.data, "train"), load_dataset(job.data, "heldout")
     together = _Evaluated(job, data, heldout, fleet)
-    models = replica_models(prepare(job), fleet)
+    prepared = prepare(job)
+    models = replica_models(prepared, fleet, replica_plans(prepared, fleet))
     rules = msgspec.structs.replace(job.sync.decoupled, codec="int4", ratio=1.0)
     timed = msgspec.structs.replace(job, sync=msgspec.structs.replace(job.sync, decoupled=rules))
     as_timed = fragment_bytes(timed, together.merged)

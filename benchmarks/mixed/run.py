@@ -48,8 +48,9 @@ WAYS: dict[str, dict[str, object]] = {
     "mixed": {},
 }
 """What is changed in job.toml, by the way of packing."""
-SIMULATED, EMULATED, EVERY = 16, 32, 16
-"""Steps of a simulation, of a run over processes, and between two held-out losses."""
+SIMULATED, EMULATED, EVERY = 34, 32, 16
+"""Steps of a simulation, two periods and the steps around them; of a run over processes; and between two held-out
+losses."""
 SEEDS = (0, 1, 2)
 TARGET_AT = 2 / 3
 """The target is the loss that plans without codecs have after this part of their steps."""

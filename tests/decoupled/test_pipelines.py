@@ -13,9 +13,10 @@ import msgspec
 import pytest
 import torch
 
-from isthmus.api.decoupled import plan_again, replica_plans
+from isthmus.api.decoupled import replica_plans
 from isthmus.api.decoupled_simulation import simulate_decoupled
 from isthmus.api.replica_devices import PlannedStep
+from isthmus.api.replica_models import plan_again
 from isthmus.api.replica_simulation import DecoupledSimulation, SimulatedReplicas
 from isthmus.data import load_dataset
 from isthmus.errors import UserError

@@ -62,5 +62,5 @@ def test_the_other_replica_goes_on_while_a_plan_is_made(policy: SyncPolicy, tmp_
     assert asked == [("d0", "d2")], "who is left of the other replica is thought of meanwhile"
     (recovery,) = outcome.recoveries
     assert not recovery.from_checkpoint
-    assert recovery.step % policy.period == 0, "nothing that a replica learned since is left out"
+    assert recovery.step % policy.every == 0, "nothing that a replica learned since is left out"
     assert sorted(set(steps)) == list(range(STEPS))

@@ -17,7 +17,16 @@ from plan_cases import every_cut, fits, fleet_of, operator, parameter, placehold
 from test_verify import question_of
 
 from isthmus import expected_loss
-from isthmus.cost import PlanLayout, Problem, SyncPolicy, build_replicas, plan_compression, preference, with_edges
+from isthmus.cost import (
+    PlanLayout,
+    Problem,
+    SyncPolicy,
+    build_replicas,
+    layouts_of,
+    plan_compression,
+    preference,
+    with_edges,
+)
 from isthmus.cost.compression import describe_ratios, ratio_planner_names
 from isthmus.cost.compression.adatopk import ratio_that_shortens
 from isthmus.cost.compression.just_enough import choices_within, just_enough, ladder
@@ -264,10 +273,13 @@ def test_replicas_share_one_loss_budget(seed: int, monkeypatch: pytest.MonkeyPat
         assert preference(limited, made)[0] == pytest.approx(min(times))
 
 
+@pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("seed", SEEDS[::2])
-def test_no_plan_within_a_budget_takes_longer_to_a_loss_than_one_that_packs_all_alike(seed: int) -> None:
+def test_no_plan_within_a_budget_takes_longer_to_a_loss_than_one_that_packs_all_alike(seed: int, devices: int) -> None:
+    """Nor than that one's layout, packed within the budget."""
     rng, budget = random.Random(seed), (0.02, 0.2, 0.0)[seed % 3]
-    fleet = fleet_of([rng.uniform(1, 50) for _ in range(2)], seed, memory=[rng.randint(300, 1500) for _ in range(2)])
+    memory = [rng.randint(300, 1500) for _ in range(devices)]
+    fleet = fleet_of([rng.uniform(1, 50) for _ in range(devices)], seed, memory=memory)
     problem = problem_of(random_graph(seed, 4), fleet, micro_batches=4, sync=SyncPolicy(mode="local", period=8))
 
     def made(compression: CompressionConfig | None) -> tuple[Problem, Plan]:
@@ -278,6 +290,8 @@ def test_no_plan_within_a_budget_takes_longer_to_a_loss_than_one_that_packs_all_
     assert expected_loss.increase_of(mixed.replicas) <= budget
     for alike in (None, *(CompressionConfig(method=codec) for codec in DENSE)):
         _, uniform = made(alike)
+        repacked = build_replicas(asked, layouts_of(uniform), planner="test")
+        assert preference(asked, mixed)[0] <= preference(asked, repacked)[0] * (1 + 1e-9)
         increase = expected_loss.increase_of(uniform.replicas)
         if increase <= budget:
             time_s = uniform.predicted.step_s * expected_loss.more_steps(increase)

@@ -109,7 +109,7 @@ def test_replicas_equal_their_twins(policy: SyncPolicy, tmp_path: Path) -> None:
     prepared, fleet = prepare(job), fleet_of(3)
     plan = two_replicas(prepared)
     assert plan.sync.averages == "deltas" and len({i for g in plan.sync.groups for i in g.iterations}) == (
-        1 if policy.mode == "outer" else policy.period
+        1 if policy.mode == "outer" else policy.every
     )
     outcome = run_plan(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), Watcher())
     assert outcome.outcome == "done"

@@ -14,7 +14,9 @@ import msgspec
 from isthmus.api.folder import FLEET
 from isthmus.api.losses import LossPoint
 from isthmus.api.make_plan import plan_for
+from isthmus.api.merge_period import with_period
 from isthmus.api.observer import Observer
+from isthmus.api.replica_models import fragment_bytes, plan_again, replica_models
 from isthmus.api.run import Run
 from isthmus.api.run_log import RunLog
 from isthmus.api.run_session import RunChoices, RunSession, run_session
@@ -24,7 +26,6 @@ from isthmus.data import Dataset, load_dataset
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, prepare
-from isthmus.planners import least
 from isthmus.plans import Plan
 from isthmus.protocol.decoupled_events import MergeChanges, StepsMade
 from isthmus.report.boundary_table import codecs_of
@@ -33,7 +34,7 @@ from isthmus.runtime.coordinator.backend import Backend
 from isthmus.runtime.coordinator.data_holders import DataHolders, agreed
 from isthmus.runtime.decoupled.fleet_replicas import FleetReplicas, check_joined
 from isthmus.runtime.decoupled.groups import replica_groups
-from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
+from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun, merge_rules
 from isthmus.runtime.decoupled.merger import MergerWatch
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.record import MergeLine, merges_file
@@ -90,7 +91,7 @@ class _Running(NamedTuple):
                     run.keep(prepared, pipelines)
                 return run.run(emulated_s, watch, self.stop)
 
-            return self._watched(run, plans, act, emulated_s)
+            return self._watched(run, prepared, plans, act, emulated_s)
 
     def joined(self, backend: Backend) -> DecoupledOutcome:
         """By devices of a fleet, as soon as one of them is there."""
@@ -102,11 +103,12 @@ class _Running(NamedTuple):
         plans = replica_plans(prepared, self.fleet)
         run = FleetReplicas(prepared, self.fleet, plans, holders)
         logs = self.session.folder.path / "logs"
-        return self._watched(run, plans, lambda watch: run.run(backend, watch, self.stop, logs))
+        return self._watched(run, prepared, plans, lambda watch: run.run(backend, watch, self.stop, logs))
 
     def _watched(
         self,
         run: MergedRun,
+        prepared: Prepared,
         plans: Mapping[str, Plan],
         act: Callable[[MergerWatch], DecoupledOutcome],
         emulated_s: Mapping[str, float] = {},
@@ -117,6 +119,12 @@ class _Running(NamedTuple):
         observer.note(f"run folder: {self.session.folder.path}")
         for name, plan in plans.items():
             observer.note(step_text(name, plan, plan.predicted.step_s))
+        models = replica_models(prepared, self.fleet, plans) if job.sync.period == "auto" else []
+        planned, period_note = with_period(job, models, fragment_bytes(job, run.merged))
+        if period_note:
+            every = merge_rules(planned).merge_every
+            run.machine.rules = msgspec.structs.replace(run.machine.rules, merge_every=every)
+            observer.note(period_note)
         observer.replicas_began(f"{job.model.name} on {self.fleet.name}, {len(plans)} replicas")
         try:
             outcome = act(watch.merger)
@@ -150,11 +158,6 @@ def replica_plans(prepared: Prepared, fleet: Fleet) -> dict[str, Plan]:
 def step_times(prepared: Prepared, fleet: Fleet) -> dict[str, float]:
     """By replica, how long a step takes, as the cost model says. UserError as of `replica_plans`."""
     return {name: plan.predicted.step_s for name, plan in replica_plans(prepared, fleet).items()}
-
-
-def plan_again(prepared: Prepared, fleet: Fleet) -> Plan:
-    """While devices wait."""
-    return plan_for(prepared, fleet, bound=least)
 
 
 def step_text(name: str, plan: Plan, step_s: float) -> str:

@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import torch
 
-from isthmus.api.decoupled import plan_again, replica_plans, step_text
+from isthmus.api.decoupled import replica_plans, step_text
 from isthmus.api.fault_simulation import fault_text
-from isthmus.api.make_plan import predict
-from isthmus.api.replica_devices import Planned, PlannedStep
-from isthmus.api.replica_simulation import (
-    DecoupledSimulation,
-    FragmentBytes,
-    ReplicaModel,
-    SimulatedReplicas,
-    check_replica_faults,
-)
+from isthmus.api.merge_period import with_period
+from isthmus.api.replica_models import fragment_bytes, replica_models
+from isthmus.api.replica_simulation import DecoupledSimulation, SimulatedReplicas, check_replica_faults
 from isthmus.errors import PeerError, UserError
-from isthmus.fleet import Fleet
-from isthmus.job import Job, Prepared, fleet_of, prepare
+from isthmus.job import Job, fleet_of, prepare
 from isthmus.plans import Plan
-from isthmus.runtime.coordinator.run import run_spec
-from isthmus.runtime.coordinator.stage_assignments import StageAssignments
-from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.merged_run import merge_rules
-from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
-from isthmus.runtime.decoupled.run import check_decoupled, links_of
+from isthmus.runtime.decoupled.run import check_decoupled
 from isthmus.runtime.decoupled.together import merged_fragments
 from isthmus.simulator import Fault
 from isthmus.simulator.simulate import check_faults
-from isthmus.trace import steady_step_s
-from isthmus.training.decoupled import MergedFragments, change_codec, delta_codec
 from isthmus.units import format_duration
-
-PLANNING_S = 2.0
-"""From the loss of a pipeline's device until there is a plan for the others, and their processes are connected: as
-benchmarks/everything measured it."""
 
 
 class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +34,10 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
     """By replica, its first one."""
     step_s: Mapping[str, float]
     """By replica, its step on that plan, as simulated."""
+    period: int
+    """Batches in which every fragment is merged once."""
+    note: str
+    """Why, where that was planned; else empty."""
 
     @property
     def exit_code(self) -> int:
@@ -83,6 +68,7 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
         steps = ", ".join(f"{name} {count}" for name, count in self.steps.items())
         return [
             *(step_text(name, plan, self.step_s[name]) for name, plan in self.plans.items()),
+            *([self.note] if self.note else []),
             *found,
             *after,
             f"steps: {steps}; {len(run.merges)} merges, {run.late} contributions too late for theirs",
@@ -105,6 +91,7 @@ class DecoupledForecast(msgspec.Struct, frozen=True, kw_only=True):
                 name: {"devices": list(plan.used), "step_s": self.step_s[name]} for name, plan in self.plans.items()
             },
             "steps": self.steps,
+            "period": self.period,
             "merges": len(run.merges),
             "late_contributions": run.late,
             "timeline": [{"time_s": time_s, "text": text} for time_s, text in self.timeline()],
@@ -123,6 +110,7 @@ def simulate_decoupled(job: Job, faults: Sequence[Fault] = ()) -> DecoupledForec
     plans = replica_plans(prepared, fleet)
     models = replica_models(prepared, fleet, plans)
     sizes = fragment_bytes(job, merged_fragments(job))
+    job, note = with_period(job, models, sizes)
     run = DecoupledSimulation(merge_rules(job), models, sizes, faults, seed=job.training.seed).run()
     return DecoupledForecast(
         run=run,
@@ -130,66 +118,6 @@ def simulate_decoupled(job: Job, faults: Sequence[Fault] = ()) -> DecoupledForec
         full_speed=sum(model.samples / model.step_s for model in models),
         plans=plans,
         step_s={model.name: model.step_s for model in models},
-    )
-
-
-def replica_models(prepared: Prepared, fleet: Fleet, first: Mapping[str, Plan] | None = None) -> list[ReplicaModel]:
-    """The times of the fleet's replicas. `first` are their plans; None: they are made."""
-    job, plans = prepared.job, first or replica_plans(prepared, fleet)
-    groups = replica_groups(job, fleet)
-    planned = {name: _planned_steps(prepared, fleet, plans[name], name) for name in groups if len(groups[name]) > 1}
-    step_s = {name: plan.predicted.step_s for name, plan in plans.items()}
-    for name, make in planned.items():
-        if (step := make(frozenset(groups[name]))) is not None:
-            step_s[name] = step.step_s
-    samples = job.training.batch_size // len(groups)
-    return [
-        ReplicaModel(
-            name=name,
-            step_s=step_s[name],
-            samples=samples,
-            up=up,
-            down=down,
-            devices=groups[name],
-            planned=planned.get(name),
-        )
-        for name, (up, down) in links_of(groups, fleet).items()
-    ]
-
-
-def _planned_steps(prepared: Prepared, fleet: Fleet, first: Plan, name: str) -> Planned:
-    """Of a replica that is a pipeline: as it would plan on the devices that are there."""
-    groups = replica_groups(prepared.job, fleet)
-    own = pipeline_prepared(prepared, groups, name)
-    known = {frozenset(groups[name]): first}
-
-    @functools.cache
-    def planned(present: frozenset[str]) -> PlannedStep | None:
-        left = fleet.subset([name for name in fleet.names if name in present]) if present else None
-        try:
-            plan = None if left is None else known.get(present) or plan_again(own, left)
-        except UserError:  # of too little memory, for example
-            return None
-        if plan is None or left is None:
-            return None
-        spec = run_spec(own)
-        trace = predict(own, plan, left, spec)
-        steps = len({span.step for span in trace.spans if span.name == "update"})
-        busy_s = dict.fromkeys(plan.used, 0.0)
-        for span in trace.spans:
-            busy_s[span.device] += (span.end_s - span.start_s) / steps if span.track == "compute" else 0.0
-        stages = StageAssignments(own, plan, left)
-        begin_s = PLANNING_S + stages.whole_s
-        return PlannedStep(steady_step_s(trace), busy_s, begin_s, stages.layout.keep_every)
-
-    return planned
-
-
-def fragment_bytes(job: Job, merged: MergedFragments) -> FragmentBytes:
-    """The sizes of the job's messages."""
-    elements, floats = [values.numel() for values in merged.known], torch.float32
-    return FragmentBytes(
-        delta=tuple(delta_codec(job.sync.decoupled).wire_bytes(n, floats) for n in elements),
-        change=tuple(change_codec(job.sync.decoupled).wire_bytes(n, floats) for n in elements),
-        whole=tuple(n * floats.itemsize for n in elements),
+        period=job.sync.every,
+        note=note,
     )

@@ -138,7 +138,7 @@ def verify_plan(job: Job, plan: Plan | Path) -> Verdict:
         micro_batch_size=job.micro_batch_size,
         micro_batches=job.training.micro_batches,
         schedule=schedule_of(job.schedule, plan.replicas[0].schedule.name) if plan.replicas else job.schedule,
-        period=job.sync.period,
+        period=job.sync.every,
         state=_state(job),
         constraints=constraints_of(job, fleet, prepared.samples.holders, prepared.lacking(fleet)),
         recompute=job.plan.recompute,

@@ -136,7 +136,7 @@ def question_of(problem: Problem, counts: Sequence[int]) -> Question:
         micro_batch_size=problem.micro_batch_size,
         micro_batches=problem.micro_batches,
         schedule=problem.schedule,
-        period=problem.sync.period,
+        period=problem.sync.every,
         state=StateBytes(master=state.master_bytes, gradient=state.gradient_bytes, optimizer=state.optimizer_bytes),
         constraints=problem.constraints,
         recompute=problem.recompute,

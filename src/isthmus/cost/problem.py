@@ -89,8 +89,9 @@ class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     `outer` and `streaming` exchange what parameters have moved and make an outer step on its mean: all in the last step
     of a period (DiLoCo), or in fragments that take turns, on their way while the next steps compute (Streaming
     DiLoCo). `decoupled`: replicas wait for none; changes are merged in fragments."""
-    period: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Steps; 1 for `every-step`. With `decoupled`: batches in which every fragment is merged once."""
+    period: Annotated[int, msgspec.Meta(ge=1)] | Literal["auto"] = 1
+    """Steps; 1 for `every-step`. With `decoupled`: batches in which every fragment is merged once; "auto": the least
+    for which links and devices are quick enough."""
     outer_rate: Annotated[float, msgspec.Meta(gt=0)] = RATE
     """`outer` and `streaming`: learning rate of the outer step."""
     outer_momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = MOMENTUM
@@ -103,6 +104,12 @@ class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """With `decoupled`: fragments, quorum, outer step and codec."""
 
     @property
+    def every(self) -> int:
+        """The period, once it is planned."""
+        assert self.period != "auto", "planned before it is asked for"
+        return self.period
+
+    @property
     def outer(self) -> OuterOptimizer | None:
         """None where no outer step is made."""
         if self.mode == "streaming":
@@ -112,7 +119,9 @@ class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return OuterOptimizer(rate=self.outer_rate, momentum=self.outer_momentum) if self.mode == "outer" else None
 
     def __post_init__(self) -> None:
-        if self.mode == "streaming" and self.delay > self.period:
+        if self.period == "auto" and self.mode != "decoupled":
+            raise ValueError(f"period: got 'auto' with mode {self.mode!r}, expected a number, or mode 'decoupled'")
+        if self.mode == "streaming" and self.delay > self.every:
             raise ValueError(f"delay: got {self.delay}, expected at most the period of {self.period}")
         for option in msgspec.structs.fields(self):
             modes = MODES_OF.get(option.name, (self.mode,))

@@ -41,7 +41,7 @@ def replica_sync(flow: Flow, fleet: Fleet, policy: SyncPolicy, replicas: Holders
     """What replicas sum under a policy. `dream` begins as `partial`: its planner moves parameters between steps."""
     if len(replicas) < 2:
         return ReplicaSync()
-    held, period = owners(replicas), policy.period
+    held, period = owners(replicas), policy.every
     if policy.mode == "every-step":
         return grouped(flow, fleet, {name: (members, (0,)) for name, members in held.items()}, "gradients", 1)
     steps = _steps(policy, len(held))
@@ -66,7 +66,7 @@ def copies_sync(flow: Flow, fleet: Fleet, constraints: Constraints, stages: Sequ
 
 def _steps(policy: SyncPolicy, count: int) -> list[int]:
     """In which step of a period each of so many parameters is averaged."""
-    period = policy.period
+    period = policy.every
     if policy.mode in ("partial", "dream", "dreamddp"):
         return [number * period // count for number in range(count)]
     whole = FragmentSchedule(period=period, count=1)

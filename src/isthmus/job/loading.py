@@ -81,9 +81,9 @@ def _check_training(job: Job) -> None:
         if t.batch_size % count:
             field = "plan.micro_batches" if job.plan.micro_batches else "training.micro_batches"
             raise UserError(f"training.batch_size: got {t.batch_size}, expected a multiple of {field} ({count})")
-    if t.steps % job.sync.period and job.sync.mode != "decoupled":
+    if job.sync.mode != "decoupled" and t.steps % job.sync.every:
         raise UserError(
-            f"training.steps: got {t.steps}, expected a multiple of sync.period ({job.sync.period}): replicas are "
+            f"training.steps: got {t.steps}, expected a multiple of sync.period ({job.sync.every}): replicas are "
             "equal only at the end of a period"
         )
     if not job.optimizer:

@@ -74,7 +74,7 @@ def pipeline_price(network: FleetNetwork, blocks: Blocks, micro_batches: int) ->
 
 def replicas_price(problem: Problem, network: FleetNetwork, blocks: Blocks) -> float:
     """Of two replicas and more; infinite where they do not fit."""
-    names, rate, count, period = network.names, network.rate, problem.micro_batches, problem.sync.period
+    names, rate, count, period = network.names, network.rate, problem.micro_batches, problem.sync.every
     if len(names) > MOST_SETS:
         step_s = replicas_step_s(network, blocks, count, period)
         if not np.isfinite(step_s):

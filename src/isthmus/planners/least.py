@@ -91,7 +91,7 @@ def relaxed(problem: Problem, network: FleetNetwork, blocks: Blocks, single: Pla
     if problem.most_replicas > 1 and problem.constraints.objective == "cost":
         replicated = replicas_price(problem, network, blocks)
     elif problem.most_replicas > 1:
-        replicated = replicas_step_s(network, blocks, problem.micro_batches, problem.sync.period)
+        replicated = replicas_step_s(network, blocks, problem.micro_batches, problem.sync.every)
     if proven is not None:
         alone = proven.lower_bound if proven.exact else max(alone, proven.lower_bound)
     return LeastBound(min(alone, replicated), exact=proven is not None and proven.exact and alone <= replicated)
@@ -103,7 +103,7 @@ def question(problem: Problem, counts: Sequence[int] = ()) -> str:
         problem.constraints,
         counts or (problem.micro_batches,),
         priced=_prices(problem),
-        period=problem.sync.period,
+        period=problem.sync.every,
         recompute=problem.recompute,
     )
 

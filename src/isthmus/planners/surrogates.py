@@ -3,12 +3,14 @@
 A search must price a message before it has a plan. So it looks for the best plan with messages as they are, and with
 all of them as short as the method ever makes them; what is found is then packed as it will be, and compared. Within a
 loss budget milder codecs are tried too, down to one that costs no loss: so no plan takes longer to a loss than one that
-packs all messages alike.
+packs all messages alike. The best plan of a surrogate need not be the best when packed: `auto` packs what it found
+beside it too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,26 +25,75 @@ from isthmus.planners.observer import keep
 from isthmus.planners.shares import share_out
 from isthmus.plans import Plan
 
+PROMISING = 1.5
+"""Times the best packed plan: what a planner found beside its best plan, and what takes longer, is not packed."""
+MOST_GROUPINGS = 3
+"""Groupings of devices whose pipelines are recombined."""
 
-def plans_of_surrogates(problem: Problem, planner: Callable[[Problem], Plan]) -> Iterator[Plan]:
-    """What the planner makes of each, packed as the problem asks. FleetTooSmall where it makes nothing of any."""
-    asked, fits = problem.constraints.compression, False
+
+def plans_of_surrogates(problem: Problem, planner: Callable[[Problem], Sequence[Plan]]) -> list[Plan]:
+    """What the planner makes of each, the best first, packed as the problem asks. FleetTooSmall where it makes nothing
+    of any."""
+    asked, made = problem.constraints.compression, dict[tuple[PlanLayout, ...], Plan]()
     for compression in (None, *uniform_codecs(problem)):
         alike = replace(problem, constraints=msgspec.structs.replace(problem.constraints, compression=compression))
         try:
-            plan = planner(alike)
-            made = rebuilt(problem, plan)
+            found = planner(alike)
+            first, key = rebuilt(problem, found[0]), _without_choices(found[0])
+            made[key] = min(made.get(key, first), first, key=partial(preference, problem))
         except FleetTooSmall:
             if compression is None:
                 continue
-            if not fits:
+            if not made:
                 raise
-            return
-        fits = True
-        yield made
+            break
+        for plan in found[1:]:
+            known = min(preference(problem, other) for other in made.values())
+            if _without_choices(plan) not in made and preference(alike, plan)[0] <= PROMISING * known[0]:
+                with contextlib.suppress(FleetTooSmall):
+                    made[_without_choices(plan)] = rebuilt(problem, plan)
         limited = asked is not None and asked.loss_budget is not None
-        if compression is not None and not (limited and increase_of(plan.replicas)):
-            return
+        if compression is not None and not (limited and increase_of(found[0].replicas)):
+            break
+    return list(made.values())
+
+
+def _without_choices(plan: Plan) -> tuple[PlanLayout, ...]:
+    """Shares and what is recomputed apart: `rebuilt` chooses both anew."""
+    return tuple(x._replace(micro_batches=0, recompute=None) for x in layouts_of(plan))
+
+
+def recombined(problem: Problem, plans: Sequence[Plan]) -> list[Plan]:
+    """The plans, and better ones of their pipelines: each may be cut as under a codec of its own. Of plans whose
+    replicas are the same sets of devices, one replica at a time gets another cut that they have for it."""
+    ranked = sorted(plans, key=partial(preference, problem))
+    cuts: dict[frozenset[str], dict[tuple[tuple[str, ...], tuple[int, ...]], PlanLayout]] = {}
+    groupings: dict[frozenset[frozenset[str]], Plan] = {}
+    for plan in ranked:
+        layouts = layouts_of(plan)
+        groupings.setdefault(frozenset(frozenset(x.order) for x in layouts), plan)
+        for x in layouts:
+            cuts.setdefault(frozenset(x.order), {}).setdefault((x.order, x.boundaries), x)
+    several = [plan for plan in groupings.values() if len(plan.replicas) > 1][:MOST_GROUPINGS]
+    return [*ranked, *(found for plan in several if (found := _recombined(problem, plan, cuts)) is not plan)]
+
+
+def _recombined(
+    problem: Problem,
+    plan: Plan,
+    cuts: Mapping[frozenset[str], Mapping[tuple[tuple[str, ...], tuple[int, ...]], PlanLayout]],
+) -> Plan:
+    for number, replica in enumerate(plan.replicas):
+        for other in cuts[frozenset(stage.device for stage in replica.stages)].values():
+            layouts = layouts_of(plan)
+            now = layouts[number]
+            if (now.order, now.boundaries) == (other.order, other.boundaries):
+                continue
+            layouts[number] = other._replace(micro_batches=now.micro_batches, recompute=None)
+            with contextlib.suppress(FleetTooSmall):
+                made = keep(_shared_out(problem, plan.planner, layouts))
+                plan = min(plan, made, key=partial(preference, problem))
+    return plan
 
 
 def rebuilt(problem: Problem, plan: Plan) -> Plan:
@@ -77,4 +128,5 @@ def over_surrogates(problem: Problem, planner: Callable[[Problem], Plan]) -> Pla
     """The best of what the planner makes of each. Raises what it raises where it makes nothing of any."""
     if packs_alike(problem):
         return planner(problem)
-    return min(map(keep, plans_of_surrogates(problem, planner)), key=partial(preference, problem))
+    found = plans_of_surrogates(problem, lambda alike: [planner(alike)])
+    return min(map(keep, found), key=partial(preference, problem))

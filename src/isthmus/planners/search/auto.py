@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import msgspec
 
@@ -31,7 +30,7 @@ from isthmus.planners.search.exhaustive import exhaustive_plan
 from isthmus.planners.search.one_pipeline import unpriced
 from isthmus.planners.search.prune_fleet import pruned_fleet
 from isthmus.planners.search.replicas import ReplicaSearch, replicas_per_device
-from isthmus.planners.surrogates import over_surrogates, plans_of_surrogates, rebuilt
+from isthmus.planners.surrogates import over_surrogates, plans_of_surrogates, rebuilt, recombined
 from isthmus.plans import Plan
 
 MOST_STARTS = 4
@@ -61,11 +60,16 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     Within a loss budget it has the least time to a loss. Raises FleetTooSmall with the device that is short, and by
     how much.
     """
+    return _best_first(problem, score)[0]
+
+
+def _best_first(problem: Problem, score: Score | None = None) -> list[Plan]:
+    """The plan of `auto`, and others that it found."""
     if problem.constraints.copied:
         plan = fed(problem)
-        return msgspec.structs.replace(with_certificate(problem, plan, of_fed(plan)), planner="auto")
+        return [msgspec.structs.replace(with_certificate(problem, plan, of_fed(plan)), planner="auto")]
     if problem.constraints.objective == "cost" and not is_priced(problem.fleet) and not problem.constraints.limited:
-        return unpriced(problem, auto(problem.timed(), score))
+        return [unpriced(problem, auto(problem.timed(), score))]
     network, blocks = network_of(problem), Blocks(problem)
     near = pruned_fleet(problem, network, blocks)
     if near is not problem:
@@ -77,7 +81,7 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
             if not found:
                 raise
         plan = min(found, key=lambda plan: preference(problem, plan))
-        return _certified(problem, plan, relaxed(problem, network, blocks, None), near.fleet.names)
+        return [_certified(problem, plan, relaxed(problem, network, blocks, None), near.fleet.names)]
     refused: FleetTooSmall | None = None
     plans: list[Plan] = []
     part("one pipeline")
@@ -89,7 +93,7 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     alike = packs_alike(problem)
     if not alike:
         with contextlib.suppress(FleetTooSmall):
-            plans += plans_of_surrogates(problem, partial(auto, score=score))
+            plans = recombined(problem, [*plans, *plans_of_surrogates(problem, _best_first)])
     plans += _extremes(problem) if problem.constraints.limited else ()
     settled = None
     if settles(problem):
@@ -99,14 +103,14 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
         least = LeastBound(settled.bound, exact=alike)
         plans += [] if settled.plan is None else [settled.plan if alike else rebuilt(problem, settled.plan)]
         plans += _others(problem) if score is not None or not alike else ()
-    elif plans or settles(problem):
+    elif alike and (plans or settles(problem)):  # else all this was done for each way to pack alike
         plans += _others(problem)
         part("several pipelines")
         plans += ReplicaSearch(problem, network, blocks).cut(_best_s(plans))
         part("a replica per device")
         plans += replicas_per_device(problem)
         part("moves of cuts and devices")
-        plans += _descended(problem, network, plans) if alike else ()
+        plans += _descended(problem, network, plans)
     if not plans:
         assert refused is not None, "a plan of chain is a plan"
         raise refused
@@ -114,9 +118,9 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     plans.sort(key=lambda plan: preference(problem, plan))
     if score is not None:
         part("simulating the best")
-        judged = plans if alike else _of_each_grouping(plans)
-        plans = sorted(judged[:MOST_SCORED], key=lambda plan: preference(problem, plan, score(plan)))
-    return _certified(problem, plans[0], least, problem.fleet.names)
+        judged = plans[:MOST_SCORED] if alike else _various(plans)
+        plans = sorted(judged, key=lambda plan: preference(problem, plan, score(plan)))
+    return [_certified(problem, plans[0], least, problem.fleet.names), *plans[1:]]
 
 
 def _wide(problem: Problem) -> Iterator[Plan]:
@@ -146,12 +150,19 @@ def _extremes(problem: Problem) -> Iterator[Plan]:
             yield msgspec.structs.replace(auto(other), constraints=problem.constraints)
 
 
-def _of_each_grouping(plans: Sequence[Plan]) -> list[Plan]:
-    """The first of those whose replicas have the same devices: many differ in a codec alone."""
-    found: dict[frozenset[frozenset[str]], Plan] = {}
+MOST_CUTS = 3
+"""Of each of these groupings."""
+
+
+def _various(plans: Sequence[Plan]) -> list[Plan]:
+    """A few: many differ in a codec or a share alone, and the simulator may prefer another cut or other groups."""
+    cuts: dict[frozenset[frozenset[str]], dict[object, Plan]] = {}
     for plan in plans:
-        found.setdefault(frozenset(frozenset(stage.device for stage in r.stages) for r in plan.replicas), plan)
-    return list(found.values())
+        layouts = layouts_of(plan)
+        of_grouping = cuts.setdefault(frozenset(frozenset(x.order) for x in layouts), {})
+        of_grouping.setdefault(frozenset((x.order, x.boundaries) for x in layouts), plan)
+    few = [list(some.values())[:MOST_CUTS] for some in list(cuts.values())[:MOST_SCORED]]
+    return [plan for some in few for plan in some]
 
 
 def _best_s(plans: Sequence[Plan]) -> float:

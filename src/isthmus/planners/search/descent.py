@@ -158,7 +158,7 @@ class Descent:
         rows = rows[fits]
         if not len(rows):
             return None
-        sync_s = self._averaging.nearly_s(self._averaging.holders(pipelines, rows)) / self.problem.sync.period
+        sync_s = self._averaging.nearly_s(self._averaging.holders(pipelines, rows)) / self.problem.sync.every
         # step = max over r (fill_r + (m_r - 1) * period_r) + averaging; price = step * rate + egress
         choose = cheapest if self._priced else soonest
         found = choose(pipelines, rows, sync_s, self.problem.micro_batches, goal)
@@ -301,14 +301,18 @@ def _moved(giver: Stages, taker: Stages) -> Iterator[tuple[Stages, Stages]]:
                 yield shorter, longer
 
 
-def every_choice(problem: Problem, network: FleetNetwork, trials: Trials, known_s: float) -> Pipelines:
-    """Those that fit and whose fill is below `known_s`, each with every set of its stages that may gain."""
+def every_choice(
+    problem: Problem, network: FleetNetwork, trials: Trials, known_s: float, micro_batches: int = 1
+) -> Pipelines:
+    """Those that fit and that could end so many micro-batches before `known_s` if memory throttled none, each with
+    every set of its stages that may gain."""
     plain = timed(problem, network, trials)
-    rows = np.flatnonzero(plain.fill_s < known_s)  # a stage that recomputes only adds to it
+    # A stage that recomputes only adds to it.
+    rows = np.flatnonzero(kernel.step_s(plain.fill_s, plain.busy_s, micro_batches) < known_s)
     plain, trials = plain[rows], trials[rows]
     pipelines = joined([plain, *_others(problem, network, trials, plain)])
     pipelines = pipelines[pipelines.fitting()]
-    return pipelines[np.flatnonzero(pipelines.fill_s < known_s)]
+    return pipelines[np.flatnonzero(kernel.step_s(pipelines.fill_s, pipelines.busy_s, micro_batches) < known_s)]
 
 
 def likely_choice(problem: Problem, network: FleetNetwork, trials: Trials, micro_batches: int) -> Pipelines:

@@ -180,7 +180,10 @@ def _promising(
                 raise _TooManyPlans
             if len(trials.cuts):
                 fast_s = np.inf if priced else known
-                yield every_choice(problem, network, trials, fast_s) if throttled else timed(problem, network, trials)
+                if throttled:
+                    yield every_choice(problem, network, trials, fast_s, problem.micro_batches)
+                else:
+                    yield timed(problem, network, trials)
 
 
 def _computed_in(problem: Problem, network: FleetNetwork, trials: Trials, known_s: Floats) -> Ints:

@@ -197,7 +197,7 @@ class ReplicaSearch:
     @cached_property
     def _scorer(self) -> GroupScorer:
         rough = coarse(self.blocks, ROUGH_BLOCKS)
-        gradient_bytes = self._gradient_bytes / self.problem.sync.period
+        gradient_bytes = self._gradient_bytes / self.problem.sync.every
         return GroupScorer(scorer_of(self.problem, self.network, rough), self.network, gradient_bytes)
 
     def cut(self, known_s: float) -> Iterator[Plan]:
@@ -341,7 +341,7 @@ class _Sets:
             # the least T with sum of floor(T v / w) >= n, and then the averaging
             longest_s = max(self._each_s[d] * share for d, share in zip(chosen, shares, strict=True))
             averaging_s = (
-                sync.sum_time(self._fleet, sync.fastest(self._fleet, group)).alone_s / self._problem.sync.period
+                sync.sum_time(self._fleet, sync.fastest(self._fleet, group)).alone_s / self._problem.sync.every
             )
             self._known[chosen] = longest_s + averaging_s
         return self._known[chosen]

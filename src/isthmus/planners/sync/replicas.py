@@ -23,7 +23,7 @@ def dream_replicas(problem: Problem, plan: Plan, planner: SyncPlanner) -> Plan:
     ]
     asked = SyncProblem(
         layers=names,
-        iterations=problem.sync.period,
+        iterations=problem.sync.every,
         workers=tuple(_profile(f"replica {r}", p, names, average_s) for r, p in enumerate(placed)),
     )
     made = planner(asked)
@@ -32,7 +32,7 @@ def dream_replicas(problem: Problem, plan: Plan, planner: SyncPlanner) -> Plan:
         for name in {*iteration.scheduled, *iteration.filled}:
             steps[name].append(step)
     dated = {name: (held[name], tuple(steps[name])) for name in names}
-    return with_sync(problem, plan, grouped(problem.flow, problem.fleet, dated, "parameters", problem.sync.period))
+    return with_sync(problem, plan, grouped(problem.flow, problem.fleet, dated, "parameters", problem.sync.every))
 
 
 def _average_s(problem: Problem, devices: tuple[str, ...], size_bytes: int) -> float:

@@ -22,11 +22,12 @@ from isthmus.training.decoupled import MergedFragments, check_model, delta_codec
 
 
 def merge_rules(job: Job) -> MergeRules:
-    """What the job says of merges and of its end."""
+    """What the job says of merges and of its end. A period that is not planned yet is 1."""
     training, rules = job.training, job.sync.decoupled
+    period = 1 if job.sync.period == "auto" else job.sync.period
     return MergeRules(
         samples=training.steps * training.batch_size,
-        merge_every=job.sync.period * training.batch_size / rules.fragments,
+        merge_every=period * training.batch_size / rules.fragments,
         fragments=rules.fragments,
         quorum=rules.quorum,
         grace=rules.grace,
