@@ -23,7 +23,7 @@ NARROW = 1e-8
 """Relative: so close above a period begins the interval of what is no faster."""
 FEW_STATES = 64
 """Up to so many, all kinds are tracked from the start."""
-THIN = 1e-6
+THIN = 0.01
 """Relative width of an interval that is not halved."""
 
 
