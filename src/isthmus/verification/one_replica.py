@@ -23,6 +23,8 @@ NARROW = 1e-8
 """Relative: so close above a period begins the interval of what is no faster."""
 FEW_STATES = 64
 """Up to so many, all kinds are tracked from the start."""
+MOST_ENTRIES = 50_000_000
+"""Of one programme: on large problems pipelines are searched sooner, with fewer kinds that are tracked."""
 THIN = 0.01
 """Relative width of an interval that is not halved."""
 
@@ -55,7 +57,7 @@ class OneReplica:
     ) -> None:
         """Without `pipelines` these are not looked at one by one."""
         self._walks, self._later, self.goal_s = walks, micro_batches - 1, goal_s
-        self._most_states, self._pipelines = most_states, pipelines
+        self._most_states, self._pipelines = min(most_states, MOST_ENTRIES // walks.entries), pipelines
         self._known: dict[tuple[int, ...], Tracked] = {}
         """By kinds of which pipelines are."""
         low = walks.shortest_period_s() * (1 - NARROW)

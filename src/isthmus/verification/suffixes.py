@@ -17,6 +17,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -34,6 +35,10 @@ MOST_MESSAGES = 8_000_000
 """Seconds of messages, by source and stage, up to which what a suffix leaves is looked at for each."""
 MOST_KEPT = 20_000
 """Pairs of a stage and a boundary before it of which arrays are kept."""
+MOST_PRICINGS = 30
+FIRST_RATE = 1.0
+MOST_WORSE = 3
+"""Prices in a row that bound no higher, after which steps are halved."""
 
 
 class Stage(NamedTuple):
@@ -94,6 +99,20 @@ class Pipelines:
         kinds = self.walks.kinds.all
         return np.array([not self._holders or not self._holders.isdisjoint(kind.names) for kind in kinds])
 
+    @cached_property
+    def messages(self) -> tuple[Floats, Floats] | None:
+        """[start, length - 1, kind, class, kind before]: seconds of what a stage receives and returns, and how long that
+        keeps a link busy. None where there are too many."""
+        walks = self.walks
+        blocks, count, classes = walks.arrays.blocks, len(walks.kinds.all), len(walks.arrays.near_there)
+        if blocks**2 * count**2 * classes > MOST_MESSAGES:
+            return None
+        found = np.full((2, blocks, blocks, count, classes, count), INFINITE)
+        for start in range(1, blocks):
+            for table, each in zip(found, walks.messages(start, blocks - start), strict=False):
+                table[start, : blocks - start] = each.transpose(3, 2, 0, 1)
+        return found[0], found[1]
+
     def step_s(self, stages: tuple[Stage, ...]) -> float:
         """Of a pipeline, before limits of the terms; infinite where it is none."""
         unused = [sorted(kind.names, key=lambda name: name in self._holders) for kind in self.walks.kinds.all]
@@ -129,6 +148,7 @@ class SuffixSearch:
             )
         ]
         self._stages_by_end()
+        self._prices_s = self._priced(low)
         self._prefixes(tracked)
         self._ahead: dict[tuple[int, int, int], _Into] = {}
         self._fronts: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
@@ -183,28 +203,51 @@ class SuffixSearch:
             self._inverse.append(over[..., lowest:] * (end < blocks))
         self._held_up = any(bool(x.any()) for x in self._inverse)
 
+    def _priced(self, low: float) -> Floats:
+        """[kind]: seconds that a walk pays for each device of it, and gets back for each that there is. Raised for
+        kinds of which the fastest walk has more than there are (subgradients: Held and Karp 1971)."""
+        walks, counts, tracked = self._walks, self._counts, Tracked(self._walks.kinds, ())
+        stages, prices_s = walks.stages(self._terms), np.zeros(len(counts))
+        best_s, best_prices_s, rate, since = -INFINITE, prices_s, FIRST_RATE, 0
+        enough_s = self._goal_s - self._later * low
+        for _ in range(MOST_PRICINGS):
+            terms = replace(self._terms, prices_s=prices_s)
+            found = walks.solve(tracked, terms, stages)
+            fill_s = float(found[..., -1].min()) - float(prices_s @ counts)
+            if fill_s == INFINITE:
+                break
+            since += 1
+            if fill_s > best_s:
+                best_s, best_prices_s, since = fill_s, prices_s, 0
+            walk = Counter(walks.follow(tracked, terms, found, stages).kinds)
+            over = np.array([walk[kind] for kind in range(len(counts))]) - counts
+            over = np.where((over > 0) | (prices_s > 0), over, 0)
+            if fill_s >= enough_s or not over.any():
+                break
+            rate = rate / 2 if since >= MOST_WORSE else rate
+            since = since % MOST_WORSE
+            prices_s = np.maximum(0.0, prices_s + rate * (enough_s - fill_s) / (over @ over) * over)
+        return best_prices_s
+
     def _prefixes(self, tracked: Tracked) -> None:
         """What the blocks before a stage take at least: with devices that a suffix leaves, and by end with any."""
-        walks, terms = self._walks, self._terms
+        walks, terms = self._walks, replace(self._terms, prices_s=self._prices_s)
         blocks, count = walks.arrays.blocks, len(walks.kinds.all)
         found = walks.solve(tracked, terms, walks.stages(terms))
         classes, states = found.shape[:2]
         sizes = [int(walks.kinds.counts[kind]) + 1 for kind in tracked.kinds]
         grid = found.reshape(classes, *sizes, count, blocks + 1)
-        for axis in range(len(sizes)):
-            grid = np.minimum.accumulate(grid, axis=1 + axis)
+        for axis, size in enumerate(sizes):
+            by_number = np.moveaxis(grid, 1 + axis, 0)
+            for number in range(1, size):
+                np.minimum(by_number[number], by_number[number - 1], out=by_number[number])
         self._before_s = np.ascontiguousarray(grid.reshape(classes, states, count, blocks + 1).transpose(3, 1, 0, 2))
         """[boundary, state, class, kind]"""
-        few = blocks**2 * count**2 * classes <= MOST_MESSAGES
-        self._message_s = np.full((blocks, blocks, count, classes, count), INFINITE) if few else None
-        """[start, length - 1, kind, class, kind before]"""
         self._least_s = [np.zeros((count, end - lowest)) for end, lowest in enumerate(self._lowest)]
         for start in range(1, blocks):
             width = blocks - start
             sent_s, busy_s, _ = walks.messages(start, width)
             sent_s = np.where(busy_s <= self._limit_s, sent_s, INFINITE)
-            if self._message_s is not None:
-                self._message_s[start, :width] = sent_s.transpose(3, 2, 0, 1)
             total = (self._before_s[start, -1][:, :, None, None] + sent_s).min(axis=(0, 1))
             for end in range(start + 1, blocks + 1):
                 if start >= self._lowest[end]:
@@ -271,12 +314,18 @@ class SuffixSearch:
         if not lowest:
             partly_s[..., 0][:, ~self._pipelines.may_begin] = INFINITE
         self._walks.work += EACH + 4 * partly_s.size
-        chosen = np.nonzero(partly_s + self._least_s[end] < self._goal_s)
+        # What devices that are left have paid is paid back, where there are stages before.
+        paid_s = self._prices_s @ self._counts - sum(self._prices_s[stage.kind] for stage in stages) - self._prices_s
+        before_s = self._least_s[end] - paid_s[:, None]
+        if not lowest:
+            before_s[:, 0] = 0.0
+        chosen = np.nonzero(partly_s + before_s < self._goal_s)
         if not len(chosen[0]):
             return
         again, kind, column = chosen
         start, left = column + lowest, suffix.left - self._stride[kind]
-        bound_s = partly_s[chosen] + self._before(start, end, kind, left, used_up)
+        sharper_s = self._before(start, end, kind, left, used_up)
+        bound_s = partly_s[chosen] + np.where(start > 0, sharper_s - paid_s[kind], 0.0)
         offers = zip(
             bound_s.tolist(),
             again.tolist(),
@@ -296,12 +345,13 @@ class SuffixSearch:
 
     def _before(self, start: Ints, end: int, kind: Ints, left: Ints, used_up: list[int]) -> Floats:
         """What the blocks before such stages take at least, with the messages to these."""
-        if self._message_s is None:
+        if self._pipelines.messages is None:
             return self._least_s[end][kind, start - self._lowest[end]]
-        before_s = self._before_s[start, left] + self._message_s[start, end - start - 1, kind]
+        sent_s, busy_s = (x[start, end - start - 1, kind] for x in self._pipelines.messages)
+        before_s = self._before_s[start, left] + np.where(busy_s <= self._limit_s, sent_s, INFINITE)
         before_s[:, :, used_up] = INFINITE
         self._walks.work += EACH + before_s.size
-        return np.where(start > 0, before_s.min(axis=(1, 2)), 0.0)
+        return before_s.min(axis=(1, 2))
 
     def _dominated(self, suffix: Suffix) -> bool:
         """Whether the same devices run the same blocks in less time, with the same stage first."""

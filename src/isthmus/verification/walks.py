@@ -46,7 +46,7 @@ EACH = 5_000
 """Entries that take as long as it takes to begin with an array: about 10^8 are a second."""
 MOST_AT_ONCE = 200_000
 """Entries of the cost of all continuations together."""
-MOST_KEPT = 4_000_000
+MOST_KEPT = 8_000_000
 """Seconds of messages, three times, that are kept."""
 
 
@@ -134,6 +134,13 @@ class Walks:
         self._sent: dict[int, tuple[Floats, Floats, Floats]] = {}
         """By start, what `messages` gives, where there is little of it."""
         self._few = len(arrays.near_there) * arrays.blocks**2 * len(kinds.all) ** 2 <= MOST_KEPT
+
+    @property
+    def entries(self) -> int:
+        """Costs that a programme with one state adds up."""
+        return (
+            len(self.arrays.near_there) * len(self.kinds.all) ** 2 * self.arrays.blocks * (self.arrays.blocks + 1) // 2
+        )
 
     def least_work_s(self) -> Floats:
         """[kind]: seconds of the whole model's forward and backward."""
