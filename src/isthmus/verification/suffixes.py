@@ -101,8 +101,8 @@ class Pipelines:
 
     @cached_property
     def messages(self) -> tuple[Floats, Floats] | None:
-        """[start, length - 1, kind, class, kind before]: seconds of what a stage receives and returns, and how long that
-        keeps a link busy. None where there are too many."""
+        """[start, length - 1, kind, class, kind before]: seconds of what a stage receives and returns, and how long
+        that keeps a link busy. None where there are too many."""
         walks = self.walks
         blocks, count, classes = walks.arrays.blocks, len(walks.kinds.all), len(walks.arrays.near_there)
         if blocks**2 * count**2 * classes > MOST_MESSAGES:
