@@ -79,6 +79,16 @@ class _Into(NamedTuple):
     """[start]: what comes from before, at least."""
 
 
+class _Grown(NamedTuple):
+    """Suffixes with one stage more: [recomputed, kind, start]."""
+
+    spent_s: Floats
+    far_s: Floats
+    """[start]"""
+    period_s: Floats
+    trip_s: Floats
+
+
 class Pipelines:
     """Of one problem: what stages send, and what whole pipelines take."""
 
@@ -150,7 +160,7 @@ class SuffixSearch:
         self._stages_by_end()
         self._prices_s = self._priced(low)
         self._prefixes(tracked)
-        self._ahead: dict[tuple[int, int, int], _Into] = {}
+        self._known: dict[tuple[int, int, int, int], _Into] = {}
         self._fronts: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
         self._number = itertools.count()
         self._open = [Suffix(0.0, self._walks.arrays.blocks, 0, (), 0.0, low, tracked.size - 1)]
@@ -255,12 +265,12 @@ class SuffixSearch:
 
     def _into(self, stage: Stage, end: int) -> _Into:
         """What a stage that ends there sends this one."""
-        key = stage.kind, stage.start * (self._walks.arrays.blocks + 1) + stage.end, end
-        if key not in self._ahead:
-            if len(self._ahead) > MOST_KEPT:
-                self._ahead.clear()
-            self._ahead[key] = self._sent_into(stage, end)
-        return self._ahead[key]
+        key = stage.kind, stage.start, stage.end, end
+        if key not in self._known:
+            if len(self._known) > MOST_KEPT:
+                self._known.clear()
+            self._known[key] = self._sent_into(stage, end)
+        return self._known[key]
 
     def _sent_into(self, stage: Stage, end: int) -> _Into:
         walks, kind, lowest = self._walks, stage.kind, self._lowest[end]
@@ -289,36 +299,20 @@ class SuffixSearch:
         """By one stage before it, in every way."""
         if self._dominated(suffix):
             return
-        end, stages = suffix.start, suffix.stages
-        lowest, compute_s = self._lowest[end], self._compute_s[end]
-        spent_s, far_s, busy_s, home_s = compute_s + suffix.spent_s, np.zeros(end - lowest), compute_s, None
-        for number, stage in enumerate(stages):
-            if number and self._pipelines.sent.received(stage.start, stage.end).first >= end:
-                continue
-            into = self._into(stage, end)
-            spent_s, far_s, busy_s = spent_s + into.sent_s, far_s + into.far_s, np.maximum(busy_s, into.busy_s)
-            if self._held_up:
-                through_s = into.through_s + stage.trip_s
-                home_s = through_s if home_s is None else np.maximum(home_s, through_s)
-        period_s, trip_s = np.maximum(busy_s, suffix.period_s), compute_s
-        if home_s is not None:
-            trip_s = compute_s + np.maximum(home_s, 0.0)
-            with np.errstate(invalid="ignore"):
-                held_up_s = np.where(self._inverse[end] > 0, trip_s * self._inverse[end], 0.0)
-            period_s = np.maximum(period_s, held_up_s)
-        partly_s = spent_s + far_s + self._later * period_s
-        partly_s[period_s > self._limit_s] = INFINITE
+        end, stages, lowest = suffix.start, suffix.stages, self._lowest[suffix.start]
+        grown = self._grown(suffix)
         used = Counter(stage.kind for stage in stages)
         used_up = [kind for kind, number in used.items() if number >= self._counts[kind]]
+        partly_s = grown.spent_s + grown.far_s + self._later * grown.period_s
+        partly_s[grown.period_s > self._limit_s] = INFINITE
         partly_s[:, used_up] = INFINITE
-        if not lowest:
-            partly_s[..., 0][:, ~self._pipelines.may_begin] = INFINITE
-        self._walks.work += EACH + 4 * partly_s.size
         # What devices that are left have paid is paid back, where there are stages before.
         paid_s = self._prices_s @ self._counts - sum(self._prices_s[stage.kind] for stage in stages) - self._prices_s
         before_s = self._least_s[end] - paid_s[:, None]
         if not lowest:
+            partly_s[..., 0][:, ~self._pipelines.may_begin] = INFINITE
             before_s[:, 0] = 0.0
+        self._walks.work += EACH + 4 * partly_s.size
         chosen = np.nonzero(partly_s + before_s < self._goal_s)
         if not len(chosen[0]):
             return
@@ -326,22 +320,33 @@ class SuffixSearch:
         start, left = column + lowest, suffix.left - self._stride[kind]
         sharper_s = self._before(start, end, kind, left, used_up)
         bound_s = partly_s[chosen] + np.where(start > 0, sharper_s - paid_s[kind], 0.0)
-        offers = zip(
-            bound_s.tolist(),
-            again.tolist(),
-            kind.tolist(),
-            start.tolist(),
-            left.tolist(),
-            spent_s[chosen].tolist(),
-            period_s[chosen].tolist(),
-            trip_s[chosen].tolist(),
-            strict=True,
-        )
-        for bound, twice, own, begin, rest, spent, period, trip in offers:
+        figures = (again, kind, start, left, *(x[chosen] for x in (grown.spent_s, grown.period_s, grown.trip_s)))
+        for bound, twice, own, begin, rest, spent, period, trip in zip(
+            bound_s.tolist(), *(x.tolist() for x in figures), strict=True
+        ):
             if bound < self._goal_s:
-                grown = (Stage(own, begin, end, bool(twice), trip), *stages)
+                more = (Stage(own, begin, end, bool(twice), trip), *stages)
                 at_least = max(bound, suffix.bound_s)
-                heapq.heappush(self._open, Suffix(at_least, begin, next(self._number), grown, spent, period, rest))
+                heapq.heappush(self._open, Suffix(at_least, begin, next(self._number), more, spent, period, rest))
+
+    def _grown(self, suffix: Suffix) -> _Grown:
+        """By every stage that ends where it starts."""
+        end, compute_s = suffix.start, self._compute_s[suffix.start]
+        spent_s, far_s = compute_s + suffix.spent_s, np.zeros(compute_s.shape[-1])
+        busy_s = np.where(np.isfinite(compute_s), compute_s, 0.0)
+        home_s = np.zeros(compute_s.shape[1:])
+        for number, stage in enumerate(suffix.stages):
+            if number and self._pipelines.sent.received(stage.start, stage.end).first >= end:
+                continue
+            into = self._into(stage, end)
+            spent_s, far_s, busy_s = spent_s + into.sent_s, far_s + into.far_s, np.maximum(busy_s, into.busy_s)
+            if self._held_up:
+                home_s = np.maximum(home_s, into.through_s + stage.trip_s)
+        period_s, trip_s = np.maximum(busy_s, suffix.period_s), compute_s + home_s
+        if self._held_up:
+            few = self._inverse[end] > 0
+            period_s[few] = np.maximum(period_s[few], trip_s[few] * self._inverse[end][few])
+        return _Grown(spent_s, far_s, period_s, trip_s)
 
     def _before(self, start: Ints, end: int, kind: Ints, left: Ints, used_up: list[int]) -> Floats:
         """What the blocks before such stages take at least, with the messages to these."""
