@@ -5,7 +5,7 @@ a period in (low, high] takes at least F(high) + (n - 1) low. The interval that 
 walk says where it may be divided. A walk that uses a device twice is no pipeline: then that device's kind is tracked.
 
 Devices that no link joins within a threshold are apart: a pipeline is among some of them. Each of these is a case for
-itself, with fewer devices to track.
+itself, with fewer devices to track. Where nothing of this raises the bound, pipelines are searched (`suffixes`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class OneReplica:
         if search is not None:
             search.run(self._open[0].bound_s if self._open else self.goal_s, ended)
             interval = interval._replace(bound_s=max(interval.bound_s, search.bound_s), search=search)
-        heapq.heappush(self._open, interval)
+        if interval.bound_s < self.goal_s:
+            heapq.heappush(self._open, interval)
         return search is not None and not search.done
 
     def _look(self, interval: PeriodInterval) -> None:

@@ -110,8 +110,9 @@ class BoundParts:
             rough, kinds = DeviceKinds(question, ample, rooms=False), DeviceKinds(question, ample)
             several_kinds = [rough, kinds] if len(rough.all) < len(kinds.all) else [kinds]
             self._walks = [Walks(arrays, each, question) for each in several_kinds]
-            each = [None] * (len(self._walks) - 1) + [Pipelines(reading, self._walks[-1])]
-            ones = [OneReplica(w, count, goal_s, MOST_STATES, p) for w, p in zip(self._walks, each, strict=True)]
+            ones = [OneReplica(w, count, goal_s, MOST_STATES) for w in self._walks[:-1]]
+            pipelines = Pipelines(reading, self._walks[-1])
+            ones.append(OneReplica(self._walks[-1], count, goal_s, MOST_STATES, pipelines))
             self.single = _One(ones, self.single)
             if not alone and self.several.bound_s < goal_s:
                 searches = [SeveralReplicas(w, count, bounds.averaging_s(2), MOST_SETS) for w in self._walks]

@@ -22,6 +22,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from isthmus.verification.closed_form import ClosedForm, Setup
 from isthmus.verification.device_sets import INFINITE, Tracked
@@ -96,15 +97,14 @@ class Pipelines:
         self.walks, self.sent = walks, SentBytes(reading)
         self._form = ClosedForm(reading, priced=False, least=True)
         self._edges = (0, *reading.places, len(reading.operators))
-        self._count = reading.question.micro_batches
-        self._holders = set(reading.question.constraints.data_holders or ())
         question = reading.question
+        self._count, self._holders = question.micro_batches, set(question.constraints.data_holders)
         shared_uplink = any(site.uplink_bytes_per_s is not None for site in question.fleet.region_info)
         self.known = question.constraints.compression is None and not shared_uplink
         """Whether what a suffix takes is known to the last byte."""
 
     @cached_property
-    def may_begin(self) -> Ints:
+    def may_begin(self) -> NDArray[np.bool_]:
         """[kind]: whether a device of it may have the first stage."""
         kinds = self.walks.kinds.all
         return np.array([not self._holders or not self._holders.isdisjoint(kind.names) for kind in kinds])
