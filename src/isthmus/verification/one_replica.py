@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from isthmus.verification.device_sets import INFINITE, Tracked, grown, set_count
-from isthmus.verification.suffixes import Pipelines, SuffixSearch
+from isthmus.verification.suffixes import SearchedPipelines, SuffixSearch
 from isthmus.verification.walks import Terms, Walks
 
 NARROW = 1e-8
@@ -53,7 +53,12 @@ class OneReplica:
     """The search of one problem. `goal_s` is what a known plan takes, or a bound that is to be proven."""
 
     def __init__(
-        self, walks: Walks, micro_batches: int, goal_s: float, most_states: int, pipelines: Pipelines | None = None
+        self,
+        walks: Walks,
+        micro_batches: int,
+        goal_s: float,
+        most_states: int,
+        pipelines: SearchedPipelines | None = None,
     ) -> None:
         """Without `pipelines` these are not looked at one by one."""
         self._walks, self._later, self.goal_s = walks, micro_batches - 1, goal_s

@@ -16,7 +16,7 @@ from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.several_replicas import SeveralReplicas
 from isthmus.verification.stage_arrays import stage_arrays
-from isthmus.verification.suffixes import Pipelines
+from isthmus.verification.suffixes import SearchedPipelines
 from isthmus.verification.walks import Walks, ample_bytes, walkable
 
 MOST_STATES = 4096
@@ -111,7 +111,7 @@ class BoundParts:
             several_kinds = [rough, kinds] if len(rough.all) < len(kinds.all) else [kinds]
             self._walks = [Walks(arrays, each, question) for each in several_kinds]
             ones = [OneReplica(w, count, goal_s, MOST_STATES) for w in self._walks[:-1]]
-            pipelines = Pipelines(reading, self._walks[-1])
+            pipelines = SearchedPipelines(reading, self._walks[-1])
             ones.append(OneReplica(self._walks[-1], count, goal_s, MOST_STATES, pipelines))
             self.single = _One(ones, self.single)
             if not alone and self.several.bound_s < goal_s:

@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-class Received(NamedTuple):
+class ReceivedBytes(NamedTuple):
     """Of a stage: what comes from block h or a later one before the stage is `x[h]`."""
 
     there: Floats
@@ -59,7 +59,7 @@ class SentBytes:
                 found[block, item] = block
         return np.minimum.accumulate(found[::-1], axis=0)[::-1]
 
-    def _received(self, start: int, end: int) -> Received:
+    def _received(self, start: int, end: int) -> ReceivedBytes:
         """By a stage of the blocks from `start` up to `end`, of earlier ones."""
 
         def by_block(made: Ints, used: Ints, amounts: Floats) -> Floats:
@@ -74,4 +74,4 @@ class SentBytes:
             by_block(self._owned, self._shared_used, np.ones(len(self._owned))),
         )
         some = np.flatnonzero(sum(row[:-1] - row[1:] for row in rows) > 0)
-        return Received(*rows, first=int(some[0]) if len(some) else start)
+        return ReceivedBytes(*rows, first=int(some[0]) if len(some) else start)

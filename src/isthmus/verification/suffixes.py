@@ -42,7 +42,7 @@ MOST_WORSE = 3
 """Prices in a row that bound no higher, after which steps are halved."""
 
 
-class Stage(NamedTuple):
+class SuffixStage(NamedTuple):
     kind: int
     start: int
     end: int
@@ -58,7 +58,7 @@ class Suffix(NamedTuple):
     bound_s: float
     start: int
     number: int
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[SuffixStage, ...] = ()
     spent_s: float = 0.0
     """Of one micro-batch, and of parameters that its stages share."""
     period_s: float = 0.0
@@ -90,7 +90,7 @@ class _Grown(NamedTuple):
     trip_s: Floats
 
 
-class Pipelines:
+class SearchedPipelines:
     """Of one problem: what stages send, and what whole pipelines take."""
 
     def __init__(self, reading: GraphReading, walks: Walks) -> None:
@@ -123,7 +123,7 @@ class Pipelines:
                 table[start, : blocks - start] = each.transpose(3, 2, 0, 1)
         return found[0], found[1]
 
-    def step_s(self, stages: tuple[Stage, ...]) -> float:
+    def step_s(self, stages: tuple[SuffixStage, ...]) -> float:
         """Of a pipeline, before limits of the terms; infinite where it is none."""
         unused = [sorted(kind.names, key=lambda name: name in self._holders) for kind in self.walks.kinds.all]
         # Holders of data last: one of them has the first stage.
@@ -137,7 +137,7 @@ class Pipelines:
 class SuffixSearch:
     """Pipelines with a period from `low` to the terms' threshold."""
 
-    def __init__(self, pipelines: Pipelines, tracked: Tracked, terms: Terms, low: float, goal_s: float) -> None:
+    def __init__(self, pipelines: SearchedPipelines, tracked: Tracked, terms: Terms, low: float, goal_s: float) -> None:
         self._pipelines, self._walks, self._terms = pipelines, pipelines.walks, terms
         self._later, self._goal_s, self._limit_s = terms.more_than, goal_s, terms.threshold_s * SLACK
         kinds = self._walks.kinds
@@ -263,7 +263,7 @@ class SuffixSearch:
                 if start >= self._lowest[end]:
                     self._least_s[end][:, start - self._lowest[end]] = total[:, end - start - 1]
 
-    def _into(self, stage: Stage, end: int) -> _Into:
+    def _into(self, stage: SuffixStage, end: int) -> _Into:
         """What a stage that ends there sends this one."""
         key = stage.kind, stage.start, stage.end, end
         if key not in self._known:
@@ -272,7 +272,7 @@ class SuffixSearch:
             self._known[key] = self._sent_into(stage, end)
         return self._known[key]
 
-    def _sent_into(self, stage: Stage, end: int) -> _Into:
+    def _sent_into(self, stage: SuffixStage, end: int) -> _Into:
         walks, kind, lowest = self._walks, stage.kind, self._lowest[end]
         received = self._pipelines.sent.received(stage.start, stage.end)
         there, back, shared, count = (row[lowest:end] - row[end] for row in received[:4])
@@ -325,7 +325,7 @@ class SuffixSearch:
             bound_s.tolist(), *(x.tolist() for x in figures), strict=True
         ):
             if bound < self._goal_s:
-                more = (Stage(own, begin, end, bool(twice), trip), *stages)
+                more = (SuffixStage(own, begin, end, bool(twice), trip), *stages)
                 at_least = max(bound, suffix.bound_s)
                 heapq.heappush(self._open, Suffix(at_least, begin, next(self._number), more, spent, period, rest))
 
