@@ -25,7 +25,7 @@ class ReceivedBytes(NamedTuple):
     back: Floats
     shared: Floats
     """Bytes of parameters that an earlier stage updates."""
-    count: Floats
+    parameters: Floats
     """How many these are."""
     first: int
     """The first block that any of this comes from; the stage's own start where nothing comes."""
@@ -64,7 +64,8 @@ class SentBytes:
 
         def by_block(made: Ints, used: Ints, amounts: Floats) -> Floats:
             chosen = (made < start) & (used[start] < end)
-            each = np.bincount(made[chosen], amounts[chosen], start + 1)
+            each = np.zeros(start + 1)
+            np.add.at(each, made[chosen], amounts[chosen])
             return np.cumsum(each[::-1])[::-1]
 
         rows = (
