@@ -5,7 +5,7 @@ a period in (low, high] takes at least F(high) + (n - 1) low. The interval that 
 walk says where it may be divided. A walk that uses a device twice is no pipeline: then that device's kind is tracked.
 
 Devices that no link joins within a threshold are apart: a pipeline is among some of them. Each of these is a case for
-itself, with fewer devices to track.
+itself, with fewer devices to track. Where nothing of this raises the bound, pipelines are searched (`suffixes`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from isthmus.verification.device_sets import INFINITE, Tracked, grown, set_count
+from isthmus.verification.suffixes import SearchedPipelines, SuffixSearch
 from isthmus.verification.walks import Terms, Walks
 
 NARROW = 1e-8
 """Relative: so close above a period begins the interval of what is no faster."""
 FEW_STATES = 64
 """Up to so many, all kinds are tracked from the start."""
-THIN = 1e-6
+MOST_ENTRIES = 50_000_000
+"""Of one programme: on large problems pipelines are searched sooner, with fewer kinds that are tracked."""
+THIN = 0.01
 """Relative width of an interval that is not halved."""
 
 
@@ -42,14 +45,24 @@ class PeriodInterval(NamedTuple):
     """How many kinds were tracked when it was looked into; -1: it was not."""
     among: tuple[int, ...] = ()
     """Kinds of devices that they have."""
+    search: SuffixSearch | None = None
+    """Where nothing else raises the bound."""
 
 
 class OneReplica:
     """The search of one problem. `goal_s` is what a known plan takes, or a bound that is to be proven."""
 
-    def __init__(self, walks: Walks, micro_batches: int, goal_s: float, most_states: int) -> None:
+    def __init__(
+        self,
+        walks: Walks,
+        micro_batches: int,
+        goal_s: float,
+        most_states: int,
+        pipelines: SearchedPipelines | None = None,
+    ) -> None:
+        """Without `pipelines` these are not looked at one by one."""
         self._walks, self._later, self.goal_s = walks, micro_batches - 1, goal_s
-        self._most_states = most_states
+        self._most_states, self._pipelines = min(most_states, MOST_ENTRIES // walks.entries), pipelines
         self._known: dict[tuple[int, ...], Tracked] = {}
         """By kinds of which pipelines are."""
         low = walks.shortest_period_s() * (1 - NARROW)
@@ -72,12 +85,27 @@ class OneReplica:
         """Until the goal is proven, nothing more can be, or it is ended; the bound in seconds."""
         while self._open and self._open[0].bound_s < self.goal_s and not ended():
             interval = heapq.heappop(self._open)
-            if interval.age < len(self._tracked(interval.among).kinds):
+            if interval.search is None and interval.age < len(self._tracked(interval.among).kinds):
                 self._look(interval)
-            elif not self._divide(interval) and not self._track(interval):
-                heapq.heappush(self._open, interval)
+            elif interval.search is None and (self._divide(interval) or self._track(interval)):
+                continue
+            elif not self._search(interval, ended):
                 break
         return self.bound_s
+
+    def _search(self, interval: PeriodInterval, ended: Callable[[], bool]) -> bool:
+        """Its pipelines one by one, until it is no longer the lowest; False where that raises nothing more."""
+        search = interval.search
+        if search is None and self._pipelines is not None:
+            terms = Terms(threshold_s=interval.high, more_than=self._later, among=interval.among)
+            tracked = self._tracked(interval.among)
+            search = SuffixSearch(self._pipelines, tracked, terms, interval.low, self.goal_s)
+        if search is not None:
+            search.run(self._open[0].bound_s if self._open else self.goal_s, ended)
+            interval = interval._replace(bound_s=max(interval.bound_s, search.bound_s), search=search)
+        if interval.bound_s < self.goal_s:
+            heapq.heappush(self._open, interval)
+        return search is not None and not search.done
 
     def _look(self, interval: PeriodInterval) -> None:
         parts = self._walks.components(interval.among, interval.high, self.goal_s)

@@ -16,6 +16,7 @@ from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.several_replicas import SeveralReplicas
 from isthmus.verification.stage_arrays import stage_arrays
+from isthmus.verification.suffixes import SearchedPipelines
 from isthmus.verification.walks import Walks, ample_bytes, walkable
 
 MOST_STATES = 4096
@@ -109,7 +110,10 @@ class BoundParts:
             rough, kinds = DeviceKinds(question, ample, rooms=False), DeviceKinds(question, ample)
             several_kinds = [rough, kinds] if len(rough.all) < len(kinds.all) else [kinds]
             self._walks = [Walks(arrays, each, question) for each in several_kinds]
-            self.single = _One([OneReplica(w, count, goal_s, MOST_STATES) for w in self._walks], self.single)
+            ones = [OneReplica(w, count, goal_s, MOST_STATES) for w in self._walks[:-1]]
+            pipelines = SearchedPipelines(reading, self._walks[-1])
+            ones.append(OneReplica(self._walks[-1], count, goal_s, MOST_STATES, pipelines))
+            self.single = _One(ones, self.single)
             if not alone and self.several.bound_s < goal_s:
                 searches = [SeveralReplicas(w, count, bounds.averaging_s(2), MOST_SETS) for w in self._walks]
                 self.several = _Several(searches, goal_s, self.several)

@@ -46,7 +46,7 @@ EACH = 5_000
 """Entries that take as long as it takes to begin with an array: about 10^8 are a second."""
 MOST_AT_ONCE = 200_000
 """Entries of the cost of all continuations together."""
-MOST_KEPT = 4_000_000
+MOST_KEPT = 8_000_000
 """Seconds of messages, three times, that are kept."""
 
 
@@ -99,19 +99,21 @@ class Walks:
     def __init__(self, arrays: StageArrays, kinds: DeviceKinds, question: Question) -> None:
         self.arrays, self.kinds, self._question = arrays, kinds, question
         self.work, self._period = 0, question.period
+        self.gpipe = question.schedule == "gpipe"
+        """Every stage holds all micro-batches."""
         speed = kinds.speed[:, None, None]
         again = 2 if question.recompute else 1
-        self._compute_s = [(arrays.forward * (1 + n) + arrays.backward)[None] / speed for n in range(again)]
+        self.compute_s = [(arrays.forward * (1 + n) + arrays.backward)[None] / speed for n in range(again)]
         each = (arrays.received + arrays.saved, arrays.received + arrays.columns)
         fixed = (arrays.fixed, arrays.fixed + arrays.saved)
         room = kinds.room[:, None, None]
-        self._held: list[Floats] = []
+        self.held: list[Floats] = []
         """[kind, start, length - 1]: micro-batches that fit; below 0 where the state does not."""
         for n in range(again):
             free = np.where(np.isfinite(room), room - fixed[n][None], INFINITE)
             with np.errstate(divide="ignore", invalid="ignore"):
                 held = np.where((each[n] > 0)[None] & np.isfinite(free), np.floor(free / each[n][None]), INFINITE)
-            self._held.append(np.where(free < 0, -1.0, held))
+            self.held.append(np.where(free < 0, -1.0, held))
         self._far_s = self._far()
         self._gradient_sizes = np.unique(arrays.gradients)
         count = arrays.blocks
@@ -126,30 +128,37 @@ class Walks:
         free = np.full(len(kinds.all), INFINITE)
         self._unlimited = MostSummed(free, free)
         joined = np.isfinite(kinds.byte_s)
-        self._byte_s = np.where(joined, kinds.byte_s, 0.0)
-        self._latency = np.where(joined, kinds.latency, 0.0)
+        self.byte_s = np.where(joined, kinds.byte_s, 0.0)
+        self.latency = np.where(joined, kinds.latency, 0.0)
         self._apart = np.where(joined, 0.0, INFINITE)
         self._sent: dict[int, tuple[Floats, Floats, Floats]] = {}
-        """By start, what `_messages` gives, where there is little of it."""
+        """By start, what `messages` gives, where there is little of it."""
         self._few = len(arrays.near_there) * arrays.blocks**2 * len(kinds.all) ** 2 <= MOST_KEPT
+
+    @property
+    def entries(self) -> int:
+        """Costs that a programme with one state adds up."""
+        return (
+            len(self.arrays.near_there) * len(self.kinds.all) ** 2 * self.arrays.blocks * (self.arrays.blocks + 1) // 2
+        )
 
     def least_work_s(self) -> Floats:
         """[kind]: seconds of the whole model's forward and backward."""
-        return self._compute_s[0][:, 0, -1]
+        return self.compute_s[0][:, 0, -1]
 
     def shortest_period_s(self) -> float:
         """Of any pipeline: all devices share the work, and the largest block is not divided."""
         work_s = self.least_work_s()
         together_s = 1 / float((self.kinds.counts / np.maximum(work_s, 1e-300)).sum())
-        return max(together_s, float(self._compute_s[0][:, :, 0].min(axis=0).max()))
+        return max(together_s, float(self.compute_s[0][:, :, 0].min(axis=0).max()))
 
     def components(self, among: Sequence[int], threshold_s: float, limit_s: float) -> list[tuple[int, ...]]:
         """These kinds, apart where no pipeline joins them: the least message between two stages keeps a link busy for
         longer than the threshold, or takes the limit there and back."""
         there, back = (x[:, 1:, 0].min(initial=INFINITE) for x in (self.arrays.near_there, self.arrays.near_back))
-        there_s = there * self._byte_s + self._latency * (there > 0)
-        back_s = back * self._byte_s.T + self._latency.T * (back > 0)
-        usable = np.maximum(there * self._byte_s, back * self._byte_s.T) <= threshold_s * SLACK
+        there_s = there * self.byte_s + self.latency * (there > 0)
+        back_s = back * self.byte_s.T + self.latency.T * (back > 0)
+        usable = np.maximum(there * self.byte_s, back * self.byte_s.T) <= threshold_s * SLACK
         usable &= (there_s + back_s <= limit_s) & (self._apart == 0)
         own = np.ix_(among, among)
         _, label = connected_components(csr_matrix((usable | usable.T)[own]), directed=False)
@@ -157,7 +166,7 @@ class Walks:
 
     def held_ranges(self, most: int) -> list[tuple[int, int]]:
         """Ranges (more than, up to) of a replica's micro-batches: one where memory holds up nothing."""
-        if not any(bool((held < most).any()) for held in self._held):
+        if not any(bool((held < most).any()) for held in self.held):
             return [(0, most)]
         ends = [0, *itertools.takewhile(lambda n: n < most, (1 << k for k in itertools.count())), most]
         return list(itertools.pairwise(ends))
@@ -182,7 +191,7 @@ class Walks:
                 found += np.where(per > 0, rate[:, None, None] * per, 0.0)
         return found
 
-    def _messages(self, start: int, width: int) -> tuple[Floats, Floats, Floats]:
+    def messages(self, start: int, width: int) -> tuple[Floats, Floats, Floats]:
         """[class, source, target, length - 1]: seconds of what a stage that begins here receives and returns, shared
         parameters too; how long a micro-batch keeps the busier link from the stage before, or the uplink, busy; and the
         seconds of its messages with the stage before."""
@@ -196,29 +205,29 @@ class Walks:
     def _messages_of(self, start: int, width: int) -> tuple[Floats, Floats, Floats]:
         there = self.arrays.near_there[:, None, None, start, :width]
         back = self.arrays.near_back[:, None, None, start, :width]
-        there_s, back_s = self._byte_s[..., None] * there, self._byte_s.T[..., None] * back
+        there_s, back_s = self.byte_s[..., None] * there, self.byte_s.T[..., None] * back
         busy_s = np.maximum(there_s, back_s)
         up = self.kinds.uplink_s
         if up.any():
             busy_s = np.maximum(busy_s, np.maximum(up[..., None] * there, up.T[..., None] * back))
-        near_s = there_s + back_s + self._latency[..., None] * (there > 0) + self._latency.T[..., None] * (back > 0)
+        near_s = there_s + back_s + self.latency[..., None] * (there > 0) + self.latency.T[..., None] * (back > 0)
         near_s = near_s + self._apart[..., None]
         shared, count = (x[:, None, None, start, :width] for x in (self.arrays.near_shared, self.arrays.near_count))
-        byte_s, latency = self._byte_s + self._byte_s.T, self._latency + self._latency.T
+        byte_s, latency = self.byte_s + self.byte_s.T, self.latency + self.latency.T
         once_s = byte_s[..., None] * shared + latency[..., None] * count
         return near_s + once_s + self._far_s[:, None, :, start, :width], busy_s, near_s
 
     def _widths(self, threshold_s: float) -> Ints:
         """[start]: most blocks that any kind computes within the threshold."""
         blocks = self.arrays.blocks
-        fits = self._compute_s[0].min(axis=0) <= threshold_s * SLACK
+        fits = self.compute_s[0].min(axis=0) <= threshold_s * SLACK
         most = np.where(np.arange(blocks) < (blocks - np.arange(blocks))[:, None], fits, False).sum(axis=1)
         return np.maximum(most, 0)
 
     def stages(self, terms: Terms) -> Floats:
         """[kind, start, length - 1]: seconds of compute; infinite where a stage cannot keep to the terms."""
         arrays, limit_s = self.arrays, terms.threshold_s * SLACK
-        allowed = np.ones_like(self._compute_s[0], dtype=bool)
+        allowed = np.ones_like(self.compute_s[0], dtype=bool)
         summed = self._summed(terms)
         if np.isfinite(summed.stage).any():
             allowed = arrays.gradients <= summed.stage[:, None, None] * SLACK
@@ -228,13 +237,12 @@ class Walks:
             allowed &= ~(self._has_largest & away[:, None, None])
         if terms.among is not None:
             allowed &= np.isin(np.arange(len(self.kinds.all)), terms.among)[:, None, None]
-        gpipe = self._question.schedule == "gpipe"
-        least = terms.more_than + 1 if gpipe else 1
+        least = terms.more_than + 1 if self.gpipe else 1
         options = [
             np.where(allowed & (held >= least) & (compute_s <= limit_s), compute_s, INFINITE)
-            for compute_s, held in zip(self._compute_s, self._held, strict=True)
+            for compute_s, held in zip(self.compute_s, self.held, strict=True)
         ]
-        if gpipe or not any(bool((h <= terms.more_than).any()) for h in self._held):
+        if self.gpipe or not any(bool((h <= terms.more_than).any()) for h in self.held):
             return np.minimum.reduce(options)
         return self._held_up(terms, options)
 
@@ -300,13 +308,13 @@ class Walks:
                 continue
             ahead = home_s[:, start + 1 : start + 1 + width]
             last = np.arange(start + 1, start + 1 + width) == blocks
-            for option, held in zip(options, self._held, strict=True):
+            for option, held in zip(options, self.held, strict=True):
                 compute_s, most = option[:, start, :width], held[:, start, :width]
                 with np.errstate(invalid="ignore", divide="ignore"):
                     quick = last[None] | (most > terms.more_than) | ((compute_s + ahead) / most <= limit_s)
                 kept[:, start, :width] = np.minimum(kept[:, start, :width], np.where(quick, compute_s, INFINITE))
             if start:
-                _, busy_s, near_s = (x[0] for x in self._messages(start, width))
+                _, busy_s, near_s = (x[0] for x in self.messages(start, width))
                 through_s = near_s + (kept[:, start, :width] + ahead)[None]
                 through_s = np.where(busy_s <= limit_s, through_s, INFINITE)
                 returned = (self.arrays.near_there[0, start, :width] > 0) & (
@@ -334,7 +342,7 @@ class Walks:
             width, here = int(widths[start]), found[..., start]
             if not width or not np.isfinite(here).any():
                 continue
-            sent_s, busy_s, _ = self._messages(start, width)
+            sent_s, busy_s, _ = self.messages(start, width)
             cost = (
                 np.where(busy_s <= terms.threshold_s * SLACK, sent_s, INFINITE) + priced[None, None, :, start, :width]
             )
@@ -406,10 +414,10 @@ class Walks:
             cut.append(start)
             if source < 0:
                 return Walk(tuple(reversed(kinds)), tuple(reversed(cut)), period_s)
-            _, busy_s, near_s = (x[known] for x in self._messages(start, end - start))
+            _, busy_s, near_s = (x[known] for x in self.messages(start, end - start))
             period_s = max(period_s, float(busy_s[source, kind, -1]))
             near = self.arrays.near_there[known], self.arrays.near_back[known]
-            through_s = float(near_s[source, kind, -1]) + float(self._compute_s[0][cell]) + home_s
+            through_s = float(near_s[source, kind, -1]) + float(self.compute_s[0][cell]) + home_s
             home_s = through_s if near[0][cell[1:]] > 0 and near[1][cell[1:]] > 0 else 0.0
             kinds.append(source)
             state, kind, end = earlier, source, start
@@ -427,7 +435,7 @@ class Walks:
             if start == 0 and first:
                 offers.append((abs(float(stage_s) - reached), 0, -1, 0))
             if start and np.isfinite(before).any():
-                sent_s, busy_s, _ = (x[:, :, kind, -1] for x in self._messages(start, end - start))
+                sent_s, busy_s, _ = (x[:, :, kind, -1] for x in self.messages(start, end - start))
                 total = np.where(busy_s <= terms.threshold_s * SLACK, before + sent_s + stage_s, INFINITE)
                 known, source = divmod(int(total.argmin()), total.shape[1])
                 offers.append((abs(float(total[known, source]) - reached), start, source, known))
@@ -438,7 +446,7 @@ class Walks:
         """Of a stage, by the best choice whether it recomputes; what may not be held up is the last one."""
         last = cell[1] + cell[2] + 1 == self.arrays.blocks
         found: list[float] = []
-        for compute_s, held in zip(self._compute_s, self._held, strict=True):
+        for compute_s, held in zip(self.compute_s, self.held, strict=True):
             seconds, most = float(compute_s[cell]), float(held[cell])
             if most >= 1:
                 held_up = not last and most <= terms.more_than
