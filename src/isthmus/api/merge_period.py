@@ -63,7 +63,9 @@ def with_period(job: Job, models: Sequence[ReplicaModel], sizes: FragmentBytes) 
     period, late = _in_time(lambda p: late_of(job, p, models, sizes), least, training.steps)
     reasons = [slowest.text(period * batch_s)] if slowest is not None else []
     if late:
-        reasons.append(f"with {late.period}, {late.contributions} contributions to {SIMULATED_MERGES} merges would be too late")
+        reasons.append(
+            f"with {late.period}, {late.contributions} contributions to {SIMULATED_MERGES} merges would be too late"
+        )
     return _planned(job, period), f"period {period}: {'; '.join(reasons) or 'no link is in use'}"
 
 
