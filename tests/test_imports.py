@@ -38,7 +38,6 @@ COMPONENTS = {
         "isthmus.protocol",
         "isthmus.runtime.decoupled",
         "isthmus.runtime.processes",
-        "isthmus.sync",
         "isthmus.training",
     ),  # what replicas compute on the virtual clock, one that is stopped, and a script
     "delayed": ("isthmus.protocol",),  # a run's length on the virtual clock

@@ -27,8 +27,8 @@ from isthmus.runtime.decoupled.groups import replica_groups
 from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.together import merged_fragments
-from isthmus.runtime.decoupled.trainer import delta_codec
 from isthmus.runtime.device.weight_exchange import OpenedExchange, StageExchanges
+from isthmus.training.decoupled import delta_codec
 from isthmus.training.engine import Engine
 
 from .small import job_of
@@ -88,7 +88,7 @@ def test_a_pipeline_gives_the_weights_after_which_it_was_asked_while_the_next_st
         ((given, (payload,)),) = link.contributions
         assert (given.steps, given.samples, given.fragments) == (1, (8,), (0,))
         assert [(version.fragment, version.steps) for version in given.taken][-1] == (1, 1)
-        delta = merged.unpacked(0, payload, delta_codec(job))
+        delta = merged.unpacked(0, payload, delta_codec(job.sync.decoupled))
         assert delta is not None
         torch.testing.assert_close(delta, torch.full_like(delta, 0.25))
         link.received.put((CollectChanges(merge=2, fragments=(0, 1), last=True), []))
