@@ -130,7 +130,7 @@ class Descent:
         """After a few random moves that fit, each a likely one of its kind; None where none was found."""
         for _ in range(source.choice(KICK_MOVES)):
             changes, moved = list(self._changes(now.replicas)), None
-            for _ in range(MOST_DRAWN):
+            for _ in range(MOST_DRAWN if changes else 0):
                 change = source.choice(changes)
                 k = source.randrange(len(next(iter(change.values()))))
                 one = {r: [several[k]] for r, several in change.items()}
