@@ -149,3 +149,11 @@ def test_the_scorer_s_seconds_are_turned_into_money_where_money_counts() -> None
     )
     problem = problem_of(gpt_graph(1), priced, micro_batches=4, constraints=Constraints(objective="cost"))
     assert plan("auto", problem, score=lambda made: made.predicted.step_s).devices == plan("chain", problem).devices
+
+
+def test_one_device_that_holds_the_data_leaves_nothing_to_move() -> None:
+    constraints = Constraints(data_holders=("d0",))
+    for count in (1, 2):
+        fleet = fleet_of([10.0, 5.0][:count])
+        found = plan("auto", problem_of(random_graph(1, 1), fleet, constraints=constraints))
+        assert found.devices == ("d0",)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from plan_cases import fleet_of, gpt_graph, problem_of, random_graph, saving
 from term_cases import every_plan, priced_fleet
 
-from isthmus.api.proof import as_proven, question_of
+from isthmus.api import proof
+from isthmus.api.proof import Proving, as_proven, question_of
 from isthmus.cost import Problem, SyncPolicy, parameter_state, preference
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet, resolve_fleet
@@ -207,3 +208,9 @@ def test_what_takes_more_work_than_a_check_is_not_stated(monkeypatch: pytest.Mon
     assert stated.certificate.lower_bound < settled.certificate.lower_bound
     assert checked(stated, problem, counts).holds()
     assert stated.notes[-1].startswith("auto proved ")
+
+
+def test_a_bound_that_is_raised_for_no_time_gets_the_work_of_planning() -> None:
+    ended = Proving(0.0).ended()
+    assert not ended(int(proof.PLANNING_WORK))
+    assert ended(int(proof.PLANNING_WORK) + 1)

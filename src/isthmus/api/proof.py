@@ -44,8 +44,10 @@ class Proving(NamedTuple):
         start_s = time.monotonic()
 
         def ended(work: int) -> bool:
+            if work <= PLANNING_WORK:  # few seconds prove no less than none given
+                return cut_short()
             if self.seconds is None:
-                return work > PLANNING_WORK or cut_short()
+                return True
             return time.monotonic() - start_s > self.seconds or work > PROVING * MOST_WORK or cut_short()
 
         return ended
