@@ -210,7 +210,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         return out
 
     def _released(self, replica: str) -> Out:
-        if replica not in self.connected:
+        if replica not in self.connected or self._members[replica].leaves:
             return []
         self._members[replica].leaves = True
         fragments = tuple(range(self.rules.fragments))
@@ -280,7 +280,9 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
             self._answered.add(replica)
         elif not leaves:
             self.late += 1
-        return [*self._look(), *([EndReplica(replica)] if leaves else [])]
+        # One that leaves gives of every fragment. What was on its way when it was asked to is not that yet.
+        ends = leaves and len(body.fragments) == self.rules.fragments
+        return [*self._look(), *([EndReplica(replica)] if ends else [])]
 
     @property
     def _given(self) -> set[str]:
