@@ -168,6 +168,26 @@ def test_one_that_is_to_leave_is_asked_once_on_each_connection() -> None:
     assert [host.machine.handle(released) for _ in range(2)] == [asked, []]
 
 
+@pytest.mark.parametrize("what", ["lost", "ready"])
+def test_replicas_that_are_back_after_all_were_lost_merge_after_their_next_step(what: str) -> None:
+    host = Host(samples=None)
+    host.join("a", "b")
+    host.at(1.0)
+    host.step("a")
+    host.step("b")
+    host.give("a", 1)
+    host.step("a")
+    host.step("a")  # enough for a second merge, while the first is open
+    host.lose("a")
+    host.lose("b")
+    assert host.machine.phase == "waiting"
+    host.join("a", "b")
+    host.lose("b") if what == "lost" else host.ready("b")
+    assert host.machine.phase == "training"
+    assert any(isinstance(one, AskReplica) for one in host.step("a"))
+    assert merged(host.give("a", 2)) == [("a", 2, 32)]
+
+
 def test_a_quorum_is_of_those_that_are_at_work() -> None:
     host = Host(quorum=3)
     announced(host)
