@@ -115,14 +115,9 @@ def test_a_drained_device_gives_all_and_one_that_comes_back_goes_on(fleet: Fleet
     devices.stop()
     soon(lambda: run.said("no device is left"))
     back = Devices(fleet, tmp_path, ("c",))
-    soon(lambda: run.said("c is here"))
-    fleet.state.drain("c")  # most likely before its process has connected
-    soon(lambda: run.said("c has left"))
-    last = Devices(fleet, tmp_path, ("d",))
-    soon(lambda: "d" in run.contributors)
+    soon(lambda: "c" in run.contributors)
     run.end()
-    for devices in (back, last):
-        devices.stop()
+    back.stop()
 
 
 def test_pipelines_on_devices_that_join_are_refused() -> None:
