@@ -47,8 +47,8 @@ from .small import NAMES, SIZES, STEP_S, replicas, rules
 class Host:
     """Says the time before each event, as a host does."""
 
-    def __init__(self, *, quorum: int = 2, samples: int | None = 1000) -> None:
-        self.machine = Merger(rules(samples=samples, fragments=1, quorum=quorum))
+    def __init__(self, *, quorum: int = 2, samples: int | None = 1000, fragments: int = 1) -> None:
+        self.machine = Merger(rules(samples=samples, fragments=fragments, quorum=quorum))
         self.now_s = 0.0
         self.steps: Counter[str] = Counter()
 
@@ -140,6 +140,52 @@ def test_one_that_is_to_leave_gives_all_and_is_not_asked_again() -> None:
     assert [one.replica for one in again if isinstance(one, AskReplica)] == ["a", "c"]
     assert host.lose("b")[0] == Note("b has left")
     assert host.machine.handle(ReplicaReleased(replica="b")) == []
+
+
+def test_one_that_is_to_leave_ends_after_what_it_gives_of_all_and_not_after_what_was_on_its_way() -> None:
+    host = Host(fragments=2)
+    host.join("a", "b")
+    host.at(1.0)
+    asked = host.step("a")
+    assert [one.replica for one in asked if isinstance(one, AskReplica)] == ["a", "b"]
+    host.step("b")
+    host.machine.handle(ReplicaReleased(replica="b"))
+    assert EndReplica("b") not in host.give("b", 1)
+    host.step("b")
+    last = Contributed(merge=1, fragments=(0, 1), steps=host.steps["b"], samples=(64, 64))
+    assert host.machine.handle(FromDevice("b", last))[-1] == EndReplica("b")
+
+
+def test_one_that_is_to_leave_is_asked_once_on_each_connection() -> None:
+    host = Host()
+    assert host.machine.handle(ReplicaReleased(replica="b")) == []  # it is not there yet
+    host.join("a", "b")
+    released = ReplicaReleased(replica="b")
+    asked = [AskReplica("b", CollectChanges(merge=0, fragments=(0,), last=True))]
+    assert [host.machine.handle(released) for _ in range(2)] == [asked, []]
+    host.lose("b")
+    host.join("b")
+    assert [host.machine.handle(released) for _ in range(2)] == [asked, []]
+
+
+@pytest.mark.parametrize("what", ["lost", "ready"])
+def test_replicas_that_are_back_after_all_were_lost_merge_after_their_next_step(what: str) -> None:
+    host = Host(samples=None)
+    host.join("a", "b")
+    host.at(1.0)
+    host.step("a")
+    host.step("b")
+    host.give("a", 1)
+    host.step("a")
+    host.step("a")  # enough for a second merge, while the first is open
+    host.lose("a")
+    host.lose("b")
+    assert host.machine.phase == "waiting"
+    host.join("a", "b")
+    host.lose("b") if what == "lost" else host.ready("b")
+    assert host.machine.phase == "training"
+    assert any(isinstance(one, AskReplica) for one in host.step("a"))
+    assert merged(host.give("a", 2)) == [("a", 2, 32)]
 
 
 def test_a_quorum_is_of_those_that_are_at_work() -> None:

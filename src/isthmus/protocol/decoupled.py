@@ -166,7 +166,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
                 return self._contributed(replica, body)
             case FromDevice(device=replica, body=LastStepMade()):
                 self._members[replica].is_ready = True
-                return self._next() if self._phase == "training" else []
+                return self._close() if self._phase == "training" else []
             case ReplicaJoined(replica=replica):
                 return self._joined(replica)
             case ReplicaLost(replica=replica, reason=reason):
@@ -200,7 +200,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         what = "has left" if member.leaves else f"is lost: {reason}; the others go on"
         out: Out = [Note(f"{replica} {what}"), *self._look()]
         if self._phase == "training" and self.connected:
-            return [*out, *self._next()]  # the others may all be ready
+            return [*out, *self._close()]  # the others may all be ready
         if self.connected or self._phase == "done":
             return out
         if self._phase == "closing":
@@ -210,7 +210,7 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
         return out
 
     def _released(self, replica: str) -> Out:
-        if replica not in self.connected:
+        if replica not in self.connected or self._members[replica].leaves:
             return []
         self._members[replica].leaves = True
         fragments = tuple(range(self.rules.fragments))
@@ -226,14 +226,19 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
 
     def _next(self) -> Out:
         """Announce a merge where one is due. No merge is open."""
-        if not self.connected:
-            return []
         if self._is_over:
-            return self._announce(tuple(range(self.rules.fragments)), last=True)
+            return self._close()
         if self.samples - self._merged_samples >= self.rules.merge_every:
             turn, self._turn = self._turn, (self._turn + 1) % self.rules.fragments
             return [*self._announce((turn,), last=False), *self._look()]  # all may have given before
         return []
+
+    def _close(self) -> Out:
+        """Announce the last merge where nobody is to train on. Any other one comes with a step: replicas that are back
+        after all were lost may have made none since, though samples for a merge are there. No merge is open."""
+        if not self.connected or not self._is_over:
+            return []
+        return self._announce(tuple(range(self.rules.fragments)), last=True)
 
     @property
     def _is_over(self) -> bool:
@@ -280,7 +285,9 @@ class Merger(Machine[Phase, MergerEvent, MergerInstruction]):
             self._answered.add(replica)
         elif not leaves:
             self.late += 1
-        return [*self._look(), *([EndReplica(replica)] if leaves else [])]
+        # One that leaves gives of every fragment. What was on its way when it was asked to is not that yet.
+        ends = leaves and len(body.fragments) == self.rules.fragments
+        return [*self._look(), *([EndReplica(replica)] if ends else [])]
 
     @property
     def _given(self) -> set[str]:

@@ -123,7 +123,7 @@ class ReplicaLost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaReleased(msgspec.Struct, frozen=True, kw_only=True):
-    """Its device is to leave without loss."""
+    """Its device is to leave without loss. Said again, it is for those that were not asked on this connection."""
 
     replica: str
 

@@ -68,6 +68,8 @@ class FleetReplicas(MergedRun):
         """How many times a device's process has."""
         self._waits_s: dict[str, float] = {}
         """Until when it is not called."""
+        self._leaving: set[str] = set()
+        """Devices that were asked to leave while they were called or at work: they are not called again."""
 
     def run(self, backend: Backend, watch: MergerWatch, stop: Stop, logs: Path) -> DecoupledOutcome:
         """To the end."""
@@ -101,9 +103,10 @@ class FleetReplicas(MergedRun):
                 self._failed[name] = self._failed.get(name, 0) + 1
                 self._waits_s[name] = now_s + AGAIN_S * 2 ** (self._failed[name] - 1)
                 note(f"{name}: its process ended: {sanitize(how)}")
-        for name in session.leaving():
-            if name in self._groups:
-                host.release(name)
+        there = {name for name in self._groups if name in self.machine.connected or session.starting(name)}
+        self._leaving |= there.intersection(session.leaving())
+        for name in sorted(self._leaving):  # also one whose process connects later, or again
+            host.release(name)
         for name in session.offers():
             has_data = self._holders.is_known(name) and name in self._holders.described
             if has_data and now_s >= self._waits_s.get(name, 0.0):

@@ -351,6 +351,7 @@ class MergerHost:
                 if isinstance(message, JoinRun):
                     connected.add(replica)
                     self._join(replica)
+                    self._links[replica].wake()  # the machine is over, and says nothing more
                 elif message is None or isinstance(message, Exception):
                     connected.discard(replica)
 
