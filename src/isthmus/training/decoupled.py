@@ -61,7 +61,10 @@ def fragments_of(module: nn.Module, count: int) -> list[list[nn.Parameter]]:
         if parameter.requires_grad:
             layers.setdefault(name.rpartition(".")[0], []).append(parameter)
     if count > len(layers):
-        raise UserError(f"sync.decoupled.fragments: got {count}, expected at most the model's {len(layers)} layers")
+        raise UserError(
+            f"sync.decoupled.fragments: got {count}, expected at most the model's {len(layers)} layers; a script says "
+            "Options(decoupled=Decoupled(fragments=...))"
+        )
     found: list[list[nn.Parameter]] = [[] for _ in range(count)]
     for number, parameters in enumerate(layers.values()):
         found[number % count] += parameters
