@@ -34,13 +34,15 @@ from isthmus.planners.surrogates import over_surrogates, plans_of_surrogates, re
 from isthmus.plans import Plan
 
 MOST_STARTS = 4
-"""Plans from which the descent starts."""
+"""Plans from which the descent starts, and numbers of replicas of which the best plan is another start."""
 MOST_NEIGHBOURS = 60_000
-"""Of plans, that the descents look at altogether: bounds the time, the same on every machine."""
+"""Of plans, that five descents look at together: bounds the time, the same on every machine."""
 MOST_SCORED = 3
 """Plans that the scorer judges; of so many groupings of devices where codecs depend on the plan."""
 MOST_KICKED, MOST_KICKS = 100_000, 80
 """Neighbours of the best of them, and random beginnings near it."""
+MOST_REPLICAS_KICKED = 12
+"""Of more replicas a neighbour takes milliseconds, and random moves gained nothing."""
 DESCENT_BLOCKS = 100
 WORTH_DESCENT = 2.0
 """Times the best plan known, up to which another is a start."""
@@ -174,7 +176,9 @@ def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -
     free = problem.unlimited(problem.constraints.objective)
     value = {id(plan): preference(free, plan)[0] for plan in plans}
     best, rough = sorted(plans, key=lambda plan: value[id(plan)]), coarse(Blocks(problem), DESCENT_BLOCKS)
-    starts = [*best[:MOST_STARTS], *[p for p in best[MOST_STARTS:] if len(p.replicas) > 1][:1]]
+    first_of = {len(plan.replicas): plan for plan in reversed(best)}  # the best with so many replicas
+    others = sorted(first_of.values(), key=lambda plan: value[id(plan)])[:MOST_STARTS]
+    starts = [*best[:MOST_STARTS], *[p for p in best[MOST_STARTS:] if len(p.replicas) > 1][:1], *others]
     starts = [plan for plan in starts if value[id(plan)] <= WORTH_DESCENT * value[id(best[0])]]
 
     def descended(start: Plan, most: int, kicks: int = 0) -> Iterator[Plan]:
@@ -186,11 +190,13 @@ def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -
                 yield keep(build_replicas(problem, better, planner="auto"))
 
     once = {tuple(layouts_of(plan)): plan for plan in starts}.values()
-    made = [plan for start in once for plan in descended(start, MOST_NEIGHBOURS // len(starts))]
+    most = MOST_NEIGHBOURS // min(len(once), MOST_STARTS + 1) if once else 0
+    made = [plan for start in once for plan in descended(start, most)]
     yield from made
     if starts:
         best_made = min((*made, *starts), key=lambda plan: preference(free, plan))
-        yield from descended(best_made, MOST_KICKED, MOST_KICKS)
+        if len(best_made.replicas) <= MOST_REPLICAS_KICKED:
+            yield from descended(best_made, MOST_KICKED, MOST_KICKS)
 
 
 def _certified(problem: Problem, plan: Plan, least: LeastBound, looked_at: Sequence[str]) -> Plan:
