@@ -39,8 +39,10 @@ MOST_NEIGHBOURS = 60_000
 """Of plans, that five descents look at together: bounds the time, the same on every machine."""
 MOST_SCORED = 3
 """Plans that the scorer judges; of so many groupings of devices where codecs depend on the plan."""
-MOST_KICKED, MOST_KICKS = 100_000, 80
-"""Neighbours of the best of them, and random beginnings near it."""
+MOST_KICKED = 100_000
+"""Neighbours of the best of them."""
+KICKS_EACH, MOST_KICKING = 8, 10
+"""Random beginnings near it, for each of so many devices."""
 MOST_REPLICAS_KICKED = 12
 """Of more replicas a neighbour takes milliseconds, and random moves gained nothing."""
 DESCENT_BLOCKS = 100
@@ -196,7 +198,7 @@ def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -
     if starts:
         best_made = min((*made, *starts), key=lambda plan: preference(free, plan))
         if len(best_made.replicas) <= MOST_REPLICAS_KICKED:
-            yield from descended(best_made, MOST_KICKED, MOST_KICKS)
+            yield from descended(best_made, MOST_KICKED, KICKS_EACH * min(len(problem.fleet.names), MOST_KICKING))
 
 
 def _certified(problem: Problem, plan: Plan, least: LeastBound, looked_at: Sequence[str]) -> Plan:
