@@ -58,8 +58,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     devices: int
     micro_batches: int
     auto_s: float
-    whole_s: float
-    """Of whole replicas on the best set of devices; infinite where none holds the model."""
+    whole_s: float | None
+    """Of whole replicas on the best set of devices; None where no device holds the model."""
     annealed_s: float
     auto_replicas: int
     annealed_replicas: int
@@ -256,7 +256,7 @@ def measured(seed: int, seconds: float) -> Row | None:
         devices=len(problem.fleet.names),
         micro_batches=problem.micro_batches,
         auto_s=plan.predicted.step_s,
-        whole_s=whole_s,
+        whole_s=whole_s if math.isfinite(whole_s) else None,
         annealed_s=best_s,
         auto_replicas=len(plan.replicas),
         annealed_replicas=len(best),
@@ -274,7 +274,7 @@ def table(found: Rows) -> Table:
             str(row.devices),
             str(row.micro_batches),
             f"{row.auto_s:.4f} s",
-            f"{row.whole_s:.4f} s",
+            "-" if row.whole_s is None else f"{row.whole_s:.4f} s",
             f"{row.annealed_s:.4f} s",
             f"{row.gained:.2%}",
             f"{row.auto_replicas} to {row.annealed_replicas}",
