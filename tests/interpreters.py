@@ -204,7 +204,8 @@ def _serve() -> tuple[Wanted, list[int]]:
     """Returns in copies alone, which are yet to become what is wanted."""
     before = dict(os.environ)
     for module in IMPORTED:
-        importlib.import_module(module)
+        with contextlib.suppress(ModuleNotFoundError):  # of an extra that is not here
+            importlib.import_module(module)
     mock.patch("isthmus.api.proof.PLANNING_WORK", PLANNING_WORK).start()
     setproctitle.setproctitle(TITLE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

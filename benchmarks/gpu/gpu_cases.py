@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -32,10 +33,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int = 16
     micro_batch_size: int = 1
     steps: int = 12
+    schedule: Literal["1f1b", "zero-bubble"] = "1f1b"
 
     @property
     def key(self) -> str:
-        return f"{self.name}, {self.stages} devices"
+        return f"{self.name}, {self.stages} devices{', split backward' if self.schedule == 'zero-bubble' else ''}"
 
     @property
     def tokens(self) -> int:
@@ -52,6 +54,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         options: dict[str, object] = {"files": "stdlib", "sequence_length": length, "max_bytes": 4_000_000}
         return Job(
             name="gpu",
+            schedule=self.schedule,
             model=ModelSpec(name="gpt", options=dict(self.model)),
             data=DataSpec(kind="text", options=options),
             training=TrainingConfig(
@@ -94,9 +97,22 @@ _GPT2 = {"vocab_size": 50257, "sequence_length": 1024, "width": 768, "layers": 1
 _BILLION = {"vocab_size": 50257, "sequence_length": 1024, "width": 2048, "layers": 18, "heads": 16}
 _SMALL = {"vocab_size": 256, "sequence_length": 64, "width": 64, "layers": 6, "heads": 4}
 
-FULL = tuple(
-    Case(name=name, size="full", model=model, stages=stages)
-    for name, model in (("GPT-2 124 M", _GPT2), ("GPT 1 B", _BILLION))
-    for stages in (2, 3, 4)
+FULL = (
+    *(
+        Case(name=name, size="full", model=model, stages=stages)
+        for name, model in (("GPT-2 124 M", _GPT2), ("GPT 1 B", _BILLION))
+        for stages in (2, 3, 4)
+    ),
+    Case(name="GPT-2 124 M", size="full", model=_GPT2, stages=3, schedule="zero-bubble"),
 )
-SMALL = tuple(Case(name="GPT 0.3 M", size="small", model=_SMALL, stages=k, micro_batches=8, steps=4) for k in (2, 3))
+_TINY = Case(name="GPT 0.3 M", size="small", model=_SMALL, stages=3, micro_batches=8, steps=4)
+SMALL = (
+    msgspec.structs.replace(_TINY, stages=2),
+    _TINY,
+    msgspec.structs.replace(_TINY, schedule="zero-bubble"),
+)
+
+
+def lost_case(cases: Sequence[Case]) -> Case:
+    """Of the recovery: the largest model over three processes."""
+    return next(case for case in reversed(cases) if case.stages == 3 and case.schedule == "1f1b")

@@ -20,7 +20,7 @@ import lost_device
 import msgspec
 import pipelines
 import rounds
-from gpu_cases import FULL, SMALL
+from gpu_cases import FULL, SMALL, lost_case
 from lost_device import Recovery
 from pipelines import Pipeline
 from rich.console import Console
@@ -70,7 +70,7 @@ def measurements(
             if case in one.key:
                 yield lambda one=one: [pipelines.measure(one, device, hardware, when)]
     if "recovery" in parts:
-        lost = next(c for c in reversed(cases) if c.stages == 3)
+        lost = lost_case(cases)
         yield lambda: [lost_device.measure(lost, device, hardware, when)]
     if "federated" in parts:
         yield lambda: [*rounds.measure(size, device, hardware, when, peers=peers)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gpu_cases import FULL
+from gpu_cases import FULL, lost_case
 from lost_device import TORCHFT_PARAMETERS, TORCHFT_S, Recovery
 from pipelines import Pipeline
 from rich.table import Table
@@ -73,7 +73,7 @@ def recoveries_table(rows: Sequence[Recovery]) -> Table:
             f"{row.step_s:.1f} s",
             f"{row.redone} steps",
         )
-    _add_missing(table, [next(c.key for c in reversed(FULL) if c.stages == 3)], rows)
+    _add_missing(table, [lost_case(FULL).key], rows)
     table.add_row(f"torchft, {TORCHFT_PARAMETERS / 1e9:.0f} B, as it reports", "", "", f"{TORCHFT_S:.0f} s")
     return table
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from isthmus.accelerators import HOST
 from isthmus.api.decoupled import plan_again
 from isthmus.fleet import Fleet
 from isthmus.graph import StageGraph
@@ -119,6 +120,7 @@ class _Engine:
     """Two parameters of the stage."""
 
     owned = ("a", "b")
+    accelerator = HOST
 
     def __init__(self) -> None:
         self.held = {"op_a": torch.zeros(2), "op_b": torch.ones(2)}

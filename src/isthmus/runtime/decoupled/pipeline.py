@@ -47,6 +47,7 @@ from isthmus.runtime.decoupled.merger_link import MergerLink, ReplicaPlace, Take
 from isthmus.runtime.decoupled.pipeline_log import PipelineLog
 from isthmus.runtime.decoupled.trainer import seeded_model
 from isthmus.runtime.messages.decoupled import MOST_NOTE, ReplicaNote
+from isthmus.runtime.processes.device_processes import ProcessPlace
 from isthmus.trace import Span
 from isthmus.training.decoupled import ReplicaAccount, delta_codec, flat, fragments_of, spread
 from isthmus.training.weights import parameter_names, weights_of
@@ -69,6 +70,8 @@ class ReplicaPipeline:
     folder: Path
     began_s: float
     """The whole run, by the monotonic clock."""
+    places: Mapping[str, ProcessPlace] = field(default_factory=dict[str, ProcessPlace])
+    """Of devices' processes; the CPU for those that it leaves out."""
 
 
 @dataclass
@@ -135,7 +138,7 @@ class PipelineReplica:
         options = RunOptions(
             emulate=self._job.runtime.emulate,
             weights={name: t.clone() for name, t in weights_of(self._module, known.prepared.captured).items()},
-            backend=LocalBackend(respawn_after_s=RETURN_S),
+            backend=LocalBackend(places=known.places, respawn_after_s=RETURN_S),
             until=self._most_steps,
             exchanges=self,
             replan=known.replan,

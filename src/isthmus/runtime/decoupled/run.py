@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,12 +11,14 @@ from urllib.parse import quote
 
 import msgspec
 
-from isthmus.data import load_dataset
+from isthmus.accelerators import open_accelerator
+from isthmus.data import Dataset, load_dataset
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
 from isthmus.fleet import Fleet, Link
 from isthmus.job import Job, Prepared, keep_prepared, kept_prepared
 from isthmus.plans import Plan, load_plan, save_plan
+from isthmus.runtime.coordinator.backend import local_places
 from isthmus.runtime.decoupled.groups import Groups, replica_groups
 from isthmus.runtime.decoupled.merged_run import DecoupledOutcome, MergedRun
 from isthmus.runtime.decoupled.merger import MergerWatch
@@ -24,7 +27,7 @@ from isthmus.runtime.decoupled.pipeline import ReplicaPipeline, serve_pipeline
 from isthmus.runtime.decoupled.pipeline_job import pipeline_prepared
 from isthmus.runtime.decoupled.replica import serve_replica
 from isthmus.runtime.decoupled.trainer import ReplicaTrainer
-from isthmus.runtime.processes.device_processes import fork_before_threads
+from isthmus.runtime.processes.device_processes import ProcessPlace, fork_before_threads
 from isthmus.runtime.processes.forked import Forked
 from isthmus.runtime.processes.signals import Stop
 from isthmus.runtime.transport.listener import Listener
@@ -63,7 +66,6 @@ def check_decoupled(job: Job, fleet: Fleet) -> None:
         ("plan.data_holder", ", ".join(job.plan.holders), ""),
         ("compression", "a table" if job.compression is not None and not pipelines else None, None),
         ("store", "a table" if job.store is not None else None, None),
-        ("runtime.device", runtime.device, "cpu"),
         ("runtime.engine", ", ".join(sorted(fleet.engines)), "torch"),
         ("runtime.compile", runtime.compile, False),
         ("runtime.changes", "changes" if runtime.changes else None, None),
@@ -81,6 +83,14 @@ def links_of(groups: Groups, fleet: Fleet) -> dict[str, tuple[Link | None, Link 
     ends = fleet.names[0]
     found = {name: (fleet.link(devices[0], ends), fleet.link(ends, devices[0])) for name, devices in others}
     return {first: (None, None), **found}
+
+
+def _trainer(job: Job, data: Dataset, number: int, count: int, place: ProcessPlace) -> ReplicaTrainer:
+    """In the replica's own process: a driver that has started in one process works in no copy of it."""
+    accelerator = open_accelerator(place.accelerator)
+    if note := job.engine().kernels.use(accelerator):
+        print(note, file=sys.stderr, flush=True)
+    return ReplicaTrainer(job, data, number, count, accelerator)
 
 
 class _Begin(msgspec.Struct, frozen=True):
@@ -103,6 +113,7 @@ class DecoupledRun(MergedRun):
         self._folder = folder
         self.groups = groups = replica_groups(job, fleet)
         self._links = links_of(groups, fleet) if job.runtime.emulate else dict.fromkeys(groups, (None, None))
+        places = local_places(job.runtime.device, fleet.names)
         data = load_dataset(job.data, "train")
         title = import_extra("setproctitle", "a device process").setproctitle
 
@@ -121,7 +132,7 @@ class DecoupledRun(MergedRun):
                     link=self._links[name][0],
                 )
                 if len(devices) == 1:
-                    serve_replica(lambda: ReplicaTrainer(job, data, number, count), place)
+                    serve_replica(lambda: _trainer(job, data, number, count, places.get(name, ProcessPlace())), place)
                     return
                 fork_before_threads(waiting=1)  # one waits for the end of the merger's process
                 whole = kept_prepared(job, folder / CAPTURED)
@@ -131,6 +142,7 @@ class DecoupledRun(MergedRun):
                     prepared=prepared,
                     plan=load_plan(replica_folder(folder, name) / PLAN),
                     fleet=fleet.subset(devices),
+                    places=places,
                     replan=partial(replan, prepared),
                     folder=replica_folder(folder, name),
                     began_s=begin.began_s,

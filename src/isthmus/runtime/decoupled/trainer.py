@@ -10,11 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from isthmus.accelerators import HOST, Accelerator
+from isthmus.accelerators.copies import all_to_device
 from isthmus.data import Dataset, batch_at, sample_order
 from isthmus.extensions import import_object
 from isthmus.job import Job
 from isthmus.models import build_model
 from isthmus.training.decoupled import ReplicaFragments, delta_codec, fragments_of
+from isthmus.training.loss_accumulator import LossAccumulator
 from isthmus.training.optim import Optimizers, clip, gradient_norms
 
 _Split = Callable[[object], tuple[Tensor, Tensor | None, dict[str, Tensor]]]
@@ -36,19 +39,20 @@ class ReplicaTrainer:
     """Replica `number` of `count`. What it does follows from the job, and from which versions it took after how many
     steps."""
 
-    def __init__(self, job: Job, data: Dataset, number: int, count: int) -> None:
+    def __init__(self, job: Job, data: Dataset, number: int, count: int, accelerator: Accelerator = HOST) -> None:
         self.samples = job.training.batch_size // count
         """Of a step."""
         self.batch = self.samples * count
         """Of a step of each replica."""
         self._micro_batch = min(self.samples, job.micro_batch_size)
-        self._seed = torch.tensor(self._micro_batch / self.samples)
+        self._accelerator, self._losses = accelerator, LossAccumulator(accelerator)
+        self._seed = torch.tensor(self._micro_batch / self.samples, device=accelerator.device)
         self.steps = 0
         """That were made."""
         self._job, self._number = job, number
         self._data, self._columns = data, list(data.columns)
         self._order = sample_order(data, job.training.seed, job.training.shuffle)
-        self.module = seeded_model(job)
+        self.module = seeded_model(job).to(accelerator.device)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         named = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         steps = job.training.steps
@@ -62,22 +66,23 @@ class ReplicaTrainer:
         seeds = np.random.SeedSequence([training.seed, self._number, self.steps])
         torch.manual_seed(int(seeds.generate_state(1)[0]))  # of dropout
         start = self.steps * training.batch_size + self._number * self.samples
-        losses, counts, count = 0.0, 0.0, None
+        count = None
         for first in range(start, start + self.samples, self._micro_batch):
             batch = batch_at(self._data, self._order, first, self._micro_batch, self._columns)
-            loss, count, _ = split_outputs(self.module(**batch))
+            loss, count, _ = split_outputs(self.module(**all_to_device(self._accelerator, batch)))
             loss.backward(self._seed if count is None else None)
-            losses += float(loss.detach())
-            counts += 1.0 if count is None else float(count)
+            self._losses.add(loss, count)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if count is not None:
+            counted = self._losses.sums()[1]
             for gradient in gradients:
-                gradient.div_(counts or 1.0)
+                gradient.div_(counted or 1.0)
         if training.clip_norm > 0:
-            clip(gradients, gradient_norms(gradients), training.clip_norm)
+            clip(gradients, gradient_norms(gradients, self._accelerator.device), training.clip_norm)
         self._optimizers.step(min(samples // training.batch_size, training.steps - 1))
         self.steps += 1
         self.fragments.account.trained(self.samples)
+        losses, counts = self._losses.take()
         return losses / (counts or 1.0)
 
 

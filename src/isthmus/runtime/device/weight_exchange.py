@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from isthmus.accelerators.copies import all_to_device
 from isthmus.graph import StageGraph
 from isthmus.protocol.run_messages import OpenItem, WeightExchange
 from isthmus.training.engine import Engine
@@ -47,8 +48,9 @@ class StageExchanges:
         own = {name: names[name] for name in self._engine.owned}
         held = self._engine.parameters(list(own.values()))
         self.before = {name: held[own[name]].clone() for name in found.amounts if name in own}
-        added = {own[name]: value + found.amounts[name].view(value.shape) for name, value in self.before.items()}
-        if added:
+        if self.before:
+            amounts = all_to_device(self._engine.accelerator, {name: found.amounts[name] for name in self.before})
+            added = {own[name]: value + amounts[name].view(value.shape) for name, value in self.before.items()}
             self._engine.set_parameters(added)
         if wanted := {name: held[own[name]] for name in found.exchange.wanted if name in own}:
             self._read(item, wanted)
