@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -15,11 +17,13 @@ from term_cases import every_plan, priced_fleet
 
 from isthmus.api import proof
 from isthmus.api.proof import Proving, as_proven, question_of
-from isthmus.cost import Problem, SyncPolicy, parameter_state, preference
-from isthmus.errors import UserError
+from isthmus.cost import Problem, SyncPolicy, build_plan, parameter_state, preference
+from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Fleet, resolve_fleet
-from isthmus.planners import capabilities, over_counts, planner_names
+from isthmus.graph import cuts
+from isthmus.planners import capabilities, least, over_counts, planner_names
 from isthmus.planners import plan as plan_by
+from isthmus.planners.least import with_certificate
 from isthmus.plans import Certificate, CompressionConfig, Constraints, Plan
 from isthmus.verification import Verdict, certificate, search, verify
 
@@ -214,3 +218,23 @@ def test_a_bound_that_is_raised_for_no_time_gets_the_work_of_planning() -> None:
     ended = Proving(0.0).ended()
     assert not ended(int(proof.PLANNING_WORK))
     assert ended(int(proof.PLANNING_WORK) + 1)
+
+
+def test_a_better_pipeline_that_the_proof_comes_upon_is_the_plan() -> None:
+    problem = problem_of(gpt_graph(1), fleet_of([2e6, 2e6, 3e6], 2, memory=[900_000] * 3), micro_batches=4)
+    places = [cut.position for cut in cuts(problem.flow)]
+    pairs = itertools.permutations(problem.fleet.names, 2)
+    plans: list[Plan] = []
+    for order, place in itertools.product(pairs, places):
+        with contextlib.suppress(FleetTooSmall):
+            plans.append(build_plan(problem, order, [place], planner="auto"))
+    best, *worse = sorted(plans, key=lambda found: found.predicted.step_s)
+    stated = with_certificate(problem, worse[1], least(problem))
+    found = as_proven(problem, stated, (4,))
+    assert found.predicted == best.predicted
+    assert found.certificate is not None and found.certificate.exact
+    assert found.notes[0].startswith("found by the proof")
+    assert checked(found, problem, (4,)).holds()
+    assert as_proven(problem, stated, (4,), judge=lambda plan: -plan.predicted.step_s).stages == stated.stages
+    of_a_paper = msgspec.structs.replace(stated, planner="chain")
+    assert as_proven(problem, of_a_paper, (4,), Proving(0.0)).stages == stated.stages

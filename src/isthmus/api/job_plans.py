@@ -220,7 +220,7 @@ def _raised(problem: Problem, rows: list[ComparedPlan], counts: Sequence[int]) -
     own = max((row.lower_bound_s for row in timed if row.lower_bound_s is not None), default=0.0)
     if not steps or own >= min(steps) or cut_short():
         return rows
-    found = raised(problem, LeastBound(own, exact=False), counts, min(steps))
+    found = raised(problem, LeastBound(own, exact=False), counts, min(steps)).least
     return [
         msgspec.structs.replace(row, lower_bound_s=found.bound, gap=row.step_s / found.bound - 1, exact=found.exact)
         if row.lower_bound_s is not None and row.step_s is not None and found.bound > own

@@ -67,7 +67,7 @@ def make(
         return make_plan(planner or job.planner, cut.timed() if timed else cut, simulated_s)
 
     plan = _with_boundary(job, over_counts(problem, job.counts, planned, simulated_s, bound))
-    return plan if bound is not None else as_proven(problem, plan, job.counts, proving)
+    return plan if bound is not None else as_proven(problem, plan, job.counts, proving, simulated_s)
 
 
 def _with_boundary(job: Job, plan: Plan) -> Plan:

@@ -2,7 +2,8 @@
 
 A planner may prove a bound by more work than a check may be. Then the document states the highest bound that the check
 proves, and what the planner proved is a note. Where the check's own relaxation proves more than the planner did, the
-document states that: as far as a little work goes, or for the seconds that are asked for.
+document states that: as far as a little work goes, or for the seconds that are asked for. A pipeline that the proof
+comes upon, and that is better than the plan, takes its place.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import NamedTuple
 import msgspec
 
 from isthmus.api.observer import Observer, Silent
-from isthmus.cost import Problem
+from isthmus.cost import Problem, build_plan, preference
+from isthmus.errors import UserError
 from isthmus.planners import LeastBound, cut_short
 from isthmus.planners.least import with_certificate
 from isthmus.plans import Plan
 from isthmus.units import format_duration
-from isthmus.verification import MOST_WORK, ProofProgress, Prover, Question, StateBytes, provable
+from isthmus.verification import MOST_WORK, ProofProgress, Prover, Question, StateBytes, provable, verify
+from isthmus.verification.closed_form import Setup
 
 ROUNDING = 1 + 1e-7
 """Factor between a bound and what attains it."""
@@ -68,35 +71,77 @@ class Proving(NamedTuple):
 A_LITTLE = Proving()
 
 
-def as_proven(problem: Problem, plan: Plan, counts: Sequence[int], proving: Proving = A_LITTLE) -> Plan:
-    """The plan with a bound over these numbers of micro-batches that a check proves."""
-    return _raised(problem, _checked(problem, plan, counts), counts, proving)
+class Raised(NamedTuple):
+    least: LeastBound
+    faster: Setup | None = None
+    """A pipeline below what is known, by the relaxation."""
 
 
-def _raised(problem: Problem, plan: Plan, counts: Sequence[int], proving: Proving) -> Plan:
+def as_proven(
+    problem: Problem,
+    plan: Plan,
+    counts: Sequence[int],
+    proving: Proving = A_LITTLE,
+    judge: Callable[[Plan], float] | None = None,
+) -> Plan:
+    """The plan, or a better one that the proof came upon, with a bound over these numbers of micro-batches that a check
+    proves. `judge` knows seconds per step better than the closed form does, if given."""
+    return _raised(problem, _checked(problem, plan, counts), counts, proving, judge)
+
+
+def _raised(
+    problem: Problem,
+    plan: Plan,
+    counts: Sequence[int],
+    proving: Proving,
+    judge: Callable[[Plan], float] | None,
+) -> Plan:
     """With the highest bound that the relaxation proves, if that is above the plan's."""
     certificate = plan.certificate
     if certificate is None or not certificate.gap or certificate.objective != "step" or cut_short():
         return plan
     if proving.seconds is None and plan.planner != "auto":
         return plan  # a baseline's gap is its own distance from the best
-    found = raised(
-        problem, LeastBound(certificate.lower_bound, certificate.exact), counts, plan.predicted.step_s, proving
-    )
-    if found.bound <= certificate.lower_bound:
+    least = LeastBound(certificate.lower_bound, certificate.exact)
+    found = raised(problem, least, counts, plan.predicted.step_s, proving)
+    if found.faster is not None and plan.planner == "auto":
+        plan = _better(problem, plan, found.faster, judge)
+    if found.least.bound > certificate.lower_bound:
+        least = _reached_by(found.least, plan.predicted.step_s)
+    return with_certificate(problem.cut_into(plan.micro_batches), plan, least, counts)
+
+
+def _better(problem: Problem, plan: Plan, pipeline: Setup, judge: Callable[[Plan], float] | None) -> Plan:
+    """The pipeline as a plan if it is permitted and better, else the plan."""
+    cut = problem.cut_into(pipeline.micro_batches)
+    try:
+        made = build_plan(
+            cut, pipeline.devices, pipeline.starts[1:], planner=plan.planner, recompute=pipeline.recompute
+        )
+    except UserError:
         return plan
-    return with_certificate(problem.cut_into(plan.micro_batches), plan, found, counts)
+    before = problem.cut_into(plan.micro_batches)
+    figures = (None, None) if judge is None else (judge(plan), judge(made))
+    better = preference(cut, made, figures[1]) < preference(before, plan, figures[0])
+    if not better or not verify(made, question_of(problem, (cut.micro_batches,))).holds():
+        return plan
+    note = f"found by the proof; the search's plan takes {format_duration(plan.predicted.step_s)}"
+    return msgspec.structs.replace(made, notes=(note, *made.notes))
 
 
 def raised(
     problem: Problem, least: LeastBound, counts: Sequence[int], step_s: float, proving: Proving = A_LITTLE
-) -> LeastBound:
+) -> Raised:
     """The bound, or that of the relaxation if it is higher: up to what a known plan takes."""
-    bound_s = Prover(question_of(problem, counts), step_s / ROUNDING).run(proving.ended(), proving.teller(step_s))
-    if bound_s <= least.bound:
-        return least
-    reached = bound_s * ROUNDING * ROUNDING >= step_s
-    return LeastBound(step_s if reached else bound_s, exact=reached)
+    prover = Prover(question_of(problem, counts), step_s / ROUNDING)
+    bound_s = prover.run(proving.ended(), proving.teller(step_s))
+    found = LeastBound(bound_s, exact=False) if bound_s > least.bound else least
+    return Raised(_reached_by(found, step_s), prover.pipeline)
+
+
+def _reached_by(least: LeastBound, step_s: float) -> LeastBound:
+    """Exact where a plan that takes so long is within rounding of it."""
+    return LeastBound(step_s, exact=True) if least.bound * ROUNDING * ROUNDING >= step_s else least
 
 
 def _checked(problem: Problem, plan: Plan, counts: Sequence[int]) -> Plan:

@@ -2,6 +2,7 @@
 
 Every number of micro-batches that a plan may choose has two parts, one replica and several; the lowest part is the
 bound, and is worked on next. Plans are not looked for: the goal is what a known plan takes, or a bound to be proven.
+Where pipelines are searched, one below the goal may be come upon.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from isthmus.verification.bound import NEVER, Bounds
+from isthmus.verification.closed_form import Setup
 from isthmus.verification.device_sets import DeviceKinds
 from isthmus.verification.one_replica import OneReplica
 from isthmus.verification.question import Question
@@ -104,6 +106,7 @@ class BoundParts:
         self.single = BoundPart(bounds.single_s(), f"one replica {words}")
         self.several = BoundPart(NEVER if alone else bounds.several_s(), f"several replicas {words}")
         self._walks: list[Walks] = []
+        self.pipelines: SearchedPipelines | None = None
         if walkable(reading):
             arrays = stage_arrays(reading)
             ample = ample_bytes(arrays, count)
@@ -111,8 +114,8 @@ class BoundParts:
             several_kinds = [rough, kinds] if len(rough.all) < len(kinds.all) else [kinds]
             self._walks = [Walks(arrays, each, question) for each in several_kinds]
             ones = [OneReplica(w, count, goal_s, MOST_STATES) for w in self._walks[:-1]]
-            pipelines = SearchedPipelines(reading, self._walks[-1])
-            ones.append(OneReplica(self._walks[-1], count, goal_s, MOST_STATES, pipelines))
+            self.pipelines = SearchedPipelines(reading, self._walks[-1])
+            ones.append(OneReplica(self._walks[-1], count, goal_s, MOST_STATES, self.pipelines))
             self.single = _One(ones, self.single)
             if not alone and self.several.bound_s < goal_s:
                 searches = [SeveralReplicas(w, count, bounds.averaging_s(2), MOST_SETS) for w in self._walks]
@@ -145,6 +148,13 @@ class Prover:
     def lowest(self) -> BoundPart:
         """The part that bounds lowest."""
         return min((part for parts in self._counts for part in parts.all), key=lambda part: part.bound_s)
+
+    @property
+    def pipeline(self) -> Setup | None:
+        """The fastest that was timed below the goal; None: none was."""
+        found = [parts.pipelines for parts in self._counts if parts.pipelines is not None]
+        best = min(found, key=lambda pipelines: pipelines.best_s, default=None)
+        return best.best if best is not None and best.best_s < self._goal_s else None
 
     def run(self, ended: Ended, tell: Callable[[ProofProgress], None] = lambda _: None) -> float:
         """The bound in seconds: the goal, or what is proven when nothing more can be, or when it is ended."""

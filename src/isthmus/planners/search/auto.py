@@ -35,13 +35,15 @@ from isthmus.plans import Plan
 
 MOST_STARTS = 4
 """Plans from which the descent starts, and numbers of replicas of which the best plan is another start."""
+MORE_STARTS = 16
+"""Plans that are starts too, as far as these leave neighbours to look at."""
 MOST_NEIGHBOURS = 60_000
-"""Of plans, that five descents look at together: bounds the time, the same on every machine."""
+"""Of plans, that all descents look at together: bounds the time, the same on every machine."""
 MOST_SCORED = 3
 """Plans that the scorer judges; of so many groupings of devices where codecs depend on the plan."""
-MOST_KICKED = 100_000
-"""Neighbours of the best of them."""
-KICKS_EACH, MOST_KICKING = 8, 10
+MOST_KICKED, MOST_KICKED_ALONE = 100_000, 200_000
+"""Neighbours of the best of them; of a single pipeline, whose neighbours take a fifth of the time."""
+KICKS_EACH, MOST_KICKING = 8, 20
 """Random beginnings near it, for each of so many devices."""
 MOST_REPLICAS_KICKED = 12
 """Of more replicas a neighbour takes milliseconds, and random moves gained nothing."""
@@ -181,24 +183,30 @@ def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -
     first_of = {len(plan.replicas): plan for plan in reversed(best)}  # the best with so many replicas
     others = sorted(first_of.values(), key=lambda plan: value[id(plan)])[:MOST_STARTS]
     starts = [*best[:MOST_STARTS], *[p for p in best[MOST_STARTS:] if len(p.replicas) > 1][:1], *others]
+    starts += best[MOST_STARTS:MORE_STARTS]
     starts = [plan for plan in starts if value[id(plan)] <= WORTH_DESCENT * value[id(best[0])]]
 
+    left = MOST_NEIGHBOURS
+
     def descended(start: Plan, most: int, kicks: int = 0) -> Iterator[Plan]:
+        nonlocal left
         used = {stage.first for replica in start.replicas for stage in replica.stages}
         descent = Descent(problem, network, Blocks(problem, sorted({*rough.places[1:-1], *used} - {0})), most)
         better = descent.run(layouts_of(start), preference(free, start)[0], kicks)
+        left -= most - descent.left
         if better is not None:
             with contextlib.suppress(FleetTooSmall):  # two stages may share a device's memory
                 yield keep(build_replicas(problem, better, planner="auto"))
 
     once = {tuple(layouts_of(plan)): plan for plan in starts}.values()
-    most = MOST_NEIGHBOURS // min(len(once), MOST_STARTS + 1) if once else 0
-    made = [plan for start in once for plan in descended(start, most)]
+    each = MOST_NEIGHBOURS // min(len(once), MOST_STARTS + 1) if once else 0
+    made = [plan for start in once for plan in descended(start, min(each, left))]
     yield from made
     if starts:
         best_made = min((*made, *starts), key=lambda plan: preference(free, plan))
         if len(best_made.replicas) <= MOST_REPLICAS_KICKED:
-            yield from descended(best_made, MOST_KICKED, KICKS_EACH * min(len(problem.fleet.names), MOST_KICKING))
+            most = MOST_KICKED if len(best_made.replicas) > 1 else MOST_KICKED_ALONE
+            yield from descended(best_made, most, KICKS_EACH * min(len(problem.fleet.names), MOST_KICKING))
 
 
 def _certified(problem: Problem, plan: Plan, least: LeastBound, looked_at: Sequence[str]) -> Plan:
