@@ -26,7 +26,7 @@ from isthmus.planners.least import with_certificate
 from isthmus.plans import ReplicaSync, SyncGroup
 from isthmus.verification import Prover, prover, several_replicas, verify
 from isthmus.verification.device_sets import DeviceKinds, Tracked
-from isthmus.verification.disjoint_sets import CutsNeeded, most_of_sizes
+from isthmus.verification.disjoint_sets import CutsNeeded, DisjointSets, most_of_sizes
 from isthmus.verification.prover import BoundParts
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.search import OutOfWork, PlanSearch
@@ -177,6 +177,26 @@ def test_the_most_that_replicas_of_some_sizes_end_is_that_of_all_choices(seed: i
         if sum(sizes) < len(value) and needed.allow(sizes)
     ]
     assert most_of_sizes(value, replicas, needed) == max(worth, default=-inf)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_choices_of_disjoint_sets_are_all_that_are_worth_enough(seed: int) -> None:
+    draw = random.Random(seed)
+    devices = tuple(
+        Device(name=f"d{k}", region="r", flops_per_s=1e6 * (1 + k % 2), memory_bytes=1 << 40) for k in range(5)
+    )
+    fleet = Fleet(name="two kinds", devices=devices, links=Links(default=Link(0.01, 1e6)))
+    kinds = DeviceKinds(question_of(problem_of(random_graph(1, 4), fleet)), 1 << 30)
+    tracked, most, need = Tracked(kinds, (0, 1)), draw.randint(1, 4), draw.randint(3, 12)
+    value = np.array([draw.choice([-inf, *range(5)]) for _ in range(tracked.size)], dtype=np.float64)
+    found = [tuple(sorted(choice)) for choice in DisjointSets(tracked, value, most).choices(need)]
+    counts = tracked.used.max(axis=0)
+    expected = [
+        choice
+        for choice in itertools.combinations_with_replacement(range(tracked.size), most)
+        if (tracked.used[list(choice)].sum(axis=0) <= counts).all() and value[list(choice)].sum() >= need
+    ]
+    assert sorted(found) == sorted(expected)
 
 
 def test_the_gap_is_told_as_it_falls_and_a_check_proves_the_bound_again() -> None:

@@ -4,12 +4,16 @@ With `best[n, state]`, the most that n disjoint sets within a state are worth:
 
     best[n, state] = max over parts of the state of value[part] + best[n - 1, state - part]
 
-A choice is not continued once what it is worth, and the best of what it leaves, is less than what is needed.
+A choice has the set that is worth most first. It is not continued once what it is worth, and the most that n further
+sets may add, is less than what is needed:
+
+    value[part] + min(best[n, state - part], n * value[part]) < need
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -94,10 +98,19 @@ class DisjointSets:
             yield chosen
             return
         parts = self._parts(state)
-        parts = parts[parts <= chosen[-1]] if chosen else parts
-        worth = self._value[parts] + self._best[left - 1][state - parts]
-        for part in parts[worth >= need].tolist():
+        parts = parts[self._rank[parts] >= self._rank[chosen[-1]]] if chosen else parts
+        value = self._value[parts]
+        if left > 1:
+            value = value + np.minimum(self._best[left - 1][state - parts], (left - 1) * value)
+        for part in parts[value >= need].tolist():
             yield from self._extended((*chosen, part), need - float(self._value[part]), state - part)
+
+    @cached_property
+    def _rank(self) -> Ints:
+        """[state]: how many sets are worth more."""
+        rank = np.empty(len(self._value), dtype=np.int64)
+        rank[np.argsort(-self._value, kind="stable")] = np.arange(len(rank))
+        return rank
 
     def _parts(self, state: int) -> Ints:
         return np.append(self._tracked.parts_of(state), 0) if state else np.zeros(1, dtype=np.int64)
