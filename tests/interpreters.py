@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import inspect
 import os
 import runpy
@@ -204,7 +205,7 @@ def _serve() -> tuple[Wanted, list[int]]:
     """Returns in copies alone, which are yet to become what is wanted."""
     before = dict(os.environ)
     for module in IMPORTED:
-        with contextlib.suppress(ModuleNotFoundError):  # of an extra that is not here
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:  # else of an extra that is not here
             importlib.import_module(module)
     mock.patch("isthmus.api.proof.PLANNING_WORK", PLANNING_WORK).start()
     setproctitle.setproctitle(TITLE)

@@ -230,6 +230,10 @@ def test_a_better_pipeline_that_the_proof_comes_upon_is_the_plan() -> None:
             plans.append(build_plan(problem, order, [place], planner="auto"))
     best, *worse = sorted(plans, key=lambda found: found.predicted.step_s)
     stated = with_certificate(problem, worse[1], least(problem))
+    either = replace(problem, schedule="auto")
+    assert as_proven(either, stated, (4,)).predicted == best.predicted
+    coarse = problem.cut_into(2)  # of which the job says 4
+    assert as_proven(coarse, stated, (4, 2)).predicted.step_s <= best.predicted.step_s
     found = as_proven(problem, stated, (4,))
     assert found.predicted == best.predicted
     assert found.certificate is not None and found.certificate.exact

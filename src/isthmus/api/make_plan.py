@@ -66,8 +66,10 @@ def make(
     def planned(cut: Problem) -> Plan:
         return make_plan(planner or job.planner, cut.timed() if timed else cut, simulated_s)
 
-    plan = _with_boundary(job, over_counts(problem, job.counts, planned, simulated_s, bound))
-    return plan if bound is not None else as_proven(problem, plan, job.counts, proving, simulated_s)
+    plan = over_counts(problem, job.counts, planned, simulated_s, bound)
+    if bound is None:
+        plan = as_proven(problem, plan, job.counts, proving, simulated_s)
+    return _with_boundary(job, plan)
 
 
 def _with_boundary(job: Job, plan: Plan) -> Plan:

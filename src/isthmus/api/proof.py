@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ import msgspec
 
 from isthmus.api.observer import Observer, Silent
 from isthmus.cost import Problem, build_plan, preference
-from isthmus.errors import UserError
+from isthmus.errors import FleetTooSmall
 from isthmus.planners import LeastBound, cut_short
 from isthmus.planners.least import with_certificate
 from isthmus.plans import Plan
@@ -96,7 +97,7 @@ def _raised(
     proving: Proving,
     judge: Callable[[Plan], float] | None,
 ) -> Plan:
-    """With the highest bound that the relaxation proves, if that is above the plan's."""
+    """With the highest bound that the relaxation proves, or a better pipeline that was come upon."""
     certificate = plan.certificate
     if certificate is None or not certificate.gap or certificate.objective != "step" or cut_short():
         return plan
@@ -113,17 +114,19 @@ def _raised(
 
 def _better(problem: Problem, plan: Plan, pipeline: Setup, judge: Callable[[Plan], float] | None) -> Plan:
     """The pipeline as a plan if it is permitted and better, else the plan."""
-    cut = problem.cut_into(pipeline.micro_batches)
+    cut = replace(problem.cut_into(pipeline.micro_batches), schedule=plan.replicas[0].schedule.name)
+    left_out = dict.fromkeys(problem.fleet.names, "no plan that was found is faster with it")
+    for name in pipeline.devices:
+        left_out.pop(name, None)
+    order, places, again = pipeline.devices, pipeline.starts[1:], pipeline.recompute
     try:
-        made = build_plan(
-            cut, pipeline.devices, pipeline.starts[1:], planner=plan.planner, recompute=pipeline.recompute
-        )
-    except UserError:
+        made = build_plan(cut, order, places, planner=plan.planner, recompute=again, notes=left_out)
+    except FleetTooSmall:
         return plan
     before = problem.cut_into(plan.micro_batches)
     figures = (None, None) if judge is None else (judge(plan), judge(made))
     better = preference(cut, made, figures[1]) < preference(before, plan, figures[0])
-    if not better or not verify(made, question_of(problem, (cut.micro_batches,))).holds():
+    if not better or not verify(made, question_of(cut, (cut.micro_batches,))).holds():
         return plan
     note = f"found by the proof; the search's plan takes {format_duration(plan.predicted.step_s)}"
     return msgspec.structs.replace(made, notes=(note, *made.notes))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from isthmus.verification.bound import NEVER, Bounds
 from isthmus.verification.closed_form import Setup
-from isthmus.verification.device_sets import DeviceKinds
+from isthmus.verification.device_sets import INFINITE, DeviceKinds
 from isthmus.verification.one_replica import OneReplica
 from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphReading
@@ -152,9 +152,9 @@ class Prover:
     @property
     def pipeline(self) -> Setup | None:
         """The fastest that was timed below the goal; None: none was."""
-        found = [parts.pipelines for parts in self._counts if parts.pipelines is not None]
-        best = min(found, key=lambda pipelines: pipelines.best_s, default=None)
-        return best.best if best is not None and best.best_s < self._goal_s else None
+        found = [p.pipelines.best for p in self._counts if p.pipelines is not None and p.pipelines.best is not None]
+        step_s, setup = min(found, default=(INFINITE, None))
+        return setup if step_s < self._goal_s else None
 
     def run(self, ended: Ended, tell: Callable[[ProofProgress], None] = lambda _: None) -> float:
         """The bound in seconds: the goal, or what is proven when nothing more can be, or when it is ended."""

@@ -102,8 +102,8 @@ class SearchedPipelines:
         shared_uplink = any(site.uplink_bytes_per_s is not None for site in question.fleet.region_info)
         self.known = question.constraints.compression is None and not shared_uplink
         """Whether what a suffix takes is known to the last byte."""
-        self.best_s, self.best = INFINITE, Setup((), (), self._count)
-        """The fastest pipeline that was timed; no devices: none was."""
+        self.best: tuple[float, Setup] | None = None
+        """The fastest pipeline that was timed."""
 
     @cached_property
     def may_begin(self) -> NDArray[np.bool_]:
@@ -133,9 +133,11 @@ class SearchedPipelines:
         starts = tuple(self._edges[stage.start] for stage in stages)
         setup = Setup(devices, starts, self._count, tuple(stage.again for stage in stages))
         pipeline = self._form.pipeline(setup)
-        step_s = INFINITE if pipeline is None else pipeline.step_s(self._count)
-        if step_s < self.best_s:
-            self.best_s, self.best = step_s, setup
+        if pipeline is None:
+            return INFINITE
+        step_s = pipeline.step_s(self._count)
+        if self.best is None or step_s < self.best[0]:
+            self.best = step_s, setup
         return step_s
 
 

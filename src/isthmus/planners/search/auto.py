@@ -37,8 +37,8 @@ MOST_STARTS = 4
 """Plans from which the descent starts, and numbers of replicas of which the best plan is another start."""
 MORE_STARTS = 16
 """Plans that are starts too, as far as these leave neighbours to look at."""
-MOST_NEIGHBOURS = 60_000
-"""Of plans, that all descents look at together: bounds the time, the same on every machine."""
+MOST_NEIGHBOURS, MOST_EACH = 100_000, 12_000
+"""Of plans, that all descents look at together, and one: bounds the time, the same on every machine."""
 MOST_SCORED = 3
 """Plans that the scorer judges; of so many groupings of devices where codecs depend on the plan."""
 MOST_KICKED, MOST_KICKED_ALONE = 100_000, 200_000
@@ -186,27 +186,32 @@ def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -
     starts += best[MOST_STARTS:MORE_STARTS]
     starts = [plan for plan in starts if value[id(plan)] <= WORTH_DESCENT * value[id(best[0])]]
 
-    left = MOST_NEIGHBOURS
-
-    def descended(start: Plan, most: int, kicks: int = 0) -> Iterator[Plan]:
-        nonlocal left
+    def descended(start: Plan, most: int, kicks: int = 0) -> tuple[Plan | None, int]:
+        """What it becomes, if better, and how many neighbours were looked at."""
         used = {stage.first for replica in start.replicas for stage in replica.stages}
         descent = Descent(problem, network, Blocks(problem, sorted({*rough.places[1:-1], *used} - {0})), most)
         better = descent.run(layouts_of(start), preference(free, start)[0], kicks)
-        left -= most - descent.left
+        made = None
         if better is not None:
             with contextlib.suppress(FleetTooSmall):  # two stages may share a device's memory
-                yield keep(build_replicas(problem, better, planner="auto"))
+                made = keep(build_replicas(problem, better, planner="auto"))
+        return made, most - descent.left
 
     once = {tuple(layouts_of(plan)): plan for plan in starts}.values()
-    each = MOST_NEIGHBOURS // min(len(once), MOST_STARTS + 1) if once else 0
-    made = [plan for start in once for plan in descended(start, min(each, left))]
+    made, left = list[Plan](), MOST_NEIGHBOURS
+    for start in once:
+        plan, looked = descended(start, min(left, MOST_EACH))
+        made += [plan] if plan is not None else []
+        left -= looked
+        if left <= 0:
+            break
     yield from made
     if starts:
         best_made = min((*made, *starts), key=lambda plan: preference(free, plan))
         if len(best_made.replicas) <= MOST_REPLICAS_KICKED:
             most = MOST_KICKED if len(best_made.replicas) > 1 else MOST_KICKED_ALONE
-            yield from descended(best_made, most, KICKS_EACH * min(len(problem.fleet.names), MOST_KICKING))
+            plan, _ = descended(best_made, most, KICKS_EACH * min(len(problem.fleet.names), MOST_KICKING))
+            yield from [plan] if plan is not None else []
 
 
 def _certified(problem: Problem, plan: Plan, least: LeastBound, looked_at: Sequence[str]) -> Plan:

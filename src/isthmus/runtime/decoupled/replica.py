@@ -135,8 +135,8 @@ def train_replica(trainer: WholeTrainer, link: MergerLink, step_s: float = 0.0) 
 
 
 def serve_replica(prepare: Callable[[], WholeTrainer], place: ReplicaPlace) -> None:
-    """Train as one replica until the merger ends the run. The merger gets the error of training, which is then
+    """Train as one replica until the merger ends the run. The merger gets an error, also of preparing, which is then
     raised."""
-    trainer, link = prepare(), MergerLink(place)
+    link = MergerLink(place)
     with link.reporting():
-        train_replica(trainer, link, place.step_s)
+        train_replica(prepare(), link, place.step_s)
