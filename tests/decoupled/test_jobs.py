@@ -79,6 +79,26 @@ def test_a_job_leaves_the_merged_model_and_a_record_that_gives_its_bits(job: Job
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
 
 
+def test_a_replica_trains_on_an_accelerator_and_one_that_it_has_no_room_for_is_lost(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = msgspec.structs.replace(job, runtime=RuntimeConfig(device={"a-0": "checked:0"}, emulate=False))
+    run = isthmus.train(job, observer=logged(io.StringIO()))
+    given = {c.replica for line in merges_file(run.path).lines() for f in line.merge.fragments for c in f.contributions}
+    assert run.outcome == "done" and given == {"a-0", "b-0"}
+    monkeypatch.setenv("ISTHMUS_CHECKED_MEMORY", "1KiB")
+    shown = io.StringIO()
+    run = isthmus.train(msgspec.structs.replace(job, name="no-room"), observer=logged(shown))
+    assert run.outcome == "done"
+    assert "a-0 is lost: " in shown.getvalue() and "the others go on" in shown.getvalue()
+
+
+def test_an_accelerator_that_is_not_here_is_refused_before_anything_begins(job: Job) -> None:
+    job = msgspec.structs.replace(job, runtime=RuntimeConfig(device={"a-0": "tpu:3"}))
+    with pytest.raises(UserError, match=r"runtime.device.a-0: got 'tpu:3'"):
+        isthmus.train(job, observer=logged(io.StringIO()))
+
+
 def test_a_host_that_cannot_keep_up_is_named_but_not_a_device_that_was_stopped() -> None:
     step_s = {"a-0": 0.1, "b-0": 0.2, "c-0": 0.1}
     ended_s = {"a-0": [0.3, 0.6, 0.9, 1.0], "b-0": [0.2, 0.4, 9.4, 9.6], "c-0": [0.1]}
