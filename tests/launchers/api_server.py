@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,7 +38,8 @@ class Pod:
         for key, ticket in tickets.items():
             (self._folder / "tickets" / key).write_text(ticket)
         (container,) = spec["containers"]
-        command = [word.replace("/isthmus/", f"{self._folder}/") for word in container["command"]]
+        # At the beginning of a path alone: a checkout may be in a folder of that name.
+        command = [re.sub(r"(?<![\w.-])/isthmus/", f"{self._folder}/", word) for word in container["command"]]
         self._log = self._folder / "log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
