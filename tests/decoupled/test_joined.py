@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 
@@ -12,7 +13,10 @@ from isthmus.data import load_dataset
 from isthmus.protocol.decoupled_events import MergeChanges
 from isthmus.runtime.decoupled.joined import serve_joined
 from isthmus.runtime.decoupled.merger import MergerHost, MergerWatch
+from isthmus.runtime.decoupled.merger_link import ReplicaPlace
 from isthmus.runtime.decoupled.record import replay
+from isthmus.runtime.decoupled.replica import serve_replica
+from isthmus.runtime.decoupled.trainer import ReplicaTrainer
 from isthmus.runtime.device.peer_connections import Endpoint
 from isthmus.runtime.transport.listener import Listener
 from isthmus.training.decoupled import delta_codec
@@ -63,3 +67,28 @@ def test_one_that_is_to_leave_gives_all_and_the_others_go_on() -> None:
     assert finish.outcome == "interrupted"
     again = replay(job, load_dataset(job.data, "train"), NAMES, merges)
     assert all(torch.equal(a, b) for a, b in zip(again.known, run.merged.known, strict=True))
+
+
+def test_the_merger_hears_why_a_replica_cannot_begin() -> None:
+    job, notes = job_of(), list[str]()
+    run, _, _ = ordered(job, "a")
+    watch = MergerWatch(stepped=lambda *_: None, merged=lambda *_: None, note=notes.append)
+    links = dict.fromkeys(NAMES, None)
+    host = MergerHost(run.machine, run.merged, delta_codec(job.sync.decoupled), links, RUN, TIMEOUT_S, watch)
+    listener = Listener("127.0.0.1", timeout_s=TIMEOUT_S)
+    listener.start(host.acceptor.on_connection)
+    place = ReplicaPlace(name="a", run=RUN, address=f"127.0.0.1:{listener.port}", timeout_s=TIMEOUT_S)
+
+    def prepare() -> ReplicaTrainer:
+        raise RuntimeError("no room")
+
+    def serve() -> None:
+        with contextlib.suppress(RuntimeError):
+            serve_replica(prepare, place)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    host.coordinate(dict, lambda: any("no room" in note for note in notes))
+    thread.join(TIMEOUT_S)
+    listener.close()
+    assert any(note.startswith("a is lost: RuntimeError: no room") for note in notes)

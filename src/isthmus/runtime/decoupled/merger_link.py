@@ -36,6 +36,8 @@ from isthmus.runtime.transport.message_sender import PER_TIMEOUT
 from isthmus.training.layout import header_of
 
 REDIAL_S = 1.0
+FIRST_S, POLL_S = 2.0, 0.02
+"""For a connection over which an error is told; between looks for it."""
 EXIT_GRACE_S = 10.0
 """For what is on its way when a replica ends."""
 Received = tuple[ReplicaEvent, list[Tensor]]
@@ -99,6 +101,9 @@ class MergerLink:
         except Exception as e:
             reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
             fault = "user" if isinstance(e, UserError) else "device"
+            give_up_s = time.monotonic() + FIRST_S
+            while self._connection is None and time.monotonic() < give_up_s:  # it failed sooner than it was connected
+                time.sleep(POLL_S)
             self.put(DeviceFailed(reason=" ".join(reason.split())[:500], fault=fault))
             raise
         finally:
