@@ -37,7 +37,7 @@ from isthmus.training.layout import header_of
 
 REDIAL_S = 1.0
 FIRST_S, POLL_S = 2.0, 0.02
-"""For a connection over which an error is told; between looks for it."""
+"""For a connection over which an error goes; between looks for it."""
 EXIT_GRACE_S = 10.0
 """For what is on its way when a replica ends."""
 Received = tuple[ReplicaEvent, list[Tensor]]
