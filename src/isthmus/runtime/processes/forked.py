@@ -30,11 +30,13 @@ class _Copy:
         self.pid = pid
         self.parent_pipe = parent_pipe
         self._code: int | None = None
+        self._looks = threading.Lock()
 
     def poll(self) -> int | None:
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        with self._looks:  # two threads may look: to the second there would be no such child
+            if self._code is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
     def lives(self) -> bool:
