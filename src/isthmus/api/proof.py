@@ -87,17 +87,7 @@ def as_proven(
 ) -> Plan:
     """The plan, or a better one that the proof came upon, with a bound over these numbers of micro-batches that a check
     proves. `judge` knows seconds per step better than the closed form does, if given."""
-    return _raised(problem, _checked(problem, plan, counts), counts, proving, judge)
-
-
-def _raised(
-    problem: Problem,
-    plan: Plan,
-    counts: Sequence[int],
-    proving: Proving,
-    judge: Callable[[Plan], float] | None,
-) -> Plan:
-    """With the highest bound that the relaxation proves, or a better pipeline that was come upon."""
+    plan = _checked(problem, plan, counts)
     certificate = plan.certificate
     if certificate is None or not certificate.gap or certificate.objective != "step" or cut_short():
         return plan
@@ -115,9 +105,8 @@ def _raised(
 def _better(problem: Problem, plan: Plan, pipeline: Setup, judge: Callable[[Plan], float] | None) -> Plan:
     """The pipeline as a plan if it is permitted and better, else the plan."""
     cut = replace(problem.cut_into(pipeline.micro_batches), schedule=plan.replicas[0].schedule.name)
-    left_out = dict.fromkeys(problem.fleet.names, "no plan that was found is faster with it")
-    for name in pipeline.devices:
-        left_out.pop(name, None)
+    unused = [name for name in problem.fleet.names if name not in pipeline.devices]
+    left_out = dict.fromkeys(unused, "no plan that was found is faster with it")
     order, places, again = pipeline.devices, pipeline.starts[1:], pipeline.recompute
     try:
         made = build_plan(cut, order, places, planner=plan.planner, recompute=again, notes=left_out)

@@ -201,7 +201,8 @@ def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -
     made, left = list[Plan](), MOST_NEIGHBOURS
     for start in once:
         plan, looked = descended(start, min(left, MOST_EACH))
-        made += [plan] if plan is not None else []
+        if plan is not None:
+            made.append(plan)
         left -= looked
         if left <= 0:
             break
@@ -211,7 +212,8 @@ def _descended(problem: Problem, network: FleetNetwork, plans: Sequence[Plan]) -
         if len(best_made.replicas) <= MOST_REPLICAS_KICKED:
             most = MOST_KICKED if len(best_made.replicas) > 1 else MOST_KICKED_ALONE
             plan, _ = descended(best_made, most, KICKS_EACH * min(len(problem.fleet.names), MOST_KICKING))
-            yield from [plan] if plan is not None else []
+            if plan is not None:
+                yield plan
 
 
 def _certified(problem: Problem, plan: Plan, least: LeastBound, looked_at: Sequence[str]) -> Plan:
