@@ -23,7 +23,7 @@ from rich.table import Table
 from shapes import MODELS, model_times, problem_of, published, random_times
 
 from isthmus.planners.sync import SyncProblem, plan_sync
-from isthmus.planners.sync.dream_dfs import search
+from isthmus.planners.sync.baselines import search
 from isthmus.planners.sync.timeline import iteration_s, timeline
 from isthmus.plans import SyncPlan
 

@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.planners.placement import PlacementProblem, islands, lower_bound_s
-from isthmus.planners.placement.dtfm import gain_of
-from isthmus.planners.placement.hybrid_genetic import PAPER, search
+from isthmus.planners.placement.dtfm import PAPER, gain_of, search
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import options_of, write_figures

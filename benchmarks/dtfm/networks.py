@@ -16,14 +16,13 @@ SITES = (3, 5, 7, 9, 11, 13, 16)
 """Devices at each site of the irregular networks: 64 in all, and no two sites alike."""
 
 
-def task(stages: int = 8, replicas: int = 8, work_flops: float = 0.0) -> PlacementTask:
+def task(stages: int = 8, replicas: int = 8) -> PlacementTask:
     """DT-FM's GPT3-1.3B in eight stages."""
     return PlacementTask(
         stages=stages,
         replicas=replicas,
         activation_bytes=TABLES["activation_gb"] * 1e9,
         parameter_bytes=TABLES["parameter_gb"] * 1e9,
-        work_flops=work_flops,
     )
 
 

@@ -27,9 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.planners.placement import PlacementProblem
-from isthmus.planners.placement.dtfm import gain_of, kernighan_lin_of
+from isthmus.planners.placement.dtfm import CODE, PAPER, gain_of, kernighan_lin_of, search
 from isthmus.planners.placement.grouping import kinds_of, landscape_of, shuffled
-from isthmus.planners.placement.hybrid_genetic import CODE, PAPER, search
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from harness import options_of, write_figures

@@ -26,7 +26,7 @@ from isthmus.experiments import RunSpec
 from isthmus.fleet import built_in_fleet
 from isthmus.planners.baselines.even import even
 from isthmus.planners.baselines.op_fence import op_fence
-from isthmus.planners.search.chain import chain
+from isthmus.planners.search.one_pipeline import chain
 from isthmus.plans import Compression, Plan
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s

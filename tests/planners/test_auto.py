@@ -19,9 +19,9 @@ from isthmus.graph import Flow
 from isthmus.planners import plan, planner_names
 from isthmus.planners.search import prune_fleet
 from isthmus.planners.search.auto import auto
-from isthmus.planners.search.chain import chain
+from isthmus.planners.search.local_search import share_out
+from isthmus.planners.search.one_pipeline import chain
 from isthmus.planners.search.replicas import replica_counts
-from isthmus.planners.shares import share_out
 from isthmus.plans import Constraints, Plan
 
 

@@ -34,11 +34,9 @@ from isthmus.fleet import Device, Fleet, Link, Links, with_memory
 from isthmus.graph import OpGraph, Ref, assign, partition
 from isthmus.planners import plan
 from isthmus.planners.bounds import pipeline_step_s
-from isthmus.planners.relaxation import Relaxation
 from isthmus.planners.search.cuts import ThresholdSearch
-from isthmus.planners.search.fixed_placement import fixed_placement_of
-from isthmus.planners.search.routes import Routes, all_orders, one_order
-from isthmus.planners.search.stage_tables import StageTables
+from isthmus.planners.search.relaxation import Relaxation, StageTables
+from isthmus.planners.search.routes import Routes, all_orders, fixed_placement_of, one_order
 from isthmus.plans import Plan, load_plan, save_plan
 
 INFINITE = float("inf")

@@ -18,8 +18,7 @@ from isthmus.cost.network import network_of
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, resolve_fleet
 from isthmus.planners import plan, planner_names
-from isthmus.planners.bounds import pipeline_price, replicas_price
-from isthmus.planners.least import LeastBound, with_certificate
+from isthmus.planners.bounds import LeastBound, pipeline_price, replicas_price, with_certificate
 from isthmus.planners.registry import check_constraints
 from isthmus.plans import Constraints
 from isthmus.verification import verify

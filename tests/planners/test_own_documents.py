@@ -23,7 +23,7 @@ from isthmus.fleet import Fleet, resolve_fleet
 from isthmus.graph import cuts
 from isthmus.planners import capabilities, least, over_counts, planner_names
 from isthmus.planners import plan as plan_by
-from isthmus.planners.least import with_certificate
+from isthmus.planners.bounds import with_certificate
 from isthmus.plans import Certificate, CompressionConfig, Constraints, Plan
 from isthmus.verification import Verdict, certificate, search, verify
 

@@ -22,7 +22,7 @@ from isthmus.cost.sync import fastest, sync_s
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.planners import LeastBound, plan
-from isthmus.planners.least import with_certificate
+from isthmus.planners.bounds import with_certificate
 from isthmus.plans import ReplicaSync, SyncGroup
 from isthmus.verification import Prover, prover, several_replicas, verify
 from isthmus.verification.device_sets import DeviceKinds, Tracked

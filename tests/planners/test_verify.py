@@ -22,7 +22,7 @@ from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Region, Route, corrected
 from isthmus.planners import over_counts
 from isthmus.planners import plan as plan_by
-from isthmus.planners.least import LeastBound, relaxed, with_certificate
+from isthmus.planners.bounds import LeastBound, relaxed, with_certificate
 from isthmus.plans import Plan
 from isthmus.verification import Question, Verdict, state_bytes, verify
 from isthmus.verification.bound import Bounds

@@ -20,7 +20,7 @@ from isthmus.api.observer import Observer, Silent
 from isthmus.cost import Problem, build_plan, preference
 from isthmus.errors import FleetTooSmall
 from isthmus.planners import LeastBound, cut_short
-from isthmus.planners.least import with_certificate
+from isthmus.planners.bounds import with_certificate
 from isthmus.plans import Plan
 from isthmus.units import format_duration
 from isthmus.verification import MOST_WORK, ProofProgress, Prover, Question, StateBytes, provable, verify

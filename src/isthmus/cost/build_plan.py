@@ -11,10 +11,8 @@ from typing import NamedTuple
 import msgspec
 
 from isthmus.cost.limits import in_flight_limits
-from isthmus.cost.loss_budget import within_budget
-from isthmus.cost.placement import Placement, place, rooms
+from isthmus.cost.placement import Placement, fastest, place, rooms, within_budget
 from isthmus.cost.problem import Problem
-from isthmus.cost.recompute import fastest
 from isthmus.cost.steptime import prediction, together
 from isthmus.cost.sync import copies_sync, replica_sync, sync_s
 from isthmus.errors import UserError
@@ -31,7 +29,7 @@ class PlanLayout(NamedTuple):
     boundaries: tuple[int, ...]
     micro_batches: int
     recompute: tuple[bool, ...] | None = None
-    """Per stage; None leaves the choice to the closed form (`cost.recompute`)."""
+    """Per stage; None leaves the choice to the closed form (`cost.placement`)."""
 
 
 def layouts_of(plan: Plan) -> list[PlanLayout]:

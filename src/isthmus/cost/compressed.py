@@ -8,8 +8,8 @@ from dataclasses import replace
 import msgspec
 
 from isthmus.cost.build_plan import PlanLayout, build_replicas, built, copies_of, layouts_of, placed_as
+from isthmus.cost.compression import as_requested
 from isthmus.cost.compression.messages import StageMessage, packed_edges, sender_of, stage_messages_of
-from isthmus.cost.compression.registry import as_requested
 from isthmus.cost.placement import packed_as
 from isthmus.cost.problem import Problem
 from isthmus.cost.steptime import together

@@ -4,13 +4,13 @@ how long (alpha + M / beta)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from isthmus.cost.problem import Problem
-from isthmus.cost.split_backward import deferred_bytes, weight_flops
 from isthmus.errors import UserError
+from isthmus.fleet import Fleet
 from isthmus.graph import Flow, Op, Ref, StageGraph, TensorSpec
 from isthmus.plans import Edge, SharedParameter, StageMemory
 
@@ -25,11 +25,63 @@ class StageFlops(NamedTuple):
     """Of those of the backward: the weight gradients', where they are computed apart."""
 
 
-def stage_flops(problem: Problem, stage: StageGraph) -> StageFlops:
-    """Of one micro-batch, nothing recomputed."""
+def stage_flops(problem: Problem, stage: StageGraph, *, recompute: bool = False) -> StageFlops:
+    """Of one micro-batch. A stage that recomputes has nothing apart."""
     pairs = [problem.flops(op) for op in stage.ops]
     forward, backward = sum(f for f, _ in pairs), sum(b for _, b in pairs)
+    if recompute:
+        return StageFlops(forward, backward + forward)
     return StageFlops(forward, backward, weight_flops(problem, stage) if problem.splits else 0)
+
+
+def weight_flops(problem: Problem, stage: StageGraph) -> int:
+    """FLOPs of a stage's weight gradients that are computed apart, for one micro-batch."""
+    return sum(problem.flops(op)[1] // (2 if both else 1) for op, both in _apart(problem, stage))
+
+
+def deferred_bytes(problem: Problem, stage: StageGraph) -> int:
+    """Bytes that wait for the weight gradients of one micro-batch, between its B and its W."""
+    size = problem.micro_batch_size
+    taken: set[Ref] = set()
+    gradients = 0
+    for op, both in _apart(problem, stage):
+        taken.update(op.refs())
+        gradients += sum(spec.nbytes(size) for spec in op.outputs) if both else 0
+    by_name = problem.flow.by_name
+    kept = (by_name[ref.op].outputs[ref.index] for ref in taken if by_name[ref.op].kind != "parameter")
+    return gradients + sum(spec.nbytes(size) for spec in kept)
+
+
+def _apart(problem: Problem, stage: StageGraph) -> Iterator[tuple[Op, bool]]:
+    """The operators of whose backward a part is apart, and whether it is half of it.
+
+    A stage that returns gradients computes those of its weights apart (`zero-bubble`, see `plans.schedule`). Within the
+    stage, a value is *received* if it depends on a received value with a gradient, else *of weights* if it depends on a
+    trained parameter. An operator's backward is apart
+
+        wholly   where its output is of weights: no gradient that it gives is sent on
+        half     where it takes both and some weights are no vectors, as in a layer: one product for its input, one for
+                 its weight
+        not      where it takes both and all weights are vectors, as in a norm: their gradients come with its input's
+
+    Between B and W such a stage keeps what these operators took, and the gradients of what the latter gave.
+    """
+    received = {c.value for c in stage.receives if c.gradient}
+    if not received:
+        return
+    weights = {Ref(op.name) for op in stage.ops if trainable(op)}
+    for op in stage.ops:
+        if op.kind != "operator" or not any(op.requires_grad):
+            continue
+        refs, outputs = set(op.refs()), {Ref(op.name, n) for n, learns in enumerate(op.requires_grad) if learns}
+        both, taken = not refs.isdisjoint(received), refs & weights
+        if both:
+            received |= outputs
+        elif taken:
+            weights |= outputs
+        vectors = all(len(problem.flow.by_name[ref.op].outputs[ref.index].shape) <= 1 for ref in taken)
+        if taken and not (both and vectors):
+            yield op, both
 
 
 def compute_s(problem: Problem, device: str, flops: float) -> float:
@@ -167,3 +219,13 @@ def wire_s(problem: Problem, source: str, target: str, size_bytes: int) -> float
     if not size_bytes or source == target:
         return 0.0
     return size_bytes / problem.fleet.link(source, target).bandwidth_bytes_per_s
+
+
+def uplinks_s(fleet: Fleet, sent: Iterable[tuple[str, str, int]]) -> dict[str, float]:
+    """How long messages, (source, target, bytes), occupy each shared uplink, by region."""
+    found: dict[str, float] = {}
+    for source, target, size_bytes in sent:
+        site = fleet.uplink(source, target)
+        if site is not None and site.uplink_bytes_per_s is not None:
+            found[site.region] = found.get(site.region, 0.0) + size_bytes / site.uplink_bytes_per_s
+    return found

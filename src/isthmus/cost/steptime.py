@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,13 +24,12 @@ import numpy as np
 from isthmus.cost import kernel
 from isthmus.cost.kernel import Floats, Ints, MessageTimes
 from isthmus.cost.problem import Problem
-from isthmus.cost.stage_costs import StageFlops, compute_s, transfer_s, wire_s
+from isthmus.cost.stage_costs import StageFlops, compute_s, transfer_s, uplinks_s, wire_s
 from isthmus.plans import Edge, Prediction, SharedParameter
 from isthmus.plans.schedule import STEPS_AT_ONCE
 
 
-@dataclass(frozen=True)
-class EdgeTime:
+class EdgeTime(NamedTuple):
     """Seconds of one edge for one micro-batch; `wire` leaves latency out."""
 
     source: int
@@ -65,13 +64,8 @@ class PipelineTime:
     def _row(self) -> tuple[Floats, Floats, list[MessageTimes]]:
         """This pipeline as one candidate of the kernel: forward and backward, and messages."""
         messages = [
-            MessageTimes(
-                e.source,
-                e.target,
-                *(np.array([s]) for s in (e.forward_s, e.backward_s, e.forward_wire_s, e.backward_wire_s)),
-                sent=np.array([True]),
-            )
-            for e in self.edges
+            MessageTimes(source, target, *(np.array([s]) for s in seconds), sent=np.array([True]))
+            for source, target, *seconds in self.edges
         ]
         return np.array([self.forward_s]), np.array([self.backward_s]), messages
 
@@ -244,18 +238,19 @@ def pipeline(
         ways=ways,
         shares=shares,
         copied=copied,
-        shared_s=sum(
-            _shared_s(problem, devices[p.owner], user, p.size_bytes)
-            for p in shared
-            for user in p.users
-            for user in {way[user]: None for way in along}
-        ),
+        shared_s=_shared_s(problem, shared, along),
     )
 
 
-def _shared_s(problem: Problem, owner: str, user: str, size_bytes: int) -> float:
-    """A shared parameter's value there, and its gradient back."""
-    return transfer_s(problem, owner, user, size_bytes) + transfer_s(problem, user, owner, size_bytes)
+def _shared_s(problem: Problem, shared: Sequence[SharedParameter], ways: Sequence[Sequence[str]]) -> float:
+    """Shared parameters' values there, and their gradients back: once for each device that runs a user."""
+    return sum(
+        transfer_s(problem, owner, user, p.size_bytes) + transfer_s(problem, user, owner, p.size_bytes)
+        for p in shared
+        for owner in [ways[0][p.owner]]
+        for number in p.users
+        for user in dict.fromkeys(way[number] for way in ways)
+    )
 
 
 def _one_way(
@@ -265,9 +260,10 @@ def _one_way(
     edges: Sequence[Edge],
     shared: Sequence[SharedParameter],
 ) -> PipelineTime:
-    times: list[EdgeTime] = []
+    times, sent = list[EdgeTime](), list[tuple[str, str, int]]()
     for e in edges:
         there, back = (devices[e.source], devices[e.target]), (devices[e.target], devices[e.source])
+        sent += [(*there, e.forward_wire_bytes), (*back, e.backward_wire_bytes)]
         times.append(
             EdgeTime(
                 e.source,
@@ -280,15 +276,13 @@ def _one_way(
         )
     return PipelineTime(
         devices=tuple(devices),
-        uplinks_s=_uplinks_s(problem, devices, edges),
+        uplinks_s=tuple(sorted(uplinks_s(problem.fleet, sent).items())),
         forward_s=tuple(compute_s(problem, d, f.forward) for d, f in zip(devices, flops, strict=True)),
         backward_s=tuple(compute_s(problem, d, f.backward) for d, f in zip(devices, flops, strict=True)),
         apart_s=tuple(compute_s(problem, d, f.apart) for d, f in zip(devices, flops, strict=True) if problem.splits),
         edges=tuple(times),
         steps=STEPS_AT_ONCE.get(problem.schedule, 1),
-        shared_s=sum(
-            _shared_s(problem, devices[p.owner], devices[user], p.size_bytes) for p in shared for user in p.users
-        ),
+        shared_s=_shared_s(problem, shared, [devices]),
     )
 
 
@@ -301,20 +295,6 @@ def together(replicas: Sequence[Prediction], sync_s: float) -> Prediction:
         sync_s=sync_s,
         eq3_step_s=max(p.eq3_step_s for p in replicas) + sync_s,
     )
-
-
-def _uplinks_s(problem: Problem, devices: Sequence[str], edges: Sequence[Edge]) -> tuple[tuple[str, float], ...]:
-    """Seconds per micro-batch on each shared uplink, by region."""
-    found: dict[str, float] = {}
-    for e in edges:
-        for source, target, size in (
-            (devices[e.source], devices[e.target], e.forward_wire_bytes),
-            (devices[e.target], devices[e.source], e.backward_wire_bytes),
-        ):
-            site = problem.fleet.uplink(source, target)
-            if site is not None and site.uplink_bytes_per_s is not None:
-                found[site.region] = found.get(site.region, 0.0) + size / site.uplink_bytes_per_s
-    return tuple(sorted(found.items()))
 
 
 def prediction(times: PipelineTime, in_flight: Sequence[int], micro_batches: int) -> Prediction:

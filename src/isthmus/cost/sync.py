@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from isthmus.cost.problem import FLOAT32_BYTES, SyncPolicy
-from isthmus.cost.stage_costs import elements, trainable
+from isthmus.cost.stage_costs import elements, trainable, uplinks_s
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, StageGraph
 from isthmus.plans import Averages, Collective, Constraints, ReplicaSync, SyncGroup
@@ -211,14 +211,12 @@ def sum_time(fleet: Fleet, group: SyncGroup) -> SumTime:
     uplink."""
     total_s, links = 0.0, dict[tuple[str, str], tuple[float, float]]()
     for sent in messages(group):
-        slowest_s, leaving = 0.0, defaultdict[str, float](float)
+        slowest_s = 0.0
         for a, b, size in sent:
-            link, site = fleet.link(a, b), fleet.uplink(a, b)
+            link = fleet.link(a, b)
             slowest_s = max(slowest_s, link.transfer_s(size))
             links[a, b] = links.get((a, b), (0.0,))[0] + size / link.bandwidth_bytes_per_s, link.latency_s
-            if site is not None and site.uplink_bytes_per_s is not None:
-                leaving[site.region] += size / site.uplink_bytes_per_s
-        total_s += max(slowest_s, *leaving.values(), 0.0)
+        total_s += max(slowest_s, *uplinks_s(fleet, sent).values(), 0.0)
     return SumTime(total_s, links)
 
 

@@ -1,8 +1,8 @@
 """Who computes what, in which order: planners, one algorithm per file, and their registry."""
 
 from isthmus.cost.blocks import legal_places
-from isthmus.planners.least import LeastBound, least
-from isthmus.planners.micro_batches import INTERRUPTED, over_counts
+from isthmus.planners.bounds import LeastBound
+from isthmus.planners.micro_batches import INTERRUPTED, least, over_counts
 from isthmus.planners.observer import SearchObserver, SearchStopped, cut_short, keep, looked_at, observed_by
 from isthmus.planners.registry import (
     ABILITIES,

@@ -1,5 +1,7 @@
-"""What no plan undercuts, as far as a planner can tell without a search. `verification` has the bound that documents
-state: it sees links, cuts and sums too, and shares no code with planners.
+"""What no plan undercuts, as far as a planner can tell without a search, and the certificates that state it.
+
+`verification` has a bound that sees links, cuts and sums too, and shares no code with planners. Bounds range over any
+number of replicas, whatever planner made the plan: the same plan of the same problem has the same certificate.
 
 A micro-batch of w FLOPs, n of them in a step, R replicas, devices of v FLOPs per second that are paid p per second:
 
@@ -15,19 +17,30 @@ Memory says how many stages there are at least. Egress is not counted: it can on
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from isthmus.cost import Problem
+from isthmus.cost import Problem, is_priced, minimised
 from isthmus.cost.blocks import Blocks
 from isthmus.cost.network import FleetNetwork, network_of
 from isthmus.errors import UserError
 from isthmus.planners.search.cuts import TOLERANCE
-from isthmus.plans import Certificate
+from isthmus.plans import Certificate, Plan, question_in_words
 
 MOST_SETS = 6
 """Devices up to which the price of several replicas is bounded for every set."""
+
+
+class LeastBound(NamedTuple):
+    """A lower bound of what every plan of a problem takes, and whether the bound is attained."""
+
+    bound: float
+    """Seconds or money per step, by the problem's objective; infinite where no plan fits."""
+    exact: bool
+    """Whether some plan attains it."""
 
 
 def pipeline_bound(problem: Problem, network: FleetNetwork, blocks: Blocks) -> float:
@@ -92,17 +105,6 @@ def replicas_price(problem: Problem, network: FleetNetwork, blocks: Blocks) -> f
     return min(found)
 
 
-def certificate_of(bound: float, reached: float, question: str, *, exact: bool, priced: bool) -> Certificate | None:
-    """What a lower bound on the step, or on its price, proves of a plan; None for 0, which proves nothing."""
-    if bound <= 0:
-        return None
-    bound = min(bound, reached)
-    gap = reached / bound - 1
-    none = gap <= 10 * TOLERANCE
-    proven = Certificate(lower_bound=bound, gap=0.0 if none else gap, question=question, exact=exact or none)
-    return msgspec.structs.replace(proven, objective="cost") if priced else proven
-
-
 def _largest_block(blocks: Blocks) -> float:
     return float(np.diff(blocks.work).max(initial=0.0))
 
@@ -115,3 +117,73 @@ def _need_bytes(blocks: Blocks) -> float:
 def _fewest_stages(network: FleetNetwork, blocks: Blocks) -> int:
     """So many of the largest devices hold the model."""
     return 1 + int(np.searchsorted(np.cumsum(np.sort(network.memory)[::-1]), _need_bytes(blocks)))
+
+
+def settles(problem: Problem) -> bool:
+    """Whether every plan may be tried: time alone counts, nothing has a limit, the data are everywhere, and gradients
+    are summed in every step."""
+    constraints = problem.constraints
+    free = not constraints.limited and not constraints.data_holders and problem.schedule != "delayed"
+    return constraints.objective == "time" and free and problem.sync.mode == "every-step"
+
+
+def relaxed(problem: Problem, network: FleetNetwork, blocks: Blocks, single: Plan | None) -> LeastBound:
+    """The lesser of a bound on one replica, for which that of `chain`'s plan counts if given, and on several."""
+    proven = single.certificate if single is not None else None
+    alone, replicated = pipeline_bound(problem, network, blocks), float("inf")
+    if problem.most_replicas > 1 and problem.constraints.objective == "cost":
+        replicated = replicas_price(problem, network, blocks)
+    elif problem.most_replicas > 1:
+        replicated = replicas_step_s(network, blocks, problem.micro_batches, problem.sync.every)
+    if proven is not None:
+        alone = proven.lower_bound if proven.exact else max(alone, proven.lower_bound)
+    return LeastBound(min(alone, replicated), exact=proven is not None and proven.exact and alone <= replicated)
+
+
+def question(problem: Problem, counts: Sequence[int] = ()) -> str:
+    """What `least` bounds, in words; over these numbers of micro-batches, by default the problem's own."""
+    return question_in_words(
+        problem.constraints,
+        counts or (problem.micro_batches,),
+        priced=prices(problem),
+        period=problem.sync.every,
+        recompute=problem.recompute,
+    )
+
+
+def with_certificate(problem: Problem, plan: Plan, found: LeastBound, counts: Sequence[int] = ()) -> Plan:
+    """The plan with what the bound proves of it. `problem` has the plan's number of micro-batches; `counts` are those
+    over which the bound ranges."""
+    priced = prices(problem)
+    reached = minimised(problem.unlimited("cost" if priced else "time"), plan)
+    certificate = certificate_of(found.bound, reached, question(problem, counts), exact=found.exact, priced=priced)
+    return msgspec.structs.replace(plan, certificate=certificate)
+
+
+def stated(problem: Problem, certificate: Certificate | None) -> LeastBound | None:
+    """The bound in a certificate, if it answers the problem's question."""
+    if certificate is None or certificate.question != question(problem):
+        return None
+    return LeastBound(certificate.lower_bound, certificate.exact)
+
+
+def prices(problem: Problem) -> bool:
+    """On a fleet where nothing has a price the fastest plan is sought, and time is bounded."""
+    return problem.constraints.objective == "cost" and is_priced(problem.fleet)
+
+
+def of_fed(plan: Plan) -> LeastBound:
+    """What is proven where several holders feed one chain: there are no plans of several replicas."""
+    proven = plan.certificate
+    return LeastBound(proven.lower_bound, proven.exact) if proven is not None else LeastBound(0.0, exact=False)
+
+
+def certificate_of(bound: float, reached: float, question: str, *, exact: bool, priced: bool) -> Certificate | None:
+    """What a lower bound on the step, or on its price, proves of a plan; None for 0, which proves nothing."""
+    if bound <= 0:
+        return None
+    bound = min(bound, reached)
+    gap = reached / bound - 1
+    none = gap <= 10 * TOLERANCE
+    proven = Certificate(lower_bound=bound, gap=0.0 if none else gap, question=question, exact=exact or none)
+    return msgspec.structs.replace(proven, objective="cost") if priced else proven

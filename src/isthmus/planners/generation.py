@@ -9,6 +9,7 @@ each length are grown further: with four devices these are all.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -48,15 +49,14 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
     at_once: int
 
 
+@dataclass(frozen=True)
 class ServingProblem:
-    """What a chain is planned from."""
+    """What a chain is planned from. `context` tokens of each of `at_once` requests are held in caches."""
 
-    def __init__(self, flow: Flow, fleet: Fleet, *, context: int, at_once: int) -> None:
-        """`context` tokens of each of `at_once` requests are held in caches."""
-        self.flow = flow
-        self.fleet = fleet
-        self.context = context
-        self.at_once = at_once
+    flow: Flow
+    fleet: Fleet
+    context: int = field(kw_only=True)
+    at_once: int = field(kw_only=True)
 
     @cached_property
     def places(self) -> tuple[int, ...]:
@@ -99,9 +99,6 @@ class ServingProblem:
                     caches += self.flow.by_name[ref.op].outputs[ref.index].nbytes(self.context)
         return weights + caches * self.at_once
 
-    def compute_s(self, device: str, first: int, end: int) -> float:
-        return self.flops(first, end) / self.fleet.device(device).sustained_flops_per_s
-
     def link_s(self, source: str, target: str, size_bytes: int) -> float:
         if source == target:
             return 0.0
@@ -111,7 +108,8 @@ class ServingProblem:
     def priced(self, devices: Sequence[str], boundaries: Sequence[int]) -> Chain:
         """The chain with its figures."""
         ends = [*boundaries, len(self.flow.operators)]
-        compute = [self.compute_s(d, a, b) for d, a, b in zip(devices, [0, *boundaries], ends, strict=True)]
+        stages = zip(devices, [0, *boundaries], ends, strict=True)
+        compute = [self.flops(a, b) / self.fleet.device(d).sustained_flops_per_s for d, a, b in stages]
         crossings = [self.crossing_bytes.get(position, 0) for position in boundaries]
         hops = zip(devices, devices[1:], crossings, strict=False)
         links = [self.link_s(*hop) for hop in hops] + [self.link_s(devices[-1], devices[0], 0)]

@@ -7,7 +7,7 @@ no plan yet, `salvaged` builds it on the way out. Nobody watches by default, and
 search that is not stopped makes the same plan with an observer and without. There is no clock here, and no signal.
 
 A search that is ended early keeps its plan and drops what it was about to prove: the bound is then that of the
-relaxation (`least.relaxed`).
+relaxation (`bounds.relaxed`).
 """
 
 from __future__ import annotations
@@ -34,19 +34,15 @@ class SearchObserver(Protocol):
 
     def planning(self, name: str) -> None:
         """A planner begins on a problem."""
-        ...
 
     def part(self, words: str) -> None:
         """What it turns to now."""
-        ...
 
     def looked_at(self, candidates: int) -> None:
         """So many more orders, cuts, groupings or plans."""
-        ...
 
     def found(self, step_s: float) -> None:
         """The best plan so far takes that."""
-        ...
 
     def stopped(self) -> bool:
         """Whether the search is to end."""

@@ -17,8 +17,8 @@ from isthmus.cost import Problem, build_plan, build_replicas, layouts_of, prefer
 from isthmus.cost.blocks import Blocks, legal_places
 from isthmus.cost.network import network_of
 from isthmus.errors import UserError
-from isthmus.planners.search.chain import improved
 from isthmus.planners.search.exhaustive import exhaustive_pipeline
+from isthmus.planners.search.one_pipeline import improved_by_moves
 from isthmus.plans import Plan
 
 
@@ -45,7 +45,7 @@ def _improved(problem: Problem, plan: Plan) -> Plan:
     proven = exhaustive_pipeline(problem, network_of(problem), Blocks(problem), preference(problem, plan)[0])
     if proven is not None and proven.plan is not None:
         plan = msgspec.structs.replace(proven.plan, planner=plan.planner)
-    return improved(problem, plan)
+    return improved_by_moves(problem, plan)
 
 
 def check_some_device_has(problem: Problem) -> None:

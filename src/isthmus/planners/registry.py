@@ -6,7 +6,7 @@ when they are called: together that takes most of a second, and who goes on with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -18,14 +18,14 @@ from isthmus.cost.price import beyond_limit
 from isthmus.errors import FleetTooSmall, IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
 from isthmus.option_docs import first_line
-from isthmus.planners.least import stated, with_certificate
+from isthmus.planners.bounds import stated, with_certificate
 from isthmus.planners.observer import SearchStopped, keeping, looked_at
 from isthmus.planners.operators import with_operators
-from isthmus.planners.search.chain import improved
+from isthmus.planners.search.one_pipeline import improved_by_moves
 from isthmus.planners.surrogates import over_surrogates
+from isthmus.planners.sync.baselines import dream_dfs
 from isthmus.planners.sync.dream import dream
-from isthmus.planners.sync.dream_dfs import dream_dfs
-from isthmus.planners.sync.registry import SyncPlanner
+from isthmus.planners.sync.problem import SyncPlanner
 from isthmus.planners.sync.replicas import dream_replicas
 from isthmus.plans import Constraints, Plan
 from isthmus.units import format_duration
@@ -78,7 +78,7 @@ _LAYERS, _PLACED = "isthmus.planners.baselines.allocation.on_fleet", "isthmus.pl
 _OURS: Mapping[str, PlannerEntry] = {
     "auto": PlannerEntry("isthmus.planners.search.auto:auto", msgspec.structs.replace(_ONE_WITH_TERMS, replicas=True)),
     "certified": PlannerEntry(f"{_LAYERS}:certified"),
-    "chain": PlannerEntry("isthmus.planners.search.chain:chain", _ONE_WITH_TERMS),
+    "chain": PlannerEntry("isthmus.planners.search.one_pipeline:chain", _ONE_WITH_TERMS),
     "dtfm-genetic": PlannerEntry(f"{_PLACED}:dtfm_genetic", _EQUAL_REPLICAS),
     "dtfm-genetic-code": PlannerEntry(f"{_PLACED}:dtfm_genetic_code", _EQUAL_REPLICAS),
     "dtfm-kl": PlannerEntry(f"{_PLACED}:dtfm_kl", _EQUAL_REPLICAS),
@@ -98,25 +98,6 @@ _ANYTHING = Capabilities(replicas=True, holders=True, labels_stay=True, prices=T
 """Of other packages' planners: their plans are judged when they are there."""
 
 
-class _Demand(NamedTuple):
-    """Something in table [plan] that a planner must be capable of."""
-
-    capability: str
-    asked: Callable[[Constraints], bool]
-    refusal: str
-    """With the planner's name left open."""
-
-
-_ANYWHERE = "planner {!r} puts any part of the model anywhere"
-_DEMANDS = (
-    _Demand(
-        "prices", lambda x: x.objective == "cost", "plan.objective: got 'cost', which planner {!r} cannot minimise"
-    ),
-    _Demand("prices", lambda x: x.max_price is not None, "plan.max_price: planner {!r} knows no prices"),
-    _Demand("labels_stay", lambda x: x.labels_stay, f"plan.labels_stay: {_ANYWHERE}"),
-    _Demand("holders", lambda x: bool(x.data_holders), f"plan.data_holder: {_ANYWHERE}"),
-)
-
 _SCHEDULED: Mapping[str, SyncPlanner] = {"dream": dream, "dreamddp": dream_dfs}
 """Sync modes that leave open in which step of a period a parameter is averaged."""
 
@@ -128,16 +109,23 @@ def capabilities(name: str) -> Capabilities:
 
 def check_constraints(name: str, constraints: Constraints) -> None:
     """UserError where one of our planners cannot do what the terms ask: names those that can do all of it."""
-    asked = [demand for demand in _DEMANDS if demand.asked(constraints)]
-    for demand in asked:
-        if not getattr(capabilities(name), demand.capability):
-            able = [other for other, entry in _OURS.items() if all(getattr(entry.can, d.capability) for d in asked)]
-            raise UserError(f"{demand.refusal.format(name)}: choose {_or(able)}")
+    asked = list(_demands(name, constraints))
+    for capability, refusal in asked:
+        if not getattr(capabilities(name), capability):
+            able = [repr(other) for other, entry in _OURS.items() if all(getattr(entry.can, c) for c, _ in asked)]
+            raise UserError(f"{refusal}: choose {', '.join(able[:-1])}{' or ' if able[1:] else ''}{able[-1]}")
 
 
-def _or(names: Sequence[str]) -> str:
-    quoted = [repr(name) for name in names]
-    return f"{', '.join(quoted[:-1])} or {quoted[-1]}" if len(quoted) > 1 else quoted[0]
+def _demands(name: str, constraints: Constraints) -> Iterator[tuple[str, str]]:
+    """What a planner must be capable of for these terms, and the refusal where this one is not."""
+    if constraints.objective == "cost":
+        yield "prices", f"plan.objective: got 'cost', which planner {name!r} cannot minimise"
+    if constraints.max_price is not None:
+        yield "prices", f"plan.max_price: planner {name!r} knows no prices"
+    if constraints.labels_stay:
+        yield "labels_stay", f"plan.labels_stay: planner {name!r} puts any part of the model anywhere"
+    if constraints.data_holders:
+        yield "holders", f"plan.data_holder: planner {name!r} puts any part of the model anywhere"
 
 
 def planner_names() -> list[str]:
@@ -250,7 +238,7 @@ def _priced_apart(problem: Problem, made: Plan) -> Plan:
     try:
         split = build_replicas(apart, layouts, planner=made.planner)
         if made.planner in MOVED and len(layouts) == 1 and len(problem.fleet.names) <= MOST_MOVED:
-            split = improved(apart, split)
+            split = improved_by_moves(apart, split)
         split = scheduled(apart, split)
     except FleetTooSmall:
         if not choice:

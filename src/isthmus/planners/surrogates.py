@@ -22,13 +22,16 @@ from isthmus.cost.compression import packs_alike, uniform_codecs
 from isthmus.errors import FleetTooSmall
 from isthmus.expected_loss import increase_of
 from isthmus.planners.observer import keep
-from isthmus.planners.shares import share_out
+from isthmus.planners.search.local_search import share_out
 from isthmus.plans import Plan
 
 PROMISING = 1.5
 """Times the best packed plan: what a planner found beside its best plan, and what takes longer, is not packed."""
 MOST_GROUPINGS = 3
 """Groupings of devices whose pipelines are recombined."""
+
+Cut = tuple[tuple[str, ...], tuple[int, ...]]
+"""Devices in order, and the boundaries of their stages."""
 
 
 def plans_of_surrogates(problem: Problem, planner: Callable[[Problem], Sequence[Plan]]) -> list[Plan]:
@@ -67,7 +70,7 @@ def recombined(problem: Problem, plans: Sequence[Plan]) -> list[Plan]:
     """The plans, and better ones of their pipelines: each may be cut as under a codec of its own. Of plans whose
     replicas are the same sets of devices, one replica at a time gets another cut that they have for it."""
     ranked = sorted(plans, key=partial(preference, problem))
-    cuts: dict[frozenset[str], dict[tuple[tuple[str, ...], tuple[int, ...]], PlanLayout]] = {}
+    cuts: dict[frozenset[str], dict[Cut, PlanLayout]] = {}
     groupings: dict[frozenset[frozenset[str]], Plan] = {}
     for plan in ranked:
         layouts = layouts_of(plan)
@@ -78,11 +81,7 @@ def recombined(problem: Problem, plans: Sequence[Plan]) -> list[Plan]:
     return [*ranked, *(found for plan in several if (found := _recombined(problem, plan, cuts)) is not plan)]
 
 
-def _recombined(
-    problem: Problem,
-    plan: Plan,
-    cuts: Mapping[frozenset[str], Mapping[tuple[tuple[str, ...], tuple[int, ...]], PlanLayout]],
-) -> Plan:
+def _recombined(problem: Problem, plan: Plan, cuts: Mapping[frozenset[str], Mapping[Cut, PlanLayout]]) -> Plan:
     for number, replica in enumerate(plan.replicas):
         for other in cuts[frozenset(stage.device for stage in replica.stages)].values():
             layouts = layouts_of(plan)
@@ -106,22 +105,20 @@ def rebuilt(problem: Problem, plan: Plan) -> Plan:
 
 
 def _shared_out(problem: Problem, planner: str, layouts: Sequence[PlanLayout]) -> Plan:
+    """Shares follow the times of the replicas, and times the shares, as long as the plan gets better."""
     made = build_replicas(problem, layouts, planner=planner)
-    while len(layouts) > 1 and (other := _shared_anew(problem, made, layouts)) is not None:
+    while len(layouts) > 1:
+        times = [(found.fill_s, found.period_s) for found in replica_predictions(problem, made)]
+        shares = share_out(times, problem.micro_batches)
+        again = [x._replace(micro_batches=share) for x, share in zip(layouts, shares, strict=True)]
+        try:
+            other = build_replicas(problem, again, planner=planner)
+        except FleetTooSmall:  # a replica has no room for its share
+            break
+        if preference(problem, other) >= preference(problem, made):
+            break
         made = other
     return made
-
-
-def _shared_anew(problem: Problem, plan: Plan, layouts: Sequence[PlanLayout]) -> Plan | None:
-    """None where it is no better, or a replica has no room for its share."""
-    times = [(found.fill_s, found.period_s) for found in replica_predictions(problem, plan)]
-    shares = share_out(times, problem.micro_batches)
-    again = [x._replace(micro_batches=share) for x, share in zip(layouts, shares, strict=True)]
-    try:
-        other = build_replicas(problem, again, planner=plan.planner)
-    except FleetTooSmall:
-        return None
-    return other if preference(problem, other) < preference(problem, plan) else None
 
 
 def over_surrogates(problem: Problem, planner: Callable[[Problem], Plan]) -> Plan:

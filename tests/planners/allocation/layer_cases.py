@@ -31,13 +31,12 @@ def layers_problem(
 
 
 def random_layers(seed: int, *, alike: bool = False, most_layers: int = 8, most_devices: int = 4) -> LayerProblem:
-    """Any mix of latency, transfers added or overlapped, and memory as sums or as a table."""
+    """Any mix of latency, transfers, and memory as sums or as a table."""
     rng = np.random.default_rng(seed)
     layers, devices = int(rng.integers(1, most_layers + 1)), int(rng.integers(1, most_devices + 1))
     transfers = Transfers(
         boundary_bytes=np.full(layers, 2.0) if alike else rng.integers(0, 9, layers).astype(float),
         device_s_per_byte=rng.uniform(0, 0.5, devices),
-        overlaps=bool(rng.integers(2)),
     )
     table = np.minimum(layers, np.arange(layers) + rng.integers(0, layers + 1, (devices, layers)))
     return LayerProblem(
@@ -57,7 +56,7 @@ def naive_workload_s(problem: LayerProblem, device: int, start: int, end: int) -
     if problem.transfers is None:
         return float(compute + received)
     received += problem.transfers.device_s_per_byte[device] * problem.transfers.boundary_bytes[start]
-    return float(max(compute, received) if problem.transfers.overlaps else compute + received)
+    return float(max(compute, received))
 
 
 def naive_fits(problem: LayerProblem, device: int, start: int, end: int) -> bool:

@@ -29,10 +29,9 @@ from isthmus.planners.baselines.allocation import (
     sky_heuristic_layers,
     sky_optimal_layers,
 )
-from isthmus.planners.baselines.allocation.identical import identical
+from isthmus.planners.baselines.allocation.certified import identical
 from isthmus.planners.baselines.allocation.order_searches import CoverResult, anneal, cover, pack
-from isthmus.planners.baselines.allocation.prices import out_of_reach, priced_bound_s
-from isthmus.planners.baselines.allocation.windows import best_cut
+from isthmus.planners.baselines.allocation.windows import best_cut, out_of_reach, priced_bound_s
 
 SEEDS = st.integers(0, 10**6)
 
@@ -180,13 +179,11 @@ def test_without_programmes_the_bound_is_still_proven(monkeypatch: pytest.Monkey
     assert 0 < simple.lower_bound_s <= exact.workload_s
 
 
-def test_a_link_that_overlaps_costs_the_longer_of_the_two() -> None:
-    sizes = np.array([0.0, 6.0, 1.0])
-    for overlaps, expected in ((True, 4.0), (False, 5.0)):
-        links = Transfers(boundary_bytes=sizes, device_s_per_byte=np.array([1.0, 1.0]), overlaps=overlaps)
-        found = certified_layers(layers_problem([2.0, 2.0, 4.0], [1.0, 1.0], transfers=links))
-        assert found.workload_s == expected
-        assert found.counts == (2, 1)
+def test_a_link_costs_the_longer_of_compute_and_receipt() -> None:
+    links = Transfers(boundary_bytes=np.array([0.0, 6.0, 1.0]), device_s_per_byte=np.array([1.0, 1.0]))
+    found = certified_layers(layers_problem([2.0, 2.0, 4.0], [1.0, 1.0], transfers=links))
+    assert found.workload_s == 4.0
+    assert found.counts == (2, 1)
 
 
 def test_a_device_that_only_delays_is_left_out() -> None:

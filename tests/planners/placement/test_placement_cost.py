@@ -13,9 +13,7 @@ from placement_cases import literal_cost_s, random_problem
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.planners.placement import PlacementTask, evaluate, from_fleet, from_matrices
-from isthmus.planners.placement.grouping import Landscape
-from isthmus.planners.placement.matching import bottleneck_matching, bottlenecks_s
-from isthmus.planners.placement.path import open_path, path_length_s
+from isthmus.planners.placement.grouping import Landscape, bottleneck_matching, bottlenecks_s, open_path, path_length_s
 
 SHAPES = [(1, 3), (3, 1), (2, 2), (2, 3), (3, 2), (4, 2)]
 
@@ -130,12 +128,12 @@ def test_a_fleet_is_the_same_problem_as_its_matrices() -> None:
         devices=(Route("d5", "d0", Link(0.3, 1e6)),),
     )
     fleet = Fleet(name="f", devices=devices, links=links)
-    task = PlacementTask(stages=3, replicas=2, activation_bytes=1e6, parameter_bytes=1e7, work_flops=3e9)
+    task = PlacementTask(stages=3, replicas=2, activation_bytes=1e6, parameter_bytes=1e7)
     latency, bandwidth = np.zeros((6, 6)), np.ones((6, 6))
     for i, j in itertools.permutations(range(6), 2):
         link = fleet.link(f"d{i}", f"d{j}")
         latency[i, j], bandwidth[i, j] = link.latency_s, link.bandwidth_bytes_per_s
-    small, full = from_fleet(fleet, task), from_matrices(task, latency, bandwidth, [3.0, 1.5] * 3)
+    small, full = from_fleet(fleet, task), from_matrices(task, latency, bandwidth)
     for groups in (np.arange(6).reshape(3, 2), np.array([[0, 5], [3, 1], [2, 4]])):
         assert evaluate(small, groups).total_s == pytest.approx(evaluate(full, groups).total_s)
     assert len(small.kind_sizes) == 5

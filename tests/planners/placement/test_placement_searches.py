@@ -24,10 +24,17 @@ from isthmus.planners.placement import (
     random_groups,
 )
 from isthmus.planners.placement.annealing import Annealer, ClassLinks
-from isthmus.planners.placement.cyclic import cyclic_search
-from isthmus.planners.placement.dtfm import fastest_link_gain, kernighan_lin_gain
-from isthmus.planners.placement.hybrid_genetic import crossover, groups_of, labels_of, worse_parent, worst_of_all
-from isthmus.planners.placement.structured import structured_groups
+from isthmus.planners.placement.dtfm import (
+    crossover,
+    cyclic_search,
+    fastest_link_gain,
+    groups_of,
+    kernighan_lin_gain,
+    labels_of,
+    worse_parent,
+    worst_of_all,
+)
+from isthmus.planners.placement.islands import structured_groups
 
 Table = list[list[float]]
 NO = -math.inf

@@ -13,9 +13,8 @@ from sync_cases import line_of, problem_of, problems, profile
 
 from isthmus.errors import UserError
 from isthmus.planners.sync import SYNC_PLANNERS, SyncProblem, plan_sync
-from isthmus.planners.sync.baselines import best_of_all, equal_ends
+from isthmus.planners.sync.baselines import best_of_all, equal_ends, search
 from isthmus.planners.sync.dream import cheapest_ends
-from isthmus.planners.sync.dream_dfs import search
 from isthmus.planners.sync.timeline import Floats, Timeline, interval_exposed_s, printed_exposed_s
 
 Sets = list[list[int]]

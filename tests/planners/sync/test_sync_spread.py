@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sync_cases import line_of, problem_of, problems, profile
 
 from isthmus.planners.sync import SyncProblem, plan_sync
-from isthmus.planners.sync.dream_spread import IterationCosts, greedy_places
+from isthmus.planners.sync.dream import IterationCosts, greedy_places
 from isthmus.planners.sync.timeline import iteration_s
 
 

@@ -6,7 +6,7 @@ and the aim. Each message takes the mildest codec with which its bytes pass in t
 
 With a loss budget the aim is the least period whose codecs are expected to cost no more than that. Candidates are the
 codecs of which one message costs no more. A whole plan's codecs follow from what all its replicas may choose
-(`cost.loss_budget`).
+(`cost.placement`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from isthmus.cost.compression.messages import Packings, Sender, StageMessage, stage_messages_of
 from isthmus.cost.problem import Problem
+from isthmus.cost.stage_costs import uplinks_s
 from isthmus.expected_loss import expected_increase
 from isthmus.plans import Packing
 
@@ -134,10 +135,6 @@ class _CodecChoice:
 
     def _uplinks_s(self, chosen: dict[StageMessage, Packing | None]) -> dict[str, float]:
         """Seconds per micro-batch on each shared uplink."""
-        found: dict[str, float] = {}
-        for message, codec in chosen.items():
-            site = self._problem.fleet.uplink(message.source, message.target)
-            if site is not None and site.uplink_bytes_per_s is not None:
-                seconds = message.wire_bytes(codec) / site.uplink_bytes_per_s
-                found[site.region] = found.get(site.region, 0.0) + seconds
-        return found
+        return uplinks_s(
+            self._problem.fleet, ((m.source, m.target, m.wire_bytes(codec)) for m, codec in chosen.items())
+        )

@@ -1,18 +1,27 @@
-"""Which executor trains which clients of a federated round: the algorithms, and the time model that they need."""
+"""Which executor trains which clients of a federated round: the algorithms, and the time model that they need.
 
-from isthmus.planners.cohort.certified import certified
-from isthmus.planners.cohort.fractional import Fractional, fractional
-from isthmus.planners.cohort.parrot import near_states, parrot, uniform
+An algorithm is a function from a `CohortProblem` to a `CohortSchedule`; the first line of its docstring describes it.
+"""
+
+from collections.abc import Callable, Mapping
+
+from isthmus.errors import unknown_name
+from isthmus.planners.cohort.certified import certified, fractional
+from isthmus.planners.cohort.parrot import (
+    TimeHistory,
+    TimeModel,
+    equal_times,
+    fit_times,
+    near_states,
+    parrot,
+    uniform,
+)
 from isthmus.planners.cohort.problem import CohortProblem, CohortSchedule
-from isthmus.planners.cohort.registry import COHORT_ALGORITHMS, CohortAlgorithm, schedule_cohort
-from isthmus.planners.cohort.times import TimeHistory, TimeModel, equal_times, fit_times
 
 __all__ = [
     "COHORT_ALGORITHMS",
-    "CohortAlgorithm",
     "CohortProblem",
     "CohortSchedule",
-    "Fractional",
     "TimeHistory",
     "TimeModel",
     "certified",
@@ -24,3 +33,16 @@ __all__ = [
     "schedule_cohort",
     "uniform",
 ]
+
+COHORT_ALGORITHMS: Mapping[str, Callable[[CohortProblem], CohortSchedule]] = {
+    "certified": certified,
+    "parrot": parrot,
+    "uniform": uniform,
+}
+
+
+def schedule_cohort(name: str, problem: CohortProblem) -> CohortSchedule:
+    """The schedule that the algorithm makes. Raises UserError for an unknown name."""
+    if name not in COHORT_ALGORITHMS:
+        raise unknown_name("cohort algorithm", name, COHORT_ALGORITHMS)
+    return COHORT_ALGORITHMS[name](problem)

@@ -7,8 +7,6 @@ ends in the first one. Nothing is random.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from isthmus.planners.cohort.problem import CohortProblem, Floats, Integers
@@ -26,24 +24,11 @@ def exchange(problem: CohortProblem, executor_of: Integers, *, stop_s: float, st
     state = _State(problem, executor_of)
     best, best_s = executor_of, float(state.load_s.max())
     for step in range(steps):
-        if best_s <= stop_s:
+        if best_s <= stop_s or not state.changed(step):
             break
-        change = state.best_change(step)
-        if change is None:
-            break
-        state.make(change, step)
         if (makespan_s := float(state.load_s.max())) < best_s:
             best, best_s = state.executor_of.copy(), makespan_s
     return best
-
-
-@dataclass(frozen=True)
-class _Change:
-    source: int
-    client: int
-    target: int
-    returned: int | None
-    """The client that comes back; None for a move."""
 
 
 class _State:
@@ -63,8 +48,9 @@ class _State:
         self._first_key = np.arange(problem.executors) * self._count
         self._stays_until = np.full(self._count, -1)
 
-    def best_change(self, step: int) -> _Change | None:
-        """The busiest executor's exchange after which the later of its two executors ends soonest."""
+    def changed(self, step: int) -> bool:
+        """Carries out the busiest executor's exchange after which the later of its two executors ends soonest; its
+        clients stay for a while. False where there is none."""
         source = int(self.load_s.argmax())
         clients = self._clients(source)
         free = clients[self._stays_until[clients] < step]
@@ -75,23 +61,18 @@ class _State:
         after_s[:, source] = np.inf
         row, target = divmod(int(after_s.argmin()), self._problem.executors)
         if not np.isfinite(after_s[row, target]):
-            return None
-        client = int(clients[row % len(clients)])
-        returned = None if row < len(clients) else int(partners[row - len(clients), target])
-        return _Change(source, client, target, returned)
-
-    def make(self, change: _Change, step: int) -> None:
-        """Carry the change out; its clients stay for a while."""
-        self._put(change.client, change.target, step)
-        if change.returned is not None:
-            self._put(change.returned, change.source, step)
+            return False
+        self._put(int(clients[row % len(clients)]), target, step)
+        if row >= len(clients):  # a swap
+            self._put(int(partners[row - len(clients), target]), source, step)
         self._keys.sort()
-        for executor in (change.source, change.target):
+        for executor in (source, target):
             sizes = self._problem.sizes[self._clients(executor)]
             # Summed anew: thousands of differences would add up thousands of rounding errors.
             self.load_s[executor] = (
                 sizes.sum() * self._problem.seconds_per_sample[executor] + len(sizes) * self._problem.fixed_s[executor]
             )
+        return True
 
     def _put(self, client: int, executor: int, step: int) -> None:
         old = self.executor_of[client] * self._count + client

@@ -94,16 +94,9 @@ class CohortSchedule:
             yield np.flatnonzero(self.executor_of == executor)
 
 
-def scheduled(
-    problem: CohortProblem, executor_of: Integers, *, algorithm: str, lower_bound_s: float | None = None
-) -> CohortSchedule:
+def scheduled(problem: CohortProblem, executor_of: Integers, *, algorithm: str) -> CohortSchedule:
     """The schedule that `executor_of` describes."""
-    return CohortSchedule(
-        algorithm=algorithm,
-        executor_of=executor_of,
-        load_s=problem.load_s(executor_of),
-        lower_bound_s=lower_bound_s,
-    )
+    return CohortSchedule(algorithm=algorithm, executor_of=executor_of, load_s=problem.load_s(executor_of))
 
 
 def _checked(name: str, values: Floats) -> Floats:

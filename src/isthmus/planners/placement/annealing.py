@@ -20,7 +20,7 @@ import numpy as np
 
 from isthmus.cost.kernel import Floats, Ints
 from isthmus.planners.observer import stopped
-from isthmus.planners.placement.matching import bottlenecks_s
+from isthmus.planners.placement.grouping import bottlenecks_s
 
 HOT, COLD = 0.1, 1e-3
 """First and last temperature as shares of a group's part of the first cost."""

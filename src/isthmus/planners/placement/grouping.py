@@ -1,23 +1,34 @@
-"""A placement and what it costs, evaluated exactly as DT-FM defines it; and random ones, its Figure 4's baseline."""
+"""A placement and what it costs, evaluated exactly as DT-FM defines it (Eq. 1-4); and random ones, its baseline."""
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from isthmus.cost.kernel import Floats, Ints
 from isthmus.errors import UserError
-from isthmus.planners.placement.matching import bottleneck_matching
-from isthmus.planners.placement.path import open_path, path_length_s
 from isthmus.planners.placement.problem import PlacementProblem
+from isthmus.planners.search.local_search import nearest_tour, two_opt
 
 Group = tuple[int, ...]
 """The sorted kinds of its members. Where links depend only on region that is a count of devices per region, and few
 different groups exist; where every device is a kind of its own it is a set of devices."""
 
 _MOST_KEPT = 400_000
+_TABLED = 8
+"""Up to so many rows, many matchings at once are a dynamic programme over sets of columns."""
+_SMALL = 32
+"""Up to so many rows, building scipy's sparse matrix costs more than the matching."""
+_BITS = 1 << np.arange(_SMALL, dtype=np.int64)
+EXACT_UP_TO = 10
+"""Groups. Twelve would take ten times as long, and searches ask for thousands of paths."""
 
 
 class Landscape:
@@ -123,3 +134,126 @@ def random_groups(problem: PlacementProblem, *, seed: int = 0, draws: int = 1) -
 def shuffled(problem: PlacementProblem, rng: np.random.Generator) -> Ints:
     """[stages, replicas] device numbers in random order."""
     return rng.permutation(len(problem.kind)).reshape(problem.task.stages, problem.task.replicas)
+
+
+def bottlenecks_s(costs: Floats) -> Floats:
+    """[matrices] the least t of `costs` [n, n, matrices].
+
+    The first k rows meet the columns of a set of k in least(set) = min over its columns c of
+    max(least(set without c), cost[k, c]).
+    """
+    rows = len(costs)
+    if rows > _TABLED:
+        return np.array([bottleneck_matching(costs[:, :, k])[0] for k in range(costs.shape[2])])
+    least = np.zeros((1, costs.shape[2]), dtype=costs.dtype)
+    for cost, (column, without) in zip(costs, _column_sets(rows), strict=True):
+        least = np.maximum(least[without], cost[column]).min(axis=1)
+    return least[0]
+
+
+@cache
+def _column_sets(columns: int) -> list[tuple[Ints, Ints]]:
+    """For each size k: the columns of every set of k, and which set of k - 1 is left without each, [sets, k]."""
+    sizes: list[tuple[Ints, Ints]] = []
+    number: dict[tuple[int, ...], int] = {(): 0}
+    for size in range(1, columns + 1):
+        sets = list(itertools.combinations(range(columns), size))
+        without = [[number[chosen[:c] + chosen[c + 1 :]] for c in range(size)] for chosen in sets]
+        sizes.append((np.array(sets), np.array(without)))
+        number = {chosen: k for k, chosen in enumerate(sets)}
+    return sizes
+
+
+def bottleneck_matching(cost: Floats) -> tuple[float, list[int]]:
+    """The least t such that the pairs up to t hold a perfect matching, and for each row the column that it is matched
+    with (DT-FM Eq. 3; supplement: polynomial). `cost` is [n, n], in seconds.
+
+    Bisection over the values that occur, from the dearest cheapest pair of any row or column upward.
+    """
+    floor = max(float(cost.min(axis=1).max()), float(cost.min(axis=0).max()))
+    found = _perfect(cost <= floor)
+    if found is not None:  # the usual case: worth a try before sorting
+        return floor, found
+    values = np.unique(cost[cost > floor])
+    least = values[bisect_left(values[:-1], True, key=lambda value: _perfect(cost <= value) is not None)]
+    found = _perfect(cost <= least)
+    assert found is not None, "up to the dearest pair all are allowed"
+    return float(least), found
+
+
+def _perfect(allowed: NDArray[np.bool_]) -> list[int] | None:
+    """A perfect matching of the allowed pairs as a column per row, or None."""
+    if len(allowed) > _SMALL:
+        matched = maximum_bipartite_matching(csr_array(allowed), perm_type="column")
+        return None if (matched < 0).any() else [int(column) for column in matched]
+    rows = (allowed @ _BITS[: len(allowed)]).tolist()
+    owner: dict[int, int] = {}
+    for row in range(len(rows)):
+        if not _augment(rows, row, owner, [0]):
+            return None
+    columns = [0] * len(rows)
+    for bit, row in owner.items():
+        columns[row] = bit.bit_length() - 1
+    return columns
+
+
+def _augment(rows: list[int], row: int, owner: dict[int, int], seen: list[int]) -> bool:
+    """Kuhn's augmenting path from `row`. Columns are single bits; `seen` holds one mask."""
+    free = rows[row] & ~seen[0]
+    while free:
+        bit = free & -free
+        seen[0] |= bit
+        if bit not in owner or _augment(rows, owner[bit], owner, seen):
+            owner[bit] = row
+            return True
+        free = rows[row] & ~seen[0]
+    return False
+
+
+def open_path(cost: Floats) -> list[int]:
+    """A short path through all nodes of a symmetric [n, n] matrix of seconds: exact up to ten nodes, 2-opt beyond."""
+    nodes = len(cost)
+    if nodes == 1:
+        return [0]
+    if nodes <= EXACT_UP_TO:
+        return _held_karp(cost)
+    starts = np.unique(np.linspace(0, nodes - 1, 8).astype(np.int64))
+    orders = [two_opt(cost, nearest_tour(cost, int(start), range(nodes)), [(0, nodes)]) for start in starts]
+    return min(orders, key=lambda order: path_length_s(cost, order))
+
+
+def path_length_s(cost: Floats, order: list[int]) -> float:
+    return float(cost[order[:-1], order[1:]].sum())
+
+
+def _held_karp(cost: Floats) -> list[int]:
+    """Held and Karp's dynamic programme: the shortest path over each set of nodes, for each last node."""
+    nodes = len(cost)
+    least = np.full((1 << nodes, nodes), np.inf)
+    before = np.zeros((1 << nodes, nodes), dtype=np.int64)
+    least[1 << np.arange(nodes), np.arange(nodes)] = 0.0
+    for sets, rows, added in _layers(nodes):
+        lengths = least[sets][:, :, None] + cost[None]
+        via = lengths.argmin(axis=1)
+        target = sets[rows] | (1 << added)
+        least[target, added] = lengths.min(axis=1)[rows, added]
+        before[target, added] = via[rows, added]
+    last, visited = int(least[-1].argmin()), (1 << nodes) - 1
+    order = [last]
+    while len(order) < nodes:
+        last, visited = int(before[visited, last]), visited ^ (1 << last)
+        order.append(last)
+    return order
+
+
+@cache
+def _layers(nodes: int) -> list[tuple[Ints, Ints, Ints]]:
+    """For each size below `nodes`: the sets of that size as bit masks, and pairs (row of a set, node outside it)."""
+    masks = np.arange(1 << nodes, dtype=np.int64)
+    inside = (masks[:, None] >> np.arange(nodes)) & 1
+    layers: list[tuple[Ints, Ints, Ints]] = []
+    for size in range(1, nodes):
+        rows = np.flatnonzero(inside.sum(axis=1) == size)
+        outside = np.nonzero(inside[rows] == 0)
+        layers.append((masks[rows], outside[0].astype(np.int64), outside[1].astype(np.int64)))
+    return layers

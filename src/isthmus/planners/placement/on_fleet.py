@@ -2,7 +2,8 @@
 
 In DT-FM the numbers of stages and replicas are given; here every factorisation of the number of devices is tried, with
 the model cut into stages of about equal FLOPs, and the plan whose closed form is best is kept. What the paper assumes
-stays: devices count as equal, whatever their speed, and each has the same share of the batch.
+stays: devices count as equal, whatever their speed, and each has the same share of the batch. Each planner raises
+FleetTooSmall where no number of stages fits.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ from isthmus.cost import PlanLayout, Problem, build_replicas
 from isthmus.cost.blocks import Blocks
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.planners.observer import keep
-from isthmus.planners.placement.grouping import StageGrouping
-from isthmus.planners.placement.problem import PlacementProblem, PlacementTask, from_fleet
-from isthmus.planners.placement.registry import PLACEMENTS
+from isthmus.planners.placement import PLACEMENTS, PlacementProblem, PlacementTask, StageGrouping, from_fleet
 from isthmus.plans import Plan
 
 Search = Callable[[PlacementProblem, int], StageGrouping]
@@ -26,42 +25,27 @@ SEED = 0
 
 
 def dtfm_genetic(problem: Problem) -> Plan:
-    """DT-FM's hybrid genetic search over equal stages and replicas, with its fastest-link local search.
-
-    Raises FleetTooSmall where no number of stages fits.
-    """
+    """DT-FM's hybrid genetic search over equal stages and replicas, with its fastest-link local search."""
     return _planned(problem, "dtfm-genetic")
 
 
 def dtfm_genetic_code(problem: Problem) -> Plan:
-    """DT-FM's search as its authors' code makes it: a child that costs no more replaces a parent.
-
-    Raises FleetTooSmall where no number of stages fits.
-    """
+    """DT-FM's search as its authors' code makes it: a child that costs no more replaces a parent."""
     return _planned(problem, "dtfm-genetic-code")
 
 
 def dtfm_kl(problem: Problem) -> Plan:
-    """DT-FM's baseline: the genetic search with circular Kernighan-Lin moves.
-
-    Raises FleetTooSmall where no number of stages fits.
-    """
+    """DT-FM's baseline: the genetic search with circular Kernighan-Lin moves."""
     return _planned(problem, "dtfm-kl")
 
 
 def random(problem: Problem) -> Plan:
-    """Equal stages and replicas on devices in random order (DT-FM's baseline without a scheduler).
-
-    Raises FleetTooSmall where no number of stages fits.
-    """
+    """Equal stages and replicas on devices in random order (DT-FM's baseline without a scheduler)."""
     return _planned(problem, "random")
 
 
 def islands(problem: Problem) -> Plan:
-    """DT-FM's problem by region counts and annealing: equal stages and replicas, fast islands spread over groups.
-
-    Raises FleetTooSmall where no number of stages fits.
-    """
+    """DT-FM's problem by region counts and annealing: equal stages and replicas, fast islands spread over groups."""
     return _planned(problem, "islands")
 
 

@@ -31,15 +31,12 @@ class PlacementTask:
     """Of one micro-batch, between neighbouring stages, one way (c_pp)."""
     parameter_bytes: float
     """Of one stage (c_dp)."""
-    work_flops: float = 0.0
-    """Of one stage for one micro-batch, forward and backward; 0 leaves the devices' speeds out, as the paper does."""
 
     def __post_init__(self) -> None:
         for field, number in (("stages", self.stages), ("replicas", self.replicas)):
             if number < 1:
                 raise UserError(f"task: {field}: got {number}, expected at least 1")
-        sizes = ("activation_bytes", "parameter_bytes", "work_flops")
-        for field in sizes:
+        for field in ("activation_bytes", "parameter_bytes"):
             number = float(getattr(self, field))
             if not 0 <= number < np.inf:
                 raise UserError(f"task: {field}: got {number}, expected a finite number of at least 0")
@@ -88,6 +85,14 @@ class PlacementProblem:
         np.fill_diagonal(hop, np.where(self.kind_sizes > 1, hop.diagonal(), np.inf))
         return hop
 
+    def between_devices(self) -> tuple[Floats, Floats]:
+        """`sync_s` with a diagonal of 0 and `hop_s` with an infinite one, [devices, devices] each."""
+        places = np.ix_(self.kind, self.kind)
+        sync_s, hop_s = self.sync_s[places], self.hop_s[places]
+        np.fill_diagonal(sync_s, 0.0)
+        np.fill_diagonal(hop_s, np.inf)
+        return sync_s, hop_s
+
     def _link_s(self, size_bytes: float) -> Floats:
         latency = (self.latency_s + self.latency_s.T) / 2
         bandwidth = (self.bandwidth_bytes_per_s + self.bandwidth_bytes_per_s.T) / 2
@@ -125,7 +130,7 @@ def from_fleet(fleet: Fleet, task: PlacementTask) -> PlacementProblem:
     """The problem on a fleet, devices numbered in its order.
 
     A region is one kind; a device that the fleet's links name is a kind of its own. So a fleet costs kinds squared.
-    With `work_flops` above 0 the devices' speeds count. Raises UserError where the number of devices does not fit.
+    The devices' speeds do not count, as in the paper. Raises UserError where the number of devices does not fit.
     """
     kind, latency, bandwidth = link_kinds(fleet)
     alone = bandwidth == 0
@@ -135,34 +140,24 @@ def from_fleet(fleet: Fleet, task: PlacementTask) -> PlacementProblem:
         kind=kind,
         latency_s=latency,
         bandwidth_bytes_per_s=bandwidth,
-        compute_s=np.array([task.work_flops / device.sustained_flops_per_s for device in fleet.devices]),
+        compute_s=np.zeros(len(kind)),
     )
 
 
 def _twins(latency: Floats, bandwidth: Floats) -> tuple[Ints, Ints, Ints]:
-    """Kind of each device, and per kind its first two members (twice the first where there is one only).
+    """Kind of each device, and per kind its first and its last member.
 
-    Two devices are twins if their links to all others are equal. Twins have equal sorted rows, so only those that do
-    are compared.
+    Two devices are twins if their links to all others are equal.
     """
-    devices = len(latency)
-    sorted_rows = np.concatenate((np.sort(latency, axis=1), np.sort(bandwidth, axis=1)), axis=1)
-    alike: dict[bytes, list[int]] = {}
-    kind = np.zeros(devices, dtype=np.int64)
-    first: list[int] = []
-    second: list[int] = []
-    for device in range(devices):
-        kinds = alike.setdefault(sorted_rows[device].tobytes(), [])
-        found = next((k for k in kinds if _same_links(latency, bandwidth, first[k], device)), None)
-        if found is None:
-            found = len(first)
-            kinds.append(found)
-            first.append(device)
-            second.append(device)
-        elif second[found] == first[found]:
-            second[found] = device
-        kind[device] = found
-    return kind, np.array(first, dtype=np.int64), np.array(second, dtype=np.int64)
+    members: list[list[int]] = []
+    kind = np.zeros(len(latency), dtype=np.int64)
+    for device in range(len(latency)):
+        found = (k for k, twins in enumerate(members) if _same_links(latency, bandwidth, twins[0], device))
+        kind[device] = next(found, len(members))
+        if kind[device] == len(members):
+            members.append([])
+        members[kind[device]].append(device)
+    return kind, np.array([twins[0] for twins in members]), np.array([twins[-1] for twins in members])
 
 
 def _same_links(latency: Floats, bandwidth: Floats, a: int, b: int) -> bool:

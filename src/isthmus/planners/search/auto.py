@@ -21,13 +21,12 @@ from isthmus.errors import FleetTooSmall, UserError
 from isthmus.planners.baselines.allocation.on_fleet import certified, equal_compute, sky_heuristic
 from isthmus.planners.baselines.even import even
 from isthmus.planners.baselines.op_fence import op_fence
-from isthmus.planners.least import LeastBound, of_fed, relaxed, settles, with_certificate
+from isthmus.planners.bounds import LeastBound, of_fed, relaxed, settles, with_certificate
 from isthmus.planners.observer import keep, part
 from isthmus.planners.placement.on_fleet import islands, random
-from isthmus.planners.search.chain import chain, fed
 from isthmus.planners.search.descent import Descent
 from isthmus.planners.search.exhaustive import exhaustive_plan
-from isthmus.planners.search.one_pipeline import unpriced
+from isthmus.planners.search.one_pipeline import chain, fed, unpriced
 from isthmus.planners.search.prune_fleet import pruned_fleet
 from isthmus.planners.search.replicas import ReplicaSearch, replicas_per_device
 from isthmus.planners.surrogates import over_surrogates, plans_of_surrogates, rebuilt, recombined

@@ -33,47 +33,22 @@ from isthmus.cost.cut_table import cut_table
 from isthmus.cost.network import FleetNetwork
 from isthmus.cost.pipelines import Trials, timed
 from isthmus.planners.observer import looked_at
-from isthmus.planners.relaxation import Path, Relaxation
+from isthmus.planners.search.relaxation import Found, Path, Relaxation
 
 Label = tuple[int, ...]
 """The device that holds each item of `Blocks.live[boundary]`, in that order."""
-
-
-class Cost(NamedTuple):
-    sum_s: float
-    """fill + shared."""
-    bottleneck_s: float
-    shared_s: float = 0.0
-    """The part of the sum that is paid once per step."""
 
 
 class SearchTooLarge(Exception):
     """The search gave up after its budget of states."""
 
 
-class Best(NamedTuple):
-    """A pipeline, or the beginning of one, whose end then is part of the cut."""
-
-    cost: Cost
-    path: Path
-
-
-def stage_cost(blocks: Blocks, network: FleetNetwork, label: Label, start: int, end: int, device: int) -> Cost:
+def stage_cost(
+    blocks: Blocks, network: FleetNetwork, label: Label, start: int, end: int, device: int
+) -> tuple[float, float]:
     """What the stage [start, end) on `device` adds to the sum, and the longest it keeps itself or a link busy."""
     total = bottleneck = float(blocks.work[end] - blocks.work[start]) / float(network.speed[device])
-    messages, shared = received(blocks, network, label, start, end, device)
-    for holder, (forward, backward) in messages.items():
-        total += network.message_s(holder, device, forward) + network.message_s(device, holder, backward)
-        wires = forward * network.byte_s[holder, device], backward * network.byte_s[device, holder]
-        bottleneck = max(bottleneck, float(wires[0]), float(wires[1]))
-    return Cost(total + shared, bottleneck, shared)
-
-
-def received(
-    blocks: Blocks, network: FleetNetwork, label: Label, start: int, end: int, device: int
-) -> tuple[dict[int, list[int]], float]:
-    """Bytes that a stage exchanges with each holder, forward and backward, and the seconds of shared parameters."""
-    messages: dict[int, list[int]] = {}
+    messages: dict[int, list[int]] = {}  # bytes exchanged with each holder, forward and backward
     shared = 0.0
     for (number, use), holder in zip(blocks.live[start], label, strict=True):
         if use >= end:
@@ -86,7 +61,11 @@ def received(
             message = messages.setdefault(holder, [0, 0])
             message[0] += item.forward_bytes
             message[1] += item.backward_bytes
-    return messages, shared
+    for holder, (forward, backward) in messages.items():
+        total += network.message_s(holder, device, forward) + network.message_s(device, holder, backward)
+        wires = forward * network.byte_s[holder, device], backward * network.byte_s[device, holder]
+        bottleneck = max(bottleneck, float(wires[0]), float(wires[1]))
+    return total + shared, bottleneck
 
 
 def next_label(blocks: Blocks, label: Label, start: int, end: int, device: int) -> Label:
@@ -94,36 +73,38 @@ def next_label(blocks: Blocks, label: Label, start: int, end: int, device: int) 
     return tuple(held.get(number, device) for number, _ in blocks.live[end])
 
 
-def objective(relaxation: Relaxation, path: Path) -> Cost:
+def objective(relaxation: Relaxation, path: Path) -> Found:
     """What the relaxation bounds: the closed form, or the throttled one, whose sum leaves shared parameters out."""
     blocks, network, problem = relaxation.tables.blocks, relaxation.network, relaxation.problem
     table = cut_table(blocks, np.array([(0, *path.cut, blocks.count)]))
     row = timed(problem, network, Trials(table, np.zeros(1, dtype=np.int64), np.array([path.devices])))
     fill_s, busy_s, shared_s = float(row.fill_s[0]), float(row.busy_s[0]), float(row.shared_s[0])
     if not relaxation.throttled:
-        return Cost(fill_s, busy_s, shared_s)
+        return Found(fill_s, busy_s, path, shared_s)
     period_s = kernel.period_s(row.busy_s, row.round_trip_s, row.held, problem.micro_batches)
-    return Cost(fill_s - shared_s, float(period_s[0]), shared_s)
+    return Found(fill_s - shared_s, float(period_s[0]), path, shared_s)
 
 
-def least_sum(relaxation: Relaxation, threshold_s: float, cutoff_s: float, most_states: int) -> tuple[Best | None, int]:
+def least_sum(
+    relaxation: Relaxation, threshold_s: float, cutoff_s: float, most_states: int
+) -> tuple[Found | None, int]:
     """The least sum below `cutoff_s` with a bottleneck up to `threshold_s`, and how many states were expanded.
 
     None where no pipeline is below. The relaxation must hold the bounds of this threshold or of a larger one.
     Raises SearchTooLarge beyond `most_states`.
     """
     blocks, network, routes = relaxation.tables.blocks, relaxation.network, relaxation.routes
-    reached: list[dict[tuple[int, Label], Best]] = [{} for _ in routes.states]
+    reached: list[dict[tuple[int, Label], Found]] = [{} for _ in routes.states]
     for root in routes.roots:
-        reached[root][0, ()] = Best(Cost(0.0, 0.0), Path((), ()))
-    best: Best | None = None
+        reached[root][0, ()] = Found(0.0, 0.0, Path((), ()))
+    best: Found | None = None
     expanded = 0
     for number, steps in enumerate(routes.steps):
         for (start, label), entry in reached[number].items():
             if start == blocks.count:
-                if routes.may_end(number) and entry.cost.sum_s < cutoff_s:
-                    cutoff_s, path = entry.cost.sum_s, entry.path
-                    best = Best(entry.cost, path._replace(cut=path.cut[:-1]))
+                if routes.may_end(number) and entry.sum_s < cutoff_s:
+                    cutoff_s, path = entry.sum_s, entry.path
+                    best = entry._replace(path=path._replace(cut=path.cut[:-1]))
                 continue
             expanded += 1
             if expanded > most_states:
@@ -131,19 +112,18 @@ def least_sum(relaxation: Relaxation, threshold_s: float, cutoff_s: float, most_
             looked_at()
             # reached[after][end] = min over starts of reached[number][start] + compute + messages, label by label
             for device, after in steps:
-                bounds = relaxation.row(number, device, after, start) + entry.cost.sum_s
+                bounds = relaxation.row(number, device, after, start) + entry.sum_s
                 for offset in np.flatnonzero(bounds < cutoff_s):
                     end = start + int(offset) + 1
-                    step = stage_cost(blocks, network, label, start, end, device)
-                    cost = Cost(entry.cost.sum_s + step.sum_s, max(entry.cost.bottleneck_s, step.bottleneck_s))
-                    to_go = float(relaxation.values[after][end])
-                    if step.bottleneck_s > threshold_s or cost.sum_s + to_go >= cutoff_s:
+                    stage_s, busy_s = stage_cost(blocks, network, label, start, end, device)
+                    sum_s, to_go = entry.sum_s + stage_s, float(relaxation.values[after][end])
+                    if busy_s > threshold_s or sum_s + to_go >= cutoff_s:
                         continue
                     key = (end, next_label(blocks, label, start, end, device))
                     known = reached[after].get(key)
-                    if known is None or cost.sum_s < known.cost.sum_s:
+                    if known is None or sum_s < known.sum_s:
                         path = Path((*entry.path.devices, device), (*entry.path.cut, end))
-                        reached[after][key] = Best(cost, path)
+                        reached[after][key] = Found(sum_s, max(entry.bottleneck_s, busy_s), path)
     return best, expanded
 
 
@@ -183,7 +163,7 @@ class ThresholdSearch:
     micro_batches: int
     upper_s: float = float("inf")
     budget: Budget = AMPLE
-    best: Best | None = None
+    best: Found | None = None
     probes: int = 0
     states: int = 0
     unresolved: list[Interval] = field(default_factory=list[Interval])
@@ -212,7 +192,7 @@ class ThresholdSearch:
     @property
     def step_s(self) -> float:
         """Of the best pipeline, shared parameters included."""
-        apart = self.best.cost.shared_s if self.best and self.relaxation.throttled else 0.0
+        apart = self.best.shared_s if self.best and self.relaxation.throttled else 0.0
         return self.upper_s + apart
 
     def _goal(self) -> float:
@@ -223,10 +203,10 @@ class ThresholdSearch:
             bound = kernel.step_s(sum_s, low, self.micro_batches)
             heapq.heappush(self._open, Interval(bound, low, high, sum_s))
 
-    def _offer(self, cost: Cost, best: Best) -> None:
-        step_s = kernel.step_s(cost.sum_s, cost.bottleneck_s, self.micro_batches)
+    def _offer(self, found: Found) -> None:
+        step_s = kernel.step_s(found.sum_s, found.bottleneck_s, self.micro_batches)
         if step_s < self.upper_s:
-            self.upper_s, self.best = step_s, best
+            self.upper_s, self.best = step_s, found
 
     def _probe(self, interval: Interval) -> None:
         """Solves the relaxation inside an open interval and splits it."""
@@ -243,8 +223,7 @@ class ThresholdSearch:
             self._push(threshold, high, interval.sum_s)
         if found is None:
             return
-        cost = objective(self.relaxation, found.path)
-        self._offer(cost, Best(cost, found.path))
+        self._offer(objective(self.relaxation, found.path))
         bound = kernel.step_s(found.sum_s, found.bottleneck_s, self.micro_batches)
         self.unresolved.append(Interval(bound, found.bottleneck_s, threshold, found.sum_s))
         self._push(low, found.bottleneck_s * (1 - TOLERANCE), found.sum_s)
@@ -269,8 +248,8 @@ class ThresholdSearch:
             self.states += states
             heapq.heappop(self.unresolved)
             if found is not None:
-                self._offer(found.cost, found)
-                high = found.cost.bottleneck_s * (1 - TOLERANCE)
+                self._offer(found)
+                high = found.bottleneck_s * (1 - TOLERANCE)
                 if interval.low < high:
-                    bound = found.cost.sum_s + gain * interval.low
-                    heapq.heappush(self.unresolved, Interval(bound, interval.low, high, found.cost.sum_s))
+                    bound = found.sum_s + gain * interval.low
+                    heapq.heappush(self.unresolved, Interval(bound, interval.low, high, found.sum_s))

@@ -38,7 +38,7 @@ from isthmus.cost.network import FleetNetwork
 from isthmus.cost.pipelines import Pipelines, Sent, Trials, joined, timed
 from isthmus.planners.observer import looked_at, stopped
 from isthmus.planners.search.cuts import TOLERANCE
-from isthmus.planners.search.fixed_placement import fixed_placement_of
+from isthmus.planners.search.routes import fixed_placement_of
 
 MOST_UNUSED = 24
 """Devices outside the plan that are tried in it: the fastest."""

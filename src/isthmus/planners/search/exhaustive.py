@@ -13,6 +13,7 @@ plan, copies of the first stage), pipelines are built one by one in the order of
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import reduce
@@ -41,7 +42,7 @@ from isthmus.errors import FleetTooSmall
 from isthmus.planners.observer import keep, looked_at, salvaged
 from isthmus.planners.search.cuts import TOLERANCE
 from isthmus.planners.search.descent import Split, every_choice, soonest
-from isthmus.planners.search.fixed_placement import fixed_placement_of
+from isthmus.planners.search.routes import fixed_placement_of
 from isthmus.plans import Plan
 
 MOST_DEVICES = 6
@@ -56,10 +57,6 @@ MOST_CANDIDATES = 150_000
 """Of these, that compute in less than what is known."""
 MOST_BUILT = 3_000
 Group = frozenset[int]
-
-
-Candidate = tuple[tuple[int, ...], tuple[int, ...]]
-"""Devices, block boundaries."""
 
 
 class Settled(NamedTuple):
@@ -113,7 +110,7 @@ def exhaustive_pipeline(
     except _TooManyPlans:
         return None
     bound = np.concatenate([np.zeros(0), *bounds])
-    best, least, proven, tried = None, known, known, set[Candidate]()
+    best, least, proven, tried = None, known, known, set[tuple[tuple[int, ...], tuple[int, ...]]]()
     for k in np.argsort(bound, kind="stable").tolist():
         if bound[k] >= least * (1 - TOLERANCE):
             break
@@ -125,22 +122,15 @@ def exhaustive_pipeline(
         if candidate in tried:  # with other stages that recompute
             continue
         tried.add(candidate)
-        plan = _built(judged, [network.names[d] for d in candidate[0]], blocks.boundaries(candidate[1]))
-        if plan is None:
+        order, boundaries = [network.names[d] for d in candidate[0]], blocks.boundaries(candidate[1])
+        if broken_constraint(judged, order, boundaries) is not None:
             continue
-        proven = min(proven, minimised(judged, plan))  # less than what is preferred, within a loss budget
-        if preference(judged, plan)[0] < least:
-            best, least = keep(plan), preference(judged, plan)[0]
+        with contextlib.suppress(FleetTooSmall):
+            plan = build_plan(judged, order, boundaries, planner="chain")
+            proven = min(proven, minimised(judged, plan))  # less than what is preferred, within a loss budget
+            if preference(judged, plan)[0] < least:
+                best, least = keep(plan), preference(judged, plan)[0]
     return Settled(best, min(proven, least))
-
-
-def _built(problem: Problem, order: Sequence[str], boundaries: Sequence[int]) -> Plan | None:
-    if broken_constraint(problem, order, boundaries) is not None:
-        return None
-    try:
-        return build_plan(problem, order, boundaries, planner="chain")
-    except FleetTooSmall:
-        return None
 
 
 def _undercut(problem: Problem, p: Pipelines, *, throttled: bool) -> Floats:

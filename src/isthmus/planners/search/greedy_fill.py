@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,8 +12,8 @@ from isthmus.cost.blocks import Blocks, alternatives
 from isthmus.cost.cut_table import stage_bytes
 from isthmus.cost.network import FleetNetwork
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.relaxation import Path
-from isthmus.planners.search.fixed_placement import fixed_placement_of
+from isthmus.planners.search.relaxation import Path
+from isthmus.planners.search.routes import fixed_placement_of
 from isthmus.units import format_size
 
 
@@ -29,17 +30,12 @@ def greedy_fill(problem: Problem, network: FleetNetwork, blocks: Blocks) -> Path
         except FleetTooSmall as error:
             refused = error
     assert refused is not None, "the blocks are an alternative"
-    if problem.schedule == "gpipe" and not problem.recompute and _fits(problem, network, blocks.recomputing()):
-        raise FleetTooSmall(f"{refused}; what binds is plan.recompute = false: stages that recompute have room")
-    raise refused
-
-
-def _fits(problem: Problem, network: FleetNetwork, blocks: Blocks) -> bool:
-    try:
-        _greedy(problem, network, blocks)
-    except FleetTooSmall:
-        return False
-    return True
+    what_binds = ""
+    if problem.schedule == "gpipe" and not problem.recompute:
+        with contextlib.suppress(FleetTooSmall):
+            _greedy(problem, network, blocks.recomputing())
+            what_binds = "; what binds is plan.recompute = false: stages that recompute have room"
+    raise FleetTooSmall(f"{refused}{what_binds}")
 
 
 def _greedy(problem: Problem, network: FleetNetwork, blocks: Blocks) -> Path:
@@ -77,9 +73,8 @@ class _Filling:
             return self._filled([(d, int(self.network.memory[d])) for d in order], self.blocks.count)
         start = self.blocks.last_start
         kept = self._need(start, self.blocks.count)
-        rooms = [
-            (d, int(self.network.memory[d]) - (kept if d == last else 0)) for d in order if d == order[0] or d != last
-        ]
+        before = [d for d in order if d == order[0] or d != last]
+        rooms = [(d, int(self.network.memory[d]) - (kept if d == last else 0)) for d in before]
         if last != order[0] and kept > self.network.memory[last]:
             raise self._too_small(last, start, self.blocks.count, int(self.network.memory[last]))
         if not start:
@@ -110,19 +105,15 @@ class _Filling:
         return int(stage_bytes(self.blocks, start, [end], self.held)[0])
 
     def _too_small(self, device: int, start: int, end: int, room: int) -> FleetTooSmall:
-        blocks, network, problem = self.blocks, self.network, self.problem
-        whole, stage = self._need(0, blocks.count), self._need(start, end)
+        network, problem, name = self.network, self.problem, self.network.names[device]
+        holds = name in problem.constraints.data_holders
+        why = f" (the data_holder{', where labels_stay' if problem.constraints.labels_stay else ''})" if holds else ""
+        whole, stage = self._need(0, self.blocks.count), self._need(start, end)
         hint = f" with {self.held} micro-batches in flight, as gpipe holds them" if problem.schedule == "gpipe" else ""
         total, after = format_size(int(network.memory.sum())), problem.constraints.after_headroom
         return FleetTooSmall(
             f"model {problem.flow.graph.name!r} does not fit fleet {problem.fleet.name!r}: filled one after another, "
-            f"device {network.names[device]}{_why(problem, network.names[device])} would have to hold "
+            f"device {name}{why} would have to hold "
             f"{format_size(stage)}, offers {format_size(room)}{after}: {stage - room} bytes short "
             f"(the whole model needs {format_size(whole)}{hint}, the fleet offers {total}{after})"
         )
-
-
-def _why(problem: Problem, name: str) -> str:
-    if name not in problem.constraints.data_holders:
-        return ""
-    return " (the data_holder, where labels_stay)" if problem.constraints.labels_stay else " (the data_holder)"

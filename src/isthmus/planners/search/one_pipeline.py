@@ -1,4 +1,4 @@
-"""One pipeline: the fastest, or the one whose step costs least money.
+"""Planner `chain`: one pipeline, the fastest, or the one whose step costs least money; also with several holders.
 
 The fastest minimises the closed form over the order and choice of devices and over the cuts:
 
@@ -15,6 +15,12 @@ egress:
 What remains is to choose the set. Small fleets: all sets, in the order of that bound, and then every pipeline is tried
 as far as a budget goes. Larger ones: the devices with the cheapest FLOPs, as many as it takes and more, of all regions
 and of each; then the best set loses devices as long as that saves money.
+
+Several holders may feed one chain, each with data of its own: the first stage has a copy on every holder. In the closed
+form the holders are nearly one device (`as_one`): a copy does its part of the micro-batches, so together they are as
+fast as the slowest is for its part, and so are their links. Chains are looked for behind that device, priced as they
+are, with every copy, its links and the sums, and improved by moves of cuts and devices. What that one device needs no
+chain undercuts, so on small fleets every chain is tried in that order.
 """
 
 from __future__ import annotations
@@ -22,29 +28,47 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import msgspec
 
 from isthmus.cost import Problem, build_plan, is_priced, minimised, preference
-from isthmus.cost.blocks import Blocks
+from isthmus.cost.blocks import Blocks, legal_places
 from isthmus.cost.compression import packs_alike
 from isthmus.cost.cut_table import stage_bytes
+from isthmus.cost.limits import broken_constraint
 from isthmus.cost.network import FleetNetwork, network_of
 from isthmus.cost.price import SECONDS_PER_HOUR
-from isthmus.errors import FleetTooSmall
+from isthmus.errors import FleetTooSmall, UserError
+from isthmus.fleet import Device, Fleet, Link
+from isthmus.fleet.links import Links, Route
 from isthmus.planners.baselines.even import even
 from isthmus.planners.bounds import certificate_of, pipeline_bound, pipeline_step_s
 from isthmus.planners.observer import keep, looked_at
 from isthmus.planners.search.cuts import TOLERANCE
+from isthmus.planners.search.descent import Stages, neighbours
 from isthmus.planners.search.exhaustive import exhaustive_pipeline
 from isthmus.planners.search.greedy_fill import greedy_fill
+from isthmus.planners.search.local_search import first_improvement
 from isthmus.planners.search.orders import FoundOrder, OrderSearch
 from isthmus.planners.search.prune_fleet import pruned_fleet
 from isthmus.planners.surrogates import over_surrogates
 from isthmus.plans import Plan
 
 ONE = "any plan of one replica: any devices"
+FED = "any chain that {} feed with their own data: any others"
+
+
+def chain(problem: Problem) -> Plan:
+    """The best choice, order and cuts of the devices: exact on small fleets, by local search over orders beyond.
+
+    Raises FleetTooSmall with the device that is short, and by how much.
+    """
+    if problem.constraints.copied:
+        return fed(problem)
+    money = problem.constraints.objective == "cost" or problem.constraints.limited
+    return cheapest(problem) if money else fastest(problem)
 
 
 def fastest(problem: Problem, *, settle: bool = True) -> Plan:
@@ -61,11 +85,10 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
     near = pruned_fleet(problem, network, blocks)
     if near is not problem:
         plan = fastest(near, settle=False)
-        moved = build_plan(problem, [s.device for s in plan.stages], plan.boundaries(), planner="chain")
-        return with_bound(problem, moved, pipeline_bound(problem, network, blocks))
+        return with_bound(problem, _rebuilt(problem, plan), pipeline_bound(problem, network, blocks))
     classic = OrderSearch(problem, network, blocks)
     best = classic.run() if classic.exhaustive or problem.schedule == "gpipe" else None
-    plans = _plans(problem, [best])
+    plans = list(_plans(problem, best))
     closed_form_s = best.step_s if best else 0.0
     # Where memory throttles the pipeline, the closed form is not the whole story: search again with it in mind, and
     # for stages that recompute.
@@ -73,9 +96,9 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
         p.predicted.step_s <= closed_form_s * (1 + TOLERANCE) for p in plans
     )
     if throttled:
-        plans += _plans(problem, [OrderSearch(problem, network, blocks, throttled=True).run()])
+        plans += _plans(problem, OrderSearch(problem, network, blocks, throttled=True).run())
     if problem.recompute and (throttled or not plans):
-        plans += _plans(problem, [OrderSearch(problem, network, blocks.recomputing()).run()])
+        plans += _plans(problem, OrderSearch(problem, network, blocks.recomputing()).run())
     plans += _baseline(problem)
     tight = throttled or _memory_binds(problem, network, blocks)
     if classic.exhaustive and ((tight and settle) or problem.constraints.labels_stay):
@@ -86,7 +109,7 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
             return with_bound(problem, chosen, proven.bound)
     if not plans:  # raises unless a placement was missed
         fallback = greedy_fill(problem, network, blocks)
-        plans = _plans(problem, [FoundOrder(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0, 0.0)])
+        plans += _plans(problem, FoundOrder(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0, 0.0))
     chosen = min(plans, key=lambda p: p.predicted.step_s)
     if best and classic.exhaustive and not tight:
         return with_bound(problem, chosen, best.bound_s)
@@ -112,21 +135,17 @@ def _memory_binds(problem: Problem, network: FleetNetwork, blocks: Blocks) -> bo
     return float(stage_bytes(blocks, 0, [blocks.count], held)[0]) > float(network.memory.min())
 
 
-def _plans(problem: Problem, found: Sequence[FoundOrder | None]) -> list[Plan]:
-    names = problem.fleet.names
-    plans: list[Plan] = []
-    for f in filter(None, found):
+def _plans(problem: Problem, found: FoundOrder | None) -> Iterator[Plan]:
+    """One or none."""
+    if found is not None:
+        order = [problem.fleet.names[d] for d in found.devices]
         with contextlib.suppress(FleetTooSmall):  # two stages may each fit the device that they share
-            plan = build_plan(problem, [names[d] for d in f.devices], f.boundaries, planner="chain")
-            plans.append(keep(plan))
-    return plans
+            yield keep(build_plan(problem, order, found.boundaries, planner="chain"))
 
 
-def _baseline(problem: Problem) -> list[Plan]:
-    try:
-        return [keep(even(problem))]
-    except FleetTooSmall:
-        return []
+def _baseline(problem: Problem) -> Iterator[Plan]:
+    with contextlib.suppress(FleetTooSmall):
+        yield keep(even(problem))
 
 
 MOST_EXHAUSTIVE = 5
@@ -211,21 +230,23 @@ def _best_of(problem: Problem, blocks: Blocks) -> Plan | None:
     for bound, names in sorted(bounds, key=lambda pair: pair[0]):
         if best is not None and bound > preference(problem, best)[0]:
             break
-        tried = [*_of_sets(problem, [names]), *([best] if best is not None else [])]
-        best = min(tried, key=lambda plan: preference(problem, plan), default=None)
+        found = _of_set(problem, names)
+        if found is not None and (best is None or preference(problem, found) <= preference(problem, best)):
+            best = found
     return best
 
 
-def _of_sets(problem: Problem, sets: Iterable[tuple[str, ...]]) -> Iterator[Plan]:
-    for names in sets:
-        with contextlib.suppress(FleetTooSmall):
-            yield _rebuilt(problem, fastest(problem.timed().on(problem.fleet.subset(names))))
+def _of_set(problem: Problem, names: Sequence[str]) -> Plan | None:
+    """The fastest pipeline of these devices, as a plan of the whole fleet; None where nothing fits them."""
+    try:
+        return _rebuilt(problem, fastest(problem.timed().on(problem.fleet.subset(names))))
+    except FleetTooSmall:
+        return None
 
 
 def _rebuilt(problem: Problem, plan: Plan) -> Plan:
-    """A plan of a part of the fleet as one of all of it."""
-    order = [stage.device for stage in plan.stages]
-    return build_plan(problem, order, plan.boundaries(), planner="chain")
+    """A plan of a part of the fleet, or of a problem like this one, as one of the problem."""
+    return build_plan(problem, [stage.device for stage in plan.stages], plan.boundaries(), planner="chain")
 
 
 def _with_fewer(problem: Problem, plan: Plan) -> Plan:
@@ -240,7 +261,7 @@ def _with_fewer(problem: Problem, plan: Plan) -> Plan:
             if not left or (holders and not set(holders) & set(left)) or tried >= MOST_DROPPED:
                 continue
             tried += 1
-            other = next(_of_sets(problem, [left]), None)
+            other = _of_set(problem, left)
             if other is not None and preference(problem, other) < preference(problem, plan):
                 plan, improved = other, True
                 break
@@ -261,4 +282,102 @@ def with_bound(problem: Problem, plan: Plan, bound: float, plans: str = ONE) -> 
         planner="chain",
         certificate=certificate,
         notes={name: f"no plan{found} is {better} with it" for name in problem.fleet.names if name not in plan.devices},
+    )
+
+
+MOST_BEHIND = 6
+"""Devices behind the holders up to which every chain is tried."""
+MOST_NEIGHBOURS = 400
+"""Chains that are looked at near the best one."""
+
+
+def fed(problem: Problem) -> Plan:
+    """The best chain that all holders feed, with a lower bound on all such chains.
+
+    Raises FleetTooSmall with the device that is short, and by how much; UserError where no first stage may have copies.
+    """
+    one = as_one(problem)
+    network, blocks = network_of(one), Blocks(one)
+    best = improved_by_moves(problem, _best_start(problem, one))
+    reached, bound = preference(problem, best)[0], pipeline_bound(one, network, blocks)
+    if len(one.fleet.names) <= MOST_BEHIND and reached > bound * (1 + TOLERANCE):
+        proven = exhaustive_pipeline(one, network, blocks, reached, judged=problem)
+        if proven is not None:
+            best, bound = proven.plan or best, proven.bound
+    return with_bound(problem, best, bound, FED.format(" and ".join(problem.constraints.feeders)))
+
+
+def as_one(problem: Problem) -> Problem:
+    """The same with one device in place of all holders, under the first one's name, that is as fast as they are
+    together. What it takes no chain that they feed undercuts: a link of it has the least latency of theirs, and nothing
+    that leaves it costs money. That is so of what it computes and sends, and of what fits into the tightest holder's
+    memory. How long that memory holds up a stage is not: of a copy only its part of a round trip counts."""
+    fleet, constraints = problem.fleet, problem.constraints
+    feeders, shares = constraints.feeders, constraints.shares
+    first, others = feeders[0], [name for name in fleet.names if name not in feeders]
+    speed = min(fleet.device(name).sustained_flops_per_s / share for name, share in zip(feeders, shares, strict=True))
+    memory = fleet.device(problem.tightest(first)).memory_bytes
+    price = sum(fleet.device(name).price_per_hour for name in feeders)
+    device = Device(name=first, region=f"at {first}", flops_per_s=speed, memory_bytes=memory, price_per_hour=price)
+
+    def link(pairs: list[tuple[str, str]]) -> Link:
+        links = [fleet.link(*pair) for pair in pairs]
+        bandwidth = min(x.bandwidth_bytes_per_s / share for x, share in zip(links, shares, strict=True))
+        return Link(latency_s=min(x.latency_s for x in links), bandwidth_bytes_per_s=bandwidth)
+
+    routes = [Route(a, b, fleet.link(a, b)) for a in others for b in others if a != b]
+    routes += [Route(first, b, link([(name, b) for name in feeders])) for b in others]
+    routes += [Route(a, first, link([(a, name) for name in feeders])) for a in others]
+    kept = [msgspec.structs.replace(fleet.device(name), region=f"at {name}") for name in others]
+    together = Fleet(name=fleet.name, devices=(device, *kept), links=Links(devices=tuple(routes)))
+    return replace(
+        problem, fleet=together, constraints=msgspec.structs.replace(constraints, data_holders=(first,), own_samples=())
+    )
+
+
+def _best_start(problem: Problem, one: Problem) -> Plan:
+    """What the planners of one pipeline make of it. Raises what the first of them did where none finds a plan."""
+    plans: list[Plan] = []
+    refused: list[UserError] = []
+    for search in (chain, even):
+        try:
+            plans.append(keep(_rebuilt(problem, search(one))))
+        except UserError as error:
+            refused.append(error)
+    for order, boundaries in _shortest(problem) if not plans else ():
+        with contextlib.suppress(UserError):
+            plans.append(keep(build_plan(problem, order, boundaries, planner="chain")))
+    if not plans:
+        raise refused[0]
+    return min(plans, key=lambda plan: preference(problem, plan))
+
+
+def _shortest(problem: Problem) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """The holders and one device, the first stage as short as can be: where written buffers or memory bind."""
+    feeders, places, last_start = problem.constraints.feeders, legal_places(problem), problem.last_start
+    first = feeders[0]
+    for name in (n for n in problem.fleet.names if n not in feeders):
+        if last_start is None:
+            yield from (((first, name), (place,)) for place in places[:1])
+        else:
+            yield from (((first, name, first), (places[0], end)) for end in places[1:] if end <= last_start)
+
+
+def improved_by_moves(problem: Problem, plan: Plan) -> Plan:
+    """By moves of cuts, and of devices into the chain, out of it and past each other, as long as one helps."""
+    blocks, number = Blocks(problem), {name: d for d, name in enumerate(problem.fleet.names)}
+
+    def near(now: Plan) -> Iterator[Plan]:
+        ends = (0, *map(blocks.block_of, now.boundaries()), blocks.count)
+        stages = Stages(tuple(number[stage.device] for stage in now.stages), ends)
+        idle = [d for name, d in number.items() if d not in stages.order and name not in problem.constraints.feeders]
+        for other in itertools.chain.from_iterable(neighbours(stages, idle)):
+            order = [problem.fleet.names[d] for d in other.order]
+            boundaries = blocks.boundaries(other.ends[1:-1])
+            if broken_constraint(problem, order, boundaries) is None:
+                with contextlib.suppress(UserError):  # it does not fit, or neighbours are on one device
+                    yield keep(build_plan(problem, order, boundaries, planner=plan.planner))
+
+    return first_improvement(
+        plan, near, lambda made: preference(problem, made)[0], most=MOST_NEIGHBOURS, tolerance=TOLERANCE
     )

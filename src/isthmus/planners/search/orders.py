@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,12 +25,10 @@ from isthmus.cost import Problem, build_plan, kernel
 from isthmus.cost.blocks import Blocks, coarse
 from isthmus.cost.network import FleetNetwork, Floats
 from isthmus.planners.observer import looked_at, salvaged
-from isthmus.planners.relaxation import Path, Relaxation
 from isthmus.planners.search.cuts import Budget, ThresholdSearch
-from isthmus.planners.search.fixed_placement import MOST_BEGINNINGS, fixed_placement_of
 from isthmus.planners.search.local_search import first_improvement, nearest_tour
-from isthmus.planners.search.routes import ANY, Routes, all_orders, one_order
-from isthmus.planners.search.stage_tables import StageTables
+from isthmus.planners.search.relaxation import Path, Relaxation, StageTables
+from isthmus.planners.search.routes import ANY, MOST_BEGINNINGS, Routes, all_orders, fixed_placement_of, one_order
 from isthmus.plans import Plan
 
 Order = tuple[int, ...]
@@ -184,8 +183,7 @@ PER_ORDER = Budget(probes=60, states=1_000)
 """Where orders are not searched exhaustively."""
 
 
-@dataclass(frozen=True)
-class FoundOrder:
+class FoundOrder(NamedTuple):
     """Devices in order, operator positions of the cuts, their objective, and the bound that the search proved."""
 
     devices: tuple[int, ...]

@@ -18,9 +18,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -30,14 +30,13 @@ from isthmus.cost.averaging import balanced_s
 from isthmus.cost.blocks import Blocks, coarse
 from isthmus.cost.network import FleetNetwork, Floats
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.least import settles
+from isthmus.planners.bounds import settles
 from isthmus.planners.observer import keep, looked_at
 from isthmus.planners.search.exhaustive import every_grouping
-from isthmus.planners.search.fixed_placement import fixed_placement_of
-from isthmus.planners.search.local_search import first_improvement, nearest_tour
+from isthmus.planners.search.local_search import first_improvement, nearest_tour, share_out
 from isthmus.planners.search.one_pipeline import fastest
 from isthmus.planners.search.orders import ROUNDING, Order, Scorer, improve, nearest_neighbour, scorer_of
-from isthmus.planners.shares import share_out
+from isthmus.planners.search.routes import fixed_placement_of
 from isthmus.plans import Plan, SyncGroup
 
 MOST_MOVES = 600
@@ -60,7 +59,6 @@ class GroupScorer:
     pipeline: Scorer
     network: FleetNetwork
     gradient_bytes: float
-    _times: dict[Order, tuple[float, float]] = field(default_factory=dict[Order, tuple[float, float]])
 
     def grouping(self, orders: Sequence[Order], worth_s: float = float("inf")) -> ReplicaGrouping:
         """Averaging is left out where the pipelines alone take `worth_s`."""
@@ -74,11 +72,10 @@ class GroupScorer:
         """The micro-batches of each where memory holds no more than `most`."""
         return share_out([self._fill_and_period(order) for order in orders], self.pipeline.micro_batches, most)
 
-    def _fill_and_period(self, order: Order) -> tuple[float, float]:
+    @cached_property
+    def _fill_and_period(self) -> Callable[[Order], tuple[float, float]]:
         """Kept: a move changes one order or two, and the others come again."""
-        if order not in self._times:
-            self._times[order] = self.pipeline.fill_and_period(order)
-        return self._times[order]
+        return cache(self.pipeline.fill_and_period)
 
 
 def groupings(scorer: GroupScorer, regions: Sequence[int], count: int, worth_s: float) -> list[ReplicaGrouping]:
@@ -293,59 +290,38 @@ def replicas_per_device(problem: Problem) -> Iterator[Plan]:
     """The best plans of this kind, of two replicas and more."""
     if problem.most_replicas < 2:
         return
-    search = _Sets(problem)
-    for chosen in sorted(search.sets(), key=search.step_s)[:MOST_BUILT]:
-        names, shares = search.named(chosen), search.shares(chosen)
-        layouts = [PlanLayout((name,), (), share) for name, share in zip(names, shares, strict=True)]
+    fleet = problem.fleet.subset(problem.constraints.data_holders or problem.fleet.names)
+    work, names = problem.cumulative_flops[-1], fleet.names
+    each_s = [work / device.sustained_flops_per_s for device in fleet.devices]
+    ops = problem.flow.graph.ops
+    trained = [op.name for op in ops if op.kind == "parameter" and any(op.requires_grad)]
+    size_bytes = sync.buffer_bytes(problem.flow, trained, "gradients")
+
+    def shares(chosen: Chosen) -> tuple[int, ...]:
+        return share_out([(each_s[d], each_s[d]) for d in chosen], problem.micro_batches)
+
+    @cache
+    def step_s(chosen: Chosen) -> float:
+        looked_at()
+        # the least T with sum of floor(T v / w) >= n, and then the averaging
+        longest_s = max(each_s[d] * share for d, share in zip(chosen, shares(chosen), strict=True))
+        devices = tuple(names[d] for d in chosen)
+        group = SyncGroup(devices=devices, parameters=(), iterations=(0,), size_bytes=size_bytes)
+        return longest_s + sync.sum_time(fleet, sync.fastest(fleet, group)).alone_s / problem.sync.every
+
+    for chosen in sorted(_sets(each_s, problem.most_replicas, step_s), key=step_s)[:MOST_BUILT]:
+        layouts = [PlanLayout((names[d],), (), m) for d, m in zip(chosen, shares(chosen), strict=True)]
         with contextlib.suppress(FleetTooSmall):
             yield keep(build_replicas(problem, layouts, planner="auto"))
 
 
-class _Sets:
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._fleet = problem.fleet.subset(problem.constraints.data_holders or problem.fleet.names)
-        work = problem.cumulative_flops[-1]
-        self._each_s = [work / device.sustained_flops_per_s for device in self._fleet.devices]
-        self._by_speed = sorted(range(len(self._each_s)), key=lambda d: (self._each_s[d], d))
-        ops = problem.flow.graph.ops
-        trained = [op.name for op in ops if op.kind == "parameter" and any(op.requires_grad)]
-        self._size_bytes = sync.buffer_bytes(problem.flow, trained, "gradients")
-        self._known: dict[Chosen, float] = {}
-
-    def named(self, chosen: Chosen) -> list[str]:
-        return [self._fleet.names[d] for d in chosen]
-
-    def sets(self) -> list[Chosen]:
-        """Those looked at."""
-        devices, most = len(self._each_s), self._problem.most_replicas
-        if devices <= MOST_SETS_OF:
-            sizes = range(2, most + 1)
-            return [chosen for size in sizes for chosen in itertools.combinations(range(devices), size)]
-        pairs = list(itertools.combinations(sorted(self._by_speed[:MOST_TRIED]), 2))
-        grown: Chosen = min(pairs, key=self.step_s)
-        found: list[Chosen] = [grown]
-        while len(grown) < most:
-            left = [d for d in self._by_speed if d not in grown][:MOST_TRIED]
-            grown = min((tuple(sorted((*grown, d))) for d in left), key=self.step_s)
-            found.append(grown)
-        return found
-
-    def step_s(self, chosen: Chosen) -> float:
-        if chosen not in self._known:
-            looked_at()
-            shares = self.shares(chosen)
-            group = SyncGroup(
-                devices=tuple(self.named(chosen)), parameters=(), iterations=(0,), size_bytes=self._size_bytes
-            )
-            # the least T with sum of floor(T v / w) >= n, and then the averaging
-            longest_s = max(self._each_s[d] * share for d, share in zip(chosen, shares, strict=True))
-            averaging_s = (
-                sync.sum_time(self._fleet, sync.fastest(self._fleet, group)).alone_s / self._problem.sync.every
-            )
-            self._known[chosen] = longest_s + averaging_s
-        return self._known[chosen]
-
-    def shares(self, chosen: Sequence[int]) -> tuple[int, ...]:
-        """Micro-batches of each device."""
-        return share_out([(self._each_s[d], self._each_s[d]) for d in chosen], self._problem.micro_batches)
+def _sets(each_s: Sequence[float], most: int, step_s: Callable[[Chosen], float]) -> list[Chosen]:
+    """Sets of devices that are looked at, of two to `most`; a micro-batch takes each device so long."""
+    if len(each_s) <= MOST_SETS_OF:
+        return [c for size in range(2, most + 1) for c in itertools.combinations(range(len(each_s)), size)]
+    by_speed = sorted(range(len(each_s)), key=lambda d: (each_s[d], d))
+    found: list[Chosen] = [min(itertools.combinations(sorted(by_speed[:MOST_TRIED]), 2), key=step_s)]
+    while len(found[-1]) < most:
+        left = [d for d in by_speed if d not in found[-1]][:MOST_TRIED]
+        found.append(min((tuple(sorted((*found[-1], d))) for d in left), key=step_s))
+    return found

@@ -25,15 +25,6 @@ class Fusion:
     """When the last of them is there, on the clock of `ready_s`."""
 
 
-@dataclass(frozen=True)
-class _FusedMessage:
-    """The messages of the first layers."""
-
-    ended_s: tuple[float, ...]
-    """The last `at_once` of them, in order."""
-    messages: tuple[range, ...]
-
-
 def fused(ready_s: Sequence[float], wire_s: Sequence[float], latency_s: float, at_once: int) -> Fusion:
     """The messages that are soonest through. O(L^2) per number of messages at once.
 
@@ -70,15 +61,16 @@ def sent(ended_s: tuple[float, ...], ready_s: float, wire_s: float, latency_s: f
 
 
 def _fused(ready_s: Sequence[float], wire_s: Sequence[float], latency_s: float, at_once: int) -> Fusion:
-    best = [_FusedMessage((), ())]
+    # Of the first layers: when the last `at_once` messages ended, in order; and all messages.
+    best: list[tuple[tuple[float, ...], tuple[range, ...]]] = [((), ())]
     for end in range(1, len(ready_s) + 1):
         carried_s = 0.0
-        choices: list[_FusedMessage] = []
+        choices: list[tuple[tuple[float, ...], tuple[range, ...]]] = []
         for start in reversed(range(end)):
             carried_s += wire_s[start]
-            before = best[start]
-            through_s = sent(before.ended_s, ready_s[end - 1], carried_s, latency_s, at_once)
-            ended_s = (*before.ended_s, through_s)[-at_once:]
-            choices.append(_FusedMessage(ended_s, (*before.messages, range(start, end))))
-        best.append(min(choices, key=lambda one: (one.ended_s[::-1], len(one.messages))))
-    return Fusion(best[-1].messages, best[-1].ended_s[-1])
+            ended_s, messages = best[start]
+            through_s = sent(ended_s, ready_s[end - 1], carried_s, latency_s, at_once)
+            choices.append(((*ended_s, through_s)[-at_once:], (*messages, range(start, end))))
+        best.append(min(choices, key=lambda choice: (choice[0][::-1], len(choice[1]))))
+    ended_s, messages = best[-1]
+    return Fusion(messages, ended_s[-1])

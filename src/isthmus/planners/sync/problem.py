@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from isthmus.errors import UserError
+from isthmus.plans.sync import SyncPlan
+
+TIMES = ("forward_s", "backward_s", "average_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,22 +27,12 @@ class WorkerProfile:
     """How long averaging the layer occupies this worker's links; 0 for a layer without parameters."""
 
     def __post_init__(self) -> None:
-        for field, times in self._times().items():
+        for field in TIMES:
+            times: tuple[float, ...] = getattr(self, field)
             for number, time_s in enumerate(times):
                 if not (math.isfinite(time_s) and time_s >= 0):
                     where = f"worker {self.worker!r}: {field}[{number}]"
                     raise UserError(f"{where}: got {time_s}, expected a finite number of seconds, at least 0")
-
-    def check_layers(self, count: int) -> None:
-        """Raises UserError unless there is one time for each of `count` layers."""
-        for field, times in self._times().items():
-            if len(times) != count:
-                raise UserError(
-                    f"worker {self.worker!r}: {field}: got {len(times)} times, expected {count}, one a layer"
-                )
-
-    def _times(self) -> dict[str, tuple[float, ...]]:
-        return {"forward_s": self.forward_s, "backward_s": self.backward_s, "average_s": self.average_s}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +69,14 @@ class SyncProblem:
         if not 0 <= self.spare <= 1:
             raise UserError(f"spare: got {self.spare}, expected 0 to 1")
         for profile in self.workers:
-            profile.check_layers(len(self.layers))
+            for field in TIMES:
+                got, expected = len(getattr(profile, field)), len(self.layers)
+                if got != expected:
+                    raise UserError(
+                        f"worker {profile.worker!r}: {field}: got {got} times, expected {expected}, one a layer"
+                    )
             if not sum(profile.backward_s) > 0:
                 raise UserError(f"worker {profile.worker!r}: backward_s: got a sum of 0, expected time above 0")
+
+
+SyncPlanner = Callable[[SyncProblem], SyncPlan]

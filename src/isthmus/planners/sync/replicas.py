@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from isthmus.cost import Placement, Problem, layouts_of, place, with_sync
 from isthmus.cost.sync import buffer_bytes, grouped, owners
-from isthmus.planners.sync.problem import SyncProblem, WorkerProfile
-from isthmus.planners.sync.registry import SyncPlanner
+from isthmus.planners.sync.problem import SyncPlanner, SyncProblem, WorkerProfile
 from isthmus.plans import Plan
 
 

@@ -4,9 +4,13 @@ The planners made of them are in `on_fleet`; they have the names of modules here
 """
 
 from isthmus.planners.baselines.allocation.certified import certified_layers
-from isthmus.planners.baselines.allocation.in_order import equal_compute_layers, even_layers, sky_heuristic_layers
 from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, Transfers, allocation
-from isthmus.planners.baselines.allocation.sky_optimal import sky_optimal_layers
+from isthmus.planners.baselines.allocation.sky import (
+    equal_compute_layers,
+    even_layers,
+    sky_heuristic_layers,
+    sky_optimal_layers,
+)
 
 __all__ = [
     "Allocation",

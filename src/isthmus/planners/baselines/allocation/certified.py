@@ -1,7 +1,7 @@
 """Ours: the smallest largest workload over every order of the devices, with a proven lower bound.
 
-Identical layers are counted, exactly. Otherwise prices on layers prove a bound (`prices`), and limits between it and
-the best allocation known are tried: a beam search looks for an order (`pack`), then swaps of devices do (`anneal`),
+Identical layers are counted, exactly. Otherwise prices on layers prove a bound (`best_prices`), and limits between it
+and the best allocation known are tried: a beam search looks for an order (`pack`), then swaps of devices do (`anneal`),
 then an integer programme for a cover, or for the proof that there is none (`cover`). Whatever order is found is cut
 exactly (`best_cut`).
 """
@@ -14,14 +14,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from isthmus.cost.kernel import Ints
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.baselines.allocation.identical import identical, identical_layers
-from isthmus.planners.baselines.allocation.in_order import best_in_order
 from isthmus.planners.baselines.allocation.order_searches import CoverResult, anneal, cover, pack
-from isthmus.planners.baselines.allocation.prices import best_prices, pooled_bound_s, priced_bound_s, work_prices
 from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, allocation, too_small
-from isthmus.planners.baselines.allocation.windows import best_cut
+from isthmus.planners.baselines.allocation.sky import best_in_order
+from isthmus.planners.baselines.allocation.windows import (
+    best_cut,
+    best_prices,
+    pooled_bound_s,
+    priced_bound_s,
+    work_prices,
+)
 from isthmus.planners.observer import SearchStopped
+from isthmus.units import format_size
 
 TOLERANCE = 1e-4
 """The gap at which the search on large problems ends."""
@@ -144,3 +150,52 @@ def _nothing_fits(problem: LayerProblem, *, proven: bool) -> FleetTooSmall:
     reason = f"{math.ceil(short)} bytes short in all" if short > 0 else "whole layers do not go into what they have"
     verb = "holds" if proven else "was found that holds"
     return FleetTooSmall(f"no order of the devices {verb} the layers: {reason}")
+
+
+def identical(problem: LayerProblem) -> bool:
+    """Whether one layer is like another in work, memory and what it receives."""
+    columns = [problem.layer_flops, problem.layer_memory_bytes]
+    if problem.transfers is not None:
+        columns.append(problem.transfers.boundary_bytes)
+    work = float(problem.layer_flops[0])
+    return work > 0 and problem.memory_reach is None and all(bool((c == c[0]).all()) for c in columns)
+
+
+def identical_layers(problem: LayerProblem) -> Allocation:
+    """The exact optimum, for ten thousand devices in milliseconds; devices that get layers stay in the order given.
+
+    Within a limit T a device takes min(cap_d, floor((T - lat_d) / (s_d f))) layers, whatever the others do; T is enough
+    exactly where these add up to all layers. Bisection on T ends between two neighbouring floats. Raises FleetTooSmall.
+    """
+    devices = np.arange(problem.devices)
+    room = problem.memory_end(devices, np.zeros_like(devices))
+    missing = problem.layers - int(room.sum())
+    if missing > 0:
+        raise FleetTooSmall(
+            f"{problem.layers} equal layers of {format_size(math.ceil(problem.layer_memory_bytes[0]))}: the devices "
+            f"hold {problem.layers - missing} of them, so {missing} are without a place"
+        )
+    one_layer_s = problem.device_s_per_flop * problem.layer_flops[0] + problem.received_s(devices, 0)
+    low_s, high_s = 0.0, float(one_layer_s.max())
+    while int(_within(problem, room, high_s).sum()) < problem.layers:
+        low_s, high_s = high_s, 2 * high_s
+    while low_s < (middle_s := (low_s + high_s) / 2) < high_s:
+        enough = int(_within(problem, room, middle_s).sum()) >= problem.layers
+        low_s, high_s = (low_s, middle_s) if enough else (middle_s, high_s)
+    counts = _within(problem, room, high_s)
+    # One float lower the layers do not fit: what is too much now is on devices that are exactly at the limit.
+    at_limit = np.flatnonzero(counts > _within(problem, room, math.nextafter(high_s, 0.0)))
+    counts[at_limit[: int(counts.sum()) - problem.layers]] -= 1
+    return allocation(problem, devices.tolist(), counts.tolist(), high_s)
+
+
+def _within(problem: LayerProblem, room: Ints, limit_s: float) -> Ints:
+    """[devices]: layers within the limit, at most `room`; the quotient is only a guess, the workload decides."""
+    devices = np.arange(problem.devices)
+    received_s = problem.received_s(devices, 0)
+    left_s = np.maximum(limit_s - (received_s if problem.transfers is None else 0.0), 0.0)
+    guess = np.minimum(left_s / (problem.device_s_per_flop * problem.layer_flops[0]), room).astype(np.int64)
+    counts = np.minimum(guess + 1, room)
+    for _ in range(2):
+        counts -= problem.workload_s(devices, 0, counts) > limit_s
+    return np.where(received_s <= limit_s, counts, 0)

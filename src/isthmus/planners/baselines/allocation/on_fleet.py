@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -21,11 +20,10 @@ from isthmus.cost.kernel import Ints
 from isthmus.cost.network import FleetNetwork, network_of
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.baselines.allocation.certified import certified_layers
-from isthmus.planners.baselines.allocation.in_order import equal_compute_layers, sky_heuristic_layers
 from isthmus.planners.baselines.allocation.problem import Allocation, LayerProblem, RunTooLarge, Transfers
-from isthmus.planners.baselines.allocation.sky_optimal import sky_optimal_layers
+from isthmus.planners.baselines.allocation.sky import equal_compute_layers, sky_heuristic_layers, sky_optimal_layers
 from isthmus.planners.search.greedy_fill import greedy_fill
-from isthmus.planners.search.stage_tables import StageTables
+from isthmus.planners.search.relaxation import StageTables
 from isthmus.plans import Certificate, Plan
 from isthmus.units import format_size
 
@@ -67,23 +65,6 @@ def certified(problem: Problem) -> Plan:
     return _planned(problem, "certified", certified_layers)
 
 
-@dataclass(frozen=True)
-class _Layers:
-    """One problem as layers, all of whose stages hold `in_flight` micro-batches."""
-
-    problem: LayerProblem
-    blocks: Blocks
-    in_flight: int
-
-    @property
-    def question(self) -> str:
-        return (
-            f"the largest compute or first receipt of a stage per micro-batch, of any order and subset of the "
-            f"devices, cuts at {self.blocks.count - 1} places, memory for {self.in_flight} micro-batches in flight"
-            + (", every stage recomputing" if self.blocks.recompute else "")
-        )
-
-
 def layers_of(network: FleetNetwork, blocks: Blocks, in_flight: int) -> LayerProblem:
     """The blocks as layers, with the memory of stages that hold `in_flight` micro-batches."""
     tables = StageTables(blocks)
@@ -107,7 +88,6 @@ def _transfers(network: FleetNetwork, tables: StageTables) -> Transfers | None:
     return Transfers(
         boundary_bytes=np.maximum(near.forward[:, 0], near.backward[:, 0]),
         device_s_per_byte=np.minimum(byte_s.min(axis=0), byte_s.min(axis=1)),
-        overlaps=True,
     )
 
 
@@ -120,39 +100,36 @@ def _memory_reach(tables: StageTables, network: FleetNetwork, in_flight: int) ->
 
 def _planned(problem: Problem, planner: str, allocate: Allocate) -> Plan:
     network, blocks = network_of(problem), coarse(Blocks(problem), MOST_BLOCKS)
-    layers, found = _allocated(problem, network, blocks, planner, allocate)
+    blocks, in_flight, found = _allocated(problem, network, blocks, planner, allocate)
     order = [network.names[d] for d in found.order]
-    cut = np.cumsum(found.counts)[:-1].tolist()
-    certificate = None
-    if found.lower_bound_s > 0:
-        certificate = Certificate(
-            lower_bound=found.lower_bound_s, gap=found.gap, objective="stage", question=layers.question
-        )
-    reason = f"{planner} gave it no layers"
     made = build_plan(
         problem,
         order,
-        blocks.boundaries(cut),
+        blocks.boundaries(np.cumsum(found.counts)[:-1].tolist()),
         planner=planner,
-        certificate=certificate,
-        notes=dict.fromkeys(set(network.names) - set(order), reason),
+        notes=dict.fromkeys(set(network.names) - set(order), f"{planner} gave it no layers"),
     )
-    if all(stage.recompute == layers.blocks.recompute for stage in made.stages):
-        return made
-    return msgspec.structs.replace(made, certificate=None)  # it is of stages that all recompute, or none
+    if found.lower_bound_s <= 0 or any(stage.recompute != blocks.recompute for stage in made.stages):
+        return made  # the bound is of stages that all recompute, or none
+    question = (
+        f"the largest compute or first receipt of a stage per micro-batch, of any order and subset of the "
+        f"devices, cuts at {blocks.count - 1} places, memory for {in_flight} micro-batches in flight"
+        + (", every stage recomputing" if blocks.recompute else "")
+    )
+    certificate = Certificate(lower_bound=found.lower_bound_s, gap=found.gap, objective="stage", question=question)
+    return msgspec.structs.replace(made, certificate=certificate)
 
 
 def _allocated(
     problem: Problem, network: FleetNetwork, blocks: Blocks, planner: str, allocate: Allocate
-) -> tuple[_Layers, Allocation]:
+) -> tuple[Blocks, int, Allocation]:
     """With as many micro-batches in flight as the schedule may want, else with as few as it can run on."""
     most = min(problem.micro_batches, len(network.names))
     holds = [problem.micro_batches] if problem.schedule == "gpipe" else list(dict.fromkeys((most, 1)))
     why = ""
     for in_flight, cut in itertools.product(holds, alternatives(blocks)):
-        layers = _Layers(layers_of(network, cut, in_flight), cut, in_flight)
         try:
-            return layers, allocate(layers.problem)
+            return cut, in_flight, allocate(layers_of(network, cut, in_flight))
         except FleetTooSmall as refusal:
             why = _binding(problem, network, cut, in_flight, refusal)
     greedy_fill(problem, network, Blocks(problem))  # raises with the device that is short, unless a placement fits

@@ -22,7 +22,7 @@ from scipy.sparse import csr_matrix
 
 from isthmus.cost.kernel import Floats, Ints
 from isthmus.planners.baselines.allocation.problem import LayerProblem
-from isthmus.planners.baselines.allocation.windows import Windows, ordered, reach, windows
+from isthmus.planners.baselines.allocation.windows import Windows, earned, ordered, reach, windows
 from isthmus.planners.highs import integer_programme
 from isthmus.planners.observer import looked_at
 
@@ -31,14 +31,14 @@ MOST_EXPANDED = 4_000_000
 """States x devices x devices of one search: it is narrower where there are more devices."""
 
 
-def pack(problem: LayerProblem, prices: Floats, limit_s: float, seed: int = 0) -> list[int] | None:
+def pack(problem: LayerProblem, prices: Floats, limit_s: float) -> list[int] | None:
     """Devices in an order that reaches the end within the limit, or None where the beam lost all its states."""
     ends = reach(problem, limit_s)
     before = np.concatenate(([0.0], np.cumsum(prices)))
     dearest = (before[ends] - before[:-1]).max(axis=1)
     budget = float(dearest.sum() - before[-1]) + 1e-9 * float(before[-1])
     width = max(1, min(MOST_STATES, MOST_EXPANDED // problem.devices**2))
-    names = np.random.default_rng(seed).integers(1, 1 << 62, problem.devices)
+    names = np.random.default_rng(0).integers(1, 1 << 62, problem.devices)
     position, used = np.zeros(1, dtype=np.int64), np.zeros((1, problem.devices), dtype=bool)
     key = np.zeros(1, dtype=np.int64)
     chosen = np.zeros((1, 0), dtype=np.int64)
@@ -144,9 +144,8 @@ def cover(problem: LayerProblem, prices: Floats, limit_s: float) -> list[int] | 
 def affordable(problem: LayerProblem, prices: Floats, limit_s: float) -> Windows | None:
     """The maximal windows that a solution may use; None where the prices already refute the limit."""
     ends = reach(problem, limit_s)
-    before = np.concatenate(([0.0], np.cumsum(prices)))
-    earned = before[ends] - before[:-1]
-    dearest = earned.max(axis=1)
+    of_windows = earned(prices, ends)
+    dearest, whole = of_windows.max(axis=1), float(np.cumsum(prices)[-1])
     # A millionth of the whole, lest rounding in the prices drop a window that is needed.
-    budget = float(dearest.sum() - before[-1]) + 1e-6 * float(before[-1])
-    return None if budget < 0 else windows(ends, dearest[:, None] - earned <= budget)
+    budget = float(dearest.sum() - whole) + 1e-6 * whole
+    return None if budget < 0 else windows(ends, dearest[:, None] - of_windows <= budget)

@@ -22,14 +22,12 @@ from isthmus.units import format_size
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Transfers:
-    """The bytes that a device receives before its first layer, and the bandwidth of the link."""
+    """The bytes that a device receives before its first layer, while it computes, and the bandwidth of the link."""
 
     boundary_bytes: Floats
     """[layers]: bytes that enter layer j where a device starts with it."""
     device_s_per_byte: Floats
     """[devices]: seconds per byte of the link that a device receives over."""
-    overlaps: bool = False
-    """Whether a device receives while it computes: the longer of the two counts, else their sum."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,11 +96,13 @@ class LayerProblem:
         return latency + self.transfers.device_s_per_byte[device] * self.transfers.boundary_bytes[start]
 
     def workload_s(self, device: int | Ints, start: int | Ints, end: int | Ints) -> Floats:
-        """Seconds of the layers start .. end - 1 on a device; numpy broadcasts the three. Nothing where empty."""
+        """Seconds of the layers start .. end - 1 on a device; numpy broadcasts the three. Nothing where empty.
+
+        With transfers the longer of the two counts, else latency is added.
+        """
         compute = self.device_s_per_flop[device] * (self.flops_before[end] - self.flops_before[start])
         received = self.received_s(device, np.minimum(start, self.layers - 1))
-        overlaps = self.transfers is not None and self.transfers.overlaps
-        both = np.maximum(compute, received) if overlaps else compute + received
+        both = compute + received if self.transfers is None else np.maximum(compute, received)
         return np.where(np.greater(end, start), both, 0.0)
 
     def memory_end(self, device: int | Ints, start: int | Ints) -> Ints:

@@ -4,11 +4,19 @@ For a threshold B it finds the least `fill + shared` of all pipelines whose stag
 micro-batch. A value that was not made in the stage just before, nor in the first block, is charged at the best
 rate of any earlier device: the state does not say which one holds it. So the result bounds the true cost from
 below, and `search.cuts` needs to look only where it is not tight.
+
+What a stage [a, b) receives is tabled for all stages at once, by who must have sent it:
+
+    near    made in block a - 1, so certainly in the stage before (values only)
+    early   made in block 0, so certainly in the first stage
+    other   the rest
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -16,14 +24,100 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from isthmus.cost import Problem
+from isthmus.cost.blocks import BlockItem, Blocks
 from isthmus.cost.network import FleetNetwork, Floats
 from isthmus.planners.search.routes import ANY, Routes, State
-from isthmus.planners.search.stage_tables import Received, StageTables
 
 TINY = 1e-9
 """Relative slack for rounding wherever a range is narrowed before the exact comparison."""
 SMALL_TABLE = 100_000
 """Cells of a table up to which costs per pair of devices are kept between thresholds."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """Bytes per stage, [a, b - a - 1]. `empty` when nothing is ever received this way."""
+
+    held: Floats
+    """Per micro-batch in flight; those of the next two are as they are sent."""
+    forward: Floats
+    backward: Floats
+    shared: Floats
+    """Bytes of shared parameters, once per step."""
+    shared_count: Floats
+
+    @cached_property
+    def has_shared(self) -> bool:
+        return bool(self.shared.any())
+
+    @cached_property
+    def empty(self) -> bool:
+        return not (self.has_shared or self.forward.any())
+
+
+class StageTables:
+    """What stages of at most `width` blocks compute, receive and hold.
+
+    Tables are bands, `table[a, b - a - 1]`, so that a long model on many devices costs blocks x width, not blocks².
+    """
+
+    def __init__(self, blocks: Blocks, width: int | None = None) -> None:
+        self.blocks = blocks
+        self.count = blocks.count
+        self.width = min(width or blocks.count, blocks.count)
+        self.work = self._span(blocks.work)
+        near, early, other = (self._received(kind) for kind in ("near", "early", "other"))
+        self.near, self.early, self.other = Received(*near), Received(*early), Received(*other)
+        self.total = Received(*(near + early + other))
+        self.fixed_bytes = self._variables() + self._span(blocks.once)
+        self.micro_batch_bytes = self._span(blocks.saved) + self.total.held
+
+    def _span(self, cumulative: Floats) -> Floats:
+        """cumulative[b] - cumulative[a]; stages past the end repeat the last block, and are never reached."""
+        ends = np.minimum(np.arange(self.count)[:, None] + np.arange(1, self.width + 1), self.count)
+        return cumulative[ends] - cumulative[: self.count, None]
+
+    def _received(self, kind: str) -> Floats:
+        """[fields of `Received`, a, b - a - 1]."""
+        tables = np.zeros((5, self.count, self.width))
+        for item in self.blocks.items:
+            once, each = (item.forward_bytes, 1), (item.held_bytes, item.forward_bytes, item.backward_bytes)
+            for first, last, use in _segments(item, kind):
+                self._charge(tables, first, last, use, (0, 0, 0, *once) if item.per_step else (*each, 0, 0))
+        return np.cumsum(tables, axis=2)
+
+    def _variables(self) -> Floats:
+        tables = np.zeros((1, self.count, self.width))
+        for variable in self.blocks.variables:
+            start, amount = 0, variable.owned_bytes
+            for use in variable.uses:
+                self._charge(tables, start, use, use, (amount,))
+                start, amount = use + 1, variable.user_bytes
+        return np.cumsum(tables, axis=2)[0]
+
+    def _charge(self, tables: Floats, first: int, last: int, use: int, amounts: tuple[int, ...]) -> None:
+        """Stages that start in first..last pay these amounts, one per table, once they reach past block `use`."""
+        starts = np.arange(max(first, use - self.width + 1), last + 1)
+        tables[:, starts, use - starts] += np.array(amounts)[:, None]
+
+
+def _segments(item: BlockItem, kind: str) -> list[tuple[int, int, int]]:
+    """(first, last, use): for stages that start in first..last, `use` is the next block that takes the item."""
+    found: list[tuple[int, int, int]] = []
+    start = item.made_in + 1
+    near = start - 1 if item.per_step else start  # a shared parameter has no bottleneck term to sharpen
+    for use in item.uses:
+        first, last = start, use
+        start = use + 1
+        if kind == "near":
+            last = min(last, near)
+        else:
+            first = max(first, near + 1)
+            if (item.made_in == 0) != (kind == "early"):
+                continue
+        if first <= last:
+            found.append((first, last, use))
+    return found
 
 
 class Path(NamedTuple):
@@ -33,10 +127,15 @@ class Path(NamedTuple):
     cut: tuple[int, ...]
 
 
-class Relaxed(NamedTuple):
+class Found(NamedTuple):
+    """A pipeline, or the beginning of one, whose end then is part of the cut."""
+
     sum_s: float
+    """fill + shared."""
     bottleneck_s: float
     path: Path
+    shared_s: float = 0.0
+    """The part of the sum that is paid once per step."""
 
 
 class Relaxation:
@@ -82,7 +181,7 @@ class Relaxation:
         most = len(self.routes.members) + self.routes.returns if remaining == ANY else remaining
         return min(self.problem.micro_batches, most)
 
-    def solve(self, threshold: float) -> Relaxed | None:
+    def solve(self, threshold: float) -> Found | None:
         """The least sum under `threshold`, and a pipeline that attains it; None where no pipeline keeps to it."""
         self.threshold = threshold
         self._allowed = {}
@@ -115,7 +214,7 @@ class Relaxation:
         ends = np.searchsorted(work, work * (1 + TINY) + self.threshold * speed * (1 + TINY), "right")
         return min(self.tables.width, max(1, int((ends - np.arange(len(work))).max())))
 
-    def _follow(self, number: int) -> Relaxed:
+    def _follow(self, number: int) -> Found:
         total = float(self.values[number][0])
         start, devices, cut, bottleneck = 0, list[int](), list[int](), 0.0
         while start < self.tables.count:
@@ -130,7 +229,7 @@ class Relaxation:
             start, number = end, after
             devices.append(device)
             cut.append(start)
-        return Relaxed(total, bottleneck, Path(tuple(devices), tuple(cut[:-1])))
+        return Found(total, bottleneck, Path(tuple(devices), tuple(cut[:-1])))
 
     def _rows(self, state: State) -> tuple[int, int]:
         """Boundaries that the devices used so far can have reached, and from which the others can finish."""
@@ -189,7 +288,7 @@ class Relaxation:
         if not self._small:
             return make(slice(low, high))
         if key not in self._kept:
-            self._kept[key] = make(slice(None))
+            self._kept[key] = make(slice(0, self.tables.count))
         return self._kept[key][low:high]
 
     def _base(self, state: State, device: int, low: int, high: int) -> Floats:
