@@ -17,6 +17,7 @@ from isthmus.cost import Problem
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.plans import Constraints
 from isthmus.verification import one_replica
+from isthmus.verification.pipelines import Goal
 from isthmus.verification.prover import BoundParts
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.search import OutOfWork, PlanSearch
@@ -68,8 +69,30 @@ def test_the_bound_of_one_replica_is_the_best_pipeline(seed: int, monkeypatch: p
         return
     for few_states in (one_replica.FEW_STATES, 1):
         monkeypatch.setattr(one_replica, "FEW_STATES", few_states)
-        parts = BoundParts(reading, 1.2 * best_s)
+        parts = BoundParts(reading, Goal(1.2 * best_s))
         while not parts.single.stuck and parts.work < WORK:
             parts.single.advance(lambda parts=parts: parts.work > WORK)
         assert parts.single.bound_s == pytest.approx(best_s, rel=1e-9)
         monkeypatch.setattr(one_replica, "MOST_ENTRIES", 1)
+
+
+@pytest.mark.parametrize("seed", range(0, ALL, STEP))
+def test_the_bound_of_several_replicas_is_the_best_plan(seed: int) -> None:
+    """Which is come upon as well: the goal above it becomes what it takes."""
+    reading = GraphReading(question_of(pipeline_problem(seed)))
+    try:
+        best_s = PlanSearch(reading, priced=False, effort=EFFORT).several(1e12).known
+    except OutOfWork:
+        pytest.skip("more plans than brute force tries")
+    if best_s == inf:
+        return
+    goal = Goal(1.2 * best_s)
+    parts = BoundParts(reading, goal)
+    for part in parts.several:
+        while not part.stuck and part.bound_s < goal.step_s and parts.work < WORK:
+            part.advance(lambda parts=parts: parts.work > WORK)
+    assert parts.several_s <= best_s * (1 + 1e-9) <= goal.step_s * (1 + 2e-9)
+    if parts.work < WORK:
+        assert goal.step_s == pytest.approx(best_s, rel=1e-9)
+        assert sum(setup.micro_batches for setup in goal.found) == reading.question.micro_batches
+        assert parts.several_s == pytest.approx(best_s, rel=1e-9)

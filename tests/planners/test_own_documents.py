@@ -205,7 +205,9 @@ def test_what_takes_more_work_than_a_check_is_not_stated(monkeypatch: pytest.Mon
     assert settled.certificate is not None and settled.certificate.exact
     monkeypatch.setattr(search, "MOST_GROWN", 40)
     monkeypatch.setattr(search, "MOST_TIMED", 40)
-    monkeypatch.setattr(certificate, "MOST_WORK", 1e8)
+    monkeypatch.setattr(certificate, "FIRST_WORK", 1e5)
+    monkeypatch.setattr(certificate, "MOST_WORK", 1e6)
+    monkeypatch.setattr(proof, "PLANNING_WORK", 1e5)
     assert checked(settled, problem, counts).bound.status == "unchecked"
     stated = as_proven(problem, settled, counts)
     assert stated.certificate is not None and not stated.certificate.exact

@@ -197,8 +197,8 @@ def test_a_packed_parcel_is_sent_and_arrives_unpacked() -> None:
     assert ends.inbox.get(timeout=20) == Arrived(parcel="forward", source=0, item=0, micro_batch=0)
     (taken,) = ends.links.take("forward", 0, 0, 0)
     assert torch.equal(taken, tensors[0])
-    span = ends.spans[-1]
-    assert (span.track, span.size_bytes) == ("receive", PACKED.wire_bytes(12))
+    received_spans = [span for span in ends.spans if span.track == "receive"]  # that of the send may come after it
+    assert received_spans[-1].size_bytes == PACKED.wire_bytes(12)
     ends.links.close()
 
 

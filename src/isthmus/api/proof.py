@@ -2,8 +2,8 @@
 
 A planner may prove a bound by more work than a check may be. Then the document states the highest bound that the check
 proves, and what the planner proved is a note. Where the check's own relaxation proves more than the planner did, the
-document states that: as far as a little work goes, or for the seconds that are asked for. A pipeline that the proof
-comes upon, and that is better than the plan, takes its place.
+document states that: as far as a little work goes, or for the seconds that are asked for. A plan that the proof comes
+upon, and that is better, takes its place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from isthmus.api.observer import Observer, Silent
-from isthmus.cost import Problem, build_plan, preference
+from isthmus.cost import PlanLayout, Problem, build_replicas, preference
 from isthmus.errors import FleetTooSmall
 from isthmus.planners import LeastBound, cut_short
 from isthmus.planners.bounds import with_certificate
@@ -28,12 +28,12 @@ from isthmus.verification.closed_form import Setup
 
 ROUNDING = 1 + 1e-7
 """Factor between a bound and what attains it."""
-EFFORT = 0.25
+EFFORT = 0.1
 """Share of the work of a check that may be spent while planning: what is proven with it, any check proves."""
 PROVING = 0.6
 """Share of the work of a check that may go into a bound that is raised for given seconds."""
 PLANNING_WORK = 4.5e8
-"""Entries of arrays that the relaxation may fill while planning; about 10^8 are a second."""
+"""Entries of arrays that the relaxation may fill while planning; 10^8 to 3 * 10^8 are a second."""
 
 
 class Proving(NamedTuple):
@@ -74,8 +74,8 @@ A_LITTLE = Proving()
 
 class Raised(NamedTuple):
     least: LeastBound
-    faster: Setup | None = None
-    """A pipeline below what is known, by the relaxation."""
+    faster: tuple[Setup, ...] = ()
+    """The replicas of a plan below what is known."""
 
 
 def as_proven(
@@ -95,21 +95,24 @@ def as_proven(
         return plan  # a baseline's gap is its own distance from the best
     least = LeastBound(certificate.lower_bound, certificate.exact)
     found = raised(problem, least, counts, plan.predicted.step_s, proving)
-    if found.faster is not None and plan.planner == "auto":
+    if found.faster and plan.planner == "auto":
         plan = _better(problem, plan, found.faster, judge)
     if found.least.bound > certificate.lower_bound:
         least = _reached_by(found.least, plan.predicted.step_s)
     return with_certificate(problem.cut_into(plan.micro_batches), plan, least, counts)
 
 
-def _better(problem: Problem, plan: Plan, pipeline: Setup, judge: Callable[[Plan], float] | None) -> Plan:
-    """The pipeline as a plan if it is permitted and better, else the plan."""
-    cut = replace(problem.cut_into(pipeline.micro_batches), schedule=plan.replicas[0].schedule.name)
-    unused = [name for name in problem.fleet.names if name not in pipeline.devices]
-    left_out = dict.fromkeys(unused, "no plan that was found is faster with it")
-    order, places, again = pipeline.devices, pipeline.starts[1:], pipeline.recompute
+def _better(problem: Problem, plan: Plan, setups: Sequence[Setup], judge: Callable[[Plan], float] | None) -> Plan:
+    """These replicas as a plan if it is permitted and better, else the plan."""
+    count = sum(setup.micro_batches for setup in setups)
+    cut = replace(problem.cut_into(count), schedule=plan.replicas[0].schedule.name)
+    used = {name for setup in setups for name in setup.devices}
+    left_out = dict.fromkeys(
+        (name for name in problem.fleet.names if name not in used), "no plan that was found is faster with it"
+    )
+    layouts = [PlanLayout(s.devices, s.starts[1:], s.micro_batches, s.recompute) for s in setups]
     try:
-        made = build_plan(cut, order, places, planner=plan.planner, recompute=again, notes=left_out)
+        made = build_replicas(cut, layouts, planner=plan.planner, notes=left_out)
     except FleetTooSmall:
         return plan
     before = problem.cut_into(plan.micro_batches)
@@ -128,7 +131,7 @@ def raised(
     prover = Prover(question_of(problem, counts), step_s / ROUNDING)
     bound_s = prover.run(proving.ended(), proving.teller(step_s))
     found = LeastBound(bound_s, exact=False) if bound_s > least.bound else least
-    return Raised(_reached_by(found, step_s), prover.pipeline)
+    return Raised(_reached_by(found, step_s), prover.found)
 
 
 def _reached_by(least: LeastBound, step_s: float) -> LeastBound:

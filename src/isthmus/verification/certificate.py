@@ -15,6 +15,7 @@ from isthmus.verification.bound import NEVER, Bounds
 from isthmus.verification.closed_form import ClosedForm, Setup
 from isthmus.verification.feeding import relaxed
 from isthmus.verification.near import near
+from isthmus.verification.pipelines import Goal
 from isthmus.verification.price import several_price, single_price
 from isthmus.verification.prover import BoundParts
 from isthmus.verification.question import CLOSE, BoundCheck, DifferenceList, Question
@@ -25,8 +26,8 @@ from isthmus.verification.walks import walkable
 GAP_ROUNDING = 1e-7
 """Absolute: planners call a gap of rounding errors none."""
 FIRST_WORK = 1e8
-MOST_WORK = 1e10
-"""Entries of arrays before and after the search; about 10^8 are a second."""
+MOST_WORK = 2.5e10
+"""Entries of arrays before and after the search; 10^8 to 3 * 10^8 are a second."""
 ROUNDING = 1e-7
 """Relative: between a bound and the plan that attains it."""
 
@@ -173,7 +174,7 @@ class _Check:
         if self.simple >= reach:
             return SearchResult(NEVER, NEVER)
         single, several = self._single, self._several
-        parts = BoundParts(self._reading, reach) if walkable(self._reading) and not attained else None
+        parts = BoundParts(self._reading, Goal(reach)) if walkable(self._reading) and not attained else None
         if parts is not None:
             self.walked = True
             single, several = self._relaxed(parts, reach, FIRST_WORK)
@@ -205,7 +206,7 @@ class _Check:
             part.aim()  # ended after little work, it would go on with a limit that is easier to prove
             while part.bound_s < reach and not part.stuck and not ended():
                 part.advance(ended)
-        return max(self._single, parts.single.bound_s), max(self._several, parts.several.bound_s)
+        return max(self._single, parts.single.bound_s), max(self._several, parts.several_s)
 
 
 def _unchecked(

@@ -85,7 +85,8 @@ class Tracked:
         sizes = [numbers[k] + 1 for k in self.kinds]
         self.size = int(np.prod(sizes, dtype=np.float64)) if sizes else 1
         grid = np.indices(sizes).reshape(len(sizes), -1) if sizes else np.zeros((0, 1), dtype=np.int64)
-        strides = np.array([int(np.prod(sizes[k + 1 :])) for k in range(len(sizes))], dtype=np.int64)
+        self.strides = np.array([int(np.prod(sizes[k + 1 :])) for k in range(len(sizes))], dtype=np.int64)
+        """[tracked kind]: between a state and one with a device more."""
         self.used = grid.T
         """[state, tracked kind]: how many devices."""
         self.devices = self.used.sum(axis=1)
@@ -95,7 +96,7 @@ class Tracked:
             if kind in self.kinds:
                 at = self.kinds.index(kind)
                 before = np.flatnonzero(grid[at] < numbers[kind])
-                self.steps[kind] = before, before + strides[at]
+                self.steps[kind] = before, before + self.strides[at]
             else:
                 self.steps[kind] = np.arange(self.size), np.arange(self.size)
         self.before = np.concatenate([before for before, _ in self.steps.values()])

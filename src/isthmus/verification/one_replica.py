@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from isthmus.verification.device_sets import INFINITE, Tracked, grown, set_count
-from isthmus.verification.suffixes import SearchedPipelines, SuffixSearch
+from isthmus.verification.pipelines import Goal, SearchedPipelines
+from isthmus.verification.suffixes import SuffixSearch
 from isthmus.verification.walks import Terms, Walks
 
 NARROW = 1e-8
@@ -50,24 +51,24 @@ class PeriodInterval(NamedTuple):
 
 
 class OneReplica:
-    """The search of one problem. `goal_s` is what a known plan takes, or a bound that is to be proven."""
+    """The search of one problem."""
 
     def __init__(
         self,
         walks: Walks,
         micro_batches: int,
-        goal_s: float,
+        goal: Goal,
         most_states: int,
         pipelines: SearchedPipelines | None = None,
     ) -> None:
         """Without `pipelines` these are not looked at one by one."""
-        self._walks, self._later, self.goal_s = walks, micro_batches - 1, goal_s
+        self._walks, self._later, self._goal = walks, micro_batches - 1, goal
         self._most_states, self._pipelines = min(most_states, MOST_ENTRIES // walks.entries), pipelines
         self._known: dict[tuple[int, ...], Tracked] = {}
         """By kinds of which pipelines are."""
         low = walks.shortest_period_s() * (1 - NARROW)
         # A longer period alone takes the goal.
-        high = goal_s / self._later if self._later else INFINITE
+        high = goal.step_s / self._later if self._later else INFINITE
         self._open = [PeriodInterval(0.0, low, high, among=tuple(range(len(walks.kinds.all))))]
 
     def _tracked(self, among: tuple[int, ...]) -> Tracked:
@@ -79,11 +80,11 @@ class OneReplica:
     @property
     def bound_s(self) -> float:
         """What is proven so far."""
-        return min(self.goal_s, self._open[0].bound_s) if self._open else self.goal_s
+        return min(self._goal.step_s, self._open[0].bound_s) if self._open else self._goal.step_s
 
     def run(self, ended: Callable[[], bool]) -> float:
         """Until the goal is proven, nothing more can be, or it is ended; the bound in seconds."""
-        while self._open and self._open[0].bound_s < self.goal_s and not ended():
+        while self._open and self._open[0].bound_s < self._goal.step_s and not ended():
             interval = heapq.heappop(self._open)
             if interval.search is None and interval.age < len(self._tracked(interval.among).kinds):
                 self._look(interval)
@@ -99,16 +100,16 @@ class OneReplica:
         if search is None and self._pipelines is not None:
             terms = Terms(threshold_s=interval.high, more_than=self._later, among=interval.among)
             tracked = self._tracked(interval.among)
-            search = SuffixSearch(self._pipelines, tracked, terms, interval.low, self.goal_s)
+            search = SuffixSearch(self._pipelines, tracked, terms, interval.low, self._goal.step_s)
         if search is not None:
-            search.run(self._open[0].bound_s if self._open else self.goal_s, ended)
+            search.run(self._open[0].bound_s if self._open else self._goal.step_s, ended)
             interval = interval._replace(bound_s=max(interval.bound_s, search.bound_s), search=search)
-        if interval.bound_s < self.goal_s:
+        if interval.bound_s < self._goal.step_s:
             heapq.heappush(self._open, interval)
         return search is not None and not search.done
 
     def _look(self, interval: PeriodInterval) -> None:
-        parts = self._walks.components(interval.among, interval.high, self.goal_s)
+        parts = self._walks.components(interval.among, interval.high, self._goal.step_s)
         if len(parts) > 1:
             for part in parts:
                 heapq.heappush(self._open, interval._replace(age=-1, among=part))

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from isthmus.verification.bound import NEVER, Bounds
 from isthmus.verification.closed_form import Setup
-from isthmus.verification.device_sets import INFINITE, DeviceKinds
+from isthmus.verification.device_sets import DeviceKinds
 from isthmus.verification.one_replica import OneReplica
+from isthmus.verification.pipelines import Goal, SearchedPipelines
 from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.several_replicas import SeveralReplicas
 from isthmus.verification.stage_arrays import stage_arrays
-from isthmus.verification.suffixes import SearchedPipelines
 from isthmus.verification.walks import Walks, ample_bytes, walkable
 
 MOST_STATES = 4096
@@ -27,6 +27,10 @@ MOST_SETS = 512
 """Of several."""
 SLICE = 100_000_000
 """Work of the first try of a part."""
+FINE, FINEST = 0.004, 0.0002
+"""Relative widths below which intervals are not divided, at first and at last: what is open then stays open."""
+EASIER = 3
+"""Limits that are tried for a while each."""
 SETTLED = 1.0005
 """Ratio of a limit that could not be proven to one that was, below which no limit between them is tried."""
 
@@ -70,60 +74,83 @@ class _One(BoundPart):
 
 
 class _Several(BoundPart):
-    def __init__(self, searches: Sequence[SeveralReplicas], goal_s: float, simple: BoundPart) -> None:
+    """So many replicas, one of the ranges of the searches."""
+
+    def __init__(
+        self, searches: Sequence[SeveralReplicas], replicas: tuple[int, int], goal: Goal, simple: BoundPart
+    ) -> None:
         """Each search may prove a limit by itself; the quickest first."""
-        super().__init__(simple.bound_s, simple.words)
-        self._searches, self.stuck = searches, False
-        self._goal_s = self._above_s = self._next_s = goal_s
+        fewest, most = replicas
+        super().__init__(
+            simple.bound_s, simple.words.replace("several", str(fewest) if most == fewest else f"{fewest}-{most}")
+        )
+        self._searches, self._replicas, self._goal, self.stuck = searches, replicas, goal, False
+        self._above_s = self._next_s = goal.step_s
+        self._fine, self._easier, self._refuted = FINE, 0, False
 
     def aim(self) -> None:
-        self._next_s = self._goal_s
+        self._next_s = self._goal.step_s
 
     def advance(self, ended: Callable[[], bool]) -> None:
-        """The goal first. Then a limit between what is proven and what could not be; with finer intervals once these
-        meet."""
-        limit_s = self._next_s
-        if any(search.proven(limit_s, ended) for search in self._searches):
-            self.bound_s = limit_s
+        """The goal first, then limits halfway to what is proven, and the goal again: what is proven of choices is kept.
+        Below a limit that could not be proven in any time intervals are finer, once what is proven meets it."""
+        goal_s = self._goal.step_s
+        limit_s = min(self._next_s, goal_s)
+        if any(search.proven(limit_s, self._replicas, self._fine, ended) for search in self._searches):
+            self.bound_s, self._easier = limit_s, 0
+        elif self._goal.step_s < goal_s:  # a plan was come upon
+            self._above_s = self._next_s = self._goal.step_s
+            return
         elif not ended():
-            self._above_s = limit_s
-        easier = self.bound_s < limit_s < self._above_s
-        self._next_s = (self.bound_s * (limit_s if easier else self._above_s)) ** 0.5
+            self._above_s, self._easier, self._refuted = limit_s, 0, True
+        else:
+            self._easier = (self._easier + 1) % EASIER
+        if self._refuted or self._easier:
+            self._next_s = (self.bound_s * (limit_s if self._easier else self._above_s)) ** 0.5
+        else:
+            self._next_s = goal_s
         if self._above_s <= self.bound_s * SETTLED and not ended():
-            refined = [search.refine() for search in self._searches]
-            self.stuck = self.bound_s >= self._goal_s or not any(refined)
-            self._above_s = self._next_s = self._goal_s
+            self._fine, self._refuted = self._fine / 4, False
+            self.stuck = self.bound_s >= goal_s or self._fine < FINEST
+            self._above_s = self._next_s = goal_s
 
 
 class BoundParts:
     """All plans with one number of micro-batches: of one replica, and of several."""
 
-    def __init__(self, reading: GraphReading, goal_s: float) -> None:
+    def __init__(self, reading: GraphReading, goal: Goal) -> None:
         question, bounds = reading.question, Bounds(reading)
         count, words = question.micro_batches, f"of {question.micro_batches} micro-batches"
         holders = question.constraints.data_holders
         alone = len(holders or question.fleet.names) == 1 or reading.not_summed is not None
         self.single = BoundPart(bounds.single_s(), f"one replica {words}")
-        self.several = BoundPart(NEVER if alone else bounds.several_s(), f"several replicas {words}")
+        self.several = [BoundPart(NEVER if alone else bounds.several_s(), f"several replicas {words}")]
         self._walks: list[Walks] = []
-        self.pipelines: SearchedPipelines | None = None
         if walkable(reading):
             arrays = stage_arrays(reading)
             ample = ample_bytes(arrays, count)
             rough, kinds = DeviceKinds(question, ample, rooms=False), DeviceKinds(question, ample)
             several_kinds = [rough, kinds] if len(rough.all) < len(kinds.all) else [kinds]
             self._walks = [Walks(arrays, each, question) for each in several_kinds]
-            ones = [OneReplica(w, count, goal_s, MOST_STATES) for w in self._walks[:-1]]
-            self.pipelines = SearchedPipelines(reading, self._walks[-1])
-            ones.append(OneReplica(self._walks[-1], count, goal_s, MOST_STATES, self.pipelines))
+            ones = [OneReplica(w, count, goal, MOST_STATES) for w in self._walks[:-1]]
+            pipelines = SearchedPipelines(reading, self._walks[-1], goal)
+            ones.append(OneReplica(self._walks[-1], count, goal, MOST_STATES, pipelines))
             self.single = _One(ones, self.single)
-            if not alone and self.several.bound_s < goal_s:
-                searches = [SeveralReplicas(w, count, bounds.averaging_s(2), MOST_SETS) for w in self._walks]
-                self.several = _Several(searches, goal_s, self.several)
+            simple = self.several[0]
+            if not alone and simple.bound_s < goal.step_s:
+                least_s = bounds.averaging_s(2)
+                several = [SeveralReplicas(w, count, least_s, MOST_SETS) for w in self._walks[:-1]]
+                several.append(SeveralReplicas(self._walks[-1], count, least_s, MOST_SETS, pipelines))
+                self.several = [_Several(several, replicas, goal, simple) for replicas in several[-1].ranges]
 
     @property
     def all(self) -> list[BoundPart]:
-        return [self.single, self.several]
+        return [self.single, *self.several]
+
+    @property
+    def several_s(self) -> float:
+        """The bound of several replicas, however many."""
+        return min((part.bound_s for part in self.several), default=NEVER)
 
     @property
     def work(self) -> int:
@@ -134,9 +161,9 @@ class Prover:
     """The bound over all numbers of micro-batches of the question. `goal_s` need not be exceeded."""
 
     def __init__(self, question: Question, goal_s: float) -> None:
-        self._goal_s = goal_s
+        self._goal = Goal(goal_s)
         self._counts = [
-            BoundParts(GraphReading(question if n == question.micro_batches else question.cut_into(n)), goal_s)
+            BoundParts(GraphReading(question if n == question.micro_batches else question.cut_into(n)), self._goal)
             for n in question.counts
         ]
 
@@ -150,20 +177,23 @@ class Prover:
         return min((part for parts in self._counts for part in parts.all), key=lambda part: part.bound_s)
 
     @property
-    def pipeline(self) -> Setup | None:
-        """The fastest that was timed below the goal; None: none was."""
-        found = [p.pipelines.best for p in self._counts if p.pipelines is not None and p.pipelines.best is not None]
-        step_s, setup = min(found, default=(INFINITE, None))
-        return setup if step_s < self._goal_s else None
+    def found(self) -> tuple[Setup, ...]:
+        """The replicas of the fastest plan below the goal that was come upon; none where there was none."""
+        return self._goal.found
+
+    @property
+    def _open(self) -> int:
+        """Parts that are below the goal."""
+        return sum(part.bound_s < self._goal.step_s for parts in self._counts for part in parts.all)
 
     def run(self, ended: Ended, tell: Callable[[ProofProgress], None] = lambda _: None) -> float:
         """The bound in seconds: the goal, or what is proven when nothing more can be, or when it is ended."""
-        reported_s = 0.0
-        while self.lowest.bound_s < self._goal_s and not self.lowest.stuck and not ended(self.work):
-            # A part may use as much as was used so far: none takes all that there is.
-            until = 2 * self.work + SLICE
+        reported_s, goal = 0.0, self._goal
+        while self.lowest.bound_s < goal.step_s and not self.lowest.stuck and not ended(self.work):
+            # A part may use its share of what was used so far once more: none takes all that there is.
+            until = self.work + max(SLICE, self.work // max(1, self._open))
             self.lowest.advance(lambda until=until: self.work > until or ended(self.work))
             if self.lowest.bound_s > reported_s:
-                reported_s = min(self.lowest.bound_s, self._goal_s)
+                reported_s = min(self.lowest.bound_s, goal.step_s)
                 tell(ProofProgress(reported_s, self.work, self.lowest.words))
-        return min(self.lowest.bound_s, self._goal_s)
+        return min(self.lowest.bound_s, goal.step_s)

@@ -6,8 +6,7 @@ them. Under thresholds p in (low, high] walks give the least fill of each set of
 some time in (low, high] too: then no device has more to sum than `sum_limits` says of `high`, and the micro-batches
 have `limit - low`. Intervals of both are divided where they leave it open.
 
-Where sets could end all micro-batches, each choice of them is looked at: then it is known which devices the other
-replicas have, and walks are found again for each set, with what its devices sum with those alone.
+Where sets could end all micro-batches, the replicas of each choice of them are searched (`replica_search`).
 
 Where kinds are too many to count each device, those that are not tracked have a price in micro-batches: walks pay it,
 and all such devices together are worth the sum (the Lagrangian dual of using each device once). Tracked are then the
@@ -27,14 +26,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from isthmus.verification.chosen_replicas import ChosenReplicas, PeriodTerms
 from isthmus.verification.device_sets import INFINITE, Counted, Tracked, set_count
 from isthmus.verification.disjoint_sets import CutsNeeded, DisjointSets, most_of_sizes
+from isthmus.verification.pipelines import SearchedPipelines
+from isthmus.verification.replica_search import WHOLE
 from isthmus.verification.stage_arrays import Floats, Ints
-from isthmus.verification.sum_limits import KnownSums, MostSummed
 from isthmus.verification.walks import Terms, Walks
 
-WHOLE = 1e-9
-"""Micro-batches: so close below a whole number is one."""
 COARSE = 1.6
 """Ratio between the ends of an interval of periods at first."""
 PRICES = (1.0, 0.6, 0.3)
@@ -45,16 +44,14 @@ SHARED = 1.05
 """Ratio between times whose prices are the same."""
 ASKED = 20_000
 """Work of a question whose walks are known."""
-FINE, FINEST = 0.004, 0.0002
-"""Relative widths below which intervals are not divided, at first and at last: what is open then stays open."""
 WIDER = 1.15
 """Ratio between the ends of a range of numbers of replicas; the first numbers are ranges of their own."""
 FEW_STATES, WIDE = 128, 0.03
 """More states are looked at with prices only where the interval of the time for sums is so narrow, of the limit."""
 ALL_STATES = 2048
 """Up to so many, all kinds are tracked."""
-MOST_CHOICES = 500
-"""Of sets, of which it is known how long they sum at least."""
+MOST_CHOICES = 5000
+"""Of sets, whose replicas are searched."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +118,15 @@ class Intervals(NamedTuple):
 class SeveralReplicas:
     """The question of one problem. `least_sums_s`: what sums of gradients take at least."""
 
-    def __init__(self, walks: Walks, micro_batches: int, least_sums_s: float, most_states: int) -> None:
+    def __init__(
+        self,
+        walks: Walks,
+        micro_batches: int,
+        least_sums_s: float,
+        most_states: int,
+        pipelines: SearchedPipelines | None = None,
+    ) -> None:
+        """Without `pipelines` no replicas are searched."""
         self._walks, self._micro_batches, self._most_states = walks, micro_batches, most_states
         kinds = walks.kinds
         self._among: dict[tuple[int, ...] | None, list[Distinguished]] = {}
@@ -135,40 +140,38 @@ class SeveralReplicas:
         ends = [2]
         while ends[-1] <= most:
             ends.append(min(max(ends[-1] + 1, int(ends[-1] * WIDER)), most + 1))
-        self._replicas = [(a, b - 1) for a, b in itertools.pairwise(ends)]
-        """Ranges of their number."""
+        self.ranges = [(a, b - 1) for a, b in itertools.pairwise(ends)]
+        """Of their number."""
         self._fills: dict[Hashable, Floats] = {}
-        self._least_sums = {x: max(least_sums_s, walks.least_sums_s(*x)) for x in self._replicas}
-        self._known: dict[tuple[int, ...], tuple[Ints, KnownSums | None]] = {}
-        """By choice of sets: [replica, kind], how many devices, and their sums."""
-        self._parts: dict[tuple[int, ...], Tracked] = {}
-        self._fine = FINE
-        self._fills_of: dict[Hashable, float] = {}
+        self._least_sums = {x: max(least_sums_s, walks.least_sums_s(*x)) for x in self.ranges}
+        self._chosen = ChosenReplicas(pipelines) if pipelines is not None and pipelines.searchable else None
         self._shortest_s = walks.shortest_period_s() * (1 - 1e-9)
 
-    def refine(self) -> bool:
-        """Divides intervals further than before; False where that is of no use."""
-        self._fine /= 4
-        return self._fine >= FINEST
-
-    def proven(self, limit_s: float, ended: Callable[[], bool]) -> bool:
-        """Whether no plan of two replicas or more takes less; False where that was not settled."""
+    def proven(self, limit_s: float, replicas: tuple[int, int], fine: float, ended: Callable[[], bool]) -> bool:
+        """Whether no plan of so many replicas, one of the ranges, takes less; False where that was not settled by
+        intervals of so much of the limit."""
         # The same edges for every limit: walks are solved once for all of them.
-        unit = self._shortest_s / 4
-        todo = list[tuple[tuple[int, int], float, float]]()
-        for replicas, first in self._least_sums.items():
-            ends = itertools.takewhile(lambda end: end < limit_s, (first + unit * 4**k for k in itertools.count()))
-            todo += [(replicas, *ends) for ends in itertools.pairwise([first, *ends, limit_s]) if first < limit_s]
+        first, unit = self._least_sums[replicas], self._shortest_s / 4
+        if first >= limit_s:
+            return True
+        ends = itertools.takewhile(lambda end: end < limit_s, (first + unit * 4**k for k in itertools.count()))
+        todo = list(itertools.pairwise([first, *ends, limit_s]))
         while todo:
-            replicas, low, high = todo.pop()
+            if self._refuted(limit_s):
+                return False
+            low, high = todo.pop()
             thin = (high - low) / limit_s
             asked = Asked(limit_s, low, high, *replicas)
-            if not all(self._too_few(home, max(thin, self._fine), ended) for home in self._at_homes(asked)):
-                if thin < self._fine or ended():
+            if not all(self._too_few(home, max(thin, fine), ended) for home in self._at_homes(asked)):
+                if thin < fine or ended():
                     return False
                 middle = (low + high) / 2
-                todo += [(replicas, low, middle), (replicas, middle, high)]
+                todo += [(low, middle), (middle, high)]
         return True
+
+    def _refuted(self, limit_s: float) -> bool:
+        """A plan was come upon that takes less."""
+        return self._chosen is not None and self._chosen.pipelines.goal.step_s < limit_s
 
     def _at_homes(self, asked: Asked) -> list[Asked]:
         """The same for each set of kinds among which the largest block may be summed."""
@@ -224,7 +227,7 @@ class SeveralReplicas:
         left = float((prices * self._walks.kinds.counts).sum())
         if left >= self._micro_batches or not self._coarse(asked, looked, ended):
             return False
-        while not ended():
+        while not ended() and not self._refuted(asked.limit_s):
             if not looked.each:
                 return True
             every = looked.ended(asked.time_s)
@@ -293,16 +296,32 @@ class SeveralReplicas:
         unknown = {int(every[:, state].argmax()) for state in found.states}
         if len(among.free) or asked.fewest < asked.most:
             return unknown
+        if self._chosen is None or not all(looked.each[k].summed for k in unknown):
+            return unknown
         needed = self._cuts_needed(asked.high_s, asked.most)
+        periods = [self._period_terms(asked, each, looked.prices) for each in looked.each]
         for number, choice in enumerate(sets.choices(need)):
             if number == MOST_CHOICES or ended():
                 return unknown
             if not needed.allow(among.tracked.devices[list(choice)].tolist()):
                 continue
-            open_ = self._enough_of(choice, looked, asked, need)
-            if open_:
-                return open_
+            self._walks.work += ASKED
+            most = every[:, list(choice)]
+            # The fewest that each replica ends if the others end as many as they may.
+            least = need - most.max(axis=0).sum() + most.max(axis=0)
+            intervals = [
+                [periods[at] for at in np.flatnonzero(ends >= fewest).tolist()]
+                for ends, fewest in zip(most.T, least, strict=True)
+            ]
+            sums_s = asked.low_s, asked.high_s
+            if not self._chosen.none_below(choice, intervals, asked.limit_s, sums_s, asked.home, ended):
+                return set(most.argmax(axis=0).tolist())
         return set()
+
+    def _period_terms(self, asked: Asked, periods: Periods, prices: Floats) -> PeriodTerms:
+        terms = self._terms(asked, periods.high, replace(periods, summed=True), prices)
+        key = periods.low, periods.most, self._walks.alike(terms)
+        return PeriodTerms(periods.low, terms, periods.most, key)
 
     def _cuts_needed(self, sums_s: float, replicas: int) -> CutsNeeded:
         if (sums_s, replicas) not in self._needed:
@@ -319,60 +338,6 @@ class SeveralReplicas:
             if not needed.all or most_of_sizes(value, replicas, needed) >= need:
                 return True
         return False
-
-    def _enough_of(self, choice: tuple[int, ...], looked: Intervals, asked: Asked, need: float) -> set[int]:
-        """As `_enough`, of these sets: each sums with the devices of the others alone."""
-        if choice not in self._known:
-            tracked = looked.among.tracked
-            replicas = np.zeros((len(choice), len(self._walks.kinds.all)), dtype=np.int64)
-            replicas[:, list(tracked.kinds)] = tracked.used[list(choice)]
-            self._known[choice] = replicas, self._walks.sums_of(replicas.tolist())
-        replicas, sums = self._known[choice]
-        self._walks.work += ASKED + (sums.size if sums else 0)
-        least_s = sums.least_s(asked.low_s, asked.high_s) if sums else 0.0
-        if least_s == INFINITE:
-            return set()
-        time_s = asked.limit_s - max(asked.low_s, least_s)
-        every = looked.ended(time_s)[:, list(choice)]
-        most, chosen = every.max(axis=0), every.argmax(axis=0)
-        for replica, summed in enumerate(sums.most(asked.high_s) if sums else ()):
-            if most.sum() < need:
-                break
-            most[replica], chosen[replica] = self._ended_of(
-                replicas[replica], summed, every[:, replica], time_s, looked, asked
-            )
-        return set(chosen.tolist()) if most.sum() >= need else set()
-
-    def _ended_of(
-        self, devices: Ints, summed: MostSummed, most: Floats, time_s: float, looked: Intervals, asked: Asked
-    ) -> tuple[float, int]:
-        """The most micro-batches of a replica of these devices that sum so much, and with which periods."""
-        best, chosen = -INFINITE, 0
-        for at in np.argsort(-most, kind="stable").tolist():
-            if most[at] <= best:
-                break
-            periods = looked.each[at]
-            terms = replace(self._terms(asked, periods.high, periods, looked.prices), summed=summed)
-            fill_s = self._fill_of(tuple(devices.tolist()), terms)
-            ended = (
-                min(math.floor(1 + (time_s - fill_s) / periods.low + WHOLE), periods.most) if fill_s <= time_s else best
-            )
-            if ended > best:
-                best, chosen = ended, at
-        return best, chosen
-
-    def _fill_of(self, devices: tuple[int, ...], terms: Terms) -> float:
-        """The least fill of exactly these devices."""
-        self._walks.work += ASKED
-        assert terms.summed is not None, "of whom the other replicas are is known"
-        groups = self._walks.groups_taken(terms.summed)
-        key = devices, self._walks.alike(terms), groups.most, groups.taken.tobytes()
-        if key not in self._fills_of:
-            if devices not in self._parts:
-                self._parts[devices] = Tracked(self._walks.kinds, range(len(devices)), devices)
-            found = self._walks.solve(self._parts[devices], terms, self._walks.stages(terms), groups)
-            self._fills_of[key] = float(found[:, -groups.most - 1 :, :, -1].min())
-        return self._fills_of[key]
 
     def _fill(self, terms: Terms, tracked: Tracked) -> Floats:
         """[state]: the least fill."""

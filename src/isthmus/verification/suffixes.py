@@ -18,38 +18,21 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from isthmus.verification.closed_form import ClosedForm, Setup
 from isthmus.verification.device_sets import INFINITE, Tracked
-from isthmus.verification.reading import GraphReading
-from isthmus.verification.sent import Floats, Ints, SentBytes
-from isthmus.verification.walks import EACH, SLACK, Terms, Walks
+from isthmus.verification.pipelines import PipelineStage, SearchedPipelines
+from isthmus.verification.sent import Floats, Ints
+from isthmus.verification.walks import EACH, SLACK, Terms
 
 MOST_OPEN = 600_000
 """Suffixes of one interval."""
-MOST_MESSAGES = 8_000_000
-"""Seconds of messages, by source and stage, up to which what a suffix leaves is looked at for each."""
-MOST_KEPT = 20_000
-"""Pairs of a stage and a boundary before it of which arrays are kept."""
 MOST_PRICINGS = 30
 FIRST_RATE = 1.0
 MOST_WORSE = 3
 """Prices in a row that bound no higher, after which steps are halved."""
-
-
-class SuffixStage(NamedTuple):
-    kind: int
-    start: int
-    end: int
-    again: bool
-    """It computes its forward twice."""
-    trip_s: float
-    """From the start of a micro-batch's forward to the end of its backward, at least."""
 
 
 class Suffix(NamedTuple):
@@ -58,7 +41,7 @@ class Suffix(NamedTuple):
     bound_s: float
     start: int
     number: int
-    stages: tuple[SuffixStage, ...] = ()
+    stages: tuple[PipelineStage, ...] = ()
     spent_s: float = 0.0
     """Of one micro-batch, and of parameters that its stages share."""
     period_s: float = 0.0
@@ -66,18 +49,6 @@ class Suffix(NamedTuple):
     """State of the tracked kinds' devices that are not used."""
     timed: bool = False
     """It is a pipeline, and the bound is what it takes."""
-
-
-class _Into(NamedTuple):
-    """[kind, start]: what a stage that ends at a boundary sends one stage behind it."""
-
-    sent_s: Floats
-    """Both ways, shared parameters too."""
-    busy_s: Floats
-    through_s: Floats
-    """There and back for a micro-batch; minus infinite where nothing returns."""
-    far_s: Floats
-    """[start]: what comes from before, at least."""
 
 
 class _Grown(NamedTuple):
@@ -90,57 +61,6 @@ class _Grown(NamedTuple):
     trip_s: Floats
 
 
-class SearchedPipelines:
-    """Of one problem: what stages send, and what whole pipelines take."""
-
-    def __init__(self, reading: GraphReading, walks: Walks) -> None:
-        self.walks, self.sent = walks, SentBytes(reading)
-        self._form = ClosedForm(reading, priced=False, least=True)
-        self._edges = (0, *reading.places, len(reading.operators))
-        question = reading.question
-        self._count, self._holders = question.micro_batches, set(question.constraints.data_holders)
-        shared_uplink = any(site.uplink_bytes_per_s is not None for site in question.fleet.region_info)
-        self.known = question.constraints.compression is None and not shared_uplink
-        """Whether what a suffix takes is known to the last byte."""
-        self.best: tuple[float, Setup] | None = None
-        """The fastest pipeline that was timed."""
-
-    @cached_property
-    def may_begin(self) -> NDArray[np.bool_]:
-        """[kind]: whether a device of it may have the first stage."""
-        kinds = self.walks.kinds.all
-        return np.array([not self._holders or not self._holders.isdisjoint(kind.names) for kind in kinds])
-
-    @cached_property
-    def messages(self) -> tuple[Floats, Floats] | None:
-        """[start, length - 1, kind, class, kind before]: seconds of what a stage receives and returns, and how long
-        that keeps a link busy. None where there are too many."""
-        walks = self.walks
-        blocks, count, classes = walks.arrays.blocks, len(walks.kinds.all), len(walks.arrays.near_there)
-        if blocks**2 * count**2 * classes > MOST_MESSAGES:
-            return None
-        found = np.full((2, blocks, blocks, count, classes, count), INFINITE)
-        for start in range(1, blocks):
-            for table, each in zip(found, walks.messages(start, blocks - start), strict=False):
-                table[start, : blocks - start] = each.transpose(3, 2, 0, 1)
-        return found[0], found[1]
-
-    def step_s(self, stages: tuple[SuffixStage, ...]) -> float:
-        """Of a pipeline, before limits of the terms; infinite where it is none."""
-        unused = [sorted(kind.names, key=lambda name: name in self._holders) for kind in self.walks.kinds.all]
-        # Holders of data last: one of them has the first stage.
-        devices = (unused[stages[0].kind].pop(), *(unused[stage.kind].pop(0) for stage in stages[1:]))
-        starts = tuple(self._edges[stage.start] for stage in stages)
-        setup = Setup(devices, starts, self._count, tuple(stage.again for stage in stages))
-        pipeline = self._form.pipeline(setup)
-        if pipeline is None:
-            return INFINITE
-        step_s = pipeline.step_s(self._count)
-        if self.best is None or step_s < self.best[0]:
-            self.best = step_s, setup
-        return step_s
-
-
 class SuffixSearch:
     """Pipelines with a period from `low` to the terms' threshold."""
 
@@ -150,24 +70,10 @@ class SuffixSearch:
         kinds = self._walks.kinds
         self._counts = kinds.counts
         self._stride = np.zeros(len(kinds.all), dtype=np.int64)
-        for kind in tracked.kinds:
-            before, after = tracked.steps[kind]
-            self._stride[kind] = after[0] - before[0]
-        self._far_rates = [
-            x.min(axis=axis)
-            for x, axis in (
-                (kinds.byte_s, 0),
-                (kinds.byte_s, 1),
-                (kinds.byte_s + kinds.byte_s.T, 0),
-                (kinds.latency + kinds.latency.T, 0),
-                (kinds.latency, 0),
-                (kinds.latency, 1),
-            )
-        ]
+        self._stride[list(tracked.kinds)] = tracked.strides
         self._stages_by_end()
         self._prices_s = self._priced(low)
         self._prefixes(tracked)
-        self._known: dict[tuple[int, int, int, int], _Into] = {}
         self._fronts: dict[tuple[object, ...], list[tuple[float, float, float]]] = {}
         self._number = itertools.count()
         self._open = [Suffix(0.0, self._walks.arrays.blocks, 0, (), 0.0, low, tracked.size - 1)]
@@ -189,7 +95,7 @@ class SuffixSearch:
             if suffix.start:
                 self._continue(suffix)
                 continue
-            step_s = max(suffix.bound_s, self._pipelines.step_s(suffix.stages))
+            step_s = max(suffix.bound_s, self._pipelines.step_s([suffix.stages]))
             if step_s < self._goal_s:
                 heapq.heappush(self._open, suffix._replace(bound_s=step_s, timed=True))
 
@@ -270,38 +176,6 @@ class SuffixSearch:
                 if start >= self._lowest[end]:
                     self._least_s[end][:, start - self._lowest[end]] = total[:, end - start - 1]
 
-    def _into(self, stage: SuffixStage, end: int) -> _Into:
-        """What a stage that ends there sends this one."""
-        key = stage.kind, stage.start, stage.end, end
-        if key not in self._known:
-            if len(self._known) > MOST_KEPT:
-                self._known.clear()
-            self._known[key] = self._sent_into(stage, end)
-        return self._known[key]
-
-    def _sent_into(self, stage: SuffixStage, end: int) -> _Into:
-        walks, kind, lowest = self._walks, stage.kind, self._lowest[end]
-        received = self._pipelines.sent.received(stage.start, stage.end)
-        there, back, shared, count = (row[lowest:end] - row[end] for row in received[:4])
-        byte_s, back_byte_s = walks.byte_s[:, kind, None], walks.byte_s[kind, :, None]
-        latency, back_latency = walks.latency[:, kind, None], walks.latency[kind, :, None]
-        there_s, back_s = byte_s * there, back_byte_s * back
-        message_s = there_s + back_s + latency * (there > 0) + back_latency * (back > 0)
-        sent_s = message_s + (byte_s + back_byte_s) * shared + (latency + back_latency) * count
-        busy_s = np.maximum(there_s, back_s)
-        up = walks.kinds.uplink_s
-        if up.any():
-            busy_s = np.maximum(busy_s, np.maximum(up[:, kind, None] * there, up[kind, :, None] * back))
-        through_s = np.where((there > 0) & (back > 0), message_s, -INFINITE)
-        before = [row[0] - row[lowest:end] for row in received[:4]]
-        before += [(before[0] > 0).astype(np.float64), (before[1] > 0).astype(np.float64)]
-        far_s = np.zeros(end - lowest)
-        for rate, amount in zip(self._far_rates, before, strict=True):
-            if amount.any():
-                far_s += np.where(amount > 0, rate[kind] * amount, 0.0)
-        self._walks.work += EACH
-        return _Into(sent_s, busy_s, through_s, far_s)
-
     def _continue(self, suffix: Suffix) -> None:
         """By one stage before it, in every way."""
         if self._dominated(suffix):
@@ -332,23 +206,24 @@ class SuffixSearch:
             bound_s.tolist(), *(x.tolist() for x in figures), strict=True
         ):
             if bound < self._goal_s:
-                more = (SuffixStage(own, begin, end, bool(twice), trip), *stages)
+                more = (PipelineStage(own, begin, end, bool(twice), trip), *stages)
                 at_least = max(bound, suffix.bound_s)
                 heapq.heappush(self._open, Suffix(at_least, begin, next(self._number), more, spent, period, rest))
 
     def _grown(self, suffix: Suffix) -> _Grown:
         """By every stage that ends where it starts."""
         end, compute_s = suffix.start, self._compute_s[suffix.start]
+        lowest = self._lowest[end]
         spent_s, far_s = compute_s + suffix.spent_s, np.zeros(compute_s.shape[-1])
         busy_s = np.where(np.isfinite(compute_s), compute_s, 0.0)
         home_s = np.zeros(compute_s.shape[1:])
         for number, stage in enumerate(suffix.stages):
             if number and self._pipelines.sent.received(stage.start, stage.end).first >= end:
                 continue
-            into = self._into(stage, end)
-            spent_s, far_s, busy_s = spent_s + into.sent_s, far_s + into.far_s, np.maximum(busy_s, into.busy_s)
+            sent_s, into_busy_s, through_s, into_far_s = (x[..., lowest:] for x in self._pipelines.into(stage, end))
+            spent_s, far_s, busy_s = spent_s + sent_s, far_s + into_far_s, np.maximum(busy_s, into_busy_s)
             if self._held_up:
-                home_s = np.maximum(home_s, into.through_s + stage.trip_s)
+                home_s = np.maximum(home_s, through_s + stage.trip_s)
         period_s, trip_s = np.maximum(busy_s, suffix.period_s), compute_s + home_s
         if self._held_up:
             few = self._inverse[end] > 0

@@ -35,8 +35,6 @@ SHORTEST_S, AGES_S = 1e-9, 1e30
 """Between them lies what anything takes."""
 MOST_REACHED = 32
 """Devices, of which it is known how well each reaches each."""
-MOST_GROUPS = 256
-"""Of given replicas."""
 MOST_QUALITIES = 12
 """Of links, above which it is looked at how many devices these join."""
 
@@ -48,8 +46,6 @@ class MostSummed(NamedTuple):
     """Of one group: a block is in one."""
     stage: Floats
     """Of all groups of a device."""
-    groups: int = 0
-    """Of all devices, where the replicas are known."""
 
 
 class PairSummed(NamedTuple):
@@ -150,70 +146,6 @@ class SumLimits:
                 found.append(PairSummed(most * replicas / 2, alone, self._uneven * replicas, joined, mixed))
         return found
 
-    def of(self, replicas: Sequence[Sequence[int]]) -> ReplicaSums | None:
-        """Of given replicas: [replica, kind], how many devices. None where they have too many groups to look at."""
-        used, members = np.zeros_like(self._first), list[list[int]]()
-        for counts in replicas:
-            members.append([f + n for f, u, c in zip(self._first, used, counts, strict=True) for n in range(u, u + c)])
-            used = used + np.array(counts)
-        if math.prod(map(len, members)) > MOST_GROUPS:
-            return None
-        return ReplicaSums(
-            members, self._kind, len(self._first), self._latency, self._byte_s, self._region, self._uneven
-        )
-
-
-class ReplicaSums:
-    """What replicas of these devices sum: every parameter in a group of one device of each."""
-
-    def __init__(
-        self,
-        replicas: Sequence[Sequence[int]],
-        kind: Sequence[int],
-        kinds: int,
-        latency: Floats,
-        byte_s: Floats,
-        region: Ints,
-        uneven: int,
-    ) -> None:
-        self._replicas, self._kind, self._kinds = replicas, kind, kinds
-        self._groups = np.array(list(itertools.product(*replicas)))
-        pair = self._groups[:, :, None], self._groups[:, None, :]
-        self._links = GroupLinks(latency[pair], byte_s[pair], region[self._groups], uneven)
-        self.size = 32 * self._groups.size * len(replicas)
-        """Entries of arrays that a question takes, about."""
-        own = np.full(len(kind), -1)
-        for number, devices in enumerate(replicas):
-            own[list(devices)] = number
-        apart = (own[:, None] != own) & (own[:, None] >= 0) & (own >= 0)
-        self._others = GroupLinks(np.where(apart, latency, np.inf), np.where(apart, byte_s, np.inf), region, uneven)
-
-    def most(self, seconds: float) -> list[MostSummed]:
-        """For each replica. All together have so many groups as they have cuts, and one more; a replica's own cuts are
-        between its devices."""
-        seconds = min(seconds, AGES_S)
-        carried = self._others.carried(seconds, len(self._replicas))
-        each = self._links.most(seconds, len(self._replicas)).min(axis=1)
-        cuts = sum(map(len, self._replicas)) - len(self._replicas)
-        found: list[MostSummed] = []
-        for replica, devices in enumerate(self._replicas):
-            summed = MostSummed(np.zeros(self._kinds), np.zeros(self._kinds), 1 + cuts)
-            for device in devices:
-                own = -np.sort(-each[self._groups[:, replica] == device])
-                summed.group[self._kind[device]] = own[0]
-                summed.stage[self._kind[device]] = min(own[: 2 + cuts - len(devices)].sum(), carried[device])
-            found.append(summed)
-        return found
-
-    def possible(self, seconds: float, whole: float, block: float) -> bool:
-        """Whether so many bytes of the model, and of its largest block, may be summed in this time."""
-        for summed, devices in zip(self.most(seconds), self._replicas, strict=True):
-            if summed.group.max() < block or sum(summed.stage[self._kind[device]] for device in devices) < whole:
-                return False
-        each = self._links.most(min(seconds, AGES_S), len(self._replicas)).min(axis=1)
-        cuts = sum(map(len, self._replicas)) - len(self._replicas)
-        return bool(-np.sort(-each)[: 1 + cuts].sum() >= whole)
-
 
 class Gradients(NamedTuple):
     """Bytes, less what rounding may add."""
@@ -222,33 +154,6 @@ class Gradients(NamedTuple):
     """Of the model."""
     block: float
     """Of its largest block."""
-
-
-class KnownSums:
-    """What given replicas sum: how long at least, between two times that approach each other as it is asked for."""
-
-    def __init__(self, sums: ReplicaSums, gradients: Gradients, period: float) -> None:
-        self._sums, self._gradients, self._period = sums, gradients, period
-        self._not_s, self._in_s = 0.0, np.inf
-
-    @property
-    def size(self) -> int:
-        """Entries of arrays that a question takes, about."""
-        return self._sums.size
-
-    def least_s(self, low_s: float, high_s: float) -> float:
-        """To a part of the interval; infinite above `high_s`."""
-        for seconds in (high_s, low_s, *(low_s + k / 4 * (high_s - low_s) for k in (2, 1, 3))):
-            if self._not_s < seconds < self._in_s:
-                if self._sums.possible(seconds * self._period, *self._gradients):
-                    self._in_s = seconds
-                else:
-                    self._not_s = seconds
-        return self._not_s if self._in_s <= high_s else np.inf
-
-    def most(self, sums_s: float) -> list[MostSummed]:
-        """For each replica."""
-        return self._sums.most(sums_s * self._period)
 
 
 def least_possible_s(possible: Callable[[float], bool]) -> float:
@@ -292,11 +197,6 @@ class GroupLinks:
         """[..., device]: bytes of one group of so many devices, in a ring and hierarchical."""
         hop = self._ring(seconds / (2 * (replicas - 1)), replicas)
         return np.where(hop >= 0, replicas * (hop + self._uneven), 0.0), self.led(seconds, replicas)
-
-    def most(self, seconds: float, replicas: int) -> Floats:
-        """[..., device]: bytes of one group of so many devices."""
-        found = self.flat(seconds, replicas)
-        return found if replicas == 2 else np.maximum(found, self.led(seconds, replicas))
 
     def flat(self, seconds: float, replicas: int) -> Floats:
         """Sharded, or in a ring."""

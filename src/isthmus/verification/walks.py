@@ -30,7 +30,7 @@ from isthmus.verification.disjoint_sets import CutsNeeded
 from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.stage_arrays import Floats, StageArrays
-from isthmus.verification.sum_limits import Gradients, KnownSums, MostSummed, SumLimits, least_possible_s
+from isthmus.verification.sum_limits import Gradients, MostSummed, SumLimits, least_possible_s
 
 Ints = NDArray[np.int64]
 SLACK = 1 + 1e-9
@@ -71,16 +71,6 @@ class Terms:
     """Tracked ones of one replica, at most."""
     home: tuple[int, ...] | None = None
     """Kinds of which a device has the largest block of gradients."""
-    summed: MostSummed | None = None
-    """What these devices sum at most, where it is known of whom the other replicas are."""
-
-
-class GroupsTaken(NamedTuple):
-    """How many groups with other replicas' devices stages sum in at least, and how many there are."""
-
-    taken: NDArray[np.int8]
-    """[kind, start, length - 1]."""
-    most: int
 
 
 class Walk(NamedTuple):
@@ -127,6 +117,7 @@ class Walks:
         self._gradients = Gradients(arrays.gradients[0, -1] * (1 - NARROW), arrays.gradients[:, 0].max() * (1 - NARROW))
         free = np.full(len(kinds.all), INFINITE)
         self._unlimited = MostSummed(free, free)
+        self._most_summed: dict[tuple[float, int, int], MostSummed] = {}
         joined = np.isfinite(kinds.byte_s)
         self.byte_s = np.where(joined, kinds.byte_s, 0.0)
         self.latency = np.where(joined, kinds.latency, 0.0)
@@ -247,13 +238,16 @@ class Walks:
         return self._held_up(terms, options)
 
     def _summed(self, terms: Terms) -> MostSummed:
-        return terms.summed or self.most_summed(terms.sums_s, terms.fewest, terms.most)
+        return self.most_summed(terms.sums_s, terms.fewest, terms.most)
 
     def most_summed(self, sums_s: float, fewest: int, most: int) -> MostSummed:
         """In the mean over a period's steps."""
         if not np.isfinite(sums_s):
             return self._unlimited
-        return self._limits.most(sums_s * self._period * SLACK, fewest, most)
+        if (sums_s, fewest, most) not in self._most_summed:
+            found = self._limits.most(sums_s * self._period * SLACK, fewest, most)
+            self._most_summed[sums_s, fewest, most] = found
+        return self._most_summed[sums_s, fewest, most]
 
     def homes(self, sums_s: float, fewest: int, most: int) -> list[tuple[int, ...]]:
         """Kinds among which the largest block's gradients may be summed in this time, each a case for itself."""
@@ -281,11 +275,6 @@ class Walks:
             return bool(enough and counts[summed.group >= self._gradients.block].sum() >= fewest)
 
         return least_possible_s(possible)
-
-    def sums_of(self, replicas: Sequence[Sequence[int]]) -> KnownSums | None:
-        """Of these replicas: [replica, kind], how many devices. None where they have too many groups to look at."""
-        sums = self._limits.of(replicas)
-        return None if sums is None else KnownSums(sums, self._gradients, self._period * SLACK)
 
     def alike(self, terms: Terms) -> Hashable:
         """The same for terms that allow the same stages, at the same prices."""
@@ -325,19 +314,17 @@ class Walks:
                 self.work += through_s.size + EACH
         return kept
 
-    def solve(self, tracked: Tracked, terms: Terms, stages: Floats, groups: GroupsTaken | None = None) -> Floats:
-        """[class, state, kind, end]: the least fill of the first `end` blocks, prices included. With groups, there is a
-        state for each number of groups that are taken, up to the most."""
+    def solve(self, tracked: Tracked, terms: Terms, stages: Floats) -> Floats:
+        """[class, state, kind, end]: the least fill of the first `end` blocks, prices included."""
         count, blocks, classes = len(self.kinds.all), self.arrays.blocks, len(self.arrays.near_there)
         priced = stages if terms.prices_s is None else stages + terms.prices_s[:, None, None]
-        states = tracked.size * (groups.most + 1 if groups else 1)
-        found = np.full((classes, states, count, blocks + 1), INFINITE)
+        found = np.full((classes, tracked.size, count, blocks + 1), INFINITE)
         widths = self._widths(terms.threshold_s)
         steps = np.flatnonzero(tracked.devices[tracked.after] <= terms.devices)
-        ways = tracked.before[steps], tracked.after[steps], tracked.kind[steps]
-        total = np.full((states, count, int(widths[0])), INFINITE)
+        before, after, kind = tracked.before[steps], tracked.after[steps], tracked.kind[steps]
+        total = np.full((tracked.size, count, int(widths[0])), INFINITE)
         total[0] = priced[:, 0, : int(widths[0])]
-        self._end(found, 0, ways, total, groups)
+        self._put(found, 0, after, kind, total[before, kind])
         for start in range(1, blocks):
             width, here = int(widths[start]), found[..., start]
             if not width or not np.isfinite(here).any():
@@ -346,32 +333,8 @@ class Walks:
             cost = (
                 np.where(busy_s <= terms.threshold_s * SLACK, sent_s, INFINITE) + priced[None, None, :, start, :width]
             )
-            self._end(found, start, ways, self._continued(here, cost), groups)
+            self._put(found, start, after, kind, self._continued(here, cost)[before, kind])
         return found
-
-    def _end(
-        self, found: Floats, start: int, ways: tuple[Ints, Ints, Ints], total: Floats, groups: GroupsTaken | None
-    ) -> None:
-        """Puts what stages that begin here reach: [state before, kind, length - 1] seconds."""
-        before, after, kind = ways
-        if groups is None:
-            self._put(found, start, after, kind, total[before, kind])
-            return
-        levels = groups.most + 1
-        for taken in range(1, levels):
-            used = np.arange(levels - taken)
-            states, kinds = ((before * levels)[:, None] + used).ravel(), np.repeat(kind, len(used))
-            takes = groups.taken[kinds, start, : total.shape[-1]] == taken
-            seconds = np.where(takes, total[states, kinds], INFINITE)
-            self._put(found, start, ((after * levels)[:, None] + used + taken).ravel(), kinds, seconds)
-
-    def groups_taken(self, summed: MostSummed) -> GroupsTaken:
-        """Of stages, if one group of a device sums no more than so much."""
-        most = summed.groups
-        with np.errstate(divide="ignore", invalid="ignore"):
-            taken = np.ceil(self.arrays.gradients / (summed.group[:, None, None] * SLACK))
-        taken = np.where(self.arrays.gradients > 0, np.minimum(taken, most + 1), 1)
-        return GroupsTaken(np.maximum(taken, 1).astype(np.int8), most)
 
     def _put(self, found: Floats, start: int, states: Ints, kinds: Ints, seconds: Floats) -> None:
         """[step, length - 1]: seconds until the end of a stage of such a kind that begins here, where they are less."""

@@ -33,7 +33,7 @@ from isthmus.cost.cut_table import cut_table
 from isthmus.cost.network import FleetNetwork
 from isthmus.cost.pipelines import Trials, timed
 from isthmus.planners.observer import looked_at
-from isthmus.planners.search.relaxation import Found, Path, Relaxation
+from isthmus.planners.search.relaxation import Path, PathCost, Relaxation
 
 Label = tuple[int, ...]
 """The device that holds each item of `Blocks.live[boundary]`, in that order."""
@@ -73,31 +73,31 @@ def next_label(blocks: Blocks, label: Label, start: int, end: int, device: int) 
     return tuple(held.get(number, device) for number, _ in blocks.live[end])
 
 
-def objective(relaxation: Relaxation, path: Path) -> Found:
+def objective(relaxation: Relaxation, path: Path) -> PathCost:
     """What the relaxation bounds: the closed form, or the throttled one, whose sum leaves shared parameters out."""
     blocks, network, problem = relaxation.tables.blocks, relaxation.network, relaxation.problem
     table = cut_table(blocks, np.array([(0, *path.cut, blocks.count)]))
     row = timed(problem, network, Trials(table, np.zeros(1, dtype=np.int64), np.array([path.devices])))
     fill_s, busy_s, shared_s = float(row.fill_s[0]), float(row.busy_s[0]), float(row.shared_s[0])
     if not relaxation.throttled:
-        return Found(fill_s, busy_s, path, shared_s)
+        return PathCost(fill_s, busy_s, path, shared_s)
     period_s = kernel.period_s(row.busy_s, row.round_trip_s, row.held, problem.micro_batches)
-    return Found(fill_s - shared_s, float(period_s[0]), path, shared_s)
+    return PathCost(fill_s - shared_s, float(period_s[0]), path, shared_s)
 
 
 def least_sum(
     relaxation: Relaxation, threshold_s: float, cutoff_s: float, most_states: int
-) -> tuple[Found | None, int]:
+) -> tuple[PathCost | None, int]:
     """The least sum below `cutoff_s` with a bottleneck up to `threshold_s`, and how many states were expanded.
 
     None where no pipeline is below. The relaxation must hold the bounds of this threshold or of a larger one.
     Raises SearchTooLarge beyond `most_states`.
     """
     blocks, network, routes = relaxation.tables.blocks, relaxation.network, relaxation.routes
-    reached: list[dict[tuple[int, Label], Found]] = [{} for _ in routes.states]
+    reached: list[dict[tuple[int, Label], PathCost]] = [{} for _ in routes.states]
     for root in routes.roots:
-        reached[root][0, ()] = Found(0.0, 0.0, Path((), ()))
-    best: Found | None = None
+        reached[root][0, ()] = PathCost(0.0, 0.0, Path((), ()))
+    best: PathCost | None = None
     expanded = 0
     for number, steps in enumerate(routes.steps):
         for (start, label), entry in reached[number].items():
@@ -123,7 +123,7 @@ def least_sum(
                     known = reached[after].get(key)
                     if known is None or sum_s < known.sum_s:
                         path = Path((*entry.path.devices, device), (*entry.path.cut, end))
-                        reached[after][key] = Found(sum_s, max(entry.bottleneck_s, busy_s), path)
+                        reached[after][key] = PathCost(sum_s, max(entry.bottleneck_s, busy_s), path)
     return best, expanded
 
 
@@ -163,7 +163,7 @@ class ThresholdSearch:
     micro_batches: int
     upper_s: float = float("inf")
     budget: Budget = AMPLE
-    best: Found | None = None
+    best: PathCost | None = None
     probes: int = 0
     states: int = 0
     unresolved: list[Interval] = field(default_factory=list[Interval])
@@ -203,7 +203,7 @@ class ThresholdSearch:
             bound = kernel.step_s(sum_s, low, self.micro_batches)
             heapq.heappush(self._open, Interval(bound, low, high, sum_s))
 
-    def _offer(self, found: Found) -> None:
+    def _offer(self, found: PathCost) -> None:
         step_s = kernel.step_s(found.sum_s, found.bottleneck_s, self.micro_batches)
         if step_s < self.upper_s:
             self.upper_s, self.best = step_s, found

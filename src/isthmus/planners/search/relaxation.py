@@ -127,7 +127,7 @@ class Path(NamedTuple):
     cut: tuple[int, ...]
 
 
-class Found(NamedTuple):
+class PathCost(NamedTuple):
     """A pipeline, or the beginning of one, whose end then is part of the cut."""
 
     sum_s: float
@@ -181,7 +181,7 @@ class Relaxation:
         most = len(self.routes.members) + self.routes.returns if remaining == ANY else remaining
         return min(self.problem.micro_batches, most)
 
-    def solve(self, threshold: float) -> Found | None:
+    def solve(self, threshold: float) -> PathCost | None:
         """The least sum under `threshold`, and a pipeline that attains it; None where no pipeline keeps to it."""
         self.threshold = threshold
         self._allowed = {}
@@ -214,7 +214,7 @@ class Relaxation:
         ends = np.searchsorted(work, work * (1 + TINY) + self.threshold * speed * (1 + TINY), "right")
         return min(self.tables.width, max(1, int((ends - np.arange(len(work))).max())))
 
-    def _follow(self, number: int) -> Found:
+    def _follow(self, number: int) -> PathCost:
         total = float(self.values[number][0])
         start, devices, cut, bottleneck = 0, list[int](), list[int](), 0.0
         while start < self.tables.count:
@@ -229,7 +229,7 @@ class Relaxation:
             start, number = end, after
             devices.append(device)
             cut.append(start)
-        return Found(total, bottleneck, Path(tuple(devices), tuple(cut[:-1])))
+        return PathCost(total, bottleneck, Path(tuple(devices), tuple(cut[:-1])))
 
     def _rows(self, state: State) -> tuple[int, int]:
         """Boundaries that the devices used so far can have reached, and from which the others can finish."""
