@@ -271,7 +271,7 @@ class Walks:
         def possible(sums_s: float) -> bool:
             summed = self.most_summed(sums_s, fewest, most)
             together = (counts * np.minimum(summed.stage, self._gradients.whole)).sum()
-            enough = together >= fewest * self._gradients.whole
+            enough = together * SLACK >= fewest * self._gradients.whole
             return bool(enough and counts[summed.group >= self._gradients.block].sum() >= fewest)
 
         return least_possible_s(possible)
