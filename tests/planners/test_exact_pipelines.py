@@ -58,14 +58,20 @@ def pipeline_problem(seed: int) -> Problem:
     )
 
 
+def by_brute_force(reading: GraphReading, *, several: bool) -> float:
+    """Seconds of the best plan of one replica, or of several."""
+    search = PlanSearch(reading, priced=False, effort=EFFORT)
+    try:
+        return (search.several if several else search.single)(1e12).known
+    except OutOfWork:
+        pytest.skip("more plans than brute force tries")
+
+
 @pytest.mark.parametrize("seed", range(0, ALL, STEP))
 def test_the_bound_of_one_replica_is_the_best_pipeline(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once with devices counted, and once with prices alone."""
     reading = GraphReading(question_of(pipeline_problem(seed)))
-    try:
-        best_s = PlanSearch(reading, priced=False, effort=EFFORT).single(1e12).known
-    except OutOfWork:
-        pytest.skip("more pipelines than brute force tries")
+    best_s = by_brute_force(reading, several=False)
     if best_s == inf:
         return
     for few_states in (one_replica.FEW_STATES, 1):
@@ -81,10 +87,7 @@ def test_the_bound_of_one_replica_is_the_best_pipeline(seed: int, monkeypatch: p
 def test_the_bound_of_several_replicas_is_the_best_plan(seed: int) -> None:
     """Which is come upon as well: the goal above it becomes what it takes."""
     reading = GraphReading(question_of(pipeline_problem(seed)))
-    try:
-        best_s = PlanSearch(reading, priced=False, effort=EFFORT).several(1e12).known
-    except OutOfWork:
-        pytest.skip("more plans than brute force tries")
+    best_s = by_brute_force(reading, several=True)
     if best_s == inf:
         return
     goal = Goal(1.2 * best_s)

@@ -42,7 +42,6 @@ class GroupTimes:
     def __init__(self, question: Question, names: Sequence[Sequence[str]], gradients: Floats, parameters: int) -> None:
         self._question, self._names = question, names
         self._numbers = 2 * (parameters + 1)
-        self._uplinks = any(site.uplink_bytes_per_s is not None for site in question.fleet.region_info)
         self._until = np.concatenate([[0.0], np.cumsum(gradients)])
         self._known: dict[tuple[tuple[int, ...], int], GroupSums] = {}
 
@@ -53,7 +52,7 @@ class GroupTimes:
             size_bytes = self._until[end] - self._until[:end]
             seconds, carried = self._soonest(self._devices(members), size_bytes)
             # In a period of several steps each group may have one of its own. Of shared uplinks nothing is known here.
-            known = self._question.period == 1 and not self._uplinks
+            known = self._question.period == 1 and not self._question.shares_uplinks
             alone = size_bytes > 0 if known else np.zeros(end, dtype=np.bool_)
             self._known[members, end] = GroupSums(
                 np.where(size_bytes > 0, seconds, 0.0) / self._question.period, np.where(alone, carried, 0.0)

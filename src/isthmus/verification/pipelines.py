@@ -69,8 +69,7 @@ class SearchedPipelines:
         self._edges = (0, *reading.places, len(reading.operators))
         self.question = question = reading.question
         self._holders = set(question.constraints.data_holders)
-        shared_uplink = any(site.uplink_bytes_per_s is not None for site in question.fleet.region_info)
-        self.known = question.constraints.compression is None and not shared_uplink
+        self.known = question.constraints.compression is None and not question.shares_uplinks
         """Whether what a suffix takes is known to the last byte."""
         kinds = walks.kinds
         self._far_rates = [

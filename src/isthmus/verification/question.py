@@ -81,6 +81,11 @@ class Question:
         size = self.micro_batch_size * self.micro_batches // micro_batches
         return replace(self, micro_batches=micro_batches, micro_batch_size=size)
 
+    @property
+    def shares_uplinks(self) -> bool:
+        """Whether links of a site share an uplink."""
+        return any(site.uplink_bytes_per_s is not None for site in self.fleet.region_info)
+
     def room_bytes(self, device: str) -> int:
         """What stages may take of the device's memory."""
         memory = self.fleet.device(device).memory_bytes

@@ -27,7 +27,7 @@ from isthmus.verification.device_sets import INFINITE, Tracked
 from isthmus.verification.group_times import GroupTimes
 from isthmus.verification.pipelines import PipelineStage, SearchedPipelines
 from isthmus.verification.sent import Floats, Ints
-from isthmus.verification.walks import EACH, SLACK, Terms, Walks
+from isthmus.verification.walks import EACH, SLACK, Terms
 
 WHOLE = 1e-9
 """Micro-batches: so close below a whole number is one."""
@@ -110,8 +110,8 @@ class ReplicaTables:
             [each.found[:, states][:, :, self.own].transpose(3, 1, 0, 2) for each in intervals], axis=1
         )
         """[boundary, interval, state, class, kind]"""
-        options = [_options(walks, each, self.own) for each in intervals]
-        self._period_s, self._over_held = (np.stack(each) for each in zip(*options, strict=True))
+        options = [walks.options(each.terms, each.stages, each.most) for each in intervals]
+        self._period_s, self._over_held = (np.stack(each)[:, :, self.own] for each in zip(*options, strict=True))
         self._compute_s = np.stack([compute_s[self.own] for compute_s in walks.compute_s])
         self._held_up = bool(self._over_held.any())
         self._to: dict[int, _StagesTo] = {}
@@ -190,22 +190,6 @@ class ReplicaTables:
             found[:, :1, pipelines.may_begin[self.own], 0] = 0.0  # all devices have stages
         pipelines.walks.work += (end - lowest) * EACH + found.size * len(self.own)
         return found
-
-
-def _options(walks: Walks, interval: PeriodWalks, own: Ints) -> tuple[Floats, Floats]:
-    """[recomputed, kind, start, length - 1]: the period of a stage, infinite where none may be; and one divided by the
-    micro-batches that it holds, where these are not all."""
-    terms, possible = interval.terms, np.isfinite(interval.stages)
-    least = terms.more_than + 1 if walks.gpipe else 1
-    plain = walks.held[0] >= interval.most
-    period_s, over_held = list[Floats](), list[Floats]()
-    for again, (compute_s, held) in enumerate(zip(walks.compute_s, walks.held, strict=True)):
-        allowed = possible & (held >= least) & (compute_s <= terms.threshold_s * SLACK)
-        if again:
-            allowed &= ~plain
-        period_s.append(np.where(allowed, compute_s, INFINITE)[own])
-        over_held.append(np.where(allowed & (held <= terms.more_than), 1 / np.maximum(held, 1.0), 0.0)[own])
-    return np.stack(period_s), np.stack(over_held)
 
 
 def _along(each: Floats, other: Floats) -> Floats:

@@ -103,16 +103,8 @@ class SuffixSearch:
         """By end, [recomputed, kind, start]: seconds of compute, infinite where no such stage may be; and one divided
         by the micro-batches that a stage holds, where these are not all."""
         walks, terms = self._walks, self._terms
-        blocks, possible = walks.arrays.blocks, np.isfinite(walks.stages(terms))
-        least = terms.more_than + 1 if walks.gpipe else 1
-        plain = walks.held[0] > terms.more_than
-        options, inverse = list[Floats](), list[Floats]()
-        for again, (compute_s, held) in enumerate(zip(walks.compute_s, walks.held, strict=True)):
-            allowed = possible & (held >= least) & (compute_s <= self._limit_s)
-            if again:
-                allowed &= ~plain
-            options.append(np.where(allowed, compute_s, INFINITE))
-            inverse.append(np.where(allowed & (held <= terms.more_than), 1 / np.maximum(held, 1.0), 0.0))
+        blocks = walks.arrays.blocks
+        options, inverse = walks.options(terms, walks.stages(terms), terms.more_than + 1)
         if len(options) > 1 and not np.isfinite(options[1]).any():
             options, inverse = options[:1], inverse[:1]
         self._compute_s, self._inverse, self._lowest = list[Floats](), list[Floats](), list[int]()

@@ -237,6 +237,21 @@ class Walks:
             return np.minimum.reduce(options)
         return self._held_up(terms, options)
 
+    def options(self, terms: Terms, stages: Floats, most: int) -> tuple[Floats, Floats]:
+        """[recomputed, kind, start, length - 1]: seconds of compute of these stages (`stages`), infinite where none may
+        be; and one divided by the micro-batches that a stage holds, where these hold it up. A stage that holds `most`,
+        which is all that a replica may have, is not recomputed."""
+        possible, plain = np.isfinite(stages), self.held[0] >= most
+        least = terms.more_than + 1 if self.gpipe else 1
+        options, over_held = list[Floats](), list[Floats]()
+        for again, (compute_s, held) in enumerate(zip(self.compute_s, self.held, strict=True)):
+            allowed = possible & (held >= least) & (compute_s <= terms.threshold_s * SLACK)
+            if again:
+                allowed &= ~plain
+            options.append(np.where(allowed, compute_s, INFINITE))
+            over_held.append(np.where(allowed & (held <= terms.more_than), 1 / np.maximum(held, 1.0), 0.0))
+        return np.stack(options), np.stack(over_held)
+
     def _summed(self, terms: Terms) -> MostSummed:
         return self.most_summed(terms.sums_s, terms.fewest, terms.most)
 
