@@ -108,7 +108,7 @@ def test_many_unlike_devices_have_a_bound() -> None:
     fleet = fleet_of([1e4 * (1 + k / 40) for k in range(40)], 40)
     question = question_of(problem_of(random_graph(1, 4), fleet, micro_batches=4))
     simple = min(part.bound_s for part in BoundParts(GraphReading(question), Goal(1e12)).all)
-    assert Prover(question, 1e12).run(lambda work: work > WORK) >= simple
+    assert Prover(question, 1e12).run(lambda work: work > WORK) >= simple * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(60))

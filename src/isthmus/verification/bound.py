@@ -1,8 +1,9 @@
 """A lower bound on the step of any plan, computed apart from the planners': nothing is searched.
 
 What joining devices by links costs at least, whichever they are: edges are taken lightest first and merge components
-(Kruskal). Before edges of weight w are taken, k devices lie in no fewer than c_w components, the largest ones; to join
-them into f trees takes c_w - f edges of weight w or more.
+(Kruskal). Before edges of weight w are taken, k devices lie in no fewer than c_w components, the largest ones, and
+those that hold a replica in no fewer than have the memory; to join them into f trees takes c_w - f edges of weight w or
+more.
 
 One replica of S stages: the S fastest devices share the work; stages that receive anything are joined by links as
 `DeviceMerging` says; every stage but the first receives what its first block takes (a block lies between two places to
@@ -41,11 +42,18 @@ def kinds_of(fleet: Fleet) -> list[list[str]]:
     return list(found.values())
 
 
+class Rooms(NamedTuple):
+    """Bytes of each kind's devices, and what they must hold together."""
+
+    each: Sequence[Sequence[int]]
+    need: int
+
+
 class DeviceMerging:
     """`most` devices at most are joined. `weights` must not depend on the direction."""
 
-    def __init__(self, sizes: Sequence[int], weights: Weights, most: int) -> None:
-        self._count, self._most = sum(sizes), most
+    def __init__(self, sizes: Sequence[int], weights: Weights, most: int, rooms: Rooms) -> None:
+        self._count, self._most, self._rooms = sum(sizes), most, rooms
         self._steps: list[tuple[float, list[int]]] = []
         """(weight, [k]: components of the k devices before edges of that weight), lightest first."""
         self._nearest: list[float] = []
@@ -62,11 +70,14 @@ class DeviceMerging:
         kind = [k for k, size in enumerate(sizes) for _ in range(size)]
         edges = sorted((weights[kind[a], kind[b]], a, b) for a, b in itertools.combinations(range(self._count), 2))
         home, members = list(range(self._count)), {d: [d] for d in range(self._count)}
+        room = [size_bytes for own in self._rooms.each for size_bytes in own]
         for weight, group in itertools.groupby(edges, key=lambda edge: edge[0]):
             merging = [(a, b) for _, a, b in group if home[a] != home[b]]
             if merging:
                 together = list(itertools.accumulate(sorted(map(len, members.values()), reverse=True)))
-                need = [bisect.bisect_left(together, k) + 1 for k in range(self._most + 1)]
+                rooms = sorted((sum(room[d] for d in own) for own in members.values()), reverse=True)
+                hold = 1 + sum(1 for held in itertools.accumulate(rooms) if held < self._rooms.need)
+                need = [max(hold, bisect.bisect_left(together, k) + 1) for k in range(self._most + 1)]
                 self._steps.append((weight, need))
             for a, b in merging:
                 if home[a] != home[b]:
@@ -148,7 +159,8 @@ class Bounds:
         byte_s = {pair: 1 / link.bandwidth_bytes_per_s for pair, link in links.items()}
         sizes, most = [len(names) for names in kinds], min(len(fleet.names), self.blocks)
         either = [{(a, b): min(w[a, b], w[b, a]) for a, b in w} for w in (latency, byte_s)]
-        joined = [DeviceMerging(sizes, weights, most) for weights in either]
+        rooms = Rooms([[self._question.room_bytes(name) for name in names] for names in kinds], self.need_bytes)
+        joined = [DeviceMerging(sizes, weights, most, rooms) for weights in either]
         return joined[0], joined[1], min(latency.values()), min(byte_s.values())
 
     @cached_property
@@ -224,22 +236,23 @@ class Bounds:
         """The least work between users of one parameter, all on the fastest device."""
         return min((self._micro_batches * span.work / self._speeds[0] for span in self._spans), default=NEVER)
 
-    def several_s(self) -> float:
-        """Of two replicas and more."""
+    def several_s(self, fewest: int = 2, most: int | None = None) -> float:
+        """Of so many replicas; of two and more."""
         devices = len(self._speeds)
         if self.fewest > min(devices, self.blocks):
             return NEVER
         room = sum(self._rooms) // self.need_bytes if self.need_bytes else devices
-        most = min(devices // self.fewest, self._micro_batches, room)
-        if most < 2:
-            return NEVER
+        most = min(devices // self.fewest, self._micro_batches, room, *([] if most is None else [most]))
         fill_s = self.work / self._speeds[0] + self._links_s(self.fewest)
         return min(
-            fill_s
-            + (self._micro_batches - count)
-            * max(self.work / sum(self._speeds), self._largest_block / self._speeds[0] / count)
-            + self.averaging_s(count)
-            for count in range(2, most + 1)
+            (
+                fill_s
+                + (self._micro_batches - count)
+                * max(self.work / sum(self._speeds), self._largest_block / self._speeds[0] / count)
+                + self.averaging_s(count)
+                for count in range(fewest, most + 1)
+            ),
+            default=NEVER,
         )
 
     def averaging_s(self, replicas: int) -> float:

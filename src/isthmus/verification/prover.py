@@ -15,6 +15,7 @@ from isthmus.verification.closed_form import Setup
 from isthmus.verification.device_sets import DeviceKinds
 from isthmus.verification.one_replica import OneReplica
 from isthmus.verification.pipelines import Goal, SearchedPipelines
+from isthmus.verification.priced_replicas import PricedReplicas
 from isthmus.verification.question import Question
 from isthmus.verification.reading import GraphReading
 from isthmus.verification.several_replicas import SeveralReplicas
@@ -29,6 +30,8 @@ SLICE = 100_000_000
 """Work of the first try of a part."""
 FINE, FINEST = 0.004, 0.0002
 """Relative widths below which intervals are not divided, at first and at last: what is open then stays open."""
+RISE = 1.2
+"""Ratio of the next limit to what is proven, at most, on fleets where the goal may be far above it."""
 EASIER = 3
 """Limits that are tried for a while each."""
 SETTLED = 1.0005
@@ -77,9 +80,14 @@ class _Several(BoundPart):
     """So many replicas, one of the ranges of the searches."""
 
     def __init__(
-        self, searches: Sequence[SeveralReplicas], replicas: tuple[int, int], goal: Goal, simple: BoundPart
+        self,
+        searches: Sequence[SeveralReplicas],
+        replicas: tuple[int, int],
+        goal: Goal,
+        simple: BoundPart,
+        priced: PricedReplicas | None,
     ) -> None:
-        """Each search may prove a limit by itself; the quickest first."""
+        """Each search may prove a limit by itself; the quickest first. `priced`: bounds before any limit is tried."""
         fewest, most = replicas
         super().__init__(
             simple.bound_s, simple.words.replace("several", str(fewest) if most == fewest else f"{fewest}-{most}")
@@ -87,6 +95,7 @@ class _Several(BoundPart):
         self._searches, self._replicas, self._goal, self.stuck = searches, replicas, goal, False
         self._above_s = self._next_s = goal.step_s
         self._fine, self._easier, self._refuted = FINE, 0, False
+        self._priced, self._rise = priced, NEVER if priced is None else RISE
 
     def aim(self) -> None:
         self._next_s = self._goal.step_s
@@ -95,9 +104,16 @@ class _Several(BoundPart):
         """The goal first, then limits halfway to what is proven, and the goal again: what is proven of choices is kept.
         Below a limit that could not be proven in any time intervals are finer, once what is proven meets it."""
         goal_s = self._goal.step_s
-        limit_s = min(self._next_s, goal_s)
+        if self._priced is not None:
+            sums_s = self._searches[-1].least_sums_s(*self._replicas)
+            time_s, more = self._priced.raised(self._replicas, goal_s - sums_s, ended)
+            self.bound_s = max(self.bound_s, sums_s + time_s)
+            if not more:
+                self._priced = None
+            return
+        limit_s = min(self._next_s, goal_s, self.bound_s * self._rise)
         if any(search.proven(limit_s, self._replicas, self._fine, ended) for search in self._searches):
-            self.bound_s, self._easier = limit_s, 0
+            self.bound_s, self._easier = max(self.bound_s, limit_s), 0
         elif self._goal.step_s < goal_s:  # a plan was come upon
             self._above_s = self._next_s = self._goal.step_s
             return
@@ -126,6 +142,7 @@ class BoundParts:
         self.single = BoundPart(bounds.single_s(), f"one replica {words}")
         self.several = [BoundPart(NEVER if alone else bounds.several_s(), f"several replicas {words}")]
         self._walks: list[Walks] = []
+        self._count = count
         if walkable(reading):
             arrays = stage_arrays(reading)
             ample = ample_bytes(arrays, count)
@@ -138,10 +155,21 @@ class BoundParts:
             self.single = _One(ones, self.single)
             simple = self.several[0]
             if not alone and simple.bound_s < goal.step_s:
-                least_s = bounds.averaging_s(2)
-                several = [SeveralReplicas(w, count, least_s, MOST_SETS) for w in self._walks[:-1]]
-                several.append(SeveralReplicas(self._walks[-1], count, least_s, MOST_SETS, pipelines))
-                self.several = [_Several(several, replicas, goal, simple) for replicas in several[-1].ranges]
+                self.several = self._several_parts(bounds, pipelines, goal, simple)
+
+    def _several_parts(
+        self, bounds: Bounds, pipelines: SearchedPipelines, goal: Goal, simple: BoundPart
+    ) -> list[BoundPart]:
+        """One for each range of numbers of replicas."""
+        least_s, count, last = bounds.averaging_s(2), self._count, self._walks[-1]
+        searches = [SeveralReplicas(w, count, least_s, MOST_SETS) for w in self._walks[:-1]]
+        searches.append(SeveralReplicas(last, count, least_s, MOST_SETS, pipelines))
+        priced = None if searches[-1].tracks_all else PricedReplicas(last, count, goal.step_s)
+        found = list[BoundPart]()
+        for fewest, most in searches[-1].ranges:
+            bound_s = max(bounds.several_s(fewest, most), searches[-1].least_sums_s(fewest, most))
+            found.append(_Several(searches, (fewest, most), goal, BoundPart(bound_s, simple.words), priced))
+        return found
 
     @property
     def all(self) -> list[BoundPart]:

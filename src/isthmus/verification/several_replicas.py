@@ -147,6 +147,15 @@ class SeveralReplicas:
         self._chosen = ChosenReplicas(pipelines) if pipelines is not None and pipelines.searchable else None
         self._shortest_s = walks.shortest_period_s() * (1 - 1e-9)
 
+    @property
+    def tracks_all(self) -> bool:
+        """Whether every set of devices is told apart."""
+        return set_count(self._walks.kinds, range(len(self._walks.kinds.all))) <= ALL_STATES
+
+    def least_sums_s(self, fewest: int, most: int) -> float:
+        """What sums take at least, of one of the ranges."""
+        return self._least_sums[fewest, most]
+
     def proven(self, limit_s: float, replicas: tuple[int, int], fine: float, ended: Callable[[], bool]) -> bool:
         """Whether no plan of so many replicas, one of the ranges, takes less; False where that was not settled by
         intervals of so much of the limit."""
@@ -183,7 +192,7 @@ class SeveralReplicas:
         """All kinds tracked where there are few sets. Elsewhere the fastest are tracked, or devices are counted."""
         if home not in self._among:
             kinds, every = self._walks.kinds, range(len(self._walks.kinds.all))
-            tracked = list(every) if set_count(kinds, every) <= ALL_STATES else list[int]()
+            tracked = list(every) if self.tracks_all else list[int]()
             by_speed = np.argsort(-kinds.speed, kind="stable").tolist() if not tracked else []
             for kind in by_speed:
                 if (home is None or kind in home) and set_count(kinds, (*tracked, kind)) <= self._most_states:
