@@ -149,7 +149,7 @@ class SeveralReplicas:
 
     @property
     def tracks_all(self) -> bool:
-        """Whether every set of devices is told apart."""
+        """Whether it distinguishes every set of devices."""
         return set_count(self._walks.kinds, range(len(self._walks.kinds.all))) <= ALL_STATES
 
     def least_sums_s(self, fewest: int, most: int) -> float:
