@@ -31,7 +31,7 @@ SLICE = 100_000_000
 FINE, FINEST = 0.004, 0.0002
 """Relative widths below which intervals are not divided, at first and at last: what is open then stays open."""
 RISE = 1.2
-"""Ratio of the next limit to what is proven, at most, on fleets where the goal may be far above it."""
+"""Ratio of the next limit to what is proven, at most: a goal far above it is not proven at once."""
 EASIER = 3
 """Limits that are tried for a while each."""
 SETTLED = 1.0005
@@ -95,10 +95,10 @@ class _Several(BoundPart):
         self._searches, self._replicas, self._goal, self.stuck = searches, replicas, goal, False
         self._above_s = self._next_s = goal.step_s
         self._fine, self._easier, self._refuted = FINE, 0, False
-        self._priced, self._rise = priced, NEVER if priced is None else RISE
+        self._priced, self._rise = priced, RISE
 
     def aim(self) -> None:
-        self._next_s = self._goal.step_s
+        self._next_s, self._rise = self._goal.step_s, NEVER
 
     def advance(self, ended: Callable[[], bool]) -> None:
         """The goal first, then limits halfway to what is proven, and the goal again: what is proven of choices is kept.
