@@ -33,6 +33,7 @@ BEGUN = (0.9, 0.5, 0.0)
 """Parts of the batch that all devices are worth at first, each by its speed; the last first."""
 MOST_AT_ONCE = 2.0
 """Times what is proven, that prices are raised for at once."""
+TINY = 1e-300
 MOST_WORSE, MOST_TRIED = 3, 16
 """Prices in a row that bound no higher, after which steps are halved; and those that are tried."""
 
@@ -48,22 +49,43 @@ class _Periods(NamedTuple):
     """The least fill without prices."""
 
 
-class _Least(NamedTuple):
+class _Tried(NamedTuple):
     """What such prices prove."""
 
-    time_s: float
-    uses: Floats
+    time_s: float = -INFINITE
+    prices: Floats = np.zeros(0)
+    uses: Floats = np.zeros(0)
     """[kind]: devices of the replica that takes so long."""
-    low_s: float
+    low_s: float = 0.0
 
 
-class _Prices:
-    """Of one range of numbers of replicas."""
+class _Ascent:
+    """Of one range of numbers of replicas: prices that were tried."""
 
     def __init__(self, begun: list[Floats]) -> None:
-        self.next, self.best, self.best_s = begun, begun[0], -INFINITE
-        """`next`: prices that are tried next, the last first."""
-        self.rate, self.since, self.tried = 1.0, 0, 0
+        self.begun, self.begun_with, self.tried = begun, len(begun), 0
+        """`begun`: prices to begin with, the last first."""
+        self.best, self._rate, self._since = _Tried(), 1.0, 0
+        self._last = self.best
+
+    def next(self, owned: Floats, enough_s: float) -> Floats:
+        """Prices that prove more, with luck. `owned`: [kind], devices that one replica may have."""
+        if self.begun:
+            return self.begun.pop()
+        _, prices, uses, low_s = self._last
+        up = low_s * (uses - owned)
+        up = np.where((up > 0) | (prices > 0), up, 0.0)
+        gain_s = min(enough_s, MOST_AT_ONCE * self._last.time_s) - self._last.time_s
+        return np.maximum(0.0, prices + self._rate * gain_s / max(float(up @ up), TINY) * up)
+
+    def note(self, tried: _Tried) -> None:
+        self.tried, self._since, self._last = self.tried + 1, self._since + 1, tried
+        if tried.time_s > self.best.time_s:
+            self.best, self._since = tried, 0
+        if self.tried == self.begun_with:
+            self._last = self.best
+        if self._since == MOST_WORSE:
+            self._rate, self._since = self._rate / 2, 0
 
 
 class PricedReplicas:
@@ -74,40 +96,27 @@ class PricedReplicas:
         self._tracked, counts = Tracked(walks.kinds, ()), walks.kinds.counts
         worth = walks.kinds.speed * micro_batches / float(counts @ walks.kinds.speed)
         self._begun = [part * worth for part in BEGUN]
-        self._prices: dict[tuple[int, int], _Prices] = {}
+        self._ascents: dict[tuple[int, int], _Ascent] = {}
 
     def raised(self, replicas: tuple[int, int], enough_s: float, ended: Callable[[], bool]) -> tuple[float, bool]:
         """What micro-batches of so many replicas take at least, and whether more may be proven. `enough_s`: at most."""
-        if replicas not in self._prices:
-            near = min(self._prices, key=lambda other: abs(other[1] - replicas[1]), default=None)
-            self._prices[replicas] = _Prices([*self._begun, *([] if near is None else [self._prices[near].best])])
-        prices = self._prices[replicas]
-        while prices.next and prices.best_s < enough_s and not ended():
-            own, last = prices.next.pop(), not prices.next
-            least = self._least(own, replicas)
-            prices.since, prices.tried = prices.since + 1, prices.tried + 1
-            if least.time_s > prices.best_s:
-                prices.best, prices.best_s, prices.since = own, least.time_s, 0
-            if not last:
-                continue
-            if prices.tried <= 1 + len(BEGUN):  # from the best of those to begin with
-                own, least = prices.best, self._least(prices.best, replicas)
-            if prices.since >= MOST_WORSE:
-                prices.rate, prices.since = prices.rate / 2, 0
-            ascent = least.low_s * (least.uses - self._walks.kinds.counts / replicas[1])
-            ascent = np.where((ascent > 0) | (own > 0), ascent, 0.0)
-            if prices.tried < MOST_TRIED and ascent.any():
-                length = prices.rate * (min(enough_s, MOST_AT_ONCE * least.time_s) - least.time_s)
-                prices.next = [np.maximum(0.0, own + length / float(ascent @ ascent) * ascent)]
-        return min(prices.best_s, enough_s), bool(prices.next) and prices.best_s < enough_s
+        if replicas not in self._ascents:
+            near = min(self._ascents, key=lambda other: abs(other[1] - replicas[1]), default=None)
+            others = [] if near is None else [self._ascents[near].best.prices]
+            self._ascents[replicas] = _Ascent([*self._begun, *others])
+        ascent, owned = self._ascents[replicas], self._walks.kinds.counts / replicas[1]
+        while ascent.tried < MOST_TRIED and ascent.best.time_s < enough_s and not ended():
+            ascent.note(self._least(ascent.next(owned, enough_s), replicas))
+        more = ascent.tried < MOST_TRIED and ascent.best.time_s < enough_s
+        return min(ascent.best.time_s, enough_s), more
 
-    def _least(self, prices: Floats, replicas: tuple[int, int]) -> _Least:
+    def _least(self, prices: Floats, replicas: tuple[int, int]) -> _Tried:
         """Intervals are looked at as what they take without prices bounds them."""
         walks, left = self._walks, self._micro_batches - float(prices @ self._walks.kinds.counts)
         each = min(left / number for number in replicas)
         if not prices.any():
             each = math.ceil(each)  # some replica has so many
-        found = _Least(INFINITE, np.zeros(len(prices)), 0.0)
+        found = _Tried(INFINITE, prices, np.zeros(len(prices)))
         possible = [(p.least_s + p.low_s * (each - 1), k) for k, p in enumerate(self._periods) if p.most >= each]
         for least_s, k in sorted(possible):
             if least_s >= found.time_s:
@@ -118,7 +127,8 @@ class PricedReplicas:
             time_s = float(fills[..., -1].min()) + periods.low_s * (each - 1)
             if time_s < found.time_s:
                 uses = Counter(walks.follow(self._tracked, terms, fills, periods.stages).kinds)
-                found = _Least(time_s, np.array([uses[kind] for kind in range(len(prices))]), periods.low_s)
+                each_used = np.array([uses[kind] for kind in range(len(prices))])
+                found = _Tried(time_s, prices, each_used, periods.low_s)
         return found
 
     @cached_property
