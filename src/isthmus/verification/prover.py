@@ -104,6 +104,9 @@ class _Several(BoundPart):
         """The goal first, then limits halfway to what is proven, and the goal again: what is proven of choices is kept.
         Below a limit that could not be proven in any time intervals are finer, once what is proven meets it."""
         goal_s = self._goal.step_s
+        self.stuck = self.bound_s >= goal_s
+        if self.stuck:
+            return
         if self._priced is not None:
             sums_s = self._searches[-1].least_sums_s(*self._replicas)
             time_s, more = self._priced.raised(self._replicas, goal_s - sums_s, ended)
