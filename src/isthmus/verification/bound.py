@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -40,6 +42,11 @@ def kinds_of(fleet: Fleet) -> list[list[str]]:
         alone = device.name in named
         found.setdefault((alone, device.name if alone else device.region), []).append(device.name)
     return list(found.values())
+
+
+def _fewest(sizes: Iterable[int], need: int) -> int:
+    """So many of them, the largest, come to what is needed."""
+    return 1 + sum(1 for held in itertools.accumulate(sorted(sizes, reverse=True)) if held < need)
 
 
 class Rooms(NamedTuple):
@@ -75,9 +82,8 @@ class DeviceMerging:
             merging = [(a, b) for _, a, b in group if home[a] != home[b]]
             if merging:
                 together = list(itertools.accumulate(sorted(map(len, members.values()), reverse=True)))
-                rooms = sorted((sum(room[d] for d in own) for own in members.values()), reverse=True)
-                hold = 1 + sum(1 for held in itertools.accumulate(rooms) if held < self._rooms.need)
-                need = [max(hold, bisect.bisect_left(together, k) + 1) for k in range(self._most + 1)]
+                held = _fewest((sum(room[d] for d in own) for own in members.values()), self._rooms.need)
+                need = [max(held, bisect.bisect_left(together, k) + 1) for k in range(self._most + 1)]
                 self._steps.append((weight, need))
             for a, b in merging:
                 if home[a] != home[b]:
@@ -142,8 +148,7 @@ class Bounds:
     @cached_property
     def fewest(self) -> int:
         """So many devices hold the model with one micro-batch."""
-        room = itertools.accumulate(sorted(self._rooms, reverse=True))
-        return 1 + sum(1 for held in room if held < self.need_bytes)
+        return _fewest(self._rooms, self.need_bytes)
 
     @cached_property
     def _links(self) -> tuple[DeviceMerging, DeviceMerging, float, float]:
@@ -177,6 +182,23 @@ class Bounds:
                 back[block] += size_bytes if block in returns else 0
         return sorted(there[1:]), sorted(back[1:])
 
+    @cached_property
+    def _least_sent(self) -> int:
+        """Bytes that come to the first block of any stage, or go back from it, over one link: those of one block. What
+        comes from other blocks may come over other links at the same time."""
+        starts = self._edges[:-1]
+        sent: list[Counter[tuple[int, bool]]] = [Counter() for _ in starts]
+        for value in self.reading.values:
+            home = bisect.bisect_right(starts, value.made) - 1
+            size_bytes = wire_bytes(self._question, value)
+            for goes_back, positions in ((False, value.uses), (True, value.returns)):
+                for block in {bisect.bisect_right(starts, position) - 1 for position in positions} - {home}:
+                    sent[block][home, goes_back] += size_bytes
+        return max(
+            min(max((n for (_, back), n in own.items() if back == way), default=0) for own in sent[1:])
+            for way in (False, True)
+        )
+
     def _links_s(self, stages: int) -> float:
         """Messages of one micro-batch, both ways."""
         if stages == 1:
@@ -199,7 +221,7 @@ class Bounds:
             balanced_s = self.work / together[stages - 1]
             period_s = max(balanced_s, self._largest_block / fastest)
             if stages > 1:
-                period_s = max(period_s, max(sizes[0] for sizes in self._taken) * self._links[1].heaviest(stages))
+                period_s = max(period_s, self._least_sent * self._links[1].heaviest(stages))
             compute_s = self.work / fastest + later * period_s
             if period_s <= balanced_s:  # slower devices may be given next to nothing
                 compute_s = min((j + later) * self.work / together[j - 1] for j in range(1, stages + 1))
@@ -236,13 +258,13 @@ class Bounds:
         """The least work between users of one parameter, all on the fastest device."""
         return min((self._micro_batches * span.work / self._speeds[0] for span in self._spans), default=NEVER)
 
-    def several_s(self, fewest: int = 2, most: int | None = None) -> float:
-        """Of so many replicas; of two and more."""
+    def several_s(self, fewest: int = 2, most: int = sys.maxsize) -> float:
+        """Of fewest to most replicas; infinite where there cannot be so many."""
         devices = len(self._speeds)
         if self.fewest > min(devices, self.blocks):
             return NEVER
         room = sum(self._rooms) // self.need_bytes if self.need_bytes else devices
-        most = min(devices // self.fewest, self._micro_batches, room, *([] if most is None else [most]))
+        most = min(most, devices // self.fewest, self._micro_batches, room)
         fill_s = self.work / self._speeds[0] + self._links_s(self.fewest)
         return min(
             (

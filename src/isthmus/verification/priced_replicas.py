@@ -1,14 +1,15 @@
-"""What several replicas take at least, by prices of devices: for fleets on which sets of devices are too many.
+"""What the micro-batches of several replicas take at least, by prices of devices: sets of devices may be too many.
 
-A device has a price, a number of micro-batches. A replica whose pipeline takes `fill` and whose period is p ends
-1 + (T - fill) / p of them in a time T. What all R replicas end, M, is what they end beyond the prices of their devices,
-and these prices, no more than those of all devices together. So one replica ends A = (M - all prices) / R beyond its
-own or more, and with a period from `low` on
+A device has a price of 0 or more micro-batches. A replica whose pipeline takes `fill` and whose period is p ends
+1 + (T - fill) / p of them in a time T, sums apart. What all R replicas end, M, is what they end beyond the prices of
+their devices, and these prices, no more than those of all devices together. So one replica ends
+A = (M - all prices) / R beyond its own or more, and with a period from `low` on
 
     T >= F + low (A - 1),        F = min over pipelines of fill + low * prices of its devices
 
-which holds whatever the prices are. They are raised for devices that more than one of R such replicas would use, and
-lowered for others (the Lagrangian dual of using each device once, by subgradients: Held and Karp 1971).
+for any prices. Where R is one of a range, A is the least of any. Prices are raised for devices that more than one of R
+such replicas would use, and lowered for others (the Lagrangian dual of using each device once, by subgradients: Held
+and Karp 1971). They do not depend on what is to be proven: a check tries the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -29,61 +29,61 @@ from isthmus.verification.walks import Terms, Walks
 
 RATIO = 1.15
 """Between the ends of an interval of periods."""
-BEGUN = (0.9, 0.5, 0.0)
-"""Parts of the batch that all devices are worth at first, each by its speed; the last first."""
-MOST_AT_ONCE = 2.0
-"""Times what is proven, that prices are raised for at once."""
-TINY = 1e-300
+BEGUN = (0.0, 0.5, 0.9)
+"""Parts of the batch that all devices are worth at first, each by its speed."""
 MOST_WORSE, MOST_TRIED = 3, 16
 """Prices in a row that bound no higher, after which steps are halved; and those that are tried."""
+WHOLE = 1e-9
+TINY = 1e-300
 
 
 class _Periods(NamedTuple):
-    """Replicas with a period from `low_s` to the terms' threshold, and so many micro-batches at most."""
+    """Replicas with a period from `low_s` to the terms' threshold, and so many micro-batches at most; two at least, or
+    one alone, which has any period: `low_s` may then be anything."""
 
     low_s: float
     most: int
     terms: Terms
-    stages: Floats
-    least_s: float
-    """The least fill without prices."""
+    fill_s: float
+    """The least without prices."""
+
+    def least_s(self, each: float) -> float:
+        """Of a replica that ends so many beyond its prices, without these prices."""
+        return self.fill_s + self.low_s * max(each - 1, 0.0 if self.most == 1 else 1.0)
 
 
 class _Tried(NamedTuple):
     """What such prices prove."""
 
-    time_s: float = -INFINITE
-    prices: Floats = np.zeros(0)
-    uses: Floats = np.zeros(0)
+    time_s: float
+    prices: Floats
+    uses: Floats
     """[kind]: devices of the replica that takes so long."""
-    low_s: float = 0.0
+    low_s: float
 
 
 class _Ascent:
     """Of one range of numbers of replicas: prices that were tried."""
 
-    def __init__(self, begun: list[Floats]) -> None:
-        self.begun, self.begun_with, self.tried = begun, len(begun), 0
-        """`begun`: prices to begin with, the last first."""
-        self.best, self._rate, self._since = _Tried(), 1.0, 0
-        self._last = self.best
+    def __init__(self, begun: list[Floats], owned: Floats) -> None:
+        """`owned`: [kind], devices that one replica may have."""
+        self._begun, self._owned, self.tried = begun, owned, list[_Tried]()
+        self._rate, self._since, self.best_s = 1.0, 0, -INFINITE
 
-    def next(self, owned: Floats, enough_s: float) -> Floats:
-        """Prices that prove more, with luck. `owned`: [kind], devices that one replica may have."""
-        if self.begun:
-            return self.begun.pop()
-        _, prices, uses, low_s = self._last
-        up = low_s * (uses - owned)
+    def next(self) -> Floats:
+        """Prices that prove more, with luck."""
+        if len(self.tried) < len(self._begun):
+            return self._begun[len(self.tried)]
+        first = len(self.tried) == len(self._begun)
+        _, prices, uses, low_s = max(self.tried, key=lambda one: one.time_s) if first else self.tried[-1]
+        up = low_s * (uses - self._owned)
         up = np.where((up > 0) | (prices > 0), up, 0.0)
-        gain_s = min(enough_s, MOST_AT_ONCE * self._last.time_s) - self._last.time_s
-        return np.maximum(0.0, prices + self._rate * gain_s / max(float(up @ up), TINY) * up)
+        return np.maximum(0.0, prices + self._rate * abs(self.best_s) / max(float(up @ up), TINY) * up)
 
     def note(self, tried: _Tried) -> None:
-        self.tried, self._since, self._last = self.tried + 1, self._since + 1, tried
-        if tried.time_s > self.best.time_s:
-            self.best, self._since = tried, 0
-        if self.tried == self.begun_with:
-            self._last = self.best
+        self.tried.append(tried)
+        self._since = 0 if tried.time_s > self.best_s else self._since + 1
+        self.best_s = max(self.best_s, tried.time_s)
         if self._since == MOST_WORSE:
             self._rate, self._since = self._rate / 2, 0
 
@@ -97,53 +97,63 @@ class PricedReplicas:
         worth = walks.kinds.speed * micro_batches / float(counts @ walks.kinds.speed)
         self._begun = [part * worth for part in BEGUN]
         self._ascents: dict[tuple[int, int], _Ascent] = {}
+        self._periods, self._unknown = list[_Periods](), self._intervals()
 
     def raised(self, replicas: tuple[int, int], enough_s: float, ended: Callable[[], bool]) -> tuple[float, bool]:
         """What micro-batches of so many replicas take at least, and whether more may be proven. `enough_s`: at most."""
-        if replicas not in self._ascents:
-            near = min(self._ascents, key=lambda other: abs(other[1] - replicas[1]), default=None)
-            others = [] if near is None else [self._ascents[near].best.prices]
-            self._ascents[replicas] = _Ascent([*self._begun, *others])
-        ascent, owned = self._ascents[replicas], self._walks.kinds.counts / replicas[1]
-        while ascent.tried < MOST_TRIED and ascent.best.time_s < enough_s and not ended():
-            ascent.note(self._least(ascent.next(owned, enough_s), replicas))
-        more = ascent.tried < MOST_TRIED and ascent.best.time_s < enough_s
-        return min(ascent.best.time_s, enough_s), more
+        ascent = self._ascents.setdefault(replicas, _Ascent(self._begun, self._walks.kinds.counts / replicas[1]))
+        while self._unknown and not ended():
+            self._look(*self._unknown.pop())
+        while len(ascent.tried) < MOST_TRIED and ascent.best_s < enough_s and not self._unknown:
+            tried = self._tried(ascent.next(), replicas, ended)
+            if tried is None:
+                break
+            ascent.note(tried)
+        return min(ascent.best_s, enough_s), len(ascent.tried) < MOST_TRIED and ascent.best_s < enough_s
 
-    def _least(self, prices: Floats, replicas: tuple[int, int]) -> _Tried:
-        """Intervals are looked at as what they take without prices bounds them."""
+    def _intervals(self) -> list[tuple[Terms, float, int]]:
+        """Terms, shortest period and most micro-batches; the longest periods last, and one micro-batch alone."""
+        shortest_s, alone_s = self._walks.shortest_period_s(), float(self._walks.least_work_s().min())
+        every = (shortest_s * (1 - WHOLE) * RATIO**k for k in itertools.count())
+        ends = list(itertools.takewhile(lambda end: end < self._goal_s, every))
+        ends.append(ends[-1] * RATIO if ends else shortest_s)
+        found = [
+            (Terms(threshold_s=high, more_than=more_than), low, most)
+            for more_than, most in self._walks.held_ranges(self._micro_batches - 1)
+            for low, high in itertools.pairwise(ends)
+            if most > 1
+        ]
+        return [*found, (Terms(threshold_s=INFINITE, more_than=0), alone_s, 1)]
+
+    def _look(self, terms: Terms, low_s: float, most: int) -> None:
+        """Kept where there are pipelines."""
+        found = self._walks.solve(self._tracked, terms, self._walks.stages(terms))
+        fill_s = float(found[..., -1].min())
+        if fill_s < self._goal_s:
+            self._periods.append(_Periods(low_s, most, terms, fill_s))
+            return
+        # No pipeline is as fast: none is faster.
+        self._unknown = [one for one in self._unknown if one[0].more_than != terms.more_than or one[2] != most]
+
+    def _tried(self, prices: Floats, replicas: tuple[int, int], ended: Callable[[], bool]) -> _Tried | None:
+        """Intervals are looked at as what they take without prices bounds them. None where it was ended."""
         walks, left = self._walks, self._micro_batches - float(prices @ self._walks.kinds.counts)
         each = min(left / number for number in replicas)
         if not prices.any():
-            each = math.ceil(each)  # some replica has so many
-        found = _Tried(INFINITE, prices, np.zeros(len(prices)))
-        possible = [(p.least_s + p.low_s * (each - 1), k) for k, p in enumerate(self._periods) if p.most >= each]
-        for least_s, k in sorted(possible):
+            each = math.ceil(each - WHOLE)  # some replica has so many
+        found = _Tried(INFINITE, prices, np.zeros(len(prices)), 0.0)
+        possible = [periods for periods in self._periods if periods.most >= each - WHOLE]
+        for periods in sorted(possible, key=lambda one: one.least_s(each)):
+            least_s, low_s = periods.least_s(each), periods.low_s
             if least_s >= found.time_s:
                 break
-            periods = self._periods[k]
-            terms = replace(periods.terms, prices_s=periods.low_s * prices)
-            fills = walks.solve(self._tracked, terms, periods.stages)
-            time_s = float(fills[..., -1].min()) + periods.low_s * (each - 1)
+            if ended():
+                return None
+            terms = replace(periods.terms, prices_s=low_s * prices)
+            stages = walks.stages(terms)
+            fills = walks.solve(self._tracked, terms, stages)
+            time_s = max(least_s, float(fills[..., -1].min()) + low_s * (each - 1))
             if time_s < found.time_s:
-                uses = Counter(walks.follow(self._tracked, terms, fills, periods.stages).kinds)
-                each_used = np.array([uses[kind] for kind in range(len(prices))])
-                found = _Tried(time_s, prices, each_used, periods.low_s)
-        return found
-
-    @cached_property
-    def _periods(self) -> list[_Periods]:
-        """Intervals of periods in which there are pipelines."""
-        walks, shortest_s = self._walks, self._walks.shortest_period_s() * (1 - 1e-9)
-        every = (shortest_s * RATIO**k for k in itertools.count())
-        ends = list(itertools.takewhile(lambda end: end < self._goal_s, every))
-        found = list[_Periods]()
-        for more_than, most in walks.held_ranges(self._micro_batches - 1):
-            for low, high in reversed(list(itertools.pairwise([*ends, INFINITE]))):
-                terms = Terms(threshold_s=high, more_than=more_than)
-                stages = walks.stages(terms)
-                fill_s = float(walks.solve(self._tracked, terms, stages)[..., -1].min())
-                if fill_s >= self._goal_s:
-                    break  # no pipeline is as fast: none is faster
-                found.append(_Periods(low, most, terms, stages, fill_s))
+                used = Counter(walks.follow(self._tracked, terms, fills, stages).kinds)
+                found = _Tried(time_s, prices, np.array([used[kind] for kind in range(len(prices))]), low_s)
         return found

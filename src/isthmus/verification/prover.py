@@ -82,27 +82,25 @@ class _Several(BoundPart):
     def __init__(
         self,
         searches: Sequence[SeveralReplicas],
+        priced: PricedReplicas | None,
         replicas: tuple[int, int],
         goal: Goal,
         simple: BoundPart,
-        priced: PricedReplicas | None,
     ) -> None:
-        """Each search may prove a limit by itself; the quickest first. `priced`: bounds before any limit is tried."""
-        fewest, most = replicas
-        super().__init__(
-            simple.bound_s, simple.words.replace("several", str(fewest) if most == fewest else f"{fewest}-{most}")
-        )
+        """`priced` bounds them first. Each search may prove a limit by itself; the quickest first."""
+        super().__init__(simple.bound_s, simple.words)
         self._searches, self._replicas, self._goal, self.stuck = searches, replicas, goal, False
         self._above_s = self._next_s = goal.step_s
         self._fine, self._easier, self._refuted = FINE, 0, False
-        self._priced, self._rise = priced, RISE
+        self._priced, self._in_steps = priced, simple.bound_s > 0
 
     def aim(self) -> None:
-        self._next_s, self._rise = self._goal.step_s, NEVER
+        self._next_s, self._in_steps = self._goal.step_s, False
 
     def advance(self, ended: Callable[[], bool]) -> None:
-        """The goal first, then limits halfway to what is proven, and the goal again: what is proven of choices is kept.
-        Below a limit that could not be proven in any time intervals are finer, once what is proven meets it."""
+        """Prices first. Then the goal, or a step towards it; limits halfway to what is proven; and the goal again: what
+        is proven of choices is kept. Below a limit that could not be proven in any time intervals are finer, once what
+        is proven meets it."""
         goal_s = self._goal.step_s
         self.stuck = self.bound_s >= goal_s
         if self.stuck:
@@ -114,7 +112,9 @@ class _Several(BoundPart):
             if not more:
                 self._priced = None
             return
-        limit_s = min(self._next_s, goal_s, self.bound_s * self._rise)
+        limit_s = min(self._next_s, goal_s)
+        if self._in_steps:
+            limit_s = min(limit_s, self.bound_s * RISE)
         if any(search.proven(limit_s, self._replicas, self._fine, ended) for search in self._searches):
             self.bound_s, self._easier = max(self.bound_s, limit_s), 0
         elif self._goal.step_s < goal_s:  # a plan was come upon
@@ -145,7 +145,6 @@ class BoundParts:
         self.single = BoundPart(bounds.single_s(), f"one replica {words}")
         self.several = [BoundPart(NEVER if alone else bounds.several_s(), f"several replicas {words}")]
         self._walks: list[Walks] = []
-        self._count = count
         if walkable(reading):
             arrays = stage_arrays(reading)
             ample = ample_bytes(arrays, count)
@@ -158,20 +157,20 @@ class BoundParts:
             self.single = _One(ones, self.single)
             simple = self.several[0]
             if not alone and simple.bound_s < goal.step_s:
-                self.several = self._several_parts(bounds, pipelines, goal, simple)
+                self.several = self._several_parts(bounds, pipelines, goal, simple.words)
 
-    def _several_parts(
-        self, bounds: Bounds, pipelines: SearchedPipelines, goal: Goal, simple: BoundPart
-    ) -> list[BoundPart]:
+    def _several_parts(self, bounds: Bounds, pipelines: SearchedPipelines, goal: Goal, words: str) -> list[BoundPart]:
         """One for each range of numbers of replicas."""
-        least_s, count, last = bounds.averaging_s(2), self._count, self._walks[-1]
+        least_s, count, last = bounds.averaging_s(2), pipelines.question.micro_batches, self._walks[-1]
         searches = [SeveralReplicas(w, count, least_s, MOST_SETS) for w in self._walks[:-1]]
         searches.append(SeveralReplicas(last, count, least_s, MOST_SETS, pipelines))
         priced = None if searches[-1].tracks_all else PricedReplicas(last, count, goal.step_s)
         found = list[BoundPart]()
         for fewest, most in searches[-1].ranges:
             bound_s = max(bounds.several_s(fewest, most), searches[-1].least_sums_s(fewest, most))
-            found.append(_Several(searches, (fewest, most), goal, BoundPart(bound_s, simple.words), priced))
+            number = str(fewest) if most == fewest else f"{fewest}-{most}"
+            simple = BoundPart(bound_s, words.replace("several", number))
+            found.append(_Several(searches, priced, (fewest, most), goal, simple))
         return found
 
     @property
