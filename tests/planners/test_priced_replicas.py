@@ -18,7 +18,7 @@ from isthmus.verification.bound import Bounds
 from isthmus.verification.device_sets import DeviceKinds
 from isthmus.verification.priced_replicas import PricedReplicas
 from isthmus.verification.reading import GraphReading
-from isthmus.verification.search import OutOfWork, PlanSearch, _Ending, _Scope
+from isthmus.verification.search import OutOfWork, PlanSearch, _Ending, _Scope  # pyright: ignore[reportPrivateUsage]
 from isthmus.verification.stage_arrays import stage_arrays
 from isthmus.verification.walks import Walks, ample_bytes
 
