@@ -245,12 +245,18 @@ def test_any_order_has_the_bits_of_the_plain_loop(
     assert [n for n, value in after.items() if not torch.equal(value, state[n])] == []
 
 
-@pytest.mark.parametrize("options", [{"dropout": 0.3}, {"tie_embedding": True}])
-def test_dropout_draws_and_ties_do_not_depend_on_the_cut(options: dict[str, object]) -> None:
+# A tied gradient is summed in another order. Muon iterates in bfloat16, which makes that rounding large.
+@pytest.mark.parametrize(
+    ("options", "optimizers"), [({"dropout": 0.3}, MUON), ({"tie_embedding": True}, (OptimizerConfig(lr=0.01),))]
+)
+def test_dropout_draws_and_ties_do_not_depend_on_the_cut(
+    options: dict[str, object], optimizers: tuple[OptimizerConfig, ...]
+) -> None:
     _, columns = model("gpt")
     spec = MODELS["gpt"][0]
     build = partial(build_model, replace(spec, options={**spec.options, **options}))
-    captured, steps, config, draws = capture_of(build, columns), steps_of(columns), config_of(MUON), random.Random(1)
+    captured, steps, draws = capture_of(build, columns), steps_of(columns), random.Random(1)
+    config = config_of(optimizers)
     states: list[dict[str, Tensor]] = []
     for cut in ([], random_cut(captured, draws, 4)):
         pipeline = Pipeline(captured, cut, weights_of(build, captured), config, engine=DelayedEngine)
@@ -260,4 +266,4 @@ def test_dropout_draws_and_ties_do_not_depend_on_the_cut(options: dict[str, obje
         if "dropout" in options:
             assert torch.equal(states[1][name], value), name
         else:
-            torch.testing.assert_close(states[1][name], value, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(states[1][name], value, rtol=1e-3, atol=1e-5)
