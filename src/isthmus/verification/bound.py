@@ -169,35 +169,28 @@ class Bounds:
         return joined[0], joined[1], min(latency.values()), min(byte_s.values())
 
     @cached_property
-    def _taken(self) -> tuple[list[int], list[int]]:
-        """Bytes that come to and go back from the first block of a stage, the fewest first."""
+    def _received(self) -> tuple[list[Counter[int]], list[Counter[int]]]:
+        """By block, bytes that come to it from each block before, and that go back there."""
         starts = self._edges[:-1]
-        there, back = [0] * len(starts), [0] * len(starts)
+        there, back = ([Counter[int]() for _ in starts] for _ in range(2))
         for value in self.reading.values:
             home = bisect.bisect_right(starts, value.made) - 1
-            returns = {bisect.bisect_right(starts, position) - 1 for position in value.returns}
             size_bytes = wire_bytes(self._question, value)
-            for block in {bisect.bisect_right(starts, position) - 1 for position in value.uses} - {home}:
-                there[block] += size_bytes
-                back[block] += size_bytes if block in returns else 0
-        return sorted(there[1:]), sorted(back[1:])
+            for way, positions in ((there, value.uses), (back, value.returns)):
+                for block in {bisect.bisect_right(starts, position) - 1 for position in positions} - {home}:
+                    way[block][home] += size_bytes
+        return there, back
+
+    @cached_property
+    def _taken(self) -> list[list[int]]:
+        """Bytes that come to and go back from the first block of a stage, the fewest first."""
+        return [sorted(own.total() for own in way[1:]) for way in self._received]
 
     @cached_property
     def _least_sent(self) -> int:
-        """Bytes that come to the first block of any stage, or go back from it, over one link: those of one block. What
-        comes from other blocks may come over other links at the same time."""
-        starts = self._edges[:-1]
-        sent: list[Counter[tuple[int, bool]]] = [Counter() for _ in starts]
-        for value in self.reading.values:
-            home = bisect.bisect_right(starts, value.made) - 1
-            size_bytes = wire_bytes(self._question, value)
-            for goes_back, positions in ((False, value.uses), (True, value.returns)):
-                for block in {bisect.bisect_right(starts, position) - 1 for position in positions} - {home}:
-                    sent[block][home, goes_back] += size_bytes
-        return max(
-            min(max((n for (_, back), n in own.items() if back == way), default=0) for own in sent[1:])
-            for way in (False, True)
-        )
+        """Bytes that one link carries there or back, for the first block of any stage: those of one block before. What
+        comes from others may come over other links at the same time."""
+        return max(min(max(own.values(), default=0) for own in way[1:]) for way in self._received)
 
     def _links_s(self, stages: int) -> float:
         """Messages of one micro-batch, both ways."""

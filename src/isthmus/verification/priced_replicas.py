@@ -24,8 +24,9 @@ from typing import NamedTuple
 import numpy as np
 
 from isthmus.verification.device_sets import INFINITE, Tracked
+from isthmus.verification.replica_search import WHOLE
 from isthmus.verification.stage_arrays import Floats
-from isthmus.verification.walks import Terms, Walks
+from isthmus.verification.walks import NARROW, Terms, Walks
 
 RATIO = 1.15
 """Between the ends of an interval of periods."""
@@ -33,7 +34,6 @@ BEGUN = (0.0, 0.5, 0.9)
 """Parts of the batch that all devices are worth at first, each by its speed."""
 MOST_WORSE, MOST_TRIED = 3, 16
 """Prices in a row that bound no higher, after which steps are halved; and those that are tried."""
-WHOLE = 1e-9
 TINY = 1e-300
 
 
@@ -105,7 +105,7 @@ class PricedReplicas:
         while self._unknown and not ended():
             self._look(*self._unknown.pop())
         while len(ascent.tried) < MOST_TRIED and ascent.best_s < enough_s and not self._unknown:
-            tried = self._tried(ascent.next(), replicas, ended)
+            tried = self._proven_by(ascent.next(), replicas, ended)
             if tried is None:
                 break
             ascent.note(tried)
@@ -114,7 +114,7 @@ class PricedReplicas:
     def _intervals(self) -> list[tuple[Terms, float, int]]:
         """Terms, shortest period and most micro-batches; the longest periods last, and one micro-batch alone."""
         shortest_s, alone_s = self._walks.shortest_period_s(), float(self._walks.least_work_s().min())
-        every = (shortest_s * (1 - WHOLE) * RATIO**k for k in itertools.count())
+        every = (shortest_s * (1 - NARROW) * RATIO**k for k in itertools.count())
         ends = list(itertools.takewhile(lambda end: end < self._goal_s, every))
         ends.append(ends[-1] * RATIO if ends else shortest_s)
         found = [
@@ -135,8 +135,8 @@ class PricedReplicas:
         # No pipeline is as fast: none is faster.
         self._unknown = [one for one in self._unknown if one[0].more_than != terms.more_than or one[2] != most]
 
-    def _tried(self, prices: Floats, replicas: tuple[int, int], ended: Callable[[], bool]) -> _Tried | None:
-        """Intervals are looked at as what they take without prices bounds them. None where it was ended."""
+    def _proven_by(self, prices: Floats, replicas: tuple[int, int], ended: Callable[[], bool]) -> _Tried | None:
+        """None where it was ended. Intervals that take least without prices are looked at first."""
         walks, left = self._walks, self._micro_batches - float(prices @ self._walks.kinds.counts)
         each = min(left / number for number in replicas)
         if not prices.any():
