@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from isthmus.verification.closed_form import ClosedForm, Setup
 from isthmus.verification.device_sets import INFINITE
 from isthmus.verification.reading import GraphReading
-from isthmus.verification.sent import Floats, SentBytes
+from isthmus.verification.sent import Floats, Ints, SentBytes
 from isthmus.verification.timing import PipelineCheck
 from isthmus.verification.walks import EACH, Walks
 
@@ -49,6 +49,22 @@ class SentInto(NamedTuple):
     """There and back for a micro-batch; minus infinite where nothing returns."""
     far_s: Floats
     """[start]: what comes from before, at least."""
+
+
+Among = tuple[slice | Ints, slice]
+"""Kinds and starts that are looked at."""
+
+
+class Joined(NamedTuple):
+    """Stages with one before them, of each kind and start: [..., kind, start]."""
+
+    spent_s: Floats
+    """Of one micro-batch, and of parameters that the stages share."""
+    busy_s: Floats
+    far_s: Floats
+    """[start]: what comes from before, at least."""
+    home_s: Floats
+    """From the end of the first one's forward to the return of its gradient; 0 where round trips are not asked for."""
 
 
 class Goal:
@@ -120,6 +136,19 @@ class SearchedPipelines:
                 self._into.clear()
             self._into[key] = self._sent_into(stage, end)
         return self._into[key]
+
+    def joined(self, stages: Sequence[PipelineStage], end: int, begun: Joined, among: Among, *, trips: bool) -> Joined:
+        """`begun` and what the stages receive from one that ends there. `trips`: whether round trips are asked for."""
+        spent_s, busy_s, far_s, home_s = begun
+        for number, stage in enumerate(stages):
+            if number and self.sent.received(stage.start, stage.end).first >= end:
+                continue
+            into = self.into(stage, end)
+            spent_s, far_s = spent_s + into.sent_s[among], far_s + into.far_s[among[1]]
+            busy_s = np.maximum(busy_s, into.busy_s[among])
+            if trips:
+                home_s = np.maximum(home_s, into.through_s[among] + stage.trip_s)
+        return Joined(spent_s, busy_s, far_s, home_s)
 
     def _sent_into(self, stage: PipelineStage, end: int) -> SentInto:
         walks, kind = self.walks, stage.kind

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from isthmus.verification.device_sets import INFINITE, Tracked
 from isthmus.verification.group_times import GroupTimes
-from isthmus.verification.pipelines import PipelineStage, SearchedPipelines
+from isthmus.verification.pipelines import Joined, PipelineStage, SearchedPipelines
 from isthmus.verification.sent import Floats, Ints
 from isthmus.verification.walks import EACH, SLACK, Terms
 
@@ -139,16 +139,10 @@ class ReplicaTables:
         """By every stage that ends where it starts."""
         end, open_, (lowest, compute_s, *to) = suffix.start, suffix.open, self._stages_to(suffix.start)
         period_s, over_held, before_s = to if len(open_) == len(self._low_s) else (each[open_] for each in to)
-        spent_s, far_s = compute_s + suffix.spent_s, np.zeros(end - lowest)
-        busy_s, home_s = np.zeros((2, *spent_s.shape[1:]))
-        for number, stage in enumerate(suffix.stages):
-            if number and self._pipelines.sent.received(stage.start, stage.end).first >= end:
-                continue
-            into = self._pipelines.into(stage, end)
-            sent_s, into_busy_s, through_s = (x[self.own, lowest:] for x in into[:3])
-            spent_s, far_s, busy_s = spent_s + sent_s, far_s + into.far_s[lowest:], np.maximum(busy_s, into_busy_s)
-            if self._held_up:
-                home_s = np.maximum(home_s, through_s + stage.trip_s)
+        idle_s = np.zeros(compute_s.shape[1:])
+        begun = Joined(compute_s + suffix.spent_s, idle_s, np.zeros(end - lowest), idle_s)
+        among = self.own, slice(lowest, None)
+        spent_s, busy_s, far_s, home_s = self._pipelines.joined(suffix.stages, end, begun, among, trips=self._held_up)
         period_s = np.maximum(np.maximum(period_s, busy_s), _along(suffix.period_s, period_s))
         trip_s = compute_s + home_s
         if self._held_up:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from isthmus.verification.device_sets import INFINITE, Tracked
-from isthmus.verification.pipelines import PipelineStage, SearchedPipelines
+from isthmus.verification.pipelines import Joined, PipelineStage, SearchedPipelines
 from isthmus.verification.sent import Floats, Ints
 from isthmus.verification.walks import EACH, SLACK, Terms
 
@@ -206,16 +206,10 @@ class SuffixSearch:
         """By every stage that ends where it starts."""
         end, compute_s = suffix.start, self._compute_s[suffix.start]
         lowest = self._lowest[end]
-        spent_s, far_s = compute_s + suffix.spent_s, np.zeros(compute_s.shape[-1])
         busy_s = np.where(np.isfinite(compute_s), compute_s, 0.0)
-        home_s = np.zeros(compute_s.shape[1:])
-        for number, stage in enumerate(suffix.stages):
-            if number and self._pipelines.sent.received(stage.start, stage.end).first >= end:
-                continue
-            sent_s, into_busy_s, through_s, into_far_s = (x[..., lowest:] for x in self._pipelines.into(stage, end))
-            spent_s, far_s, busy_s = spent_s + sent_s, far_s + into_far_s, np.maximum(busy_s, into_busy_s)
-            if self._held_up:
-                home_s = np.maximum(home_s, through_s + stage.trip_s)
+        begun = Joined(compute_s + suffix.spent_s, busy_s, np.zeros(compute_s.shape[-1]), np.zeros(compute_s.shape[1:]))
+        among = slice(None), slice(lowest, None)
+        spent_s, busy_s, far_s, home_s = self._pipelines.joined(suffix.stages, end, begun, among, trips=self._held_up)
         period_s, trip_s = np.maximum(busy_s, suffix.period_s), compute_s + home_s
         if self._held_up:
             few = self._inverse[end] > 0
