@@ -11,7 +11,7 @@ import numpy as np
 from isthmus.verification.device_sets import Tracked
 from isthmus.verification.group_times import GroupTimes
 from isthmus.verification.pipelines import SearchedPipelines
-from isthmus.verification.replica_search import JointSearch, PeriodWalks, ReplicaTables
+from isthmus.verification.replica_search import JointSearch, PeriodTerms, PeriodWalks, ReplicaTables
 from isthmus.verification.sent import Floats, Ints
 from isthmus.verification.walks import Terms
 
@@ -22,16 +22,6 @@ MOST_BYTES = 400_000_000
 
 Choice = tuple[int, ...]
 """A state for each replica: its devices."""
-
-
-class PeriodTerms(NamedTuple):
-    """A replica with a period from `low_s` to the terms' threshold has no more than `most` micro-batches."""
-
-    low_s: float
-    terms: Terms
-    most: int
-    key: Hashable
-    """The same where all of this is."""
 
 
 class _Settled(NamedTuple):
@@ -92,7 +82,7 @@ class ChosenReplicas:
         walks = self.pipelines.walks
         key = state, *(each.key for each in intervals)
         if key not in self._tables:
-            walked = [PeriodWalks(each.low_s, each.terms, each.most, *self._walk(each.terms)) for each in intervals]
+            walked = [PeriodWalks(each, *self._walk(each.terms)) for each in intervals]
             devices: Ints = np.zeros(len(walks.kinds.all), dtype=np.int64)
             devices[list(self._tracked.kinds)] = self._tracked.used[state]
             made = ReplicaTables(self.pipelines, devices, self._tracked, walked)

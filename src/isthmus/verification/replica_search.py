@@ -17,7 +17,7 @@ there are, they are not continued.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,13 +35,20 @@ STEPS = 4
 """Arrays of a continued replica, about, that count as work."""
 
 
-class PeriodWalks(NamedTuple):
-    """What replicas with a period from `low_s` to the terms' threshold take."""
+class PeriodTerms(NamedTuple):
+    """A replica with a period from `low_s` to the terms' threshold has no more than `most` micro-batches."""
 
     low_s: float
     terms: Terms
     most: int
-    """Micro-batches of one."""
+    key: Hashable
+    """The same where all of this is."""
+
+
+class PeriodWalks(NamedTuple):
+    """What such replicas take."""
+
+    periods: PeriodTerms
     stages: Floats
     """[kind, start, length - 1]: infinite where none may be (`Walks.stages`)."""
     found: Floats
@@ -102,15 +109,15 @@ class ReplicaTables:
         self.own = np.flatnonzero(devices)
         self._states = Tracked(walks.kinds, self.own.tolist(), devices.tolist())
         states = self._states.used @ tracked.strides[self.own]
-        self._low_s = np.array([each.low_s for each in intervals])
-        self._limit_s = np.array([each.terms.threshold_s * SLACK for each in intervals])
-        self._most = np.array([each.most for each in intervals], dtype=np.float64)
-        self._more_than = np.array([each.terms.more_than for each in intervals])
+        self._low_s = np.array([each.periods.low_s for each in intervals])
+        self._limit_s = np.array([each.periods.terms.threshold_s * SLACK for each in intervals])
+        self._most = np.array([each.periods.most for each in intervals], dtype=np.float64)
+        self._more_than = np.array([each.periods.terms.more_than for each in intervals])
         self._before_s = np.stack(
             [each.found[:, states][:, :, self.own].transpose(3, 1, 0, 2) for each in intervals], axis=1
         )
         """[boundary, interval, state, class, kind]"""
-        options = [walks.options(each.terms, each.stages, each.most) for each in intervals]
+        options = [walks.options(each.periods.terms, each.stages, each.periods.most) for each in intervals]
         self._period_s, self._over_held = (np.stack(each)[:, :, self.own] for each in zip(*options, strict=True))
         self._compute_s = np.stack([compute_s[self.own] for compute_s in walks.compute_s])
         self._held_up = bool(self._over_held.any())

@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isthmus.verification.chosen_replicas import ChosenReplicas, PeriodTerms
+from isthmus.verification.chosen_replicas import ChosenReplicas
 from isthmus.verification.device_sets import INFINITE, Counted, Tracked, set_count
 from isthmus.verification.disjoint_sets import CutsNeeded, DisjointSets, most_of_sizes
 from isthmus.verification.pipelines import SearchedPipelines
-from isthmus.verification.replica_search import WHOLE
+from isthmus.verification.replica_search import WHOLE, PeriodTerms
 from isthmus.verification.stage_arrays import Floats, Ints
 from isthmus.verification.walks import Terms, Walks
 
